@@ -1,0 +1,147 @@
+"""Which examples each optimizer step takes, and how ranks and micro-batches share them.
+
+The stream of examples is one permutation of the data after another, epoch after epoch:
+
+    stream[p] = permutation(seed, p // n)[p % n]        step k takes stream[k·B : (k+1)·B]
+
+So the batches of a step are a function of its number: the data cursor of a checkpoint is the step, an epoch's tail
+continues into the next epoch, nothing is dropped and nothing comes twice. Every rank works out the same plan from the
+lengths alone.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+Lengths = npt.NDArray[np.int64]
+Plan = list[list[list[int]]]  # [ranks][micro-batches][example indices]
+
+
+class Batches:
+    """The plan of every step.
+
+    Args:
+        lengths: cost of each example in tokens, such as `token_cost` gives.
+        batch_size: examples per step, over all ranks and micro-batches.
+        micro_tokens: cost of a micro-batch at most, unless one example alone has more; None makes one micro-batch per
+            rank.
+        seed: of the permutations; with ``shuffle`` false every epoch is in the order of the data.
+        epochs, steps: how long to go on; one of the two. After ``epochs`` the last step is what is left.
+        ranks: how many processes share a step.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Lengths,
+        *,
+        batch_size: int,
+        micro_tokens: int | None,
+        seed: int,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        steps: int | None = None,
+        ranks: int = 1,
+    ) -> None:
+        self.lengths: Lengths = np.asarray(lengths, dtype=np.int64)
+        for name, value in {"batch_size": batch_size, "micro_tokens": micro_tokens, "ranks": ranks}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"Batches: {name} must be >= 1, got {value}")
+        if len(self.lengths) == 0:
+            raise ValueError("Batches: wanted at least one example, got none")
+        if (epochs is None) == (steps is None):
+            raise ValueError(f"Batches: wanted epochs or steps, one of them; got epochs={epochs}, steps={steps}")
+        if seed < 0:
+            raise ValueError(f"Batches: seed must be >= 0, got {seed}")
+        self.batch_size, self.micro_tokens, self.ranks = batch_size, micro_tokens, ranks
+        self.end = steps * batch_size if steps is not None else epochs * len(self.lengths)  # type: ignore[operator]
+        # A step may lie across two epochs, so two permutations are kept.
+        self._order = lru_cache(maxsize=2)(lambda epoch: _order(len(self.lengths), seed, epoch, shuffle))
+
+    def __len__(self) -> int:
+        return -(-self.end // self.batch_size)
+
+    def epoch(self, step: int) -> float:
+        """How many passes over the data are complete when ``step`` begins."""
+        return step * self.batch_size / len(self.lengths)
+
+    def indices(self, step: int) -> list[int]:
+        """The examples of a step, in the order of the stream."""
+        if not 0 <= step < len(self):
+            raise IndexError(f"Batches: wanted a step in [0, {len(self)}), got {step}")
+        start, size = step * self.batch_size, len(self.lengths)
+        stop = min(start + self.batch_size, self.end)
+        return [int(self._order(position // size)[position % size]) for position in range(start, stop)]
+
+    def plan(self, step: int) -> Plan:
+        """The micro-batches of each rank: as many on every rank, some of them empty where examples are few.
+
+        Ranks are balanced by cost, and within a rank its micro-batches; both keep the order of the stream.
+        """
+        indices = self.indices(step)
+        cost = [int(self.lengths[i]) for i in indices]
+        shares = _spread(range(len(indices)), cost, self.ranks)
+        packed = [_pack(share, cost, self.micro_tokens) for share in shares]
+        count = max(len(micro) for micro in packed)
+        packed = [_even(micro, cost, count, self.micro_tokens) for micro in packed]
+        return [[[indices[position] for position in micro] for micro in rank] for rank in packed]
+
+
+def token_cost(dataset: datasets.Dataset, *, shared_prompt: bool) -> Lengths:
+    """Tokens of each example: its completions, and its prompt once (``shared_prompt``) or once per completion."""
+    costs: list[Lengths] = []
+    for table in dataset.select_columns(["prompt", "completions"]).with_format("arrow").iter(batch_size=1000):
+        prompt, completions = (table[name].combine_chunks() for name in ("prompt", "completions"))
+        count = pc.list_value_length(completions).to_numpy()
+        lengths = pc.list_value_length(pc.list_flatten(completions)).to_numpy()
+        total = np.bincount(np.repeat(np.arange(len(count)), count), weights=lengths, minlength=len(count))
+        copies = 1 if shared_prompt else count
+        costs.append((pc.list_value_length(prompt).to_numpy() * copies + total).astype(np.int64))
+    return np.concatenate(costs)
+
+
+def _order(size: int, seed: int, epoch: int, shuffle: bool) -> Lengths:
+    if not shuffle:
+        return np.arange(size)
+    # numpy promises that the raw bits of a bit generator stay the same between versions, not that permutation() does.
+    bits = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(size)
+    return np.argsort(bits, kind="stable")
+
+
+def _spread(positions: Sequence[int], cost: Sequence[int], bins: int) -> list[list[int]]:
+    """Longest first, each to the bin with the least so far: at most 4/3 of the best possible largest bin (Graham)."""
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    load = [0] * bins
+    for position in sorted(positions, key=lambda p: -cost[p]):
+        lightest = min(range(bins), key=lambda b: (load[b], len(filled[b])))
+        filled[lightest].append(position)
+        load[lightest] += cost[position]
+    return [sorted(part) for part in filled]
+
+
+def _pack(positions: Sequence[int], cost: Sequence[int], limit: int | None) -> list[list[int]]:
+    """First-fit, longest first: few bins of at most ``limit``."""
+    if limit is None:
+        return [list(positions)]
+    filled: list[list[int]] = []
+    load: list[int] = []
+    for position in sorted(positions, key=lambda p: -cost[p]):
+        fits = next((b for b in range(len(filled)) if load[b] + cost[position] <= limit), len(filled))
+        if fits == len(filled):
+            filled.append([])
+            load.append(0)
+        filled[fits].append(position)
+        load[fits] += cost[position]
+    return filled
+
+
+def _even(packed: list[list[int]], cost: Sequence[int], count: int, limit: int | None) -> list[list[int]]:
+    """The same examples in ``count`` bins: evenly filled where the limit allows it, else as they are and empty ones."""
+    spread = _spread([position for part in packed for position in part], cost, count)
+    if any(limit is not None and len(part) > 1 and sum(cost[p] for p in part) > limit for part in spread):
+        spread = [sorted(part) for part in packed] + [[] for _ in range(count - len(packed))]
+    # Empty bins last.
+    return sorted(spread, key=lambda part: part[0] if part else len(cost))

@@ -1,0 +1,185 @@
+"""Texts and conversations as token ids, and which of the tokens are the assistant's.
+
+Two ways to find what is trained:
+
+    completion   all that the chat template adds to the prompt and its generation prompt, a trailing newline included;
+                 plain completions end with the EOS token. Token ids are those of TRL.
+    assistant    of every turn the assistant's own tokens up to its end token: not the role header before them, nor the
+                 newline after. Templates with {% generation %} say so themselves; with others, message i begins where
+                 the rendering of messages[:i] plus generation prompt ends, and it ends where messages[:i+1] ends.
+                 That holds only for a template that renders a message the same whatever follows it: others are refused.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from .layouts import BadRow, Message, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedTokenizerBase
+
+ADVICE = (
+    "pass a chat template with {% generation %} ... {% endgeneration %} around all that the assistant writes, end "
+    "token included; or give each answer a row of its own, in the columns prompt and completion; or train on all tokens"
+)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer and the chat template to use with it: None is the tokenizer's own."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    chat_template: str | None = None
+
+    def continuations(
+        self, prompt: Value, completions: Sequence[Value], options: "Mapping[str, Any]"
+    ) -> tuple[list[int], list[list[int]], bool]:
+        """Token ids of the prompt and of what each completion adds to it, and whether the prompt lost its end.
+
+        The prompt is what its own tokens have in common with those of prompt + completion. Where a token spans the
+        boundary, or the template closes the prompt differently, it loses its last tokens to the completions.
+        """
+        if isinstance(prompt, str):
+            alone = self.plain(prompt)
+            whole = [self.plain(prompt + self.with_eos(str(completion))) for completion in completions]
+        else:
+            alone = self.chat(prompt, options, generation_prompt=True)
+            whole = [self.chat([*prompt, *completion], options) for completion in completions]
+        shared = min(common_prefix(alone, ids) for ids in whole)
+        return alone[:shared], [ids[shared:] for ids in whole], shared < len(alone)
+
+    def assistant(
+        self, messages: list[Message], options: "Mapping[str, Any]", start: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of a conversation, and which are the assistant's in ``messages[start:]``."""
+        ids, spans = (self._marked if self._has_markers else self._by_prefixes)(messages, options)
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) != len(answers):
+            raise BadRow(
+                "template",
+                f"{{% generation %}} in the chat template marks {len(spans)} runs of tokens, and the assistant has "
+                f"{len(answers)} messages; put it around each of them, inside the loop over messages",
+            )
+        trained = [False] * len(ids)
+        for (begin, stop), number in zip(spans, answers, strict=True):
+            end = self._end_token(ids, begin, stop, number)
+            if number >= start:
+                trained[begin:end] = [True] * (end - begin)
+        return ids, trained
+
+    def plain(self, text: str) -> list[int]:
+        return list(self.tokenizer(text=text, verbose=False)["input_ids"])
+
+    def with_eos(self, text: str) -> str:
+        eos = self.tokenizer.eos_token
+        if eos is None:
+            raise ValueError("the tokenizer has no EOS token to end a plain text with; set tokenizer.eos_token")
+        return text if text.endswith(eos) else text + eos
+
+    def chat(
+        self, messages: list[Message], options: "Mapping[str, Any]", *, generation_prompt: bool = False
+    ) -> list[int]:
+        return self._rendered(self._render(messages, options, generation_prompt))
+
+    def _rendered(self, text: str) -> list[int]:
+        # A template writes its own BOS.
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _render(self, messages: list[Message], options: "Mapping[str, Any]", generation_prompt: bool = False) -> str:
+        return str(self._apply(messages, options, add_generation_prompt=generation_prompt, tokenize=False))
+
+    def _apply(self, messages: list[Message], options: "Mapping[str, Any]", **how: Any) -> Any:
+        if not self._source:
+            raise ValueError(
+                "the row is a conversation and the tokenizer has no chat template; pass one (--chat_template "
+                "file.jinja), or give prompts and completions as plain text"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.chat_template,
+                **{**options, **how},
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise BadRow("template", f"the chat template refuses the conversation: {error}") from error
+
+    @cached_property
+    def _source(self) -> str:
+        templates = self.chat_template or self.tokenizer.chat_template or ""
+        return templates if isinstance(templates, str) else "".join(templates.values())
+
+    @cached_property
+    def _has_markers(self) -> bool:
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self._source) is not None
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return frozenset(added | set(self.tokenizer.all_special_ids))
+
+    def _marked(self, messages: list[Message], options: "Mapping[str, Any]") -> tuple[list[int], list[tuple[int, int]]]:
+        out = self._apply(messages, options, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        mask = [0, *out["assistant_masks"], 0]
+        edges = [index for index, (before, after) in enumerate(pairwise(mask)) if before != after]
+        return list(out["input_ids"]), list(zip(edges[::2], edges[1::2], strict=True))
+
+    def _by_prefixes(
+        self, messages: list[Message], options: "Mapping[str, Any]"
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        text = self._render(messages, options)
+        cuts: list[int] = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._render(messages[:number], options, generation_prompt=True)
+                after = self._render(messages[: number + 1], options)
+                if not (text.startswith(after) and after.startswith(before)):
+                    raise BadRow(
+                        "template",
+                        f"the chat template renders message {number + 1}, the assistant's, in another way when others "
+                        f"follow it or when it is generated, so its tokens can't be told from the rest; {ADVICE}",
+                    )
+                cuts += [len(before), len(after.rstrip())]
+        ids = self._rendered(text)
+        bounds = self._token_bounds(text, ids, cuts)
+        return ids, list(zip(bounds[::2], bounds[1::2], strict=True))
+
+    def _token_bounds(self, text: str, ids: list[int], cuts: list[int]) -> list[int]:
+        """How many tokens precede each cut of the text."""
+        pieces = [self._rendered(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
+        if [token for piece in pieces for token in piece] == ids:
+            return list(accumulate(map(len, pieces)))[:-1]
+        # Some tokenizers treat the beginning of a text in their own way: compare whole prefixes, which takes longer.
+        prefixes = [self._rendered(text[:cut]) for cut in cuts]
+        if any(ids[: len(prefix)] != prefix for prefix in prefixes):
+            raise BadRow(
+                "template", f"a token spans the edge of what the assistant writes, so it can't be cut there; {ADVICE}"
+            )
+        return [len(prefix) for prefix in prefixes]
+
+    def _end_token(self, ids: list[int], begin: int, stop: int, number: int) -> int:
+        """Where the answer in ``ids[begin:stop]`` ends: after its end token, which only white space may follow."""
+        end = stop
+        while (
+            end > begin and ids[end - 1] not in self._special and not str(self.tokenizer.decode(ids[end - 1])).strip()
+        ):
+            end -= 1
+        if end == begin or ids[end - 1] not in self._special:
+            raise BadRow(
+                "template",
+                f"the chat template ends message {number + 1}, the assistant's, without an end token, so the model "
+                "would not learn to stop; use a template that writes one (within {% generation %}, if it has that), or "
+                "train on all tokens",
+            )
+        return end
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,63 @@
+"""One micro-batch as objectives see it: ragged, one entry per trained token, no padding anywhere."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..data import Example
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whole examples, and the flat tensors of their trained tokens.
+
+    Trained tokens are ordered by example, then completion, then position, whatever rows the model is given.
+
+    Attributes:
+        examples: the examples themselves; `rows` makes model input of them.
+        target: int64 [tokens], the id of each trained token.
+        sequence: int64 [tokens], sorted: the completion each trained token belongs to, counted over the batch.
+        completion: int64 [sequences], the index of each completion within its example (of a pair: 0 chosen, 1 rejected).
+        columns: further tensors by name, such as reference log-probs [tokens] or margins [examples].
+    """
+
+    examples: Sequence[Example]
+    target: Tensor
+    sequence: Tensor
+    completion: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.completion)
+
+    def tokens_of(self, completion: int) -> Tensor:
+        """Bool [tokens]: which trained tokens belong to the completion of this index in their example."""
+        return (self.completion == completion)[self.sequence]
+
+
+def collate(
+    examples: Sequence[Example],
+    columns: Mapping[str, Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> Batch:
+    """The batch of these examples, its tensors on ``device``. No examples make an empty batch, which still trains."""
+    target: list[int] = []
+    lengths: list[int] = []
+    completion: list[int] = []
+    for example in examples:
+        for index, (tokens, trained) in enumerate(zip(example.completions, example.trained, strict=True)):
+            kept = [token for token, train in zip(tokens, trained, strict=True) if train]
+            target += kept
+            lengths.append(len(kept))
+            completion.append(index)
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    return Batch(
+        examples=examples,
+        target=torch.tensor(target, dtype=torch.int64, device=device),
+        sequence=ids.to(device),
+        completion=torch.tensor(completion, dtype=torch.int64, device=device),
+        columns={name: column.to(device) for name, column in (columns or {}).items()},
+    )

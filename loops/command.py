@@ -1,0 +1,146 @@
+"""``burnish <recipe> [--config file.yaml] [--any.field value]``"""
+
+import dataclasses
+import difflib
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from .. import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console script; returns its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    if not given or given[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if given else 2
+    if given[0] == "--version":
+        print(f"burnish {__version__}")
+        return 0
+    if given[0] not in _RECIPES:
+        nearest = difflib.get_close_matches(given[0], _RECIPES, n=1, cutoff=0.0)[0]
+        print(f"burnish: no recipe {given[0]!r}, did you mean {nearest!r}?\n\n{_usage()}", file=sys.stderr)
+        return 2
+    return _run(given[0], given[1:])
+
+
+def _sft() -> tuple[type, Callable[..., Any]]:
+    from .sft import SFT, sft
+
+    return SFT, sft
+
+
+def _dpo() -> tuple[type, Callable[..., Any]]:
+    from .dpo import DPO, dpo
+
+    return DPO, dpo
+
+
+def _demo() -> tuple[type, Callable[..., Any]]:
+    from .demo import Demo, demo
+
+    return Demo, demo
+
+
+# Recipes are imported when they are asked for: --help and a typing error should not wait for transformers.
+_RECIPES: dict[str, Callable[[], tuple[type, Callable[..., Any]]]] = {"sft": _sft, "dpo": _dpo, "demo": _demo}
+
+_LINES = {
+    "sft": "supervised fine-tuning on messages, text, or prompts with completions",
+    "dpo": "preference training on pairs: dpo, ipo, hinge, ... or a mix of them",
+    "demo": "train a small model from scratch, offline, in three minutes",
+}
+
+
+def _usage() -> str:
+    lines = "\n".join(f"  {name:6} {line}" for name, line in _LINES.items())
+    return f"usage: burnish <recipe> [--config file.yaml] [--any.field value]\n\n{lines}\n\nburnish <recipe> --help lists its fields."
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    config_class, recipe = _RECIPES[name]()
+    config = parse(name, config_class, arguments)
+    try:
+        recipe(config)
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        if os.environ.get("BURNISH_TRACEBACK") or not _is_ours(error):
+            raise
+        print(f"burnish {name}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the message was written for the person at the terminal, rather than by a bug."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    return raised_in.startswith(__package__.partition(".")[0] + ".")
+
+
+def parse(name: str, config_class: type, arguments: list[str]) -> Any:
+    """The configuration that YAML file and flags give; flags win, wherever they stand. Exits with status 2 on a mistake."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__)
+    parser.add_argument("--config", action="config", help="a YAML file with these fields")
+    parser.add_class_arguments(config_class)
+    parser.fields = _fields(config_class)
+    parsed: Namespace = parser.parse_args(_config_first(arguments))
+    parsed.pop("config", None)
+    return _build(config_class, parsed)
+
+
+def _build(config_class: type, parsed: Namespace) -> Any:
+    values = {}
+    for field in dataclasses.fields(config_class):
+        value = parsed[field.name]
+        nested = field.default_factory
+        is_group = isinstance(value, Namespace) and dataclasses.is_dataclass(nested)
+        values[field.name] = nested(**vars(value)) if is_group else value  # type: ignore[operator]
+    return config_class(**values)
+
+
+def _config_first(arguments: list[str]) -> list[str]:
+    """jsonargparse lets the later of two settings win; a flag should win over the file in either order."""
+    files, rest = [], []
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument == "--config":
+            files += [argument, *([value] if (value := next(waiting, None)) is not None else [])]
+        elif argument.startswith("--config="):
+            files.append(argument)
+        else:
+            rest.append(argument)
+    return files + rest
+
+
+def _fields(config_class: type, prefix: str = "") -> list[str]:
+    names = []
+    for field in dataclasses.fields(config_class):
+        names.append(prefix + field.name)
+        if dataclasses.is_dataclass(field.default_factory):
+            names += _fields(field.default_factory, f"{field.name}.")  # type: ignore[arg-type]
+    return names
+
+
+class _Parser(ArgumentParser):
+    """Says in two lines what was wrong and which field was probably meant, instead of repeating every flag."""
+
+    fields: Sequence[str] = ()
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        unknown = re.search(r"unrecognized arguments: -*([\w.]+)|Option '([\w.]+)' is not accepted", message)
+        if unknown:
+            name = unknown[1] or unknown[2]
+            nearest = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.0)
+            message = f"no field {name!r}" + (f", did you mean {nearest[0]!r}?" if nearest else "")
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists its fields\n")
+        raise AssertionError("exit returned")

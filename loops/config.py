@@ -1,0 +1,84 @@
+"""What every recipe can be told: one frozen dataclass, whose fields are the YAML keys and the command-line flags."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Train low-rank adapters instead of the model (Hu et al. 2021, arXiv:2106.09685), through peft."""
+
+    r: int = 0
+    """Rank of the adapters; 0 trains the model itself."""
+    alpha: float = 32.0
+    """The adapters' output is multiplied by alpha / r."""
+    dropout: float = 0.0
+    """Dropout on the adapters' input. Above 0, a gradient depends on how its step was split."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of the layers that get adapters, a regular expression, or "all-linear"."""
+
+
+@dataclass(frozen=True)
+class Common:
+    """The fields that all recipes share."""
+
+    model: str
+    """Name or directory of a transformers causal language model."""
+    data: str
+    """Training data: a .json, .jsonl, .csv or .parquet file, a saved dataset, or the name of one on the Hub."""
+    output: str
+    """Directory of this run."""
+    eval_data: str | None = None
+    """Held-out data, in the same layouts."""
+    steps: int | None = None
+    """Optimizer steps; without it, as many as `epochs` takes."""
+    epochs: int = 1
+    """Passes over the data."""
+    batch_size: int = 8
+    """Examples per optimizer step, over all ranks and micro-batches."""
+    micro_tokens: int | None = 8192
+    """Tokens that one forward pass computes at most, unless one example alone has more. Less needs less memory."""
+    learning_rate: float = 1e-5
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """How the learning rate falls after the warmup."""
+    warmup: float = 0.0
+    """Steps of linear warmup; below 1, a share of all steps."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """L2 norm that the gradient is clipped to."""
+    max_length: int | None = 1024
+    """Tokens of prompt and completion together; null for no limit."""
+    truncation: Literal["keep_start", "keep_end", "error"] = "keep_start"
+    """What is kept of a longer one: its start, its end, or nothing (an error)."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Whether a row that can't be trained on stops the run or is counted and left out."""
+    chat_template: str | None = None
+    """A Jinja file to use instead of the tokenizer's own chat template."""
+    shuffle: bool = True
+    """Whether each epoch is permuted."""
+    seed: int = 0
+    """Seed of the order of the data, of adapter weights and of dropout."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast)."""
+    layout: Literal["auto", "shared", "packed", "padded"] = "auto"
+    """Rows of the model's input: prompts shared, sequences packed, or padded."""
+    backend: str = "auto"
+    """Backend of the log-prob kernel."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, a third more time."""
+    attention: str | None = None
+    """Attention implementation of transformers, such as sdpa, eager or flash_attention_2."""
+    eval_every: int | None = None
+    """Steps between evaluations on `eval_data`; there is one before the first step and one after the last in any case."""
+    save_every: int | None = None
+    """Steps between checkpoints."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint in `output`, with the same final weights as an unbroken run."""
+    report_to: str | list[str] | None = None
+    """Trackers of Accelerate, such as tensorboard."""
+    lora: Lora = field(default_factory=Lora)
+    """Low-rank adapters."""
+    quantize: Literal["4bit", "8bit"] | None = None
+    """Load the frozen base model quantized by bitsandbytes; needs adapters."""

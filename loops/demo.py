@@ -1,0 +1,214 @@
+"""``burnish demo``: a small model learns to add, offline, on a CPU, from nothing.
+
+    1  a transformer of half a million parameters is trained from scratch by SFT on sums of two numbers
+    2  it answers further questions at temperature 1; its own right and wrong answers to a question make pairs
+    3  it is improved by DPO on those pairs
+
+Every stage is the recipe that ``burnish sft`` and ``burnish dpo`` run, on files that stay in the run directory.
+"""
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .dpo import DPO, dpo
+from .sft import SFT, sft
+
+ALPHABET = "0123456789+="
+TERM = 3  # digits of each number
+HELD_OUT = 1000  # questions that no stage trains on
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train a small model from scratch, offline: SFT, then DPO on its own answers."""
+
+    output: str = "burnish-demo"
+    """Directory of the demonstration; a number is appended if it is taken."""
+    seed: int = 0
+    """Seed of questions, weights and samples."""
+    sft_steps: int = 600
+    """Optimizer steps of SFT, 128 sums each."""
+    dpo_steps: int = 100
+    """Optimizer steps of DPO, 64 pairs each."""
+    questions: int = 4096
+    """Questions that the model answers to make pairs, four times each."""
+
+
+def demo(config: Demo) -> dict[str, float]:
+    """Run all stages; returns the held-out accuracy after each."""
+    console = Console()
+    directory = _vacant(Path(config.output))
+    torch.manual_seed(config.seed)
+    rng = random.Random(config.seed)
+    questions = _questions(rng, HELD_OUT + config.sft_steps * 128 + config.questions)
+    held_out, taught, asked = (
+        questions[:HELD_OUT],
+        questions[HELD_OUT : -config.questions],
+        questions[-config.questions :],
+    )
+    tokenizer, model = _tokenizer(), _model()
+    _save(directory / "start", tokenizer, model)
+    accuracy = {"before training": score(directory / "start", held_out)}
+
+    console.rule("SFT: answers to copy")
+    data = _write(directory / "sft.jsonl", ({"prompt": q, "completion": solve(q)} for q in taught))
+    sft(
+        SFT(
+            model=str(directory / "start"),
+            data=str(data),
+            output=str(directory / "sft"),
+            batch_size=128,
+            learning_rate=2e-3,
+            schedule="cosine",
+            warmup=0.05,
+            seed=config.seed,
+        )
+    )
+    accuracy["after SFT"] = score(directory / "sft/model", held_out)
+
+    console.rule("DPO: its own right and wrong answers")
+    answers = sample(directory / "sft/model", asked, count=4, temperature=1.0)
+    data = _write(directory / "dpo.jsonl", pairs(asked, answers))
+    dpo(
+        DPO(
+            model=str(directory / "sft/model"),
+            data=str(data),
+            output=str(directory / "dpo"),
+            steps=config.dpo_steps,
+            batch_size=64,
+            learning_rate=1e-4,
+            schedule="linear",
+            beta=0.1,
+            seed=config.seed,
+        )
+    )
+    accuracy["after DPO"] = score(directory / "dpo/model", held_out)
+
+    table = Table("stage", "held-out accuracy", title=f"sums of two {TERM}-digit numbers, {HELD_OUT} never seen")
+    for stage, value in accuracy.items():
+        table.add_row(stage, f"{value:.1%}")
+    console.print(table)
+    _draw(directory, accuracy)
+    console.print(f"picture: {directory / 'accuracy.png'}   runs: {directory / 'sft'}, {directory / 'dpo'}")
+    return accuracy
+
+
+def solve(question: str) -> str:
+    """The answer to "123+456=", with as many digits whatever the sum."""
+    first, second = question.rstrip("=").split("+")
+    return f"{int(first) + int(second):0{TERM + 1}d}"
+
+
+@torch.no_grad()
+def sample(model_directory: Path, questions: Sequence[str], *, count: int, temperature: float) -> list[list[str]]:
+    """``count`` answers of a saved model to each question; at temperature 0 the likeliest digits."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_directory)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_directory)
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    answers: list[str] = []
+    for start in range(0, len(questions), 512):
+        ids = torch.tensor(tokenizer(list(questions[start : start + 512]))["input_ids"])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TERM + 2, num_return_sequences=count, **how
+        )
+        answers += tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    return [answers[i : i + count] for i in range(0, len(answers), count)]
+
+
+def score(model_directory: Path, questions: Sequence[str]) -> float:
+    """Share of questions whose likeliest answer is right."""
+    answers = sample(model_directory, questions, count=1, temperature=0.0)
+    return sum(answer == solve(question) for question, (answer,) in zip(questions, answers, strict=True)) / len(answers)
+
+
+def pairs(questions: Sequence[str], answers: Sequence[Sequence[str]]) -> Iterable[dict[str, str]]:
+    """One pair per question that was answered both rightly and wrongly."""
+    for question, given in zip(questions, answers, strict=True):
+        right = solve(question)
+        wrong = [answer for answer in given if answer and answer != right]
+        if right in given and wrong:
+            yield {"prompt": question, "chosen": right, "rejected": wrong[0]}
+
+
+def _questions(rng: random.Random, count: int) -> list[str]:
+    """Distinct questions in random order."""
+    numbers = rng.sample(range(10 ** (2 * TERM)), count)
+    return [f"{n // 10**TERM:0{TERM}d}+{n % 10**TERM:0{TERM}d}=" for n in numbers]
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *ALPHABET])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>")
+
+
+def _model() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(ALPHABET) + 2,
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=32,
+            bos_token_id=None,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+    )
+
+
+def _save(directory: Path, tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _vacant(wanted: Path) -> Path:
+    """The directory, or the first of wanted-2, wanted-3, ... that does not exist."""
+    candidate, number = wanted, 1
+    while candidate.exists():
+        number += 1
+        candidate = wanted.with_name(f"{wanted.name}-{number}")
+    candidate.mkdir(parents=True)
+    return candidate
+
+
+def _draw(directory: Path, accuracy: dict[str, float]) -> None:
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    bars, loss, margins = figure.subplots(1, 3)
+    drawn = bars.bar(list(accuracy), list(accuracy.values()), color=["#bbbbbb", "#4c78a8", "#f58518"])
+    bars.bar_label(drawn, fmt="{:.1%}")
+    bars.set_ylim(0, 1.1)
+    bars.set_title("held-out accuracy")
+    _plot(loss, directory / "sft", "loss", "SFT loss, nats per token")
+    _plot(margins, directory / "dpo", "rewards/accuracies", "DPO: pairs told apart")
+    figure.savefig(directory / "accuracy.png", dpi=120)
+
+
+def _plot(axis: Any, run: Path, metric: str, title: str) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    axis.plot([line["step"] for line in lines], [line[metric] for line in lines])
+    axis.set_title(title)
+    axis.set_xlabel("step")
+    axis.grid(alpha=0.3)

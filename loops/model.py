@@ -1,0 +1,122 @@
+"""Models and tokenizers in and out of the formats of transformers and peft."""
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+
+from .config import Common
+from .policy import Policy
+
+log = logging.getLogger(__name__)
+
+
+def load_tokenizer(config: Common) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the chat template that the configuration names, if any."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model)
+    if config.chat_template is not None:
+        tokenizer.chat_template = Path(config.chat_template).read_text()
+    return tokenizer
+
+
+def load_model(config: Common) -> nn.Module:
+    """The model to train: in the configured precision, quantized and with adapters where asked for, without dropout.
+
+    Raises:
+        ValueError: if a quantized model is to be trained without adapters.
+    """
+    adapters = config.lora.r > 0
+    if config.quantize and not adapters:
+        raise ValueError(
+            f"quantize={config.quantize}: quantized weights can't be trained; add adapters, such as --lora.r 16"
+        )
+    # What an optimizer updates stays float32: in bfloat16 a step of 1e-6 rounds to nothing.
+    dtype = torch.float32 if config.dtype == "bfloat16" and not adapters else getattr(torch, config.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        config.model,
+        dtype=dtype,
+        attn_implementation=config.attention,
+        quantization_config=_quantization(config),
+    )
+    without_dropout(model)
+    if config.gradient_checkpointing:
+        # transformers renames it in 5.2x and warns about the old name.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph before the first layer
+    if adapters:
+        lora = config.lora
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                task_type="CAUSAL_LM",
+                r=lora.r,
+                lora_alpha=lora.alpha,  # type: ignore[arg-type]
+                lora_dropout=lora.dropout,
+                target_modules=lora.target_modules,
+            ),
+        )
+    return model.train()  # type: ignore[no-any-return]
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Turn every dropout of the architecture off: log-probs of policy and reference must differ by the weights alone."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _quantization(config: Common) -> BitsAndBytesConfig | None:
+    if config.quantize is None:
+        return None
+    if config.quantize == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
+def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write what transformers and vLLM load: weights (adapters merged in) and tokenizer; adapters also on their own.
+
+    The policy itself is left as it is.
+    """
+    target = directory / "model"
+    if isinstance(policy.model, PeftModel):
+        policy.model.save_pretrained(str(directory / "adapter"))
+        merged(policy.model).save_pretrained(target)
+    else:
+        policy.causal.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+@torch.no_grad()
+def merged(model: PeftModel) -> nn.Module:
+    """A plain model whose weights are those of ``model`` with its active adapters added in."""
+    base: Any = model.get_base_model()
+    weights: dict[str, Tensor] = {}
+    for name, module in base.named_modules():
+        path = name.replace(".base_layer", "").replace("modules_to_save.default.", "")
+        if hasattr(module, "get_delta_weight"):
+            weight = dequantize_module_weight(module.get_base_layer())
+            for adapter in module.active_adapters:
+                weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+            weights[f"{path}.weight"] = weight
+        elif not any(part in name for part in ("lora_", "original_module")):
+            for kind, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                weights.setdefault(f"{path}.{kind}" if path else kind, tensor)
+    config = copy.deepcopy(base.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        plain: Any = type(base)(config)
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
+    plain.tie_weights()
+    return plain  # type: ignore[no-any-return]

@@ -1,0 +1,27 @@
+"""The two ways a caller can be wrong: tensors that do not fit together, and hyper-parameters out of range."""
+
+import math
+
+from torch import Tensor
+
+
+def same_shape(who: str, **tensors: Tensor) -> None:
+    """Raise ValueError unless all shapes are equal: broadcasting would turn pairs into all pairs of pairs."""
+    (first, expected), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.shape != expected.shape:
+            raise ValueError(
+                f"{who}: {name} must have the shape of {first}, {list(expected.shape)}, got {list(tensor.shape)}"
+            )
+
+
+def positive(who: str, **values: float) -> None:
+    """Raise ValueError unless every value is a finite number above zero."""
+    for name, value in values.items():
+        require(who, 0 < value < math.inf, f"{name} must be > 0, got {value}")
+
+
+def require(who: str, condition: bool, complaint: str) -> None:
+    """Raise ValueError with the complaint unless the condition holds (a comparison with NaN does not)."""
+    if not condition:
+        raise ValueError(f"{who}: {complaint}")

@@ -1,0 +1,346 @@
+"""Preference objectives: learn from pairs of answers to one prompt, one of them preferred.
+
+    y_w, y_l     the chosen and the rejected answer to x
+    log π(y|x)   log-probability of a whole answer in nats: the sum over its tokens
+    a, b         log π(y_w|x)/π_ref(y_w|x) and log π(y_l|x)/π_ref(y_l|x), the log-ratios to the frozen reference
+    h = a − b    the margin
+    σ            the logistic function 1/(1 + e^−x)
+
+``chosen, rejected, ref_chosen, ref_rejected`` are log π(y_w|x), log π(y_l|x), log π_ref(y_w|x), log π_ref(y_l|x), all
+of one shape; β > 0 scales log-ratios to rewards: the larger, the closer the optimum stays to the reference.
+Every function returns ``(loss, stats)`` with one entry per pair: nothing is reduced here. ``stats`` holds the implicit
+rewards βa and βb, their difference, and whether it is positive. Shapes that differ and hyper-parameters out of
+range raise ValueError. Objectives without a reference are in `reference_free`.
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import positive, require, same_shape
+from .numerics import power_score
+from .types import PerPair, Stats
+
+
+def dpo(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> tuple[PerPair, Stats]:
+    """Direct preference optimization: logistic regression on the margin.
+
+        ℓ = −(1 − ε) log σ(βh) − ε log σ(−βh)
+
+    Args:
+        label_smoothing: ε in [0, ½), the assumed share of pairs labeled the wrong way round.
+
+    Paper: Rafailov et al. 2023, arXiv:2305.18290, Eq. 7 (ε = 0); ε > 0: Mitchell 2023, "conservative DPO", Eq. 3.
+    """
+    a, b, stats = log_ratios("dpo", chosen, rejected, ref_chosen, ref_rejected, beta)
+    return logistic("dpo", beta * (a - b), label_smoothing), stats
+
+
+def robust_dpo(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    *,
+    beta: float,
+    label_smoothing: float,
+) -> tuple[PerPair, Stats]:
+    """Robust DPO: over pairs of which a share ε is flipped, its mean is that of DPO over the clean pairs.
+
+        ℓ = [−(1 − ε) log σ(βh) + ε log σ(−βh)] / (1 − 2ε)
+
+    Args:
+        label_smoothing: ε in [0, ½), the share of pairs labeled the wrong way round.
+
+    Paper: Chowdhury et al. 2024, arXiv:2403.00409.
+    """
+    a, b, stats = log_ratios("robust_dpo", chosen, rejected, ref_chosen, ref_rejected, beta)
+    _check_label_smoothing("robust_dpo", label_smoothing)
+    x = beta * (a - b)
+    clean, flipped = -F.logsigmoid(x), -F.logsigmoid(-x)
+    return ((1 - label_smoothing) * clean - label_smoothing * flipped) / (1 - 2 * label_smoothing), stats
+
+
+def ipo(
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+) -> tuple[PerPair, Stats]:
+    """Identity preference optimization: regress the margin to a finite target, so that it cannot run away.
+
+        ℓ = (h − 1/(2β))²,  β being the paper's τ
+
+    The paper's h is of summed log-probabilities. TRL divides each log-ratio by its answer's length: for that, pass
+    per-token means.
+
+    Paper: Azar et al. 2023, arXiv:2310.12036, Eq. 17.
+    """
+    a, b, stats = log_ratios("ipo", chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (a - b - 1 / (2 * beta)).square(), stats
+
+
+def hinge(
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+) -> tuple[PerPair, Stats]:
+    """Hinge loss on the margin: pairs apart by more than 1/β are left alone.
+
+        ℓ = max(0, 1 − βh),  β being the paper's γ
+
+    Paper: Liu et al. 2023 (RSO), arXiv:2309.06657, "hinge-norm"; after SLiC-HF, Zhao et al. 2023, arXiv:2305.10425.
+    """
+    a, b, stats = log_ratios("hinge", chosen, rejected, ref_chosen, ref_rejected, beta)
+    return F.relu(1 - beta * (a - b)), stats
+
+
+def exo(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    *,
+    beta: float,
+    label_smoothing: float,
+) -> tuple[PerPair, Stats]:
+    """Efficient exact optimization on preferences: reverse KL from the policy's choice in the pair to the label.
+
+        ℓ = σ(βh) log [σ(βh) / (1 − ε)] + σ(−βh) log [σ(−βh) / ε]
+
+    Args:
+        label_smoothing: ε in (0, ½), the label's probability that y_l is better; at 0 the divergence is infinite.
+
+    Paper: Ji et al. 2024, arXiv:2402.00856.
+    """
+    a, b, stats = log_ratios("exo", chosen, rejected, ref_chosen, ref_rejected, beta)
+    require("exo", 0 < label_smoothing < 0.5, f"label_smoothing must be in (0, 0.5), got {label_smoothing}")
+    x = beta * (a - b)
+    prefers_chosen = x.sigmoid() * (F.logsigmoid(x) - math.log1p(-label_smoothing))
+    prefers_rejected = (-x).sigmoid() * (F.logsigmoid(-x) - math.log(label_smoothing))
+    return prefers_chosen + prefers_rejected, stats
+
+
+def nca(
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+) -> tuple[PerPair, Stats]:
+    """Noise-contrastive alignment on pairs: y_w has a finite best reward, and its likelihood does not sink with y_l's.
+
+        ℓ = −log σ(βa) − ½ log σ(−βa) − ½ log σ(−βb)
+
+    Paper: Chen et al. 2024, arXiv:2402.05369.
+    """
+    a, b, stats = log_ratios("nca", chosen, rejected, ref_chosen, ref_rejected, beta)
+    noise = F.logsigmoid(-beta * a) + F.logsigmoid(-beta * b)
+    return -F.logsigmoid(beta * a) - 0.5 * noise, stats
+
+
+def bco_pair(
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+) -> tuple[PerPair, Stats]:
+    """Binary classifier optimization on pairs: each answer on its own is classified as good or bad by its reward.
+
+        ℓ = −log σ(βa) − log σ(−βb)
+
+    The paper shifts both rewards by a running mean δ; here, as in TRL, δ = 0.
+
+    Paper: Jung et al. 2024, arXiv:2404.04656.
+    """
+    a, b, stats = log_ratios("bco_pair", chosen, rejected, ref_chosen, ref_rejected, beta)
+    return -F.logsigmoid(beta * a) - F.logsigmoid(-beta * b), stats
+
+
+def sppo_hard(
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+) -> tuple[PerPair, Stats]:
+    """Self-play preference optimization with hard labels: y_w beats the policy's average answer surely, y_l never.
+
+        ℓ = (a − 1/(2β))² + (b + 1/(2β))²,  β being the paper's 1/η and the reference its last iterate
+
+    Paper: Wu et al. 2024, arXiv:2405.00675.
+    """
+    a, b, stats = log_ratios("sppo_hard", chosen, rejected, ref_chosen, ref_rejected, beta)
+    target = 1 / (2 * beta)
+    return (a - target).square() + (b + target).square(), stats
+
+
+def apo_zero(
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+) -> tuple[PerPair, Stats]:
+    """Anchored preference optimization, for chosen answers better than the policy's own: y_w up, y_l down.
+
+        ℓ = 1 − σ(βa) + σ(βb)
+
+    Paper: D'Oosterlinck et al. 2024, arXiv:2408.06266.
+    """
+    a, b, stats = log_ratios("apo_zero", chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (-beta * a).sigmoid() + (beta * b).sigmoid(), stats
+
+
+def apo_down(
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+) -> tuple[PerPair, Stats]:
+    """Anchored preference optimization, for chosen answers worse than the policy's own: both down, y_l further.
+
+        ℓ = σ(βa) + 1 − σ(βh)
+
+    Paper: D'Oosterlinck et al. 2024, arXiv:2408.06266.
+    """
+    a, b, stats = log_ratios("apo_down", chosen, rejected, ref_chosen, ref_rejected, beta)
+    return (beta * a).sigmoid() + (-beta * (a - b)).sigmoid(), stats
+
+
+def discopop(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    *,
+    beta: float,
+    tau: float = 0.05,
+) -> tuple[PerPair, Stats]:
+    """DiscoPOP, the log-ratio modulated loss: logistic below a margin of zero, exponential above it.
+
+        ℓ = −(1 − m) log σ(βh) + m e^−βh,  m = σ(βh/τ)
+
+    The product m e^−βh is taken as exp(log m − βh): for τ ≤ 1 it is bounded even where e^−βh overflows, so nothing
+    needs to be clipped.
+
+    Args:
+        tau: τ in (0, 1], the width of the passage from one loss to the other; 0.05 in the paper.
+
+    Paper: Lu et al. 2024, arXiv:2406.08414.
+    """
+    a, b, stats = log_ratios("discopop", chosen, rejected, ref_chosen, ref_rejected, beta)
+    require("discopop", 0 < tau <= 1, f"tau must be in (0, 1], got {tau}")
+    x = beta * (a - b)
+    exponential = torch.exp(F.logsigmoid(x / tau) - x)
+    return -(-x / tau).sigmoid() * F.logsigmoid(x) + exponential, stats
+
+
+def aot(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> tuple[PerPair, Stats]:
+    """Alignment via optimal transport: the policy's preferences should dominate the reference's, quantile by quantile.
+
+        ℓ = −(1 − ε) log σ(βΔ) − ε log σ(−βΔ)
+        Δ = log π(y_w|x)/π(y_l|x) minus the value of log π_ref(y_w|x)/π_ref(y_l|x) that has the same rank
+
+    Ranks couple the pairs: pass all pairs of the step at once, not a micro-batch. Entry i is of the policy's pair i.
+
+    Args:
+        label_smoothing: ε in [0, ½).
+
+    Paper: Melnyk et al. 2024, arXiv:2406.05882.
+    """
+    _, _, stats = log_ratios("aot", chosen, rejected, ref_chosen, ref_rejected, beta)
+    preference = chosen - rejected
+    delta = preference - _same_rank(preference, ref_chosen - ref_rejected)
+    return logistic("aot", beta * delta, label_smoothing), stats
+
+
+def aot_unpaired(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> tuple[PerPair, Stats]:
+    """Alignment via optimal transport between the rewards of all chosen and of all rejected answers.
+
+        ℓ = −(1 − ε) log σ(βΔ) − ε log σ(−βΔ),  Δ = a minus the value of b that has the same rank
+
+    Which rejected answer stands beside which chosen one does not matter, so they may come from different prompts.
+    Ranks couple the pairs: pass all answers of the step at once, not a micro-batch. Entry i is of chosen answer i.
+
+    Args:
+        label_smoothing: ε in [0, ½).
+
+    Paper: Melnyk et al. 2024, arXiv:2406.05882.
+    """
+    a, b, stats = log_ratios("aot_unpaired", chosen, rejected, ref_chosen, ref_rejected, beta)
+    return logistic("aot_unpaired", beta * (a - _same_rank(a, b)), label_smoothing), stats
+
+
+def f_score(
+    log_ratio: Tensor, *, divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"], alpha: float = 0.5
+) -> Tensor:
+    """f-DPO's reward: f′(u) of the ratio u = π/π_ref, for another f-divergence than DPO's reverse KL.
+
+        reverse_kl   log u
+        forward_kl   1 − 1/u
+        js           log 2u/(1 + u)
+        alpha        (1 − u^−α) / α,  between reverse_kl (α → 0) and forward_kl (α → 1)
+
+    Constants are left out, since only differences count: f′(1) = 0. TRL's coefficient is 1 − α. Where 1/u or u^−α is
+    beyond the cube root of the largest float, the score goes on along its tangent, finite in value and gradient.
+    Composes with every objective on log-ratios: ``dpo(f_score(a), f_score(b), zero, zero, beta=...)``.
+
+    Args:
+        log_ratio: a or b, of any shape.
+        alpha: α in (0, 1), read by the α-divergence only.
+
+    Paper: Wang et al. 2023, arXiv:2309.16240.
+    """
+    require("f_score", 0 < alpha < 1, f"alpha must be in (0, 1), got {alpha}")
+    match divergence:
+        case "reverse_kl":
+            return log_ratio
+        case "forward_kl":
+            return power_score(log_ratio, 1.0)
+        case "js":
+            return math.log(2) + F.logsigmoid(log_ratio)
+        case "alpha":
+            return power_score(log_ratio, alpha)
+    raise ValueError(f"f_score: divergence must be reverse_kl, forward_kl, js or alpha, got {divergence!r}")
+
+
+def log_ratios(
+    who: str, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
+) -> tuple[Tensor, Tensor, Stats]:
+    """a, b and the statistics of the rewards βa and βb, after the checks that all objectives share."""
+    same_shape(who, chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    positive(who, beta=beta)
+    a, b = chosen - ref_chosen, rejected - ref_rejected
+    return a, b, reward_stats(beta * a, beta * b)
+
+
+def logistic(who: str, x: Tensor, label_smoothing: float) -> Tensor:
+    """−(1 − ε) log σ(x) − ε log σ(−x)."""
+    _check_label_smoothing(who, label_smoothing)
+    return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
+
+
+def reward_stats(chosen_reward: Tensor, rejected_reward: Tensor) -> Stats:
+    """Implicit rewards, their margin and accuracy (a tie counts as wrong), under TRL's names."""
+    margin = (chosen_reward - rejected_reward).detach()
+    return {
+        "rewards/chosen": chosen_reward.detach(),
+        "rewards/rejected": rejected_reward.detach(),
+        "rewards/margins": margin,
+        "rewards/accuracies": (margin > 0).to(margin.dtype),
+    }
+
+
+def _check_label_smoothing(who: str, label_smoothing: float) -> None:
+    require(who, 0 <= label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
+
+
+def _same_rank(x: Tensor, y: Tensor) -> Tensor:
+    """For each x_i, the value among y whose rank is that of x_i among x; ties keep their order."""
+    rank = x.argsort(stable=True).argsort(stable=True)
+    return y.sort(stable=True).values[rank]

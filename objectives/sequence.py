@@ -1,0 +1,74 @@
+"""From tokens to answers: what an objective on whole sequences needs of per-token values.
+
+Tokens lie flat, the sequences one after the other; ``sequence`` says which one each token belongs to: int64, sorted,
+with values in ``[0, sequences)``. Only trained tokens are there, so lengths are counted in them. A sequence without a
+token has sum 0, mean 0 and weight 1, and passes no gradient.
+"""
+
+import torch
+
+from .checks import require, same_shape
+from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths
+
+
+def sequence_length(sequence: SequenceIds, sequences: int) -> SequenceLengths:
+    """|y|, the number of tokens of each sequence."""
+    return sequence.new_zeros(sequences).index_add(0, sequence, torch.ones_like(sequence))
+
+
+def sequence_sum(x: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSequence:
+    """Σ_t x_t over each sequence; of log-probabilities, log π(y|x) of the whole answer."""
+    same_shape("sequence_sum", x=x, sequence=sequence)
+    return x.new_zeros(sequences).index_add(0, sequence, x)
+
+
+def sequence_mean(x: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSequence:
+    """(1/|y|) Σ_t x_t over each sequence."""
+    same_shape("sequence_mean", x=x, sequence=sequence)
+    return sequence_sum(x, sequence, sequences) / sequence_length(sequence, sequences).clamp(min=1)
+
+
+def length_desensitized_sum(
+    x: FlatTokens, sequence: SequenceIds, public_length: SequenceLengths, *, alpha: float
+) -> PerSequence:
+    """LD-DPO's log-likelihood: what an answer says beyond the length of the other one of its pair counts α.
+
+        Σ_{t ≤ l} x_t + α Σ_{t > l} x_t
+
+    Args:
+        x: per-token log-probabilities, of the policy and, in a second call, of the reference.
+        public_length: l = min(|y_w|, |y_l|), for both sequences of a pair: ``torch.minimum`` of `sequence_length`.
+        alpha: α in [0, 1]; 1 is plain `sequence_sum`, 0 cuts both answers to one length.
+
+    Raises:
+        ValueError: if x and sequence differ in shape or α is out of range.
+
+    Paper: Liu et al. 2024, arXiv:2409.06411.
+    """
+    same_shape("length_desensitized_sum", x=x, sequence=sequence)
+    require("length_desensitized_sum", 0 <= alpha <= 1, f"alpha must be in [0, 1], got {alpha}")
+    sequences = public_length.shape[0]
+    length = sequence_length(sequence, sequences)
+    start = length.cumsum(0) - length
+    position = torch.arange(x.shape[0], device=x.device) - start[sequence]
+    return sequence_sum(torch.where(position < public_length[sequence], x, alpha * x), sequence, sequences)
+
+
+def wpo_weight(logp: FlatTokens, log_sum_squares: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSequence:
+    """WPO's weight of an answer: how likely the policy is to say it, relative to what it says itself.
+
+        w(x, y) = exp( (1/|y|) Σ_t [log p(y_t) − log Σ_v p(v)²] ),  detached
+
+    Σ_v p(v)² is the probability the policy expects of its own next token ("sampled alignment"), so its own answers
+    weigh about 1. A pair's loss is multiplied by w(x, y_w) · w(x, y_l).
+
+    Args:
+        log_sum_squares: log Σ_v p(v)² at each token.
+
+    Raises:
+        ValueError: if the shapes differ.
+
+    Paper: Zhou et al. 2024, arXiv:2406.11827.
+    """
+    same_shape("wpo_weight", logp=logp, log_sum_squares=log_sum_squares, sequence=sequence)
+    return sequence_mean(logp - log_sum_squares, sequence, sequences).exp().detach()

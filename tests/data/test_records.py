@@ -1,0 +1,151 @@
+import json
+import re
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict
+
+from burnish.data import DataError, load
+
+ROWS = [{"prompt": "a", "completion": "42", "margin": 1.5}, {"prompt": "b", "completion": "None", "margin": 2.0}]
+
+
+def write(path, text: str):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def lines(rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_every_source_of_records_gives_the_same_rows(tmp_path) -> None:
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
+    sources = [
+        write(tmp_path / "a.jsonl", lines(ROWS)),
+        str(write(tmp_path / "a.json", json.dumps(ROWS))),
+        write(tmp_path / "a.csv", "prompt,completion,margin\na,42,1.5\nb,None,2\n"),
+        tmp_path / "a.parquet",
+        tmp_path / "saved",
+        tmp_path / "splits",
+        ROWS,
+        Dataset.from_list(ROWS),
+        DatasetDict({"train": Dataset.from_list(ROWS)}),
+    ]
+    for source in sources:
+        assert list(load(source).dataset) == ROWS, source
+
+
+def test_a_part_of_a_split_can_be_read(tmp_path) -> None:
+    assert list(load(write(tmp_path / "a.jsonl", lines(ROWS)), split="train[1:]").dataset) == ROWS[1:]
+
+
+def test_an_empty_cell_of_a_csv_is_empty_text_or_a_missing_number(tmp_path) -> None:
+    records = load(write(tmp_path / "a.csv", "prompt,completion,margin\na,,\nNA,null,2\n"))
+    assert list(records.dataset) == [
+        {"prompt": "a", "completion": "", "margin": None},
+        {"prompt": "NA", "completion": "null", "margin": 2.0},
+    ]
+
+
+def test_records_in_memory_keep_columns_that_the_first_one_lacks() -> None:
+    assert list(load([{"text": "a"}, {"text": "b", "margin": 1}]).dataset) == [
+        {"text": "a", "margin": None},
+        {"text": "b", "margin": 1},
+    ]
+
+
+def test_a_file_that_changed_is_read_again(tmp_path) -> None:
+    path = write(tmp_path / "a.jsonl", lines(ROWS))
+    load(path)
+    assert list(load(write(path, lines(ROWS[::-1]))).dataset) == ROWS[::-1]
+
+
+def test_a_row_is_named_by_its_line_where_there_are_lines(tmp_path) -> None:
+    text = lines(ROWS[:1]) + "\n  \n" + lines(ROWS[1:])
+    assert load(write(tmp_path / "a.jsonl", text)).where(1) == "a.jsonl line 4"
+    assert load(write(tmp_path / "b.json", json.dumps(ROWS, indent=1))).where(1) == "b.json row 2"
+    assert load(ROWS).where(1) == "records row 2"
+    # Row 1 of a part is not line 1 of the file.
+    assert load(tmp_path / "a.jsonl", split="train[1:]").where(0) == "a.jsonl row 1"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "a", "completion"', "not JSON: Expecting ':' delimiter at column 29"),
+        ('{"prompt": "a"} {"prompt": "b"}', "not JSON: Extra data at column 17"),
+        ("nonsense", "not JSON: Expecting value at column 1"),
+    ],
+)
+def test_a_malformed_json_line_is_named_with_the_fix(tmp_path, line, problem) -> None:
+    path = write(tmp_path / "pairs.jsonl", lines(ROWS * 8) + f"\n{line}\n" + lines(ROWS))
+    with pytest.raises(DataError, match="^" + re.escape(f"pairs.jsonl line 18: {problem}; fix or remove the line")):
+        load(path)
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(ROWS).encode() + b'{"prompt": "\xff", "completion": "x"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl line 3: not UTF-8 text"):
+        load(path)
+
+
+def test_a_malformed_json_array_is_named_with_the_place(tmp_path) -> None:
+    with pytest.raises(DataError, match=r"a\.json: not JSON: .*line 2 column"):
+        load(write(tmp_path / "a.json", '[{"text": "a"},\n{"text": "b"]'))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", "", "a.jsonl: the file is empty"),
+        ("a.json", "[]", "a.json: no rows"),
+        ("a.csv", "prompt,completion\n", "a.csv: no rows"),
+        ("a.txt", "hello", "wanted a file that ends in .json, .jsonl, .ndjson, .csv, .parquet, got .txt"),
+        ("a.parquet", "hello", "a.parquet: the parquet reader failed"),
+    ],
+)
+def test_files_without_records_are_refused(tmp_path, name, text, message) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        load(write(tmp_path / name, text))
+
+
+def test_a_file_that_does_not_exist_is_not_looked_for_on_the_hub(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("asked the Hub"))
+    with pytest.raises(DataError, match=r"nothing\.jsonl: no such file"):
+        load(tmp_path / "nothing.jsonl")
+
+
+def test_a_hub_name_carries_its_config(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or Dataset.from_list(ROWS))
+    assert load("trl-lib/things:plain", split="test").source == "trl-lib/things:plain"
+    load("trl-lib/things")
+    assert asked == [
+        (("trl-lib/things", "plain"), {"split": "test"}),
+        (("trl-lib/things", None), {"split": "train"}),
+    ]
+
+
+def test_a_hub_that_fails_is_quoted(monkeypatch) -> None:
+    def fail(*args, **kwargs):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=r"no/such: no such file, and not read from the Hub: offline; wanted a path, or"):
+        load("no/such")
+
+
+def test_a_split_that_does_not_exist_is_refused_with_those_that_do(tmp_path) -> None:
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(DataError, match=r"splits: no split 'test'; there are train"):
+        load(tmp_path / "splits", split="test")
+
+
+@pytest.mark.parametrize(("data", "message"), [([1, 2], "row 1: wanted a dict of columns, got int"), (5, "got int")])
+def test_what_is_no_record_is_refused(data, message) -> None:
+    with pytest.raises(DataError, match=message):
+        load(data)

@@ -1,0 +1,85 @@
+"""Small random models of every family that the policy claims to know, and small examples to feed them."""
+
+import random
+
+import torch
+from burnish.data import Example
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 61
+
+_SMALL = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+# Windows are shorter than the test's sequences, so a layout that gets them wrong is seen.
+FAMILIES = {
+    "llama": LlamaConfig(**_SMALL),
+    "llama_tied": LlamaConfig(**_SMALL, tie_word_embeddings=True),
+    "mistral_windowed": MistralConfig(**_SMALL, sliding_window=4),
+    "qwen2": Qwen2Config(**_SMALL),
+    "qwen3": Qwen3Config(**_SMALL),
+    "gemma2": Gemma2Config(
+        **_SMALL, sliding_window=4, final_logit_softcapping=2.0, attn_logit_softcapping=5.0, query_pre_attn_scalar=8
+    ),
+    "gemma3": Gemma3TextConfig(**_SMALL, sliding_window=4, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
+    "gpt2": GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
+    ),
+    "cohere": CohereConfig(**_SMALL, logit_scale=0.25),
+    "cohere2": Cohere2Config(**_SMALL, logit_scale=0.25, sliding_window=4),
+    "granite": GraniteConfig(**_SMALL, logits_scaling=3.0),
+}
+
+
+def make_model(family="llama", *, dtype=torch.float64, attention="sdpa", seed=0):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation=attention, dtype=dtype)
+    with torch.no_grad():  # far from uniform, so that a wrong mask, scale or cap changes the numbers
+        for parameter in model.parameters():
+            parameter.mul_(4.0) if parameter.ndim > 1 else None
+    return model.eval()
+
+
+def in_full_precision(model):
+    """A Llama whose norms are computed in the precision of its weights; transformers computes them in float32."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "LlamaRMSNorm":
+            exact = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=module.weight.dtype)
+            model.set_submodule(name, exact)
+    return model
+
+
+def make_examples(count, completions=2, seed=0, longest=9):
+    rng = random.Random(seed)
+
+    def tokens(low, high):
+        return [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(low, high))]
+
+    examples = []
+    for _ in range(count):
+        answers = [tokens(1, longest) for _ in range(completions)]
+        trained = [[rng.random() < 0.8 for _ in answer[:-1]] + [True] for answer in answers]
+        examples.append(Example(tokens(1, longest), answers, trained))
+    return examples
