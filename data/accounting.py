@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
 from datasets import Dataset, List, Value
 
@@ -16,7 +17,7 @@ NOTES = {  # columns that an encoded dataset has until `account` has read them
     "_problem": Value("string"),
     "_truncated": Value("bool"),
     "_shortened": Value("bool"),
-    "_answers": List(Value("int64")),
+    "_pair": List(Value("int64")),  # digests of prompt + chosen and of prompt + rejected
 }
 
 
@@ -78,7 +79,7 @@ def account(
     skipped: dict[str, int] = {}
     first: dict[str, str] = {}
     totals = np.zeros(4, dtype=np.int64)
-    pairs: list[tuple[int, ...]] = []
+    digests: list[npt.NDArray[np.int64]] = []
     start = 0
     for table in encoded.with_format("arrow").iter(batch_size=1000):
         for row, kind in enumerate(table["_kind"].to_pylist(), start):
@@ -88,15 +89,13 @@ def account(
             skipped[kind] = skipped.get(kind, 0) + 1
             if kind not in first:
                 first[kind] = f"{records.where(row)}: {table['_problem'][row - start].as_py()}"
-        table = table.filter(pc.is_null(table["_kind"]))
+        # A row that is skipped has no tokens.
         trained = pc.list_flatten(pc.list_flatten(table["trained"]))
         prompt = pc.sum(pc.list_value_length(table["prompt"])).as_py() or 0
         flags = [pc.sum(column).as_py() or 0 for column in (table["_truncated"], table["_shortened"], trained)]
         totals += [*flags, prompt + len(trained)]
-        pairs += map(tuple, table["_answers"].to_pylist())
+        digests.append(pc.list_flatten(table["_pair"]).to_numpy())
         start = len(kept) + sum(skipped.values())
-    known = set(pairs)
-    contradictory = sum(len(pair) == 2 and pair[::-1] in known for pair in pairs)
     truncated, shortened, trained_tokens, total_tokens = map(int, totals)
     return kept, Accounting(
         source=records.source,
@@ -106,9 +105,15 @@ def account(
         skipped=skipped,
         first=first,
         shortened=shortened,
-        contradictory=contradictory,
+        contradictory=_swapped(np.concatenate(digests).reshape(-1, 2)),
         total_tokens=total_tokens,
         trained_tokens=trained_tokens,
         max_length=max_length,
         unused=tuple(unused),
     )
+
+
+def _swapped(pairs: npt.NDArray[np.int64]) -> int:
+    """How many pairs of digests are there in the other order as well."""
+    one_way, other_way = (pairs[:, a] + 3 * pairs[:, b] for a, b in ((0, 1), (1, 0)))  # wraps around: a hash of the two
+    return int(np.isin(one_way, other_way).sum())

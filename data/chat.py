@@ -54,7 +54,13 @@ class Encoder:
             alone = self.chat(prompt, options, generation_prompt=True)
             whole = [self.chat([*prompt, *completion], options) for completion in completions]
         shared = min(common_prefix(alone, ids) for ids in whole)
-        return alone[:shared], [ids[shared:] for ids in whole], shared < len(alone)
+        added = [ids[shared:] for ids in whole]
+        if not isinstance(prompt, str) and any(self._is_blank(ids) for ids in added):
+            raise BadRow(
+                "empty",
+                "nothing of an answer is left under the chat template; remove the row, or use another template",
+            )
+        return alone[:shared], added, shared < len(alone)
 
     def assistant(
         self, messages: list[Message], options: "Mapping[str, Any]", start: int = 0
@@ -178,7 +184,16 @@ class Encoder:
                 "would not learn to stop; use a template that writes one (within {% generation %}, if it has that), or "
                 "train on all tokens",
             )
+        if self._is_blank(ids[begin:end]):
+            raise BadRow(
+                "empty",
+                f"nothing of message {number + 1}, the assistant's, is left under the chat template; remove the row or "
+                "use another template",
+            )
         return end
+
+    def _is_blank(self, ids: list[int]) -> bool:
+        return not str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -167,8 +167,8 @@ def _encode_rows(
         except ValueError as error:  # no fault of this row: the others would fail as well
             raise _Stop(index, str(error)) from error
         found = encoded.example
-        answers = [_digest(found.prompt, completion) for completion in found.completions]
-        values = (*found, kind, problem, encoded.truncated, encoded.shortened, answers)
+        digests = [_digest(found.prompt, answer) for answer in found.completions] if layout in PREFERENCE else []
+        values = (*found, kind, problem, encoded.truncated, encoded.shortened, digests)
         for name, value in zip(out, values, strict=True):
             out[name].append(value)
     return out

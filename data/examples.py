@@ -83,7 +83,7 @@ def pair(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
             raise BadRow("no prompt", "the prompt is empty, so nothing predicts the first token; give a prompt")
         prompt, completions = completions[0][:1], [completion[1:] for completion in completions]
     if not all(completions):
-        raise BadRow("empty", "an answer has no tokens under the chat template; fill it in or remove the row")
+        raise BadRow("empty", "an answer has no tokens of its own; fill it in or remove the row")
     if completions[0] == completions[1]:
         raise BadRow("identical", "chosen and rejected have the same tokens; remove the row")
     whole = _all_trained(prompt, completions)

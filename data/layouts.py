@@ -83,7 +83,10 @@ def read_row(record: Mapping[str, Any], layout: Layout) -> Row:
         if layout == ("text",) and not isinstance(value, str):
             raise BadRow("not text", "'text' is a list; name the column 'messages' if it holds messages")
         if layout != ("text",) and isinstance(value, str):
-            raise BadRow("not text", f"'{layout[0]}' is text, wanted a list of {{role, content}}")
+            raise BadRow(
+                "not text",
+                f"'{layout[0]}' is text, wanted a list of {{role, content}}; name the column 'text' if it is plain",
+            )
         if isinstance(value, list):
             _check_answers(layout[0], [], value)
         return Row(None, (value,), options)
@@ -113,13 +116,16 @@ def _value(record: Mapping[str, Any], name: str) -> Value:
         return value
     if isinstance(value, list):
         return [_message(message, name, number) for number, message in enumerate(value, 1)]
-    raise BadRow("not text", f"'{name}' is {_kind(value)}, wanted text or a list of {{role, content}}")
+    raise BadRow(
+        "not text",
+        f"'{name}' is {_kind(value)}, wanted text or a list of {{role, content}}; convert it or remove the row",
+    )
 
 
 def _message(record: Any, name: str, number: int) -> Message:
     at = f"'{name}' message {number}"
     if not isinstance(record, Mapping):
-        raise BadRow("not text", f"{at} is {_kind(record)}, wanted {{role, content}}")
+        raise BadRow("not text", f"{at} is {_kind(record)}, wanted {{role, content}}; convert it or remove the row")
     # Arrow gives every message the keys of all others.
     message: Message = {key: value for key, value in record.items() if value is not None}
     if "from" in message and "role" not in message:
@@ -127,11 +133,11 @@ def _message(record: Any, name: str, number: int) -> Message:
         message = {"role": SHAREGPT_ROLES.get(role, role), "content": message.pop("value", None), **message}
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise BadRow("roles", f"{at} has the role {role!r}, wanted one of {', '.join(ROLES)}")
+        raise BadRow("roles", f"{at} has the role {role!r}, wanted one of {', '.join(ROLES)}; rename it")
     if content is None and not message.get("tool_calls"):
         raise BadRow("missing", f"{at} has no content; fill it in or remove the row")
     if content is not None and not isinstance(content, str):
-        raise BadRow("not text", f"the content of {at} is {_kind(content)}, wanted text")
+        raise BadRow("not text", f"the content of {at} is {_kind(content)}, wanted text; convert it or remove the row")
     return message
 
 
@@ -147,7 +153,9 @@ def _check_answers(name: str, prompt: Value, value: Value) -> None:
         raise BadRow("roles", f"'{name}': a system message comes later than first; move it to the start")
     roles = [message["role"] for message in value]
     if "assistant" not in roles:
-        raise BadRow("roles", f"'{name}' has no assistant message, so there is nothing to learn")
+        raise BadRow(
+            "roles", f"'{name}' has no assistant message, so there is nothing to learn; add it or remove the row"
+        )
     if roles[-1] != "assistant":
         raise BadRow(
             "roles", f"'{name}' ends with a {roles[-1]} message, wanted the assistant's; remove what is unanswered"
@@ -157,7 +165,9 @@ def _check_answers(name: str, prompt: Value, value: Value) -> None:
             "roles", f"'{name}' begins with a {roles[0]} message, wanted the assistant's; move it to the prompt"
         )
     if messages[0]["role"] == "assistant":
-        raise BadRow("roles", f"'{name}' begins with the assistant, wanted a prompt before it")
+        raise BadRow(
+            "roles", f"'{name}' begins with the assistant, wanted a prompt before it; add one or remove the row"
+        )
     for number, message in enumerate(value, 1):
         if message["role"] == "assistant" and not any(
             message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking")
@@ -193,11 +203,13 @@ def _template_options(record: Mapping[str, Any]) -> dict[str, Any]:
         try:
             tools = json.loads(tools) if tools.strip() else None
         except json.JSONDecodeError as error:
-            raise BadRow("not text", f"'tools' is not JSON: {error}") from None
+            raise BadRow("not text", f"'tools' is not JSON: {error}; fix it or remove the row") from None
     if tools is not None and not isinstance(tools, list):
-        raise BadRow("not text", f"'tools' is {_kind(tools)}, wanted a list of JSON schemas")
+        raise BadRow("not text", f"'tools' is {_kind(tools)}, wanted a list of JSON schemas; convert it")
     if not isinstance(options, Mapping):
-        raise BadRow("not text", f"'chat_template_kwargs' is {_kind(options)}, wanted a mapping of names to values")
+        raise BadRow(
+            "not text", f"'chat_template_kwargs' is {_kind(options)}, wanted a mapping of names to values; convert it"
+        )
     return {"tools": tools or None, **{key: value for key, value in options.items() if value is not None}}
 
 

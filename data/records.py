@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -69,7 +69,11 @@ def load(data: Data, *, split: str = "train") -> Records:
         raise DataError(f"load: wanted a path, a Hub name, a Dataset or a list of dicts, got {type(data).__name__}")
     if len(records.dataset) == 0:
         raise DataError(f"{records.source}: no rows")
-    return records
+    if records.dataset.format["type"] == "custom":
+        raise DataError(
+            f"{records.source}: Dataset.with_transform changes rows as they are read; use Dataset.map instead"
+        )
+    return replace(records, dataset=records.dataset.with_format(None))
 
 
 def _from_path(data: str, split: str) -> Records:
@@ -83,9 +87,10 @@ def _from_path(data: str, split: str) -> Records:
         return Records(_from_hub(data, split), data)
     if not path.exists():
         raise DataError(f"{data}: no such file")
-    if not path.read_bytes().strip():
-        raise DataError(f"{path.name}: the file is empty")
-    options = _csv_options(path) if reader == "csv" else {}
+    # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from Windows makes it fail.
+    options: dict[str, Any] = {} if reader == "parquet" else {"encoding": "utf-8-sig"}
+    if reader == "csv":
+        options |= _csv_options(path)
     with _quiet():
         try:
             dataset = datasets.load_dataset(reader, data_files=str(path), split=split, **options)
@@ -147,6 +152,8 @@ def _csv_options(path: Path) -> dict[str, Any]:
 def _diagnose(path: Path, reader: str, error: Exception) -> str:
     """Say what is wrong with a file that its reader refused: in JSON, on which line."""
     content = path.read_bytes()
+    if not content.strip() or "no data" in _root(error):
+        return f"{path.name}: no rows"
     if reader == "json" and content.lstrip()[:1] == b"[":
         try:
             json.loads(content)

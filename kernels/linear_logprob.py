@@ -4,23 +4,25 @@
 
     logsumexp = log Σ_v e^{z_v}        logprob = z_target − logsumexp        entropy = −Σ_v p_v log p_v
 
-with p = e^{z − logsumexp} and cap(s) = softcap·tanh(s/softcap). These three numbers are all that an objective needs of a
-language-model head. Their gradients for upstream g_p, g_H, g_L, from which everything else follows by the chain rule:
+with p = e^{z − logsumexp} and cap(s) = softcap·tanh(s/softcap). These three numbers are all that an objective needs of
+a language-model head. Their gradient for upstream g_p, g_H, g_L, from which the rest follows by the chain rule:
 
     dz_v = p_v·(g_L − g_p − g_H·(log p_v + entropy)) + 1[v = target]·g_p
 
 ``reference.py`` is the definition, ``tiled.py`` the same without ``[N, V]`` in memory.
 """
 
-import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from . import reference, tiled
+from .checks import check_positive, check_tensors, checked_vocab
 from .reference import Adapter, Logprobs
 
+Implementation = Callable[..., Logprobs]
 Backend = Literal["auto", "tiled", "reference"]
 
 
@@ -60,10 +62,16 @@ def linear_logprob(
         ValueError: if shapes or devices disagree, or a hyper-parameter is out of range.
         IndexError: if a target is outside ``[0, vocab)``.
     """
-    vocab = _check(hidden, weight, target, bias, temperature, softcap, scale, adapter, vocab)
-    run = _implementation(backend)
+    _check_tensors(hidden, weight, target, bias, temperature, adapter)
+    if not isinstance(temperature, Tensor):
+        check_positive("linear_logprob", "temperature", temperature)
+    if softcap is not None:
+        check_positive("linear_logprob", "softcap", softcap)
+    check_positive("linear_logprob", "scale", scale)
+    vocab = checked_vocab("linear_logprob", vocab, len(weight))
+    compute = _implementation(backend)
     with torch.autocast(hidden.device.type, enabled=False):  # logits are never rounded to 16 bits
-        return run(
+        return compute(
             hidden,
             weight,
             target,
@@ -76,7 +84,7 @@ def linear_logprob(
         )
 
 
-def _implementation(backend: str):
+def _implementation(backend: Backend) -> Implementation:
     match backend:
         case "auto" | "tiled":
             return tiled.linear_logprob
@@ -85,23 +93,18 @@ def _implementation(backend: str):
     raise ValueError(f"linear_logprob: backend must be 'auto', 'tiled' or 'reference', got {backend!r}")
 
 
-def _check(
+def _check_tensors(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     bias: Tensor | None,
     temperature: float | Tensor,
-    softcap: float | None,
-    scale: float,
     adapter: Adapter | None,
-    vocab: int | None,
-) -> int:
-    """The size of the vocabulary, if everything fits together."""
+) -> None:
     if hidden.ndim != 2 or weight.ndim != 2:
-        raise ValueError(
-            f"linear_logprob: hidden must be [N, D] and weight [V, D], got {list(hidden.shape)} and {list(weight.shape)}"
-        )
-    (n, width), size = hidden.shape, weight.shape[0]
+        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
+        raise ValueError(f"linear_logprob: hidden must be [N, D] and weight [V, D], got {shapes}")
+    (n, width), size = hidden.shape, len(weight)
     wanted = {"hidden": (hidden, [n, width]), "weight": (weight, [size, width]), "target": (target, [n])}
     if bias is not None:
         wanted["bias"] = bias, [size]
@@ -109,23 +112,5 @@ def _check(
         wanted["temperature"] = temperature, [n]
     if adapter is not None:
         down, up, _ = adapter
-        wanted |= {"adapter's A": (down, [down.shape[0], width]), "adapter's B": (up, [size, down.shape[0]])}
-    for name, (tensor, shape) in wanted.items():
-        if list(tensor.shape) != shape:
-            raise ValueError(f"linear_logprob: {name} must be {shape}, got {list(tensor.shape)}")
-        if tensor.device != hidden.device:
-            raise ValueError(f"linear_logprob: {name} must be on {hidden.device} like hidden, got {tensor.device}")
-        if tensor is not target and not tensor.is_floating_point():
-            raise ValueError(f"linear_logprob: {name} must be floating-point, got {tensor.dtype}")
-    if target.dtype != torch.int64:
-        raise ValueError(f"linear_logprob: target must be int64, got {target.dtype}")
-    if not isinstance(temperature, Tensor) and not temperature > 0:
-        raise ValueError(f"linear_logprob: temperature must be > 0, got {temperature}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"linear_logprob: softcap must be > 0, or None for no cap, got {softcap}")
-    if not math.isfinite(scale) or scale == 0:
-        raise ValueError(f"linear_logprob: scale must be finite and not 0, got {scale}")
-    vocab = size if vocab is None else vocab
-    if not 1 <= vocab <= size:
-        raise ValueError(f"linear_logprob: vocab must be in [1, {size}], got {vocab}")
-    return vocab
+        wanted |= {"adapter A": (down, [len(down), width]), "adapter B": (up, [size, len(down)])}
+    check_tensors("linear_logprob", wanted)

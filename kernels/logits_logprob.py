@@ -1,14 +1,147 @@
-"""``linear_logprob`` for those who already hold logits."""
+"""``linear_logprob`` for those who already hold the logits: a few rows at a time, while they are in the cache.
 
+Moved: the logits once forward; the logits once and their gradient once backward.
+"""
+
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from . import reference
-from .reference import Logprobs
+from .checks import check_positive, check_rows, check_tensors, checked_vocab
+from .reference import Logprobs, accumulation_dtype
+from .tiles import (
+    NEVER,
+    Softmax,
+    Transform,
+    add_target_,
+    coefficients,
+    finish,
+    fold,
+    no_second_derivative,
+    pull,
+    run,
+    spans,
+    start,
+    temperature_gradient,
+    worth_compiling,
+)
+
+LOGITS_AT_ONCE = 2**20
 
 
 def logits_logprob(
     logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0, vocab: int | None = None
 ) -> Logprobs:
-    return reference.logits_logprob(
-        logits, target, temperature=temperature, vocab=logits.shape[1] if vocab is None else vocab
-    )
+    """``Logprobs(logprob, entropy, logsumexp)`` of softmax(logits / temperature), differentiable once.
+
+    Args:
+        logits: ``[N, V]``, in any floating-point dtype; −inf forbids a token.
+        target: int64 ``[N]``.
+        temperature: T > 0, one number or ``[N]``, one per token.
+        vocab: columns from here on are padding and have probability 0.
+
+    Raises:
+        ValueError: if shapes disagree, or a hyper-parameter is out of range.
+        IndexError: if a target is outside ``[0, vocab)``.
+    """
+    if logits.ndim != 2:
+        raise ValueError(f"logits_logprob: logits must be [N, V], got {list(logits.shape)}")
+    n, size = logits.shape
+    wanted = {"logits": (logits, [n, size]), "target": (target, [n])}
+    if isinstance(temperature, Tensor):
+        wanted["temperature"] = temperature, [n]
+    else:
+        check_positive("logits_logprob", "temperature", temperature)
+        dtype = accumulation_dtype(logits.dtype)
+        temperature = None if temperature == 1.0 else logits.new_full((n,), temperature, dtype=dtype)
+    check_tensors("logits_logprob", wanted)
+    return Logprobs(*_forward(logits, target, temperature, checked_vocab("logits_logprob", vocab, size))[:3])
+
+
+def _precise(logits: Tensor, rows: slice, vocab: int) -> Tensor:
+    """A few rows in the accumulation dtype, free to be overwritten; −inf becomes finite, see ``NEVER``."""
+    return logits[rows, :vocab].to(accumulation_dtype(logits.dtype)).clamp(min=NEVER)
+
+
+@torch.library.custom_op("burnish::logits_logprob", mutates_args=())
+def _forward(
+    logits: Tensor, target: Tensor, temperature: Tensor | None, vocab: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of ``Softmax``."""
+    check_rows(target, temperature, vocab)
+    dtype = accumulation_dtype(logits.dtype)
+    transform = Transform(1.0, None, None if temperature is None else temperature.to(dtype))
+    state = start(len(logits), logits.new_empty(0, dtype=dtype))
+    for rows in spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
+        tile = _precise(logits, rows, vocab)
+        compiled = worth_compiling(tile, len(logits) * vocab)
+        state[rows] = run(fold, tile, target[rows], state[rows], transform.rows(rows), compiled=compiled)
+    softmax = finish(state)
+    softmax.logprob.masked_fill_(logits.gather(1, target[:, None])[:, 0].isneginf(), -torch.inf)
+    return tuple(softmax)
+
+
+@_forward.register_fake
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    dtype = accumulation_dtype(logits.dtype)
+    return tuple(logits.new_empty(logits.shape[:1], dtype=dtype) for _ in Softmax._fields)
+
+
+@torch.library.custom_op("burnish::logits_logprob_backward", mutates_args=())
+def _backward(
+    upstream: list[Tensor | None],
+    softmax: list[Tensor],
+    logits: Tensor,
+    target: Tensor,
+    temperature: Tensor | None,
+    vocab: int,
+    needed: list[bool],
+) -> list[Tensor]:
+    """The gradients of logits and temperature, those of them that are needed."""
+    saved = Softmax(*softmax)
+    transform = Transform(1.0, None, None if temperature is None else temperature.to(saved.shift.dtype))
+    arriving = coefficients(*upstream, saved, transform)
+    d_logits = torch.empty_like(logits) if needed[0] else None
+    moments = torch.empty_like(saved.shift) if needed[1] else None
+    if d_logits is not None:
+        d_logits[:, vocab:] = 0
+    for rows in spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
+        tile, here = _precise(logits, rows, vocab), arriving.rows(rows)
+        compiled = worth_compiling(tile, len(logits) * vocab)
+        rest = saved.shift[rows], here, transform.rows(rows), moments is not None
+        dz, moment = run(pull, tile, *rest, compiled=compiled)
+        if moments is not None:
+            moments[rows] = moment
+        if d_logits is not None:
+            add_target_(dz, target[rows], here.gain)
+            d_logits[rows, :vocab] = dz
+    if moments is not None and temperature is not None:
+        moments = temperature_gradient(moments, upstream, saved, 1.0, temperature.to(saved.shift.dtype))
+        moments = moments.to(temperature.dtype)
+    return [grad for grad in (d_logits, moments) if grad is not None]
+
+
+@_backward.register_fake
+def _(upstream: list[Tensor | None], softmax: list[Tensor], *rest: Any) -> list[Tensor]:
+    logits, _, temperature, _, needed = rest
+    return [torch.empty_like(t) for t, n in zip((logits, temperature), needed, strict=True) if n]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, target, temperature, ctx.vocab = inputs
+    ctx.set_materialize_grads(False)  # None for an output nobody used
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.save_for_backward(*output, logits, target, temperature)
+
+
+def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+    grads = iter(_backward(list(upstream[:3]), list(tensors[:5]), *tensors[5:], ctx.vocab, needed))
+    d_logits, d_temperature = (next(grads) if n else None for n in needed)
+    return d_logits, None, d_temperature, None
+
+
+_forward.register_autograd(_apply_backward, setup_context=_setup_context)
+_backward.register_autograd(no_second_derivative)

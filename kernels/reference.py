@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_rows
+
 Adapter = tuple[Tensor, Tensor, float]
 
 
@@ -62,15 +64,3 @@ def logits_logprob(logits: Tensor, target: Tensor, *, temperature: float | Tenso
     logp = scores.log_softmax(-1)
     entropy = -(logp.exp() * logp.masked_fill(impossible, 0.0)).sum(-1)
     return Logprobs(logp.gather(1, target[:, None])[:, 0], entropy, scores.logsumexp(-1))
-
-
-def check_rows(target: Tensor, temperature: float | Tensor | None, vocab: int) -> None:
-    """Raises unless every target is in the vocabulary and every temperature positive: such a row trains on noise."""
-    wrong = target[(target < 0) | (target >= vocab)]
-    if wrong.numel():
-        raise IndexError(
-            f"linear_logprob: every target must be in [0, {vocab}), got {wrong[0].item()} "
-            f"({wrong.numel()} of {target.numel()} are outside); select the rows that carry a target first"
-        )
-    if isinstance(temperature, Tensor) and not (temperature > 0).all():
-        raise ValueError(f"linear_logprob: every temperature must be > 0, got {temperature.min().item()}")

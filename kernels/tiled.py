@@ -12,13 +12,13 @@ these and the tile live in a 32 MB cache. The vocabulary is the outer loop, so a
 rounded to the precision of W, and of a 16-bit W only one tile is ever held in float32.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .reference import Adapter, Logprobs, accumulation_dtype, check_rows
+from .checks import check_rows
+from .reference import Adapter, Logprobs, accumulation_dtype
 from .tiles import (
     NEVER,
     Softmax,
@@ -27,13 +27,16 @@ from .tiles import (
     coefficients,
     finish,
     fold,
+    no_second_derivative,
     pull,
     run,
+    spans,
     start,
+    temperature_gradient,
     worth_compiling,
 )
 
-ROWS, COLUMNS = 1024, 2048
+ROWS, COLUMNS = 1024, 1024
 
 
 def linear_logprob(
@@ -123,10 +126,6 @@ class _Gradients(NamedTuple):
                 whole[columns] = sums
 
 
-def _spans(length: int, widest: int) -> Iterator[slice]:
-    return (slice(start, min(start + widest, length)) for start in range(0, length, widest))
-
-
 def _buffer(hidden: Tensor, vocab: int) -> Tensor:
     return hidden.new_empty(min(len(hidden), ROWS) * min(vocab, COLUMNS))
 
@@ -148,14 +147,14 @@ def _forward(
     check_rows(target, temperature, vocab)
     head = _Head(hidden.to(accumulation_dtype(hidden.dtype)), weight, bias, low, up)
     transform = Transform(scale, softcap, None if temperature is None else temperature.to(head.hidden.dtype))
-    state, buffer = start(head.hidden), _buffer(head.hidden, vocab)
-    for columns in _spans(vocab, COLUMNS):
+    state, buffer = start(len(hidden), head.hidden), _buffer(head.hidden, vocab)
+    for columns in spans(vocab, COLUMNS):
         part = head.columns(columns)
-        for rows in _spans(len(hidden), ROWS):
+        for rows in spans(len(hidden), ROWS):
             tile = part.logits(rows, buffer)
             compiled = tile.shape[1] == COLUMNS and worth_compiling(tile, len(hidden) * vocab)
             here = target[rows] - columns.start
-            state[:, rows] = run(fold, tile, here, state[:, rows], transform.rows(rows), compiled=compiled)
+            state[rows] = run(fold, tile, here, state[rows], transform.rows(rows), compiled=compiled)
     softmax = finish(state)
     if bias is not None and softcap is None:
         softmax.logprob.masked_fill_(bias[target].isneginf(), -torch.inf)
@@ -164,7 +163,7 @@ def _forward(
 
 @_forward.register_fake
 def _(hidden: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(hidden.new_empty(hidden.shape[:1], dtype=accumulation_dtype(hidden.dtype)) for _ in range(5))
+    return tuple(hidden.new_empty(hidden.shape[:1], dtype=accumulation_dtype(hidden.dtype)) for _ in Softmax._fields)
 
 
 @torch.library.custom_op("burnish::tiled_linear_logprob_backward", mutates_args=())
@@ -192,19 +191,21 @@ def _backward(
     likes = zip((head.hidden, weight, bias, low, up, saved.shift), needed, strict=True)
     *sums, moments = (t.new_zeros(t.shape) if n and t is not None else None for t, n in likes)
     whole, buffer = _Gradients(*sums), _buffer(head.hidden, vocab)
-    for columns in _spans(vocab, COLUMNS):
+    for columns in spans(vocab, COLUMNS):
         part, grads = head.columns(columns), whole.columns(columns, dtype)
-        for rows in _spans(len(hidden), ROWS):
+        for rows in spans(len(hidden), ROWS):
             tile, here = part.logits(rows, buffer), arriving.rows(rows)
             compiled = tile.shape[1] == COLUMNS and worth_compiling(tile, len(hidden) * vocab)
-            dc, moment = run(pull, tile, saved.shift[rows], here, transform.rows(rows), moments is not None, compiled=compiled)
+            dc, moment = run(
+                pull, tile, saved.shift[rows], here, transform.rows(rows), moments is not None, compiled=compiled
+            )
             add_target_(dc, target[rows] - columns.start, here.gain)
             grads.add_(dc, part, rows)
             if moments is not None:
                 moments[rows] += moment
         whole.store_(columns, grads)
     if moments is not None and temperature is not None:
-        moments = _temperature_gradient(moments, upstream, saved, scale, temperature.to(dtype))
+        moments = temperature_gradient(moments, upstream, saved, scale, temperature.to(dtype))
     results = zip((*whole, moments), (hidden, weight, bias, low, up, temperature), strict=True)
     return [grad.to(like.dtype) for grad, like in results if grad is not None and like is not None]
 
@@ -212,20 +213,9 @@ def _backward(
 @_backward.register_fake
 def _(upstream: list[Tensor | None], softmax: list[Tensor], *rest: Any) -> list[Tensor]:
     hidden, weight, _, bias, low, up, temperature, *_, needed = rest
-    return [t.new_empty(t.shape) for t, n in zip((hidden, weight, bias, low, up, temperature), needed, strict=True) if n]
-
-
-def _temperature_gradient(
-    moments: Tensor, upstream: list[Tensor | None], softmax: Softmax, scale: float, temperature: Tensor
-) -> Tensor:
-    """−(Σ_v dz_v·x_v + g_L·m)/T, where ``moments`` is scale/T times that sum without the target's g_p·x_t."""
-    d_logprob, _, d_logsumexp = upstream
-    rest = torch.zeros_like(moments)
-    if d_logprob is not None:
-        rest += d_logprob * (softmax.logprob + softmax.log_total)
-    if d_logsumexp is not None:
-        rest += d_logsumexp * softmax.shift
-    return -moments / scale - rest / temperature
+    return [
+        t.new_empty(t.shape) for t, n in zip((hidden, weight, bias, low, up, temperature), needed, strict=True) if n
+    ]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -244,11 +234,5 @@ def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, 
     return hidden, weight, None, *others, None, None, None
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError(
-        "linear_logprob: the tiled backend has no second derivative; backend='reference' has every derivative"
-    )
-
-
 _forward.register_autograd(_apply_backward, setup_context=_setup_context)
-_backward.register_autograd(_no_second_derivative)
+_backward.register_autograd(no_second_derivative)

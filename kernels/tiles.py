@@ -16,14 +16,12 @@ single pass. A given shape always takes the same road on a given machine, which 
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-
-from .reference import accumulation_dtype
 
 # A finite −inf: e^(−1e30) is 0 like e^(−inf), but 0·(−1e30) is 0 and 0·(−inf) is NaN.
 NEVER = -1e30
@@ -74,10 +72,14 @@ class Upstream(NamedTuple):
         return Upstream(*(None if t is None else t[rows] for t in self))
 
 
-def start(like: Tensor) -> Tensor:
-    """``[4, N]``: m, S, M and z_t before the first tile."""
-    state = like.new_zeros(4, len(like))
-    state[0] = NEVER
+def spans(length: int, widest: int) -> Iterator[slice]:
+    return (slice(start, min(start + widest, length)) for start in range(0, length, widest))
+
+
+def start(rows: int, like: Tensor) -> Tensor:
+    """``[rows, 4]``: m, S, M and z_t before the first tile."""
+    state = like.new_zeros(rows, 4)
+    state[:, 0] = NEVER
     return state
 
 
@@ -86,7 +88,7 @@ def fold(tile: Tensor, column: Tensor, state: Tensor, transform: Transform) -> T
 
     ``column`` is the target's place in this tile; outside ``[0, columns)`` it is in another one.
     """
-    shift, total, moment, chosen = state.unbind()
+    shift, total, moment, chosen = state.unbind(1)
     z = transform.tempered_(transform.capped_(tile))
     inside = (column >= 0) & (column < z.shape[1])
     here = z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
@@ -97,18 +99,24 @@ def fold(tile: Tensor, column: Tensor, state: Tensor, transform: Transform) -> T
     weight = x.exp()
     total_after = total * decay + weight.sum(1)
     moment_after = (moment + total * drop) * decay + weight.mul_(x).sum(1)
-    return torch.stack((top, total_after, moment_after, torch.where(inside, here, chosen)))
+    return torch.stack((top, total_after, moment_after, torch.where(inside, here, chosen)), 1)
 
 
 def finish(state: Tensor) -> Softmax:
     """The outputs, once every tile is folded in."""
-    shift, total, moment, chosen = state.unbind()
+    shift, total, moment, chosen = state.unbind(1)
     log_total = total.log()
-    return Softmax((chosen - shift) - log_total, log_total - moment / total, shift + log_total, shift.clone(), log_total)
+    return Softmax(
+        (chosen - shift) - log_total, log_total - moment / total, shift + log_total, shift.clone(), log_total
+    )
 
 
 def coefficients(
-    d_logprob: Tensor | None, d_entropy: Tensor | None, d_logsumexp: Tensor | None, softmax: Softmax, transform: Transform
+    d_logprob: Tensor | None,
+    d_entropy: Tensor | None,
+    d_logsumexp: Tensor | None,
+    softmax: Softmax,
+    transform: Transform,
 ) -> Upstream:
     """Upstream gradients as level, slope and gain, times scale/T, which every entry of the tile has in common."""
     inner = torch.full_like(softmax.entropy, transform.scale)
@@ -152,6 +160,26 @@ def add_target_(tile: Tensor, column: Tensor, gain: Tensor | None) -> None:
         tile.scatter_add_(1, here[:, None], torch.where(inside, gain, 0)[:, None])
 
 
+def temperature_gradient(
+    moments: Tensor, upstream: Sequence[Tensor | None], softmax: Softmax, scale: float, temperature: Tensor
+) -> Tensor:
+    """dT = −(Σ_v dz_v·x_v + g_L·m)/T; ``moments`` is scale/T times that sum, the target's g_p·x_t not included."""
+    d_logprob, _, d_logsumexp = upstream
+    rest = torch.zeros_like(moments)
+    if d_logprob is not None:
+        rest += d_logprob * (softmax.logprob + softmax.log_total)
+    if d_logsumexp is not None:
+        rest += d_logsumexp * softmax.shift
+    return -moments / scale - rest / temperature
+
+
+def no_second_derivative(ctx: Any, *_: Any) -> None:
+    """The backward of a backward."""
+    raise NotImplementedError(
+        "linear_logprob: the tiled backend has no second derivative, use backend='reference', which has them all"
+    )
+
+
 def worth_compiling(tile: Tensor, logits: int) -> bool:
     """Whether passes over ``logits`` numbers, in tiles like this one, are to go through the compiler."""
     return tile.device.type == "cpu" and logits >= COMPILE_FROM and tile.shape[0] > 1
@@ -164,8 +192,8 @@ def run(function: Callable[..., T], tile: Tensor, *rest: object, compiled: bool)
             # Rows are symbolic from the first call on: every batch size shares one compilation, and its bits.
             for tensor in tree_leaves((tile, rest)):
                 if isinstance(tensor, Tensor):
-                    torch._dynamo.mark_dynamic(tensor, 1 if tensor.shape[0] == 4 else 0)
-            return _compile(function)(tile, *rest)
+                    torch._dynamo.mark_dynamic(tensor, 0)
+            return _compile(function, dynamic=False)(tile, *rest)
         except Exception as error:  # no compiler, a broken one, a full disk: eager is the same mathematics
             _uncompilable.add(function)
             log.info("%s runs eagerly, torch.compile failed: %s", function.__name__, error)

@@ -146,10 +146,10 @@ class Policy(nn.Module):
                 log.info("%s refuses %s rows: %s", type(self.causal).__name__, layout, error)
                 return False
         untouched = slice(4, 7)  # the second completion of the first example: its prompt is the same in both
-        tolerance = 32 * torch.finfo(before.dtype).eps * expected.abs().max().double() + 1e-6
-        return torch.equal(before[untouched], after[untouched]) and bool(
-            torch.all((before.double() - expected.double()).abs() <= tolerance)
-        )
+        # Layers amplify rounding, half precision's most of all; a wrong position or mask changes half of the norm.
+        tolerance = 1e-3 if torch.finfo(before.dtype).eps < 1e-5 else 0.35
+        difference = (before.double() - expected.double()).norm() / expected.double().norm()
+        return torch.equal(before[untouched], after[untouched]) and bool(difference <= tolerance)
 
     def _predictors(self, examples: Sequence[Example], layout: Layout) -> Tensor:
         rows = arrange(examples, layout, one_row=layout != "padded").to(self.device)

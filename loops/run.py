@@ -116,10 +116,9 @@ class Run:
             journal.write(0, held_out())
         with progress(feed.steps, start, visible=accelerator.is_main_process) as show:
             for step in optimize(
-                prepared,
-                feed,
-                objective,
-                expression,
+                batches=feed,
+                objective=objective,
+                expression=expression,
                 steps=feed.steps,
                 start=start,
                 max_grad_norm=config.max_grad_norm,

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import datasets
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TEMPLATES = {
@@ -18,12 +18,14 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "llama3": (
-        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
-        "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
     "gemma": (
         "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     ),
     "markers": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -32,8 +34,9 @@ TEMPLATES = {
     ),
     # As Qwen3: what precedes </think> is rendered in the last answer only.
     "forgets_thinking": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "no_end": (
         "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
@@ -56,13 +59,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
     """One token per byte, and " b" one token of its own, so that tokens can merge over an edge."""
 
-    def build(template: str | None = "chatml", **special: str) -> PreTrainedTokenizerFast:
+    def build(template: str | None = "chatml", *, adds_bos: bool = False, **special: str) -> PreTrainedTokenizerFast:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocabulary = {token: index for index, token in enumerate([*alphabet, "Ġb"])}
         core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "b")]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         core.decoder = decoders.ByteLevel()
         core.add_special_tokens(SPECIAL)
+        if adds_bos:
+            bos = ("<bos>", core.token_to_id("<bos>"))
+            core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
         special = {"bos_token": "<bos>", "eos_token": "<eos>"} | special
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **{k: v for k, v in special.items() if v})
         tokenizer.chat_template = template and TEMPLATES[template]

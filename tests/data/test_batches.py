@@ -2,9 +2,8 @@ import random
 
 import numpy as np
 import pytest
-from datasets import Dataset
-
 from burnish.data import Batches, token_cost
+from datasets import Dataset
 
 
 def cases(count: int):
@@ -126,6 +125,12 @@ def test_micro_batches_are_evenly_filled() -> None:
     batches = Batches([6, 6, 6, 1, 1, 1], batch_size=6, micro_tokens=12, seed=0, shuffle=False, epochs=1)
     (rank,) = batches.plan(0)
     assert sorted(sum([6, 6, 6, 1, 1, 1][i] for i in micro) for micro in rank) == [9, 12]
+
+
+def test_the_budget_comes_before_evenness() -> None:
+    lengths = [3, 3, 2, 2, 2]  # longest first to the emptier one would fill 7 and 5
+    batches = Batches(lengths, batch_size=5, micro_tokens=6, seed=0, shuffle=False, epochs=1)
+    assert batches.plan(0) == [[[0, 1], [2, 3, 4]]]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 import re
 
 import pytest
-
 from burnish.data.chat import Encoder, common_prefix
 from burnish.data.layouts import BadRow
 
@@ -56,13 +55,29 @@ def test_a_template_that_rewrites_history_is_refused_with_what_to_do(byte_tokeni
         {"role": "user", "content": "3+3?"},
         {"role": "assistant", "content": "6"},
     ]
-    with pytest.raises(BadRow, match=r"message 2.*in another way when others follow.*\{% generation %\}.*prompt and compl"):
+    with pytest.raises(
+        BadRow, match=r"message 2.*in another way when others follow.*\{% generation %\}.*prompt and compl"
+    ):
         Encoder(byte_tokenizer("forgets_thinking")).assistant(messages, {})
+
+
+def test_a_generation_prompt_that_the_answer_does_not_follow_is_refused(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()
+    source = tokenizer.chat_template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    with pytest.raises(BadRow, match=r"message 3.* or when it is generated"):
+        Encoder(tokenizer, source).assistant(CHAT, {})
 
 
 def test_a_template_without_end_token_is_refused(byte_tokenizer) -> None:
     with pytest.raises(BadRow, match=r"ends message 3, the assistant's, without an end token"):
         Encoder(byte_tokenizer("no_end")).assistant(CHAT, {})
+
+
+def test_a_template_that_leaves_out_what_the_assistant_says_is_refused(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()  # templates of vision models want content in blocks and write nothing of plain text
+    source = tokenizer.chat_template.replace("m.content", "'' if m.role == 'assistant' else m.content")
+    with pytest.raises(BadRow, match="nothing of message 3, the assistant's, is left under the chat template"):
+        Encoder(tokenizer, source).assistant(CHAT, {})
 
 
 def test_markers_that_leave_out_the_end_token_are_refused(byte_tokenizer) -> None:
@@ -150,6 +165,8 @@ def test_a_prompt_gives_up_tokens_that_merge_with_an_answer(byte_tokenizer) -> N
     assert [encoder.tokenizer.decode(ids) for ids in completions] == [" b<eos>", " c<eos>"]
 
 
-@pytest.mark.parametrize(("a", "b", "shared"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [1, 3], 1), ([2], [1], 0)])
+@pytest.mark.parametrize(
+    ("a", "b", "shared"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [1, 3], 1), ([2], [1], 0)]
+)
 def test_common_prefix(a, b, shared) -> None:
     assert common_prefix(a, b) == shared

@@ -1,7 +1,6 @@
 import re
 
 import pytest
-
 from burnish.data.layouts import PREFERENCE, SUPERVISED, BadRow, find_layout, read_row
 
 USER = {"role": "user", "content": "q"}
@@ -106,11 +105,21 @@ def test_two_messages_of_the_user_in_a_row_are_left_to_the_template() -> None:
 
 MESSAGES, COMPLETION, PAIR, SHARED = ("messages",), ("prompt", "completion"), *PREFERENCE
 BAD = [
-    ({"prompt": "q", "completion": None}, COMPLETION, "missing", "'completion' is missing; fill it in or remove the row"),
+    (
+        {"prompt": "q", "completion": None},
+        COMPLETION,
+        "missing",
+        "'completion' is missing; fill it in or remove the row",
+    ),
     ({"prompt": "q"}, COMPLETION, "missing", "'completion' is missing"),
     ({"prompt": "q", "completion": ""}, COMPLETION, "empty", "'completion' is empty; fill it in or remove the row"),
     ({"prompt": [USER], "completion": []}, COMPLETION, "empty", "'completion' has no messages"),
-    ({"prompt": [USER], "completion": [ANSWER | {"content": ""}]}, COMPLETION, "empty", "'completion' message 1 is empty"),
+    (
+        {"prompt": [USER], "completion": [ANSWER | {"content": ""}]},
+        COMPLETION,
+        "empty",
+        "'completion' message 1 is empty",
+    ),
     ({"prompt": "q", "chosen": "a", "rejected": ""}, PAIR, "empty", "'rejected' is empty"),
     ({"prompt": "q", "completion": 5}, COMPLETION, "not text", "'completion' is a number (5), wanted text or a list"),
     ({"prompt": "q", "completion": True}, COMPLETION, "not text", "'completion' is true or false, wanted text"),
@@ -132,10 +141,20 @@ BAD = [
     ({"messages": [{"role": "user"}, ANSWER]}, MESSAGES, "missing", "'messages' message 1 has no content"),
     ({"messages": []}, MESSAGES, "empty", "'messages' has no messages"),
     ({"messages": [USER]}, MESSAGES, "roles", "'messages' has no assistant message, so there is nothing to learn"),
-    ({"messages": [USER, ANSWER, USER]}, MESSAGES, "roles", "'messages' ends with a user message, wanted the assistant's"),
+    (
+        {"messages": [USER, ANSWER, USER]},
+        MESSAGES,
+        "roles",
+        "'messages' ends with a user message, wanted the assistant's",
+    ),
     ({"messages": [ANSWER]}, MESSAGES, "roles", "'messages' begins with the assistant, wanted a prompt before it"),
     ({"messages": [USER, SYSTEM, ANSWER]}, MESSAGES, "roles", "a system message comes later than first"),
-    ({"messages": [USER | {"role": "bot"}, ANSWER]}, MESSAGES, "roles", "message 1 has the role 'bot', wanted one of sys"),
+    (
+        {"messages": [USER | {"role": "bot"}, ANSWER]},
+        MESSAGES,
+        "roles",
+        "message 1 has the role 'bot', wanted one of sys",
+    ),
     (
         {"prompt": [SYSTEM], "completion": [USER, ANSWER]},
         COMPLETION,
@@ -144,8 +163,18 @@ BAD = [
     ),
     ({"prompt": [USER], "chosen": [ANSWER], "rejected": [USER]}, PAIR, "roles", "'rejected' has no assistant message"),
     ({"prompt": [], "completion": [ANSWER]}, COMPLETION, "no prompt", "'prompt' has no messages"),
-    ({"prompt": "q", "completion": [ANSWER]}, COMPLETION, "mixed", "'prompt' is text, 'completion' is a list; give all"),
-    ({"chosen": "q a", "rejected": [USER, OTHER]}, SHARED, "mixed", "'chosen' is text, 'rejected' is a list; give both"),
+    (
+        {"prompt": "q", "completion": [ANSWER]},
+        COMPLETION,
+        "mixed",
+        "'prompt' is text, 'completion' is a list; give all",
+    ),
+    (
+        {"chosen": "q a", "rejected": [USER, OTHER]},
+        SHARED,
+        "mixed",
+        "'chosen' is text, 'rejected' is a list; give both",
+    ),
     ({"prompt": "q", "chosen": "a", "rejected": "a"}, PAIR, "identical", "'chosen' and 'rejected' are identical"),
     ({"chosen": "q a", "rejected": "q a"}, SHARED, "identical", "'chosen' and 'rejected' are identical"),
     ({"chosen": "a", "rejected": "b"}, SHARED, "no prompt", "'chosen' and 'rejected' share no beginning"),

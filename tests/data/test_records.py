@@ -3,9 +3,8 @@ import re
 
 import datasets
 import pytest
-from datasets import Dataset, DatasetDict
-
 from burnish.data import DataError, load
+from datasets import Dataset, DatasetDict
 
 ROWS = [{"prompt": "a", "completion": "42", "margin": 1.5}, {"prompt": "b", "completion": "None", "margin": 2.0}]
 
@@ -69,14 +68,16 @@ def test_a_row_is_named_by_its_line_where_there_are_lines(tmp_path) -> None:
     assert load(write(tmp_path / "b.json", json.dumps(ROWS, indent=1))).where(1) == "b.json row 2"
     assert load(ROWS).where(1) == "records row 2"
     # Row 1 of a part is not line 1 of the file.
-    assert load(tmp_path / "a.jsonl", split="train[1:]").where(0) == "a.jsonl row 1"
+    for part in ("train[1:]", "train[1:]+train[:1]"):
+        assert load(tmp_path / "a.jsonl", split=part).where(0) == "a.jsonl row 1"
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
         ('{"prompt": "a", "completion"', "not JSON: Expecting ':' delimiter at column 29"),
-        ('{"prompt": "a"} {"prompt": "b"}', "not JSON: Extra data at column 17"),
+        ('{"prompt": "a"}, {"prompt": "b"}', "not JSON: Extra data at column 16"),
+        ('["a", "b"]', "wanted a JSON object with named columns, got list"),
         ("nonsense", "not JSON: Expecting value at column 1"),
     ],
 )
@@ -93,6 +94,13 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path) -> None:
         load(path)
 
 
+def test_the_mark_at_the_start_of_a_file_from_windows_is_no_part_of_it(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines(ROWS).encode())
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfprompt,completion\na,42\n")
+    assert list(load(tmp_path / "a.jsonl").dataset) == ROWS
+    assert list(load(tmp_path / "a.csv").dataset) == [{"prompt": "a", "completion": "42"}]
+
+
 def test_a_malformed_json_array_is_named_with_the_place(tmp_path) -> None:
     with pytest.raises(DataError, match=r"a\.json: not JSON: .*line 2 column"):
         load(write(tmp_path / "a.json", '[{"text": "a"},\n{"text": "b"]'))
@@ -101,7 +109,7 @@ def test_a_malformed_json_array_is_named_with_the_place(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.jsonl", "", "a.jsonl: the file is empty"),
+        ("a.jsonl", "", "a.jsonl: no rows"),
         ("a.json", "[]", "a.json: no rows"),
         ("a.csv", "prompt,completion\n", "a.csv: no rows"),
         ("a.txt", "hello", "wanted a file that ends in .json, .jsonl, .ndjson, .csv, .parquet, got .txt"),
@@ -135,7 +143,9 @@ def test_a_hub_that_fails_is_quoted(monkeypatch) -> None:
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(DataError, match=r"no/such: no such file, and not read from the Hub: offline; wanted a path, or"):
+    with pytest.raises(
+        DataError, match=r"no/such: no such file, and not read from the Hub: offline; wanted a path, or"
+    ):
         load("no/such")
 
 
@@ -143,6 +153,12 @@ def test_a_split_that_does_not_exist_is_refused_with_those_that_do(tmp_path) -> 
     DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(DataError, match=r"splits: no split 'test'; there are train"):
         load(tmp_path / "splits", split="test")
+
+
+def test_a_dataset_that_gives_tensors_is_read_as_plain_values() -> None:
+    assert load(Dataset.from_list(ROWS).with_format("numpy")).dataset[0] == ROWS[0]
+    with pytest.raises(DataError, match="with_transform changes rows as they are read; use"):
+        load(Dataset.from_list(ROWS).with_transform(lambda rows: rows))
 
 
 @pytest.mark.parametrize(("data", "message"), [([1, 2], "row 1: wanted a dict of columns, got int"), (5, "got int")])

@@ -1,9 +1,11 @@
 """Small random models of every family that the policy claims to know, and small examples to feed them."""
 
+import json
 import random
 
 import torch
 from burnish.data import Example
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -14,6 +16,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -83,3 +86,47 @@ def make_examples(count, completions=2, seed=0, longest=9):
         trained = [[rng.random() < 0.8 for _ in answer[:-1]] + [True] for answer in answers]
         examples.append(Example(tokens(1, longest), answers, trained))
     return examples
+
+
+CHATML = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def save_model(directory, *, chat=True, seed=0):
+    """A two-layer Llama on bytes with a chat template and no pad token, as transformers loads it; returns the directory."""
+    special = ["<|start|>", "<|end|>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    if chat:
+        fast.chat_template = CHATML
+    fast.save_pretrained(directory)
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{**_SMALL, "vocab_size": len(vocabulary), "max_position_embeddings": 512})
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def sums(count, seed=0):
+    """Conversational pairs about small sums, distinct."""
+    rng = random.Random(seed)
+    pairs = []
+    for a, b in rng.sample([(a, b) for a in range(40) for b in range(40)], count):
+        pairs.append(
+            {
+                "prompt": [{"role": "user", "content": f"{a} + {b}?"}],
+                "chosen": [{"role": "assistant", "content": str(a + b)}],
+                "rejected": [{"role": "assistant", "content": str(a + b + rng.randint(1, 5))}],
+            }
+        )
+    return pairs
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,299 @@
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from burnish.data import DataError, encode_preference, encode_supervised, example, load
+from datasets import Dataset
+
+USER = {"role": "user", "content": "What is 2+2?"}
+ANSWER = {"role": "assistant", "content": "four"}
+OTHER = {"role": "assistant", "content": "five, or bob"}
+SYSTEM = {"role": "system", "content": "Count."}
+
+COMPLETIONS = {
+    "plain": [
+        {"prompt": "The sky is", "completion": " blue."},
+        {"prompt": "The sky is ", "completion": "blue."},  # a token spans the two
+        {"prompt": "", "completion": "alone"},
+        {"prompt": "one\n", "completion": "\ntwo é"},
+    ],
+    "conversational": [
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": [SYSTEM, USER, ANSWER, USER], "completion": [OTHER]},
+        {"prompt": [USER], "completion": [ANSWER, USER, OTHER]},
+        {"prompt": [USER, ANSWER], "completion": [OTHER]},  # the prompt ends with the assistant
+    ],
+}
+PAIRS = {
+    "plain": [
+        {"prompt": "The sky is", "chosen": " blue.", "rejected": " black."},
+        {"prompt": "The sky is ", "chosen": "blue.", "rejected": "black."},
+    ],
+    "plain, implicit prompt": [
+        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+        {"chosen": "The sky is blue.", "rejected": "The sky is black."},
+        {"chosen": "The sky", "rejected": "The sky is black."},
+    ],
+    "conversational": [
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
+        {"prompt": [SYSTEM, USER, ANSWER, USER], "chosen": [OTHER, USER, ANSWER], "rejected": [ANSWER]},
+        {"prompt": [USER, ANSWER], "chosen": [OTHER], "rejected": [ANSWER]},
+    ],
+    "conversational, implicit prompt": [
+        {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, OTHER]},
+        {"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, ANSWER, USER, OTHER]},
+    ],
+}
+ARGUMENTS = {"dataset_num_proc": None, "truncation_mode": "keep_start", "dataset_text_field": "text"}
+
+
+def peer_arguments(max_length: int | None, **more):
+    return SimpleNamespace(**ARGUMENTS, max_length=max_length, assistant_only_loss=False, shuffle_dataset=False, **more)
+
+
+@pytest.fixture(params=["smollm2", "llama3", "gemma"])
+def tokenizer(request, byte_tokenizer):
+    if request.param == "smollm2":
+        return request.getfixturevalue("smollm2")
+    return byte_tokenizer(request.param, adds_bos=request.param == "llama3")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rows", COMPLETIONS.values(), ids=COMPLETIONS)
+def test_supervised_tokens_are_those_of_the_peer(rows, tokenizer, trl) -> None:
+    trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=True)
+    prepare = trl.trainer.sft_trainer.SFTTrainer._prepare_dataset
+    theirs = prepare(trainer, Dataset.from_list(rows), tokenizer, peer_arguments(None), False, None, "train")
+    ours, _ = encode_supervised(rows, tokenizer)
+    for index, expected in enumerate(theirs):
+        found = example(ours, index)
+        assert found.prompt + found.completions[0] == expected["input_ids"]
+        labels = [-100] * len(found.prompt) + found.completions[0]
+        # Nothing predicts the first token: a label there is never used.
+        assert labels[1:] == expected["labels"][1:]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["text", "messages"])
+def test_tokens_trained_in_full_are_those_of_the_peer(layout, tokenizer, trl) -> None:
+    rows = {
+        "text": [{"text": "Once upon a time"}, {"text": f"ended already{tokenizer.eos_token}"}],
+        "messages": [{"messages": [USER, ANSWER]}, {"messages": [SYSTEM, USER, ANSWER, USER, OTHER]}],
+    }[layout]
+    trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=False)
+    prepare = trl.trainer.sft_trainer.SFTTrainer._prepare_dataset
+    theirs = prepare(trainer, Dataset.from_list(rows), tokenizer, peer_arguments(7), False, None, "train")
+    ours, _ = encode_supervised(rows, tokenizer, train_on="all", max_length=7)
+    for index, expected in enumerate(theirs):
+        found = example(ours, index)
+        assert found.prompt + found.completions[0] == expected["input_ids"]
+        assert [False, *found.trained[0]] == [index > 0 for index in range(len(expected["labels"]))]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("max_length", [None, 64])
+@pytest.mark.parametrize("rows", PAIRS.values(), ids=PAIRS)
+def test_preference_tokens_are_those_of_the_peer(rows, max_length, tokenizer, trl) -> None:
+    dpo = trl.trainer.dpo_trainer
+    trainer = SimpleNamespace(_tokenizer=tokenizer)
+    dataset = Dataset.from_list(rows)
+    prepared = dpo.DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, peer_arguments(max_length), "train")
+    ours, accounting = encode_preference(rows, tokenizer, max_length=max_length, on_bad_row="skip")
+    assert accounting.kept == len(prepared)
+    batch = dpo.DataCollatorForPreference(pad_token_id=0, max_length=max_length)(list(prepared))
+    for index in range(len(ours)):
+        found = example(ours, index)
+        for row, completion in zip((index, index + len(ours)), found.completions, strict=True):
+            real = batch["attention_mask"][row].bool()
+            assert found.prompt + completion == batch["input_ids"][row][real].tolist()
+            assert len(completion) == batch["completion_mask"][row].sum()
+
+
+def test_numeric_columns_pass_through_and_others_are_reported(byte_tokenizer) -> None:
+    rows = [{"text": "ab", "margin": 1.5, "votes": 3, "sure": True, "author": "x", "chat_template_kwargs": None}]
+    dataset, accounting = encode_supervised(rows, byte_tokenizer())
+    assert dataset.column_names == ["margin", "votes", "sure", "prompt", "completions", "trained"]
+    assert (dataset[0]["margin"], dataset[0]["votes"], dataset[0]["sure"]) == (1.5, 3, True)
+    assert accounting.unused == ("author",)
+    assert "unused columns: author" in str(accounting)
+
+
+def test_a_numeric_column_with_a_name_of_ours_is_refused(byte_tokenizer) -> None:
+    with pytest.raises(DataError, match="examples have a column 'trained' of their own; rename yours"):
+        encode_supervised([{"text": "a", "trained": 1}], byte_tokenizer())
+
+
+def test_a_tokenizer_without_a_pad_token_works(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.pad_token is None
+    dataset, _ = encode_preference(PAIRS["conversational"], tokenizer)
+    assert len(dataset) == 3
+    assert tokenizer.pad_token is None
+
+
+def test_a_template_can_be_given(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer(None)
+    template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    dataset, _ = encode_supervised([{"prompt": [USER], "completion": [ANSWER]}], tokenizer, chat_template=template)
+    assert tokenizer.decode(example(dataset, 0).completions[0]) == "four<eos>"
+    with pytest.raises(
+        DataError, match="records row 1: the row is a conversation and the tokenizer has no chat template"
+    ):
+        encode_supervised([{"prompt": [USER], "completion": [ANSWER]}], tokenizer)
+
+
+GOOD = {"prompt": "pp", "chosen": "aaaa", "rejected": "bb", "margin": 1.0}
+BAD = {
+    "missing": GOOD | {"chosen": None},
+    "empty": GOOD | {"rejected": ""},
+    "not text": GOOD | {"chosen": 5},
+    "identical": GOOD | {"rejected": "aaaa"},
+    "identical after truncation": GOOD | {"chosen": "xxxxxxxxa", "rejected": "xxxxxxxxb"},
+    "prompt too long": GOOD | {"prompt": "p" * 8},
+}
+
+
+@pytest.fixture
+def bad_file(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [GOOD, *BAD.values(), GOOD | {"prompt": "other"}]))
+    return path
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_row_stops_with_file_line_and_fix(kind, tmp_path, byte_tokenizer) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [GOOD, GOOD, BAD[kind]]))
+    with pytest.raises(DataError, match=r"^pairs\.jsonl line 3: .*; .*(fix|fill|remove|raise|rename)") as caught:
+        encode_preference(load(path), byte_tokenizer(), max_length=8)
+    assert type(caught.value) is DataError
+    assert caught.value.__cause__ is None  # a clean message, not the way out of Dataset.map
+
+
+def test_skipped_rows_are_counted_by_kind_and_none_is_lost(bad_file, byte_tokenizer) -> None:
+    dataset, accounting = encode_preference(load(bad_file), byte_tokenizer(), max_length=8, on_bad_row="skip")
+    assert accounting.skipped == dict.fromkeys(BAD, 1)
+    assert (accounting.read, accounting.kept) == (8, 2) == (sum(accounting.skipped.values()) + 2, len(dataset))
+    assert [len(example(dataset, index).prompt) for index in range(2)] == [2, 5]
+    assert dataset.column_names == ["margin", "prompt", "completions", "trained"]
+    assert accounting.first["prompt too long"].startswith("pairs.jsonl line 7: the prompt has 8 tokens")
+    assert accounting.truncated == 1  # "other" + "aaaa<eos>" is 10 tokens
+    assert accounting.total_tokens == 2 + 5 + 3 + 5 + 3 + 3
+    assert accounting.trained_tokens == 5 + 3 + 3 + 3
+    json.dumps(accounting.to_dict())
+    text = str(accounting)
+    assert text.startswith("pairs.jsonl: 8 rows read, 2 kept; 21 tokens, 14 of them trained\n  1 skipped, missing; the")
+    assert "1 truncated to max_length=8" in text
+
+
+def test_rows_are_told_apart_over_thousands(byte_tokenizer) -> None:
+    rows = [GOOD | {"prompt": f"p{number}", "margin": number} for number in range(2500)]
+    for bad in (1, 999, 2100):
+        rows[bad] |= {"chosen": ""}
+    rows[2200] |= {"chosen": None}
+    dataset, accounting = encode_preference(rows, byte_tokenizer(), on_bad_row="skip")
+    assert dataset["margin"][:] == [number for number in range(2500) if number not in (1, 999, 2100, 2200)]
+    assert byte_tokenizer().decode(example(dataset, 2100).prompt) == "p2103"
+    assert accounting.skipped == {"empty": 3, "missing": 1}
+    assert [problem.split(":")[0] for problem in accounting.first.values()] == ["records row 2", "records row 2201"]
+
+
+def test_the_account_is_the_same_out_of_the_cache(bad_file, byte_tokenizer) -> None:
+    settings = {"max_length": 8, "on_bad_row": "skip"}
+    first = encode_preference(load(bad_file), byte_tokenizer(), **settings)
+    again = encode_preference(load(bad_file), byte_tokenizer(), **settings)
+    assert again[0].cache_files == first[0].cache_files != []
+    assert again[1] == first[1]
+    assert list(again[0]) == list(first[0])
+
+
+def test_whatever_changes_the_tokens_misses_the_cache(tmp_path, byte_tokenizer) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"messages": [USER, ANSWER, USER, OTHER]}) + "\n") * 2)
+
+    def cache(tokenizer, split="train", **settings) -> str:
+        return encode_supervised(load(path, split=split), tokenizer, **settings)[0].cache_files[0]["filename"]
+
+    other_template = byte_tokenizer("llama3")
+    more_tokens = byte_tokenizer()
+    more_tokens.add_tokens(["four"])
+    files = [
+        cache(byte_tokenizer()),
+        cache(byte_tokenizer(), split="train[1:]"),
+        cache(other_template),
+        cache(more_tokens),
+        cache(byte_tokenizer(bos_token="<eos>")),
+        cache(byte_tokenizer(), chat_template=other_template.chat_template),
+        cache(byte_tokenizer(), max_length=64),
+        cache(byte_tokenizer(), max_length=64, truncation="keep_end"),
+        cache(byte_tokenizer(), train_on="all"),
+        cache(byte_tokenizer(), on_bad_row="skip"),
+    ]
+    assert len(set(files)) == len(files)
+    path.write_text(json.dumps({"messages": [USER, OTHER]}) + "\n")
+    assert cache(byte_tokenizer()) not in files
+
+
+def test_several_processes_give_the_same_and_the_same_errors(bad_file, byte_tokenizer) -> None:
+    settings = {"max_length": 8, "on_bad_row": "skip"}
+    rows = load(bad_file).dataset.to_list()
+    alone, account = encode_preference(rows, byte_tokenizer(), **settings)
+    shared, same_account = encode_preference(rows, byte_tokenizer(), processes=2, **settings)
+    assert list(alone) == list(shared)
+    assert account == same_account
+    with pytest.raises(DataError, match=r"records row \d: .*; .*(fill|remove)"):
+        encode_preference(rows, byte_tokenizer(), max_length=8, processes=2)
+
+
+def test_pairs_that_are_there_both_ways_are_counted(byte_tokenizer) -> None:
+    swapped = {"prompt": "pp", "chosen": "bb", "rejected": "aaaa"}
+    elsewhere = {"prompt": "qq", "chosen": "bb", "rejected": "aaaa"}
+    rows = [GOOD, GOOD, elsewhere]
+    assert encode_preference(rows, byte_tokenizer())[1].contradictory == 0
+    accounting = encode_preference([*rows, swapped], byte_tokenizer())[1]
+    assert accounting.contradictory == 3
+    assert "3 where another row prefers the other answer of the same pair" in str(accounting)
+
+
+def test_prompts_that_give_up_tokens_are_counted(byte_tokenizer) -> None:
+    rows = [{"prompt": "a ", "completion": "bob"}, {"prompt": "a", "completion": " bob"}]
+    accounting = encode_supervised(rows, byte_tokenizer())[1]
+    assert accounting.shortened == 1
+    assert "1 where the prompt's last tokens went to the completion" in str(accounting)
+
+
+def test_data_without_a_good_row_is_an_error_whatever_the_policy(byte_tokenizer) -> None:
+    with pytest.raises(DataError, match=r"records: no row is left to train on\n.*1 rows read, 0 kept") as caught:
+        encode_preference([GOOD | {"chosen": ""}], byte_tokenizer(), on_bad_row="skip")
+    assert "1 skipped, empty; the first: records row 1: 'chosen' is empty" in str(caught.value)
+
+
+def test_a_file_without_the_columns_is_named(tmp_path, byte_tokenizer) -> None:
+    (tmp_path / "a.csv").write_text("promt,completion\nx,y\n")
+    with pytest.raises(
+        DataError, match=re.escape("a.csv: found the columns (promt, completion), wanted (prompt, compl")
+    ):
+        encode_supervised(load(tmp_path / "a.csv"), byte_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"truncation": "middle"}, "truncation: wanted keep_start, keep_end or error, got 'middle'"),
+        ({"on_bad_row": "ignore"}, "on_bad_row: wanted error or skip, got 'ignore'"),
+        ({"train_on": "user"}, "train_on: wanted auto, assistant, completion or all, got 'user'"),
+        ({"max_length": 1}, "max_length: wanted at least 2"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message, byte_tokenizer) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode_supervised([{"text": "ab"}], byte_tokenizer(), **settings)
+
+
+def test_importing_data_loads_no_trainer_and_no_model() -> None:
+    code = "import sys, burnish.data; print([m for m in ('accelerate', 'trl', 'peft', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,202 @@
+import pytest
+from burnish.data.chat import Encoder
+from burnish.data.examples import Limit, demonstration, pair
+from burnish.data.layouts import BadRow, Row
+
+USER = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "aaaa"}
+ANYTHING = Limit(None, "keep_start")
+
+
+@pytest.fixture
+def encoder(byte_tokenizer) -> Encoder:
+    return Encoder(byte_tokenizer())
+
+
+def text(encoder: Encoder, example) -> tuple[str, list[tuple[str, str]]]:
+    """The prompt, and of each completion the trained tokens and all tokens."""
+    decode = encoder.tokenizer.decode
+    return decode(example.prompt), [
+        (decode([token for token, train in zip(ids, trained, strict=True) if train]), decode(ids))
+        for ids, trained in zip(example.completions, example.trained, strict=True)
+    ]
+
+
+def supervised(encoder, row, limit=ANYTHING, train_on="auto"):
+    return demonstration(row, encoder, train_on=train_on, limit=limit)
+
+
+def test_text_is_trained_but_for_its_first_token(encoder) -> None:
+    example = supervised(encoder, Row(None, ("text",))).example
+    assert text(encoder, example) == ("t", [("ext<eos>", "ext<eos>")])
+
+
+def test_a_conversation_ends_with_the_last_trained_token(encoder) -> None:
+    example = supervised(encoder, Row(None, ([USER, ANSWER],))).example
+    assert text(encoder, example) == (
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n",
+        [("aaaa<|im_end|>", "aaaa<|im_end|>")],
+    )
+
+
+def test_what_the_user_says_between_answers_is_in_the_completion_and_not_trained(encoder) -> None:
+    example = supervised(encoder, Row(None, ([USER, ANSWER, USER, ANSWER],))).example
+    between = "\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert text(encoder, example)[1] == [("aaaa<|im_end|>" * 2, f"aaaa<|im_end|>{between}aaaa<|im_end|>")]
+
+
+def test_a_completion_of_messages_trains_on_all_that_the_template_adds(encoder) -> None:
+    example = supervised(encoder, Row([USER], ([ANSWER],))).example
+    assert text(encoder, example)[1] == [("aaaa<|im_end|>\n", "aaaa<|im_end|>\n")]
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "trained"),
+    [
+        (Row([USER, ANSWER, USER], ([ANSWER, USER, ANSWER],)), "assistant", "aaaa<|im_end|>" * 2),
+        (Row([USER], ([ANSWER],)), "all", "user\nq<|im_end|>\n<|im_start|>assistant\naaaa<|im_end|>\n"),
+        (Row(None, ([USER, ANSWER],)), "all", "user\nq<|im_end|>\n<|im_start|>assistant\naaaa<|im_end|>\n"),
+        (Row("pr", ("aa",)), "all", "raa<eos>"),
+        (Row("pr", ("aa",)), "completion", "aa<eos>"),
+    ],
+)
+def test_what_is_trained_can_be_chosen(encoder, row, train_on, trained) -> None:
+    assert text(encoder, supervised(encoder, row, train_on=train_on).example)[1][0][0] == trained
+
+
+@pytest.mark.parametrize(
+    ("row", "train_on", "message"),
+    [
+        (Row("p", ("a",)), "assistant", "wants conversations, got plain text"),
+        (Row(None, ("a",)), "assistant", "wants conversations, got plain text"),
+        (Row(None, ([USER, ANSWER],)), "completion", "wants the columns prompt and completion"),
+    ],
+)
+def test_what_a_layout_does_not_have_cannot_be_chosen(encoder, row, train_on, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        supervised(encoder, row, train_on=train_on)
+
+
+def test_without_a_prompt_the_first_token_is_not_trained(encoder) -> None:
+    assert text(encoder, supervised(encoder, Row("", ("xy",))).example) == ("x", [("y<eos>", "y<eos>")])
+    example = pair(Row("", ("xy", "xz")), encoder, limit=ANYTHING).example
+    assert text(encoder, example) == ("x", [("y<eos>", "y<eos>"), ("z<eos>", "z<eos>")])
+    with pytest.raises(BadRow, match="the prompt is empty, so nothing predicts the first token; give a prompt"):
+        pair(Row("", ("x", "y")), encoder, limit=ANYTHING)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (Limit(11, "keep_start"), (False, "pppp", "aaaaaa<eos>")),
+        (Limit(6, "keep_start"), (True, "pppp", "aa")),
+        (Limit(5, "keep_start"), (True, "pppp", "a")),
+        (Limit(8, "keep_end"), (True, "p", "aaaaaa<eos>")),
+        # As in TRL: the sequence that is left begins within the answer, and nothing predicts its first token.
+        (Limit(6, "keep_end"), (True, "a", "aaaa<eos>")),
+    ],
+)
+def test_truncation_of_an_answer(encoder, limit, expected) -> None:
+    found = supervised(encoder, Row("pppp", ("aaaaaa",)), limit)
+    prompt, [(_, completion)] = text(encoder, found.example)
+    assert (found.truncated, prompt, completion) == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (Limit(9, "keep_start"), (False, "pppp", "aaaa<eos>", "b<eos>")),
+        (Limit(6, "keep_start"), (True, "pppp", "aa", "b<eos>")),
+        (Limit(7, "keep_end"), (True, "pp", "aaaa<eos>", "b<eos>")),
+        (Limit(6, "keep_end"), (True, "p", "aaaa<eos>", "b<eos>")),
+    ],
+)
+def test_truncation_of_a_pair(encoder, limit, expected) -> None:
+    found = pair(Row("pppp", ("aaaa", "b")), encoder, limit=limit)
+    prompt, [(_, chosen), (_, rejected)] = text(encoder, found.example)
+    assert (found.truncated, prompt, chosen, rejected) == expected
+    assert all(all(trained) for trained in found.example.trained)
+
+
+def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encoder) -> None:
+    whole = supervised(encoder, Row(None, ([USER, ANSWER, USER, ANSWER],))).example
+    length = len(whole.prompt) + len(whole.completions[0])
+    found = supervised(encoder, Row(None, ([USER, ANSWER, USER, ANSWER],)), Limit(length - 1, "keep_start"))
+    assert text(encoder, found.example)[1][0][0] == "aaaa<|im_end|>aaaa"
+    found = supervised(encoder, Row(None, ([USER, ANSWER, USER, ANSWER],)), Limit(length - 20, "keep_start"))
+    assert text(encoder, found.example)[1] == [("aaaa<|im_end|>", "aaaa<|im_end|>")]
+
+
+@pytest.mark.parametrize(
+    ("row", "limit", "kind", "problem"),
+    [
+        (
+            Row("pppp", ("a",)),
+            Limit(4, "keep_start"),
+            "prompt too long",
+            "4 tokens precede the first trained one and max_",
+        ),
+        (
+            Row(None, ([USER, ANSWER],)),
+            Limit(9, "keep_start"),
+            "fully masked",
+            "so nothing is left to train on; raise max",
+        ),
+        (
+            Row("pppp", ("a",)),
+            Limit(5, "error"),
+            "too long",
+            "6 tokens and max_length is 5; raise max_length, choose the",
+        ),
+        (Row("pppp", ("a", "b")), Limit(5, "error"), "too long", "6 tokens and max_length is 5"),
+        (
+            Row("pppp", ("a", "b")),
+            Limit(4, "keep_start"),
+            "prompt too long",
+            "the prompt has 4 tokens and max_length is 4",
+        ),
+        (
+            Row("pp", ("aaaa", "b")),
+            Limit(5, "keep_end"),
+            "answer too long",
+            "an answer has 5 tokens and max_length is 5",
+        ),
+        (
+            Row("pp", ("aaab", "aaac")),
+            Limit(5, "keep_start"),
+            "identical after truncation",
+            "chosen and rejected differ only beyond max_length=5, so no preference is left; raise max_length",
+        ),
+        (Row("", ("<eos>", "<eos>x")), ANYTHING, "empty", "an answer has no tokens of its own"),
+        (Row("pp", ("a", "a<eos>")), ANYTHING, "identical", "chosen and rejected have the same tokens; remove the row"),
+    ],
+)
+def test_a_row_without_anything_left_to_learn_says_so(encoder, row, limit, kind, problem) -> None:
+    with pytest.raises(BadRow, match=problem) as caught:
+        if len(row.completions) == 2:
+            pair(row, encoder, limit=limit)
+        else:
+            supervised(encoder, row, limit)
+    assert caught.value.kind == kind
+
+
+@pytest.mark.parametrize("field", ["completion", "pair"])
+def test_an_answer_that_the_template_leaves_out_is_empty(byte_tokenizer, field) -> None:
+    silent = Encoder(
+        byte_tokenizer(), "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(BadRow, match="nothing of an answer is left under the chat template") as caught:
+        if field == "pair":
+            pair(Row([USER], ([ANSWER], [ANSWER | {"content": "b"}])), silent, limit=ANYTHING)
+        else:
+            supervised(silent, Row([USER], ([ANSWER],)))
+    assert caught.value.kind == "empty"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((1, "keep_start"), "at least 2, for a prompt and a completion, got 1"), ((5, "middle"), "got 'middle'")],
+)
+def test_impossible_limits_are_refused(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Limit(*arguments)

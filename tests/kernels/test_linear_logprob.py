@@ -1,0 +1,388 @@
+"""``linear_logprob``: the tiled backend against the definition, and the definition against the equations."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from burnish.kernels import Logprobs, linear_logprob, tiled, tiles
+
+OUTPUTS = ("logprob", "entropy", "logsumexp")
+
+
+def head(tokens: int, width: int, size: int, /, **changes: Any) -> dict[str, Any]:
+    """The arguments of ``linear_logprob`` in float64: random, logits of about ±4, with these changes."""
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    arguments = {
+        "hidden": normal(tokens, width),
+        "weight": normal(size, width) * 4 / width**0.5,
+        "target": torch.randint(size, (tokens,), generator=random),
+    }
+    for name, change in changes.items():
+        arguments[name] = change(normal) if callable(change) else change
+    return arguments
+
+
+def lora(width: int, size: int, rank: int = 3) -> Any:
+    return lambda normal: (normal(rank, width), normal(size, rank), 0.7)
+
+
+CASES = {
+    "plain": head(63, 20, 100),
+    "one_token": head(1, 20, 100),
+    "one_column": head(5, 20, 1),
+    "exact_tiles": head(48, 20, 96),
+    "peaked": head(63, 20, 100, hidden=lambda normal: normal(63, 20) * 30),
+    "flat": head(63, 20, 100, hidden=torch.zeros(63, 20, dtype=torch.float64)),
+    "all_logits_negative": head(63, 20, 100, bias=lambda normal: normal(100) - 1000),
+    "all_logits_large": head(63, 20, 100, bias=lambda normal: normal(100) + 1000),
+    "rising_over_the_vocabulary": head(63, 20, 100, bias=torch.arange(100, dtype=torch.float64) * 3),
+    "target_in_the_last_column": head(63, 20, 100, target=torch.full((63,), 99)),
+    "bias": head(63, 20, 100, bias=lambda normal: normal(100)),
+    "temperature": head(63, 20, 100, temperature=0.6),
+    "temperature_per_token": head(63, 20, 100, temperature=lambda normal: normal(63).exp()),
+    "softcap": head(63, 20, 100, softcap=3.0),
+    "scale": head(63, 20, 100, scale=0.25),
+    "adapter": head(63, 20, 100, adapter=lora(20, 100)),
+    "padded_vocabulary": head(63, 20, 107, vocab=100, target=torch.arange(63)),
+    "everything": head(
+        63, 20, 107, vocab=100, target=torch.arange(37, 100), bias=lambda normal: normal(107), softcap=4.0, scale=1.5,
+        temperature=lambda normal: normal(63).exp(), adapter=lora(20, 107),
+    ),
+}  # fmt: skip
+
+
+def in_dtype(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Fresh leaves, rounded to ``dtype``, that require gradients."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(leaf(item) for item in value)
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.detach().to(dtype).clone().requires_grad_() if floating else value
+
+    return {name: leaf(value) for name, value in arguments.items()}
+
+
+def leaves(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    flat = arguments | dict(zip(("A", "B", "scaling"), arguments.get("adapter") or (), strict=False))
+    return {name: t for name, t in flat.items() if isinstance(t, Tensor) and t.is_floating_point()}
+
+
+def measure(arguments: dict[str, Any], backend: str, outputs: tuple[str, ...] = OUTPUTS) -> dict[str, Tensor]:
+    """The outputs, and the gradients for fixed random upstream gradients of some of them, all in float64."""
+    result = linear_logprob(**arguments, backend=backend)
+    random = torch.Generator().manual_seed(1)
+    upstream = {name: torch.randn(len(result.logprob), generator=random) for name in OUTPUTS}
+    used = [getattr(result, name) for name in outputs]
+    torch.autograd.backward(used, [upstream[name].to(used[0].dtype) for name in outputs])
+    grads = {f"d_{name}": leaf.grad for name, leaf in leaves(arguments).items() if leaf.grad is not None}
+    return {name: t.detach().double() for name, t in (result._asdict() | grads).items()}
+
+
+def assert_as_good_as_the_reference(arguments: dict[str, Any], dtype: torch.dtype, **options: Any) -> None:
+    """Error against float64 at most twice the reference's own in the same precision, plus 1e-6."""
+    rounded = {n: v.detach() if isinstance(v, Tensor) else v for n, v in in_dtype(arguments, dtype).items()}
+    exact = measure(in_dtype(rounded, torch.float64), "reference", **options)
+    definition = measure(in_dtype(rounded, dtype), "reference", **options)
+    ours = measure(in_dtype(rounded, dtype), "tiled", **options)
+    assert ours.keys() == exact.keys()
+    for name, truth in exact.items():
+        allowed = 2 * (definition[name] - truth).abs().max() + 1e-6
+        assert (ours[name] - truth).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("small_tiles")
+def test_tiled_is_as_close_to_float64_as_the_reference(case: str, dtype: torch.dtype) -> None:
+    assert_as_good_as_the_reference(CASES[case], dtype)
+
+
+@pytest.mark.parametrize("outputs", [(name,) for name in OUTPUTS] + [OUTPUTS[:2], OUTPUTS[1:]], ids="+".join)
+@pytest.mark.parametrize("case", ["plain", "everything"])
+@pytest.mark.usefixtures("small_tiles")
+def test_any_subset_of_outputs_has_its_gradient(case: str, outputs: tuple[str, ...]) -> None:
+    assert_as_good_as_the_reference(CASES[case], torch.float32, outputs=outputs)
+
+
+def test_tiles_of_real_size_are_exact_too() -> None:
+    case = head(tiled.ROWS + 7, 8, 2 * tiled.COLUMNS + 5, bias=lambda normal: normal(2 * tiled.COLUMNS + 5))
+    assert_as_good_as_the_reference(case, torch.float32)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_float64_agrees_to_the_last_digits() -> None:
+    for case in CASES.values():
+        ours, exact = (measure(in_dtype(case, torch.float64), backend) for backend in ("tiled", "reference"))
+        for name, truth in exact.items():
+            torch.testing.assert_close(ours[name], truth, rtol=1e-12, atol=1e-12)
+
+
+def test_reference_equals_the_equations() -> None:
+    a = CASES["everything"]
+    (down, up, scaling), n = a["adapter"], len(a["target"])
+    c = a["hidden"] @ (a["weight"] + scaling * up @ down).T + a["bias"]
+    z = (a["softcap"] * torch.tanh(a["scale"] * c / a["softcap"]) / a["temperature"][:, None])[:, : a["vocab"]]
+    p = z.exp() / z.exp().sum(1, keepdim=True)
+    ours = linear_logprob(**a, backend="reference")
+    torch.testing.assert_close(ours.logprob, p[torch.arange(n), a["target"]].log())
+    torch.testing.assert_close(ours.entropy, -(p * p.log()).sum(1))
+    torch.testing.assert_close(ours.logsumexp, z.exp().sum(1).log())
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.usefixtures("small_tiles")
+def test_gradcheck(backend: str) -> None:
+    case = in_dtype(
+        head(26, 3, 35, vocab=33, target=torch.arange(26), bias=lambda normal: normal(35), softcap=4.0, scale=1.5,
+             temperature=lambda normal: normal(26).exp(), adapter=lora(3, 35, rank=2)), torch.float64,
+    )  # fmt: skip
+    tensors = leaves(case)
+
+    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor, temperature: Tensor, down: Tensor, up: Tensor) -> Logprobs:
+        adapter = (down, up, case["adapter"][2])
+        given = {"hidden": hidden, "weight": weight, "bias": bias, "temperature": temperature, "adapter": adapter}
+        return linear_logprob(**(case | given), backend=backend)
+
+    assert torch.autograd.gradcheck(outputs, tuple(tensors.values()), fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.usefixtures("small_tiles")
+def test_a_forbidden_token_keeps_everything_finite(backend: str) -> None:
+    bias = torch.zeros(100, dtype=torch.float64)
+    bias[:40] = -torch.inf  # one tile whole, part of the next
+    case = head(63, 20, 100, bias=bias, target=torch.arange(63) % 60 + 40, temperature=lambda normal: normal(63).exp())
+    without = case | {"weight": case["weight"][40:], "bias": bias[40:], "target": case["target"] - 40}
+    ours, expected = (measure(in_dtype(a, torch.float32), backend) for a in (case, without))
+    for name in (*OUTPUTS, "d_hidden", "d_temperature"):
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
+    for name in ("d_weight", "d_bias"):
+        assert (ours[name][:40] == 0).all()
+        assert ours[name].isfinite().all()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_forbidden_target_has_the_logprob_of_the_definition(softcap: float | None) -> None:
+    bias = torch.zeros(100)
+    bias[7] = -torch.inf
+    case = in_dtype(head(4, 20, 100, bias=bias, target=torch.tensor([7, 8, 7, 9]), softcap=softcap), torch.float32)
+    ours, expected = (linear_logprob(**case, backend=backend) for backend in ("tiled", "reference"))
+    assert ours.logprob.isneginf().any() == (softcap is None)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_padding_has_no_probability_and_no_gradient() -> None:
+    case = in_dtype(head(9, 20, 107, vocab=100, target=torch.arange(9)), torch.float64)
+    shorter = case | {"weight": case["weight"][:100].detach(), "vocab": None}
+    torch.testing.assert_close(linear_logprob(**case), linear_logprob(**shorter))
+    assert (measure(case, "tiled")["d_weight"][100:] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_no_tokens_give_a_differentiable_zero(backend: str) -> None:
+    case = in_dtype(head(0, 20, 100, temperature=torch.ones(0), adapter=lora(20, 100)), torch.float32)
+    result = linear_logprob(**case, backend=backend)
+    assert result.logprob.shape == (0,)
+    sum(output.sum() for output in result).backward()
+    for name, leaf in leaves(case).items():
+        assert leaf.grad is not None and (leaf.grad == 0).all(), name
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_every_gradient_has_the_dtype_of_its_input(backend: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    case = in_dtype(CASES["everything"], dtypes[0]) | {"weight": CASES["plain"]["weight"].to(dtypes[1])}
+    case |= {"weight": in_dtype(CASES["everything"], dtypes[1])["weight"]}
+    result = linear_logprob(**case, backend=backend)
+    assert all(output.dtype == torch.float32 for output in result)
+    sum(output.sum() for output in result).backward()
+    assert all(leaf.grad is not None and leaf.grad.dtype == leaf.dtype for leaf in leaves(case).values())
+
+
+def operations(case: dict[str, Any], *outputs: str) -> Counter[str]:
+    """How often each torch operation runs, inside the ops too."""
+    with profile(activities=[ProfilerActivity.CPU]) as record:
+        result = linear_logprob(**case, backend="tiled")
+        sum(getattr(result, name).sum() for name in outputs).backward()
+    return Counter(event.name for event in record.events())
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_what_is_frozen_costs_no_matrix_product() -> None:
+    case = in_dtype(CASES["exact_tiles"], torch.float32)  # 2 × 3 tiles
+    assert operations(case, "logprob")["aten::addmm_"] == 12
+    assert operations(case | {"weight": case["weight"].detach()}, "logprob")["aten::addmm_"] == 6
+    assert operations(case | {"hidden": case["hidden"].detach()}, "logprob")["aten::addmm_"] == 6
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_an_unused_output_costs_nothing_in_backward() -> None:
+    case = in_dtype(CASES["exact_tiles"], torch.float32)
+    assert operations(case, "logsumexp")["aten::scatter_add_"] == 0
+    assert operations(case, "logprob")["aten::addcmul"] == 0
+    assert operations(case, "entropy")["aten::addcmul"] == 6
+
+
+def test_nothing_is_kept_when_no_gradient_is_needed() -> None:
+    case = in_dtype(CASES["plain"], torch.float32)
+    with torch.no_grad():
+        assert linear_logprob(**case).logprob.grad_fn is None
+    frozen = {name: value.detach() if isinstance(value, Tensor) else value for name, value in case.items()}
+    assert linear_logprob(**frozen).logprob.grad_fn is None
+
+
+def test_the_logits_are_never_in_memory() -> None:
+    tokens, vocab = tiled.ROWS + 500, 4 * tiled.COLUMNS + 100
+    case = in_dtype(head(tokens, 8, vocab, temperature=lambda normal: normal(tokens).exp(), softcap=5.0), torch.float32)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        sum(output.sum() for output in linear_logprob(**case, backend="tiled")).backward()
+    largest = max(event.self_cpu_memory_usage for event in record.events())
+    assert largest == 4 * tiled.ROWS * tiled.COLUMNS
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_bfloat16_logits_are_not_rounded() -> None:
+    case = {n: v.bfloat16() if v.is_floating_point() else v for n, v in CASES["peaked"].items()}
+    exact = linear_logprob(case["hidden"].double(), case["weight"].double(), case["target"])
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_logprob(**case)
+    torch.testing.assert_close(ours.logprob.double(), exact.logprob, rtol=1e-6, atol=1e-6)
+
+
+def test_a_second_derivative_is_an_error_and_not_a_wrong_number() -> None:
+    case = in_dtype(CASES["plain"], torch.float64)
+    (grad,) = torch.autograd.grad(linear_logprob(**case).logprob.sum(), case["hidden"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative.*backend='reference'"):
+        grad.sum().backward()
+
+
+def test_checkpointing_recomputes_the_same_gradients() -> None:
+    plain, checkpointed = (in_dtype(CASES["everything"], torch.float32) for _ in range(2))
+    expected = measure(plain, "tiled")
+
+    def run(hidden: Tensor) -> Logprobs:
+        return linear_logprob(**(checkpointed | {"hidden": hidden}), backend="tiled")
+
+    result = torch.utils.checkpoint.checkpoint(run, checkpointed["hidden"], use_reentrant=False)
+    random = torch.Generator().manual_seed(1)
+    torch.autograd.backward(list(result), [torch.randn(63, generator=random) for _ in OUTPUTS])
+    for name, leaf in leaves(checkpointed).items():
+        torch.testing.assert_close(leaf.grad.double(), expected[f"d_{name}"], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_fullgraph_compile_serves_every_number_of_tokens_with_one_graph() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(linear_logprob, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (63, 40, 7):
+        case, same = (in_dtype(head(tokens, 20, 100, bias=lambda normal: normal(100)), torch.float32) for _ in range(2))
+        torch.testing.assert_close(compiled(**case), linear_logprob(**same), rtol=0, atol=0)
+        compiled(**case).entropy.sum().backward()
+        linear_logprob(**same).entropy.sum().backward()
+        for name, leaf in leaves(same).items():
+            torch.testing.assert_close(case[name].grad, leaf.grad, rtol=0, atol=0)
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+@pytest.mark.parametrize("case", ["plain", "everything"])
+def test_opcheck(case: str) -> None:
+    a = in_dtype(CASES[case], torch.float32)
+    low = a["hidden"].detach()[:, :3].clone().requires_grad_() if "adapter" in a else None
+    inputs = (a["hidden"], a["weight"], a["target"], a.get("bias"), low, low and None)
+    inputs = (*inputs[:5], a["adapter"][1] if "adapter" in a else None, a.get("temperature"))
+    constants = (a.get("scale", 1.0), a.get("softcap"), a.get("vocab", 100))
+    torch.library.opcheck(tiled._forward, (*inputs, *constants))
+    softmax = [t.detach() for t in tiled._forward(*inputs, *constants)]
+    needed = [isinstance(t, Tensor) for i, t in enumerate(inputs) if i != 2]
+    frozen = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
+    torch.library.opcheck(tiled._backward, ([softmax[0], None, softmax[2]], softmax, *frozen, *constants, needed))
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "COMPILE_FROM", 0)
+    monkeypatch.setattr(tiles, "_uncompilable", set())
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+@pytest.mark.parametrize("case", ["plain", "everything"])
+@pytest.mark.usefixtures("small_tiles", "compiling")
+def test_compiled_tiles_are_as_good_and_compiled_once(case: str) -> None:
+    assert_as_good_as_the_reference(CASES[case], torch.float32)
+    assert not tiles._uncompilable
+    with torch.compiler.set_stance("fail_on_recompile"):
+        shorter = CASES[case] | {"hidden": CASES[case]["hidden"][:30], "target": CASES[case]["target"][:30]}
+        if "temperature" in shorter:
+            shorter["temperature"] = shorter["temperature"][:30]
+        assert_as_good_as_the_reference(shorter, torch.float32)
+    assert not tiles._uncompilable
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("small_tiles", "compiling")
+def test_without_a_compiler_the_same_numbers_come_out_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.utils import fresh_cache
+
+    case = CASES["exact_tiles"]
+    with fresh_cache(), torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        ours = measure(in_dtype(case, torch.float32), "tiled")
+    assert tiles._uncompilable == {tiles.fold, tiles.pull}
+    monkeypatch.setattr(tiles, "COMPILE_FROM", math.inf)
+    for name, expected in measure(in_dtype(case, torch.float32), "tiled").items():
+        torch.testing.assert_close(ours[name], expected, rtol=0, atol=0)
+
+
+def test_only_large_calls_on_a_cpu_are_compiled() -> None:
+    tile = torch.empty(1024, 1024)
+    assert tiles.worth_compiling(tile, 2048 * 49152)
+    assert not tiles.worth_compiling(tile, 4096 * 256)
+    assert not tiles.worth_compiling(tile.to("meta"), 2048 * 49152)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"target": torch.tensor([0, 100, -1])}, IndexError, r"in \[0, 100\), got 100 \(2 of 3 are outside\)"),
+        ({"target": torch.tensor([0, -100, 1])}, IndexError, "got -100.*select the rows that carry a target"),
+        ({"target": torch.tensor([0, 99, 1]), "vocab": 99}, IndexError, r"in \[0, 99\), got 99"),
+        ({"target": torch.tensor([0, 1])}, ValueError, r"target must be \[3\], got \[2\]"),
+        ({"target": torch.tensor([0, 1, 2], dtype=torch.int32)}, ValueError, "target must be int64, got torch.int32"),
+        ({"hidden": torch.zeros(1, 3, 20)}, ValueError, r"hidden must be \[N, D\].* got \[1, 3, 20\]"),
+        ({"weight": torch.zeros(100, 21)}, ValueError, r"weight must be \[100, 20\], got \[100, 21\]"),
+        ({"weight": torch.zeros(100, 20, dtype=torch.int8)}, ValueError, "weight must be floating-point, got torch.int8"),
+        ({"weight": torch.zeros(100, 20, device="meta")}, ValueError, "weight must be on cpu like hidden, got meta"),
+        ({"bias": torch.zeros(1)}, ValueError, r"bias must be \[100\], got \[1\]"),
+        ({"temperature": 0.0}, ValueError, "temperature must be positive and finite, got 0.0"),
+        ({"temperature": torch.tensor([1.0, 0.0, 2.0])}, ValueError, "every temperature must be > 0, got 0.0"),
+        ({"temperature": torch.ones(3, 1)}, ValueError, r"temperature must be \[3\], got \[3, 1\]"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive and finite, got 0.0"),
+        ({"scale": 0.0}, ValueError, "scale must be positive and finite, got 0.0"),
+        ({"vocab": 101}, ValueError, r"vocab must be in \[1, 100\], got 101"),
+        ({"adapter": (torch.zeros(4, 20), torch.zeros(100, 5), 1.0)}, ValueError, r"adapter B must be \[100, 4\]"),
+        ({"backend": "triton"}, ValueError, "backend must be 'auto', 'tiled' or 'reference', got 'triton'"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_what_cannot_be_meant_is_an_error(
+    backend: str, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    case = {n: v.float() if v.is_floating_point() else v for n, v in head(3, 20, 100).items()}
+    with pytest.raises(error, match=message):
+        linear_logprob(**({"backend": backend} | case | change))
