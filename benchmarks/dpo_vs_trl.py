@@ -1,10 +1,11 @@
-"""DPO against the peer: the same model, pairs, order and hyper-parameters; losses first, then seconds and memory per step.
+"""DPO against the peer: same model, pairs, order and hyper-parameters; losses first, then seconds and memory.
 
     python -m burnish.benchmarks.dpo_vs_trl [--steps 6] [--batch_size 8] [--rounds 2] [--output results.json]
 
-Both train SmolLM2-135M-Instruct in float32 on conversational pairs with AdamW (0.9, 0.999, 1e-8, no decay), a constant rate
-of 1e-6, beta 0.1 and clipping at 1.0. Each provider runs in processes of its own, in turn; the first step of each process
-is not timed. A provider whose losses differ from the peer's by more than 1e-4 is reported as failed and not compared.
+Both train SmolLM2-135M-Instruct in float32 on conversational pairs with AdamW (0.9, 0.999, 1e-8, no decay), a constant
+rate of 1e-6, beta 0.1 and clipping at 1.0. Each provider runs in processes of its own, in turn; the first step of each
+process is not timed. A provider whose losses differ from the peer's by more than 1e-4 is reported as failed and not
+compared.
 """
 
 import argparse
@@ -58,9 +59,10 @@ def run_trl(data: Path, batch_size: int, steps: int, checkpointing: bool) -> lis
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
-    class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        began = 0.0
-        steps: list[dict[str, float]] = []
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.began = 0.0
+            self.steps: list[dict[str, float]] = []
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             self.began = time.perf_counter()
@@ -118,7 +120,9 @@ def run_provider(provider: str, data: Path, batch_size: int, steps: int) -> dict
 def in_own_process(provider: str, data: Path, batch_size: int, steps: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "burnish.benchmarks.dpo_vs_trl", "--provider", provider, "--data", str(data)]
     command += ["--batch_size", str(batch_size), "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{provider} failed:\n{done.stderr[-4000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

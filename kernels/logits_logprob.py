@@ -19,6 +19,7 @@ from .tiles import (
     finish,
     fold,
     no_second_derivative,
+    per_row,
     pull,
     run,
     spans,
@@ -53,10 +54,9 @@ def logits_logprob(
         wanted["temperature"] = temperature, [n]
     else:
         check_positive("logits_logprob", "temperature", temperature)
-        dtype = accumulation_dtype(logits.dtype)
-        temperature = None if temperature == 1.0 else logits.new_full((n,), temperature, dtype=dtype)
     check_tensors("logits_logprob", wanted)
-    return Logprobs(*_forward(logits, target, temperature, checked_vocab("logits_logprob", vocab, size))[:3])
+    vocab = checked_vocab("logits_logprob", vocab, size)
+    return Logprobs(*_forward(logits, target, per_row(temperature, logits), vocab)[:3])
 
 
 def _precise(logits: Tensor, rows: slice, vocab: int) -> Tensor:
@@ -67,19 +67,18 @@ def _precise(logits: Tensor, rows: slice, vocab: int) -> Tensor:
 @torch.library.custom_op("burnish::logits_logprob", mutates_args=())
 def _forward(
     logits: Tensor, target: Tensor, temperature: Tensor | None, vocab: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of ``Softmax``."""
     check_rows(target, temperature, vocab)
-    dtype = accumulation_dtype(logits.dtype)
-    transform = Transform(1.0, None, None if temperature is None else temperature.to(dtype))
-    state = start(len(logits), logits.new_empty(0, dtype=dtype))
+    transform = Transform.of(1.0, None, temperature, logits)
+    state = start(len(logits), logits.new_empty(0, dtype=accumulation_dtype(logits.dtype)))
     for rows in spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile = _precise(logits, rows, vocab)
         compiled = worth_compiling(tile, len(logits) * vocab)
         state[rows] = run(fold, tile, target[rows], state[rows], transform.rows(rows), compiled=compiled)
     softmax = finish(state)
     softmax.logprob.masked_fill_(logits.gather(1, target[:, None])[:, 0].isneginf(), -torch.inf)
-    return tuple(softmax)
+    return softmax
 
 
 @_forward.register_fake
@@ -100,8 +99,8 @@ def _backward(
 ) -> list[Tensor]:
     """The gradients of logits and temperature, those of them that are needed."""
     saved = Softmax(*softmax)
-    transform = Transform(1.0, None, None if temperature is None else temperature.to(saved.shift.dtype))
-    arriving = coefficients(*upstream, saved, transform)
+    transform = Transform.of(1.0, None, temperature, logits)
+    arriving = coefficients(upstream, saved, transform)
     d_logits = torch.empty_like(logits) if needed[0] else None
     moments = torch.empty_like(saved.shift) if needed[1] else None
     if d_logits is not None:
@@ -111,14 +110,13 @@ def _backward(
         compiled = worth_compiling(tile, len(logits) * vocab)
         rest = saved.shift[rows], here, transform.rows(rows), moments is not None
         dz, moment = run(pull, tile, *rest, compiled=compiled)
-        if moments is not None:
+        if moments is not None and moment is not None:
             moments[rows] = moment
         if d_logits is not None:
             add_target_(dz, target[rows], here.gain)
             d_logits[rows, :vocab] = dz
     if moments is not None and temperature is not None:
-        moments = temperature_gradient(moments, upstream, saved, 1.0, temperature.to(saved.shift.dtype))
-        moments = moments.to(temperature.dtype)
+        moments = temperature_gradient(moments, upstream, saved, transform).to(temperature.dtype)
     return [grad for grad in (d_logits, moments) if grad is not None]
 
 
@@ -138,7 +136,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-    grads = iter(_backward(list(upstream[:3]), list(tensors[:5]), *tensors[5:], ctx.vocab, needed))
+    grads = iter(_backward(list(upstream[:3]), list(tensors[:6]), *tensors[6:], ctx.vocab, needed))
     d_logits, d_temperature = (next(grads) if n else None for n in needed)
     return d_logits, None, d_temperature, None
 

@@ -28,6 +28,7 @@ from .tiles import (
     finish,
     fold,
     no_second_derivative,
+    per_row,
     pull,
     run,
     spans,
@@ -52,15 +53,14 @@ def linear_logprob(
     vocab: int,
 ) -> Logprobs:
     """The contract of ``reference.linear_logprob``. Autograd itself carries u = scaling·h·Aᵀ back to h and A."""
-    dtype = accumulation_dtype(hidden.dtype)
     low = up = None
     if adapter is not None:
         down, up, scaling = adapter
-        hidden = hidden.to(dtype)  # once, so that its two gradients are added before they are rounded
-        low = scaling * (hidden @ down.to(dtype).t())
-    if not isinstance(temperature, Tensor):
-        temperature = None if temperature == 1.0 else hidden.new_full(hidden.shape[:1], temperature, dtype=dtype)
-    return Logprobs(*_forward(hidden, weight, target, bias, low, up, temperature, scale, softcap, vocab)[:3])
+        # Cast once, so that its two gradients are added before they are rounded.
+        hidden = hidden.to(accumulation_dtype(hidden.dtype))
+        low = scaling * (hidden @ down.to(hidden.dtype).t())
+    temperatures = per_row(temperature, hidden)
+    return Logprobs(*_forward(hidden, weight, target, bias, low, up, temperatures, scale, softcap, vocab)[:3])
 
 
 class _Head(NamedTuple):
@@ -142,11 +142,11 @@ def _forward(
     scale: float,
     softcap: float | None,
     vocab: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of ``Softmax``."""
     check_rows(target, temperature, vocab)
     head = _Head(hidden.to(accumulation_dtype(hidden.dtype)), weight, bias, low, up)
-    transform = Transform(scale, softcap, None if temperature is None else temperature.to(head.hidden.dtype))
+    transform = Transform.of(scale, softcap, temperature, hidden)
     state, buffer = start(len(hidden), head.hidden), _buffer(head.hidden, vocab)
     for columns in spans(vocab, COLUMNS):
         part = head.columns(columns)
@@ -158,7 +158,7 @@ def _forward(
     softmax = finish(state)
     if bias is not None and softcap is None:
         softmax.logprob.masked_fill_(bias[target].isneginf(), -torch.inf)
-    return tuple(softmax)
+    return softmax
 
 
 @_forward.register_fake
@@ -184,10 +184,10 @@ def _backward(
 ) -> list[Tensor]:
     """The gradients of hidden, weight, bias, low, up and temperature, those of them that are needed."""
     saved = Softmax(*softmax)
-    dtype = saved.logprob.dtype
+    dtype = saved.shift.dtype
     head = _Head(hidden.to(dtype), weight, bias, low, up)
-    transform = Transform(scale, softcap, None if temperature is None else temperature.to(dtype))
-    arriving = coefficients(*upstream, saved, transform)
+    transform = Transform.of(scale, softcap, temperature, hidden)
+    arriving = coefficients(upstream, saved, transform)
     likes = zip((head.hidden, weight, bias, low, up, saved.shift), needed, strict=True)
     *sums, moments = (t.new_zeros(t.shape) if n and t is not None else None for t, n in likes)
     whole, buffer = _Gradients(*sums), _buffer(head.hidden, vocab)
@@ -201,11 +201,11 @@ def _backward(
             )
             add_target_(dc, target[rows] - columns.start, here.gain)
             grads.add_(dc, part, rows)
-            if moments is not None:
+            if moments is not None and moment is not None:
                 moments[rows] += moment
         whole.store_(columns, grads)
-    if moments is not None and temperature is not None:
-        moments = temperature_gradient(moments, upstream, saved, scale, temperature.to(dtype))
+    if moments is not None:
+        moments = temperature_gradient(moments, upstream, saved, transform)
     results = zip((*whole, moments), (hidden, weight, bias, low, up, temperature), strict=True)
     return [grad.to(like.dtype) for grad, like in results if grad is not None and like is not None]
 
@@ -229,7 +229,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     needed = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4, 5, 6)]
-    grads = iter(_backward(list(upstream[:3]), list(tensors[:5]), *tensors[5:], *ctx.constants, needed))
+    grads = iter(_backward(list(upstream[:3]), list(tensors[:6]), *tensors[6:], *ctx.constants, needed))
     hidden, weight, *others = (next(grads) if n else None for n in needed)
     return hidden, weight, None, *others, None, None, None
 

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .reference import accumulation_dtype
+
 # A finite −inf: e^(−1e30) is 0 like e^(−inf), but 0·(−1e30) is 0 and 0·(−inf) is NaN.
 NEVER = -1e30
 # Compiling takes tens of seconds once and saves about a nanosecond per logit and call.
@@ -39,6 +41,10 @@ class Transform(NamedTuple):
     softcap: float | None
     temperature: Tensor | None  # [n]
 
+    @classmethod
+    def of(cls, scale: float, softcap: float | None, temperature: Tensor | None, like: Tensor) -> "Transform":
+        return cls(scale, softcap, None if temperature is None else temperature.to(accumulation_dtype(like.dtype)))
+
     def rows(self, rows: slice) -> "Transform":
         return self if self.temperature is None else self._replace(temperature=self.temperature[rows])
 
@@ -52,13 +58,14 @@ class Transform(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The outputs, and what backward needs besides: m and log S. Each ``[n]``."""
+    """The outputs, and what backward needs besides: m, log S and the target's z. Each ``[n]``."""
 
     logprob: Tensor
     entropy: Tensor
     logsumexp: Tensor
     shift: Tensor
     log_total: Tensor
+    chosen: Tensor
 
 
 class Upstream(NamedTuple):
@@ -69,7 +76,17 @@ class Upstream(NamedTuple):
     gain: Tensor | None  # what is added at the target
 
     def rows(self, rows: slice) -> "Upstream":
-        return Upstream(*(None if t is None else t[rows] for t in self))
+        slope = None if self.slope is None else self.slope[rows]
+        gain = None if self.gain is None else self.gain[rows]
+        return Upstream(self.level[rows], slope, gain)
+
+
+def per_row(temperature: float | Tensor, like: Tensor) -> Tensor | None:
+    """``[N]`` temperatures, or None if they are all 1."""
+    if isinstance(temperature, Tensor):
+        return temperature
+    dtype = accumulation_dtype(like.dtype)
+    return None if temperature == 1.0 else like.new_full(like.shape[:1], temperature, dtype=dtype)
 
 
 def spans(length: int, widest: int) -> Iterator[slice]:
@@ -106,19 +123,13 @@ def finish(state: Tensor) -> Softmax:
     """The outputs, once every tile is folded in."""
     shift, total, moment, chosen = state.unbind(1)
     log_total = total.log()
-    return Softmax(
-        (chosen - shift) - log_total, log_total - moment / total, shift + log_total, shift.clone(), log_total
-    )
+    logprob, entropy = (chosen - shift) - log_total, log_total - moment / total
+    return Softmax(logprob, entropy, shift + log_total, shift.clone(), log_total, chosen.clone())
 
 
-def coefficients(
-    d_logprob: Tensor | None,
-    d_entropy: Tensor | None,
-    d_logsumexp: Tensor | None,
-    softmax: Softmax,
-    transform: Transform,
-) -> Upstream:
-    """Upstream gradients as level, slope and gain, times scale/T, which every entry of the tile has in common."""
+def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform: Transform) -> Upstream:
+    """The upstream gradients of logprob, entropy and logsumexp, None if unused, times scale/T, as coefficients."""
+    d_logprob, d_entropy, d_logsumexp = upstream
     inner = torch.full_like(softmax.entropy, transform.scale)
     if transform.temperature is not None:
         inner = inner / transform.temperature
@@ -132,8 +143,7 @@ def coefficients(
     if d_logprob is not None:
         level, gain = level - d_logprob * density, d_logprob * inner
         if transform.softcap is not None:
-            z = softmax.logprob + softmax.log_total + softmax.shift
-            capped = z if transform.temperature is None else z * transform.temperature
+            capped = softmax.chosen if transform.temperature is None else softmax.chosen * transform.temperature
             gain = gain * (1 - (capped / transform.softcap).square())
     return Upstream(level, slope, gain)
 
@@ -161,16 +171,17 @@ def add_target_(tile: Tensor, column: Tensor, gain: Tensor | None) -> None:
 
 
 def temperature_gradient(
-    moments: Tensor, upstream: Sequence[Tensor | None], softmax: Softmax, scale: float, temperature: Tensor
+    moments: Tensor, upstream: Sequence[Tensor | None], softmax: Softmax, transform: Transform
 ) -> Tensor:
     """dT = −(Σ_v dz_v·x_v + g_L·m)/T; ``moments`` is scale/T times that sum, the target's g_p·x_t not included."""
     d_logprob, _, d_logsumexp = upstream
     rest = torch.zeros_like(moments)
     if d_logprob is not None:
-        rest += d_logprob * (softmax.logprob + softmax.log_total)
+        rest += d_logprob * (softmax.chosen - softmax.shift)
     if d_logsumexp is not None:
         rest += d_logsumexp * softmax.shift
-    return -moments / scale - rest / temperature
+    assert transform.temperature is not None
+    return -moments / transform.scale - rest / transform.temperature
 
 
 def no_second_derivative(ctx: Any, *_: Any) -> None:
@@ -193,7 +204,8 @@ def run(function: Callable[..., T], tile: Tensor, *rest: object, compiled: bool)
             for tensor in tree_leaves((tile, rest)):
                 if isinstance(tensor, Tensor):
                     torch._dynamo.mark_dynamic(tensor, 0)
-            return _compile(function, dynamic=False)(tile, *rest)
+            result: T = _compile(function, dynamic=False)(tile, *rest)
+            return result
         except Exception as error:  # no compiler, a broken one, a full disk: eager is the same mathematics
             _uncompilable.add(function)
             log.info("%s runs eagerly, torch.compile failed: %s", function.__name__, error)

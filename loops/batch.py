@@ -19,7 +19,7 @@ class Batch:
         examples: the examples themselves; `rows` makes model input of them.
         target: int64 [tokens], the id of each trained token.
         sequence: int64 [tokens], sorted: the completion each trained token belongs to, counted over the batch.
-        completion: int64 [sequences], the index of each completion within its example (of a pair: 0 chosen, 1 rejected).
+        completion: int64 [sequences], the index of each completion in its example (of a pair: 0 chosen, 1 rejected).
         columns: further tensors by name, such as reference log-probs [tokens] or margins [examples].
     """
 

@@ -16,7 +16,7 @@ import os
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -88,7 +88,7 @@ def load_newest(
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
 ) -> int:
-    """Restore the newest whole checkpoint and return its step; 0 if there is none. Damaged ones are named and passed over."""
+    """Restore the newest whole checkpoint and return its step, or 0. Damaged ones are named in the log."""
     for path in _all(directory):
         problem = _damage(path)
         if problem:
@@ -110,7 +110,9 @@ def load_newest(
 
 def trained_state(policy: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters that training changes, and all buffers. What is frozen comes from the model's own files."""
-    frozen = {name for name, parameter in policy.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    frozen = {
+        name for name, parameter in policy.named_parameters(remove_duplicate=False) if not parameter.requires_grad
+    }
     return {name: tensor for name, tensor in policy.state_dict().items() if name not in frozen}
 
 
@@ -177,7 +179,7 @@ def _sync(directory: Path) -> None:
 
 
 def _random_state() -> dict[str, Any]:
-    name, keys, *rest = numpy.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),

@@ -61,7 +61,8 @@ _LINES = {
 
 def _usage() -> str:
     lines = "\n".join(f"  {name:6} {line}" for name, line in _LINES.items())
-    return f"usage: burnish <recipe> [--config file.yaml] [--any.field value]\n\n{lines}\n\nburnish <recipe> --help lists its fields."
+    usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
+    return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
 
 
 def _run(name: str, arguments: list[str]) -> int:
@@ -87,7 +88,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def parse(name: str, config_class: type, arguments: list[str]) -> Any:
-    """The configuration that YAML file and flags give; flags win, wherever they stand. Exits with status 2 on a mistake."""
+    """The configuration of YAML file and flags; flags win, wherever they stand. Exits with status 2 on a mistake."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__)
     parser.add_argument("--config", action="config", help="a YAML file with these fields")
@@ -127,7 +128,7 @@ def _fields(config_class: type, prefix: str = "") -> list[str]:
     for field in dataclasses.fields(config_class):
         names.append(prefix + field.name)
         if dataclasses.is_dataclass(field.default_factory):
-            names += _fields(field.default_factory, f"{field.name}.")  # type: ignore[arg-type]
+            names += _fields(field.default_factory, f"{field.name}.")
     return names
 
 

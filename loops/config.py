@@ -64,14 +64,14 @@ class Common:
     """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast)."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
-    backend: str = "auto"
+    backend: Literal["auto", "tiled", "reference"] = "auto"
     """Backend of the log-prob kernel."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more time."""
     attention: str | None = None
     """Attention implementation of transformers, such as sdpa, eager or flash_attention_2."""
     eval_every: int | None = None
-    """Steps between evaluations on `eval_data`; there is one before the first step and one after the last in any case."""
+    """Steps between evaluations on `eval_data`; there is one before the first step and after the last in any case."""
     save_every: int | None = None
     """Steps between checkpoints."""
     resume: bool = False

@@ -154,7 +154,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>")
+    build: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerFast = build(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>")
+    return tokenizer
 
 
 def _model() -> LlamaForCausalLM:

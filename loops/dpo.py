@@ -178,7 +178,7 @@ def _function(name: str) -> PairLoss:
 
 
 def _bind(name: str, shared: Mapping[str, float], own: Mapping[str, float]) -> PairLoss:
-    """The function with the hyper-parameters it has: its ``own``, then those ``shared`` by the mix. Tried out at once."""
+    """The function with the hyper-parameters it has: its ``own``, or those ``shared`` by the mix. Tried out at once."""
     function = _function(name)
     has = _hyper_parameters(function)
     for parameter in own:

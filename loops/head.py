@@ -1,18 +1,20 @@
 """The fused output head: hidden states in, log-probs of the targets out, no logits in between.
 
-`fuse` gives a model's output embedding a second way to be called, ``head(hidden, target=...)``. It stays the same module
-with the same parameters under the same names, so hooks of DDP and FSDP fire, tied weights stay tied, and the model saves,
-loads and generates as before.
+`fuse` gives a model's output embedding a second way to be called, ``head(hidden, target=...)``. It stays the same
+module with the same parameters under the same names, so hooks of DDP and FSDP fire, tied weights stay tied, and the
+model saves, loads and generates as before.
 """
 
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels import linear_logprob
+
+Backend = Literal["auto", "tiled", "reference"]
 
 # Factors that Hugging Face architectures apply to the logits, by the name in their config: logits * c or logits / c.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -41,7 +43,7 @@ class Transform:
         return cls(scale, getattr(config, "final_logit_softcapping", None) or None)
 
 
-def fuse(head: nn.Module, transform: Transform, backend: str) -> None:
+def fuse(head: nn.Module, transform: Transform, backend: Backend) -> None:
     """Teach ``head`` to answer ``head(hidden, target=..., temperature=...)`` with `Logprobs`.
 
     Raises:
@@ -71,7 +73,7 @@ def fuse(head: nn.Module, transform: Transform, backend: str) -> None:
     head.forward = types.MethodType(forward, head)
 
 
-def _linear(head: nn.Module) -> tuple[nn.Module, tuple[Tensor, Tensor, float] | None]:
+def _linear(head: Any) -> tuple[nn.Module, tuple[Tensor, Tensor, float] | None]:
     """The linear layer that is active now under peft's wrappers, and its LoRA factors, if any."""
     if hasattr(head, "modules_to_save"):
         active = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]

@@ -48,7 +48,7 @@ def load_model(config: Common) -> nn.Module:
     if config.gradient_checkpointing:
         # transformers renames it in 5.2x and warns about the old name.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph before the first layer
+        model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph at its start
     if adapters:
         lora = config.lora
         model = get_peft_model(
@@ -65,7 +65,7 @@ def load_model(config: Common) -> nn.Module:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Turn every dropout of the architecture off: log-probs of policy and reference must differ by the weights alone."""
+    """Turn every dropout of the architecture off: policy and reference are to differ by their weights alone."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -74,13 +74,14 @@ def without_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _quantization(config: Common) -> BitsAndBytesConfig | None:
+def _quantization(config: Common) -> Any:
+    build: Any = BitsAndBytesConfig
     if config.quantize is None:
         return None
     if config.quantize == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return build(load_in_8bit=True)
     compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    return build(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
 
 
 def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -98,9 +99,10 @@ def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, directory: Pa
 
 
 @torch.no_grad()
-def merged(model: PeftModel) -> nn.Module:
+def merged(model: PeftModel) -> Any:
     """A plain model whose weights are those of ``model`` with its active adapters added in."""
-    base: Any = model.get_base_model()
+    wrapped: Any = model
+    base = wrapped.get_base_model()
     weights: dict[str, Tensor] = {}
     for name, module in base.named_modules():
         path = name.replace(".base_layer", "").replace("modules_to_save.default.", "")
@@ -119,4 +121,4 @@ def merged(model: PeftModel) -> nn.Module:
         plain: Any = type(base)(config)
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
     plain.tie_weights()
-    return plain  # type: ignore[no-any-return]
+    return plain

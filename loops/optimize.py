@@ -71,8 +71,8 @@ def train_step(
     Args:
         micro_batches: this rank's part of the global batch; as many on every rank, empty ones where need be.
         objective: ``objective(policy, batch) -> {name: (loss, stats)}``, unreduced.
-        expression: ``{name: (coefficient, weighting)}``: which of the named losses are summed, and how. A coefficient of
-            0 measures without training.
+        expression: ``{name: (coefficient, weighting)}``: which of the named losses are summed, and how. A coefficient
+            of 0 measures without training.
         max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
 
     Returns:
@@ -141,7 +141,7 @@ def optimize(
     failures = 0
     for number in range(start + 1, steps + 1):
         began = time.perf_counter()
-        learning_rate = schedule.get_last_lr()[0]
+        learning_rate = float(schedule.get_last_lr()[0])
         metrics = train_step(
             accelerator, policy, optimizer, batches(number - 1), objective, expression, max_grad_norm=max_grad_norm
         )

@@ -1,7 +1,8 @@
 """A Hugging Face causal model as objectives see it: a batch in, one log-prob per trained token out.
 
-Nothing about an architecture is believed: whether its head fuses and which rows keep its sequences apart is tried out on a
-probe of a few tokens when the policy is made, and what fails the trial falls back, with one log line, to what is slower.
+Nothing about an architecture is believed: whether its head fuses and which rows keep its sequences apart is tried out
+on a probe of a few tokens when the policy is made, and what fails the trial falls back, with one log line, to what is
+slower.
 """
 
 import logging
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..data import Example
 from ..kernels import Logprobs, logits_logprob
 from .batch import Batch
-from .head import CannotFuse, Transform, fuse
+from .head import Backend, CannotFuse, Transform, fuse
 from .rows import Layout, Rows, arrange
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ class Policy(nn.Module):
     """The model, its fused head, and the rows that it is given.
 
     Args:
-        model: a `transformers` causal language model, plain or wrapped by peft. Its head is taught to fuse in place; its
-            parameters, their names and its own ``forward`` stay as they are.
+        model: a `transformers` causal language model, plain or wrapped by peft. Its head is taught to fuse in place;
+            its parameters, their names and its own ``forward`` stay as they are.
         layout: ``"auto"`` takes the first of shared, packed and padded rows that this model is shown to keep apart.
         backend: of `burnish.kernels.linear_logprob`.
 
@@ -40,7 +41,9 @@ class Policy(nn.Module):
         ValueError: if a named layout lets this model's sequences see each other.
     """
 
-    def __init__(self, model: nn.Module, *, layout: Layout | Literal["auto"] = "auto", backend: str = "auto") -> None:
+    def __init__(
+        self, model: nn.Module, *, layout: Layout | Literal["auto"] = "auto", backend: Backend = "auto"
+    ) -> None:
         super().__init__()
         self.model = model
         self.fused = self._try_fusing(backend)
@@ -49,7 +52,8 @@ class Policy(nn.Module):
     @property
     def causal(self) -> Any:
         """The `transformers` model, without peft's wrapper."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        model: Any = self.model
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +97,7 @@ class Policy(nn.Module):
         }
 
     @torch.no_grad()
-    def _try_fusing(self, backend: str) -> bool:
+    def _try_fusing(self, backend: Backend) -> bool:
         rows = self._arrange(_PROBE[:1], "padded")
         target = torch.tensor([4, 5, 6, 7, 5, 3, 2], device=self.device)
         try:

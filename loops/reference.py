@@ -7,6 +7,7 @@ their closure.
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,9 +25,10 @@ def frozen_copy(policy: Policy) -> Reference:
     """The policy as it is now, copied and frozen: as much memory again as its weights."""
     frozen = copy.deepcopy(policy).requires_grad_(False).eval()
 
-    @torch.no_grad()
     def reference(batch: Batch) -> Tensor:
-        return frozen(batch).logprob
+        with torch.no_grad():
+            logprob: Tensor = frozen(batch).logprob
+        return logprob
 
     return reference
 
@@ -37,13 +39,14 @@ def adapters_off(policy: Policy) -> Reference:
     Raises:
         ValueError: if the policy has no adapters.
     """
-    if not hasattr(policy.model, "disable_adapter"):
+    model: Any = policy.model
+    if not hasattr(model, "disable_adapter"):
         raise ValueError("adapters_off: wanted a model wrapped by peft; without adapters use frozen_copy")
 
-    @torch.no_grad()
     def reference(batch: Batch) -> Tensor:
-        with policy.model.disable_adapter():
-            return policy(batch).logprob
+        with torch.no_grad(), model.disable_adapter():
+            logprob: Tensor = policy(batch).logprob
+        return logprob
 
     return reference
 
@@ -70,8 +73,8 @@ def precompute(
     if not cache.exists():
         mine: list[tuple[int, Tensor]] = []
         for indices, batch in batches:
-            lengths = [sum(map(sum, example.trained)) for example in batch.examples]
-            mine += zip(indices, reference(batch).cpu().split(lengths), strict=True)
+            trained = [sum(map(sum, example.trained)) for example in batch.examples]
+            mine += zip(indices, torch.split(reference(batch).cpu(), trained), strict=True)
         everyone = dict(gather_object(mine))
         if accelerator.is_main_process:
             cache.parent.mkdir(parents=True, exist_ok=True)
@@ -82,4 +85,4 @@ def precompute(
             partial.replace(cache)
         accelerator.wait_for_everyone()
     stored = load_file(cache)
-    return list(stored["logprob"].split(stored["length"].tolist()))
+    return list(torch.split(stored["logprob"], stored["length"].tolist()))

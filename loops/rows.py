@@ -6,8 +6,8 @@
     shared   prompt + completion_1 + ... + completion_G once per example; position ids restart after the prompt, and a
              4-D mask lets each completion see the prompt and itself only
 
-Hidden states, and so losses, gradients and metrics, are the same in all three, up to rounding. What differs is the number of
-token positions that the model computes.
+Hidden states, and so losses, gradients and metrics, are the same in all three, up to rounding. What differs is the
+number of token positions that the model computes.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class _Segment(NamedTuple):
 def arrange(examples: Sequence[Example], layout: Layout, *, one_row: bool = False) -> Rows:
     """Lay the examples out as rows; ``one_row`` puts all of them side by side, as varlen attention kernels want it.
 
-    Rows are as wide as the longest segment and filled first-fit, longest first: attention costs the square of the width.
+    Rows are as wide as the longest segment and filled first-fit, longest first: attention costs their width squared.
     """
     if layout == "shared" and all(len(example.completions) == 1 for example in examples):
         layout = "packed"  # nothing to share, and no mask to store

@@ -1,10 +1,10 @@
 """One run and its directory: configuration, metrics, checkpoints, curves, and the loop body that writes them.
 
-    config.yaml      the resolved configuration
-    metrics.jsonl    one JSON object per step
-    checkpoints/     see `checkpoint`
-    model/           the trained model, as transformers loads it; adapter/ beside it where adapters were trained
-    curves.png       the metrics over the steps
+config.yaml      the resolved configuration
+metrics.jsonl    one JSON object per step
+checkpoints/     see `checkpoint`
+model/           the trained model, as transformers loads it; adapter/ beside it where adapters were trained
+curves.png       the metrics over the steps
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import errno
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def to_yaml(config: Common) -> str:
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    return str(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
 
 
 def _schedule(config: Common, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
@@ -208,5 +208,3 @@ def _schedule(config: Common, optimizer: torch.optim.Optimizer, steps: int) -> t
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-

@@ -2,11 +2,11 @@
 
     total = Σ_k c_k · Σ_i w_ki · loss_ki / Z_k       over all micro-batches of all ranks
 
-The weights w and the denominators Z depend on masks only, so one collective finds every Z_k for a whole optimizer step, and
-the gradient does not depend on how the step was split.
+The weights w and the denominators Z depend on masks only, so one collective finds every Z_k for a whole optimizer step,
+and the gradient does not depend on how the step was split.
 
-A weighting is a function ``weighting(batch) -> Weights``. Those here take ``of``, the index of a completion in its example,
-to weigh the units of that completion alone: of a pair, 0 is the chosen answer and 1 the rejected one.
+A weighting is a function ``weighting(batch) -> Weights``. Those here take ``of``, the index of a completion in its
+example, to weigh the units of that completion alone: of a pair, 0 is the chosen answer and 1 the rejected one.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ def token_mean(batch: Batch, *, of: int | None = None) -> Weights:
 
 
 def sequence_mean(batch: Batch, *, of: int | None = None) -> Weights:
-    """w = 1/|o_i|, Z = N: every answer counts the same, whatever its length (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
+    """w = 1/|o_i|, Z = N: every answer counts the same, however long (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
     sequence = _sequence(batch, of)
     length = torch.bincount(sequence, minlength=batch.sequences).double()
     return Weights(1 / length[sequence], float((length > 0).sum()))

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from burnish.kernels import Logprobs, linear_logprob, tiled, tiles
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-
-from burnish.kernels import Logprobs, linear_logprob, tiled, tiles
 
 OUTPUTS = ("logprob", "entropy", "logsumexp")
 
@@ -81,7 +80,8 @@ def measure(arguments: dict[str, Any], backend: str, outputs: tuple[str, ...] = 
     """The outputs, and the gradients for fixed random upstream gradients of some of them, all in float64."""
     result = linear_logprob(**arguments, backend=backend)
     random = torch.Generator().manual_seed(1)
-    upstream = {name: torch.randn(len(result.logprob), generator=random) for name in OUTPUTS}
+    tokens = max(len(result.logprob), 1)
+    upstream = {name: torch.randn(len(result.logprob), generator=random) / tokens for name in OUTPUTS}
     used = [getattr(result, name) for name in outputs]
     torch.autograd.backward(used, [upstream[name].to(used[0].dtype) for name in outputs])
     grads = {f"d_{name}": leaf.grad for name, leaf in leaves(arguments).items() if leaf.grad is not None}
@@ -124,7 +124,7 @@ def test_float64_agrees_to_the_last_digits() -> None:
     for case in CASES.values():
         ours, exact = (measure(in_dtype(case, torch.float64), backend) for backend in ("tiled", "reference"))
         for name, truth in exact.items():
-            torch.testing.assert_close(ours[name], truth, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(ours[name], truth, rtol=1e-12, atol=1e-11)
 
 
 def test_reference_equals_the_equations() -> None:
@@ -148,7 +148,9 @@ def test_gradcheck(backend: str) -> None:
     )  # fmt: skip
     tensors = leaves(case)
 
-    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor, temperature: Tensor, down: Tensor, up: Tensor) -> Logprobs:
+    def outputs(
+        hidden: Tensor, weight: Tensor, bias: Tensor, temperature: Tensor, down: Tensor, up: Tensor
+    ) -> Logprobs:
         adapter = (down, up, case["adapter"][2])
         given = {"hidden": hidden, "weight": weight, "bias": bias, "temperature": temperature, "adapter": adapter}
         return linear_logprob(**(case | given), backend=backend)
@@ -262,7 +264,7 @@ def test_bfloat16_logits_are_not_rounded() -> None:
 def test_a_second_derivative_is_an_error_and_not_a_wrong_number() -> None:
     case = in_dtype(CASES["plain"], torch.float64)
     (grad,) = torch.autograd.grad(linear_logprob(**case).logprob.sum(), case["hidden"], create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative.*backend='reference'"):
+    with pytest.raises(NotImplementedError, match=r"no second derivative.*backend='reference'"):
         grad.sum().backward()
 
 
@@ -275,37 +277,33 @@ def test_checkpointing_recomputes_the_same_gradients() -> None:
 
     result = torch.utils.checkpoint.checkpoint(run, checkpointed["hidden"], use_reentrant=False)
     random = torch.Generator().manual_seed(1)
-    torch.autograd.backward(list(result), [torch.randn(63, generator=random) for _ in OUTPUTS])
+    torch.autograd.backward(list(result), [torch.randn(63, generator=random) / 63 for _ in OUTPUTS])
     for name, leaf in leaves(checkpointed).items():
         torch.testing.assert_close(leaf.grad.double(), expected[f"d_{name}"], rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_fullgraph_compile_serves_every_number_of_tokens_with_one_graph() -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    compiled = torch.compile(linear_logprob, fullgraph=True, dynamic=True, backend=backend)
-    for tokens in (63, 40, 7):
+    compiled = torch.compile(linear_logprob, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens, stance in ((63, "default"), (40, "fail_on_recompile"), (7, "fail_on_recompile")):
         case, same = (in_dtype(head(tokens, 20, 100, bias=lambda normal: normal(100)), torch.float32) for _ in range(2))
-        torch.testing.assert_close(compiled(**case), linear_logprob(**same), rtol=0, atol=0)
-        compiled(**case).entropy.sum().backward()
-        linear_logprob(**same).entropy.sum().backward()
+        with torch.compiler.set_stance(stance):
+            ours, expected = compiled(**case), linear_logprob(**same)
+            torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+            (ours.entropy.sum() + ours.logprob.sum()).backward()
+        (expected.entropy.sum() + expected.logprob.sum()).backward()
         for name, leaf in leaves(same).items():
             torch.testing.assert_close(case[name].grad, leaf.grad, rtol=0, atol=0)
-    assert len(graphs) == 1
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 @pytest.mark.parametrize("case", ["plain", "everything"])
 def test_opcheck(case: str) -> None:
     a = in_dtype(CASES[case], torch.float32)
-    low = a["hidden"].detach()[:, :3].clone().requires_grad_() if "adapter" in a else None
-    inputs = (a["hidden"], a["weight"], a["target"], a.get("bias"), low, low and None)
-    inputs = (*inputs[:5], a["adapter"][1] if "adapter" in a else None, a.get("temperature"))
+    low, up = (
+        (a["hidden"].detach()[:, :3].clone().requires_grad_(), a["adapter"][1]) if "adapter" in a else (None, None)
+    )
+    inputs = (a["hidden"], a["weight"], a["target"], a.get("bias"), low, up, a.get("temperature"))
     constants = (a.get("scale", 1.0), a.get("softcap"), a.get("vocab", 100))
     torch.library.opcheck(tiled._forward, (*inputs, *constants))
     softmax = [t.detach() for t in tiled._forward(*inputs, *constants)]
@@ -366,7 +364,11 @@ def test_only_large_calls_on_a_cpu_are_compiled() -> None:
         ({"target": torch.tensor([0, 1, 2], dtype=torch.int32)}, ValueError, "target must be int64, got torch.int32"),
         ({"hidden": torch.zeros(1, 3, 20)}, ValueError, r"hidden must be \[N, D\].* got \[1, 3, 20\]"),
         ({"weight": torch.zeros(100, 21)}, ValueError, r"weight must be \[100, 20\], got \[100, 21\]"),
-        ({"weight": torch.zeros(100, 20, dtype=torch.int8)}, ValueError, "weight must be floating-point, got torch.int8"),
+        (
+            {"weight": torch.zeros(100, 20, dtype=torch.int8)},
+            ValueError,
+            "weight must be floating-point, got torch.int8",
+        ),
         ({"weight": torch.zeros(100, 20, device="meta")}, ValueError, "weight must be on cpu like hidden, got meta"),
         ({"bias": torch.zeros(1)}, ValueError, r"bias must be \[100\], got \[1\]"),
         ({"temperature": 0.0}, ValueError, "temperature must be positive and finite, got 0.0"),

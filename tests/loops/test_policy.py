@@ -119,7 +119,9 @@ def test_logits_that_are_changed_in_an_unknown_way_are_not_fused():
 @pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "lm_head"]])
 def test_lora_on_body_and_head_matches_peft(target_modules):
     model = get_peft_model(
-        make_model("qwen2"), LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=target_modules), autocast_adapter_dtype=False
+        make_model("qwen2"),
+        LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=target_modules),
+        autocast_adapter_dtype=False,
     )
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

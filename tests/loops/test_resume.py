@@ -49,13 +49,17 @@ def assert_undisturbed(config):
     run, whole = Path(config["output"]), Path(config["output"] + "-undisturbed")
     weights = "model/model.safetensors"
     assert (run / weights).read_bytes() == (whole / weights).read_bytes()
-    lines = [[json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()] for place in (run, whole)]
+    lines = [
+        [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()] for place in (run, whole)
+    ]
     for disturbed, undisturbed in zip(*lines, strict=True):
         assert {**disturbed, "seconds": 0} == {**undisturbed, "seconds": 0}
 
 
 def test_dpo_with_adapters_and_dropout_survives_kills_at_random_moments(config):
-    happened, _ = kill_and_resume("dpo", {**config, "lora": {"r": 4, "dropout": 0.1}}, "write:4", "write:2", "random:10")
+    happened, _ = kill_and_resume(
+        "dpo", {**config, "lora": {"r": 4, "dropout": 0.1}}, "write:4", "write:2", "random:10"
+    )
     assert happened["random"] == 10
     assert happened["write"] == 2
     assert_undisturbed(config)

@@ -1,4 +1,4 @@
-"""Train in child processes that are killed with SIGKILL as told, until one of them finishes; prints what happened as JSON.
+"""Train in child processes that are killed with SIGKILL as told, until one finishes; prints what happened as JSON.
 
     python killed.py <recipe> <config.json> <how> ...
 
@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from burnish.loops import checkpoint
@@ -104,7 +105,7 @@ def main():
         for _ in range(int(value) if kind == "random" else 1):
             if finished:
                 break
-            before = (lambda: kill_while_writing(int(value))) if kind == "write" else lambda: None
+            before = partial(kill_while_writing, int(value)) if kind == "write" else lambda: None
             child = train(recipe, resumed, before)
             if kind == "random":
                 wait_for_step(Path(config["output"]), rng.randint(0, 8))

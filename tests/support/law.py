@@ -1,4 +1,4 @@
-"""One optimizer step of a recipe's objective under a given split, for the invariance law; run on its own it is one rank of several.
+"""One optimizer step of a recipe's objective under a given split; run on its own it is one rank of several.
 
 Prints a JSON object: loss, metrics and a flat gradient, float64.
 """
@@ -44,7 +44,13 @@ def one_step(name, layout, micro_tokens):
     examples = make_examples(PAIRS, completions=completions)
     lengths = [len(e.prompt) * completions + sum(map(len, e.completions)) for e in examples]
     batches = Batches(
-        lengths, batch_size=PAIRS, micro_tokens=micro_tokens, seed=0, shuffle=False, epochs=1, ranks=accelerator.num_processes
+        lengths,
+        batch_size=PAIRS,
+        micro_tokens=micro_tokens,
+        seed=0,
+        shuffle=False,
+        epochs=1,
+        ranks=accelerator.num_processes,
     )
     mine = [collate([examples[i] for i in indices]) for indices in batches.plan(0)[accelerator.process_index]]
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
@@ -53,7 +59,12 @@ def one_step(name, layout, micro_tokens):
     metrics = train_step(accelerator, prepared, optimizer, mine, objective, expression, max_grad_norm=float("inf"))
     # Plain SGD with learning rate 1: the step is the gradient.
     gradient = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, policy.parameters(), strict=True)])
-    return {"micro_batches": len(mine), "metrics": metrics, "gradient": gradient.tolist(), "rank": accelerator.process_index}
+    return {
+        "micro_batches": len(mine),
+        "metrics": metrics,
+        "gradient": gradient.tolist(),
+        "rank": accelerator.process_index,
+    }
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ CHATML = (
 
 
 def save_model(directory, *, chat=True, seed=0):
-    """A two-layer Llama on bytes with a chat template and no pad token, as transformers loads it; returns the directory."""
+    """A two-layer Llama on bytes, with a chat template and no pad token, on disk; returns the directory."""
     special = ["<|start|>", "<|end|>"]
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
