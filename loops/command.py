@@ -66,8 +66,14 @@ def _usage() -> str:
 
 
 def _run(name: str, arguments: list[str]) -> int:
+    import datasets
+    import transformers
+
     config_class, recipe = _RECIPES[name]()
     config = parse(name, config_class, arguments)
+    if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
     try:
         recipe(config)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:

@@ -91,7 +91,7 @@ def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, directory: Pa
     """
     target = directory / "model"
     if isinstance(policy.model, PeftModel):
-        policy.model.save_pretrained(str(directory / "adapter"))
+        policy.model.save_pretrained(str(directory / "adapter"), save_embedding_layers=False)
         merged(policy.model).save_pretrained(target)
     else:
         policy.causal.save_pretrained(target)

@@ -101,6 +101,14 @@ def test_discopop_is_dpo_below_its_margin_and_exponential_above() -> None:
     assert loss[1].item() == pytest.approx(math.exp(-6), rel=1e-12)
 
 
+def test_discopop_needs_no_clipping_up_to_tau_1() -> None:
+    tensors = margins(-4000.0, -2.0, 2.0)
+    loss, _ = ob.discopop(*tensors, beta=0.3, tau=1.0)
+    logistic, _ = ob.dpo(*tensors, beta=0.3)
+    # m e^−x = σ(x) e^−x = σ(−x), so ℓ = σ(−x) (1 − log σ(x))
+    torch.testing.assert_close(loss, torch.sigmoid(-0.3 * tensors[0]) * (1 + logistic))
+
+
 def test_cpo_is_dpo_against_a_uniform_reference() -> None:
     chosen, rejected = torch.tensor([[-3.0, -29.0, -8.0], [-5.0, -1.0, -8.5]], dtype=torch.float64)
     uniform = torch.full_like(chosen, -12.5)
