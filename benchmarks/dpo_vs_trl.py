@@ -33,18 +33,21 @@ PEER = "trl"
 AGREEMENT = 1e-4
 
 
-def run_burnish(data: Path, batch_size: int, steps: int, reference: str) -> list[dict[str, float]]:
+def train_burnish(
+    model: Path, data: Path, batch_size: int, steps: int, learning_rate: float = 1e-6, reference: str = "copy"
+) -> list[dict[str, float]]:
+    """Loss and seconds of each step."""
     from ..loops.dpo import DPO, dpo
 
     with tempfile.TemporaryDirectory() as directory:
         dpo(
             DPO(
-                model=str(smollm2()),
+                model=str(model),
                 data=str(data),
                 output=directory,
                 steps=steps,
                 batch_size=batch_size,
-                learning_rate=1e-6,
+                learning_rate=learning_rate,
                 schedule="constant",
                 shuffle=False,
                 reference=reference,  # type: ignore[arg-type]
@@ -54,7 +57,10 @@ def run_burnish(data: Path, batch_size: int, steps: int, reference: str) -> list
         return [{"loss": line["loss"], "seconds": line["seconds"]} for line in lines]
 
 
-def run_trl(data: Path, batch_size: int, steps: int, checkpointing: bool) -> list[dict[str, float]]:
+def train_trl(
+    model: Path, data: Path, batch_size: int, steps: int, learning_rate: float = 1e-6, checkpointing: bool = True
+) -> list[dict[str, float]]:
+    """Loss and seconds of each step of the peer's trainer, with its defaults where nothing is said."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer
@@ -74,18 +80,20 @@ def run_trl(data: Path, batch_size: int, steps: int, checkpointing: bool) -> lis
             if "loss" in logs:
                 self.steps[-1]["loss"] = logs["loss"]
 
-    directory = smollm2()
     clock = Clock()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
     with tempfile.TemporaryDirectory() as output:
         trainer = DPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(directory),
-            processing_class=AutoTokenizer.from_pretrained(directory),
+            model=AutoModelForCausalLM.from_pretrained(model),
+            processing_class=tokenizer,
             train_dataset=load_dataset("json", data_files=str(data), split="train"),
             args=DPOConfig(
                 output_dir=output,
                 per_device_train_batch_size=batch_size,
                 max_steps=steps,
-                learning_rate=1e-6,
+                learning_rate=learning_rate,
                 lr_scheduler_type="constant",
                 beta=0.1,
                 max_grad_norm=1.0,
@@ -110,9 +118,10 @@ def run_trl(data: Path, batch_size: int, steps: int, checkpointing: bool) -> lis
 
 def run_provider(provider: str, data: Path, batch_size: int, steps: int) -> dict[str, Any]:
     if provider.startswith("trl"):
-        measured = run_trl(data, batch_size, steps, checkpointing=provider == "trl")
+        measured = train_trl(smollm2(), data, batch_size, steps, checkpointing=provider == "trl")
     else:
-        measured = run_burnish(data, batch_size, steps, "precompute" if "precompute" in provider else "copy")
+        reference = "precompute" if "precompute" in provider else "copy"
+        measured = train_burnish(smollm2(), data, batch_size, steps, reference=reference)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"steps": measured, "peak_mib": peak}
 

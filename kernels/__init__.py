@@ -1,7 +1,10 @@
 """Vocabulary-sized things into token-sized things: log-probabilities that never hold ``[tokens, vocabulary]``."""
 
-from .linear_logprob import linear_logprob
-from .logits_logprob import logits_logprob
-from .reference import Logprobs
+# From the repository's root, transformers finds this folder when it looks for Hugging Face's package of the name
+# `kernels`. What it then imports stays empty: operators must not be registered a second time.
+if __name__ != "kernels":
+    from .linear_logprob import linear_logprob
+    from .logits_logprob import logits_logprob
+    from .reference import Logprobs
 
-__all__ = ["Logprobs", "linear_logprob", "logits_logprob"]
+    __all__ = ["Logprobs", "linear_logprob", "logits_logprob"]

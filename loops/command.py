@@ -73,7 +73,7 @@ def _run(name: str, arguments: list[str]) -> int:
     config = parse(name, config_class, arguments)
     if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
         datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         recipe(config)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:

@@ -1,8 +1,9 @@
 """``burnish demo``: a small model learns to add, offline, on a CPU, from nothing.
 
-    1  a transformer of half a million parameters is trained from scratch by SFT on sums of two numbers
+    1  a transformer of a third of a million parameters is trained from scratch by SFT on sums of two numbers
     2  it answers further questions at temperature 1; its own right and wrong answers to a question make pairs
-    3  it is improved by DPO on those pairs
+    3  it is improved by DPO on those pairs, with the NLL of the right answers beside it: DPO alone is content to make
+       wrong answers rare, and lets others take their place
 
 Every stage is the recipe that ``burnish sft`` and ``burnish dpo`` run, on files that stay in the run directory.
 """
@@ -26,7 +27,8 @@ from .dpo import DPO, dpo
 from .sft import SFT, sft
 
 ALPHABET = "0123456789+="
-TERM = 3  # digits of each number
+TERM = 2  # digits of each number
+TAUGHT = 5000  # questions whose answers SFT copies
 HELD_OUT = 1000  # questions that no stage trains on
 
 
@@ -38,11 +40,11 @@ class Demo:
     """Directory of the demonstration; a number is appended if it is taken."""
     seed: int = 0
     """Seed of questions, weights and samples."""
-    sft_steps: int = 600
+    sft_steps: int = 300
     """Optimizer steps of SFT, 128 sums each."""
-    dpo_steps: int = 100
-    """Optimizer steps of DPO, 64 pairs each."""
-    questions: int = 4096
+    dpo_steps: int = 150
+    """Optimizer steps of DPO, 128 pairs each."""
+    questions: int = 4000
     """Questions that the model answers to make pairs, four times each."""
 
 
@@ -52,12 +54,8 @@ def demo(config: Demo) -> dict[str, float]:
     directory = _vacant(Path(config.output))
     torch.manual_seed(config.seed)
     rng = random.Random(config.seed)
-    questions = _questions(rng, HELD_OUT + config.sft_steps * 128 + config.questions)
-    held_out, taught, asked = (
-        questions[:HELD_OUT],
-        questions[HELD_OUT : -config.questions],
-        questions[-config.questions :],
-    )
+    questions = _questions(rng, HELD_OUT + TAUGHT + config.questions)
+    held_out, taught, asked = questions[:HELD_OUT], questions[HELD_OUT:][:TAUGHT], questions[HELD_OUT + TAUGHT :]
     tokenizer, model = _tokenizer(), _model()
     _save(directory / "start", tokenizer, model)
     accuracy = {"before training": score(directory / "start", held_out)}
@@ -69,6 +67,7 @@ def demo(config: Demo) -> dict[str, float]:
             model=str(directory / "start"),
             data=str(data),
             output=str(directory / "sft"),
+            steps=config.sft_steps,
             batch_size=128,
             learning_rate=2e-3,
             schedule="cosine",
@@ -78,7 +77,7 @@ def demo(config: Demo) -> dict[str, float]:
     )
     accuracy["after SFT"] = score(directory / "sft/model", held_out)
 
-    console.rule("DPO: its own right and wrong answers")
+    console.rule("DPO + NLL: its own right and wrong answers")
     answers = sample(directory / "sft/model", asked, count=4, temperature=1.0)
     data = _write(directory / "dpo.jsonl", pairs(asked, answers))
     dpo(
@@ -87,9 +86,11 @@ def demo(config: Demo) -> dict[str, float]:
             data=str(data),
             output=str(directory / "dpo"),
             steps=config.dpo_steps,
-            batch_size=64,
-            learning_rate=1e-4,
+            batch_size=128,
+            learning_rate=1e-3,
             schedule="linear",
+            warmup=0.1,
+            loss={"dpo": 1.0, "nll": 1.0},
             beta=0.1,
             seed=config.seed,
         )
@@ -165,7 +166,7 @@ def _model() -> LlamaForCausalLM:
             vocab_size=len(ALPHABET) + 2,
             hidden_size=96,
             intermediate_size=256,
-            num_hidden_layers=4,
+            num_hidden_layers=3,
             num_attention_heads=4,
             max_position_embeddings=32,
             bos_token_id=None,

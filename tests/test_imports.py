@@ -114,3 +114,10 @@ def test_importing_objectives_costs_at_most_a_fifth_more_than_torch(tmp_path: Pa
     rounds = [[float(run(code.format(m), tmp_path)) for m in ("torch", "burnish.objectives")] for _ in range(4)]
     torch, objectives = (min(times) for times in zip(*rounds, strict=True))
     assert objectives <= 1.2 * torch, f"import torch {torch:.2f} s, import burnish.objectives {objectives:.2f} s"
+
+
+def test_a_script_in_the_repository_root_does_not_load_our_kernels_under_the_name_of_another_package():
+    script = "import transformers.activations, sys; import burnish.kernels; print(sorted(vars(sys.modules['kernels'])))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "linear_logprob" not in done.stdout
