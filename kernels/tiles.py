@@ -10,8 +10,8 @@ Everything is relative to m, so logits near ±1000 cost no digits. Backward, for
     dz_v = p_v·(g_L − g_p − g_H·(log p_v + entropy)) + 1[v = t]·g_p
          = eˣ·(level + slope·x) + 1[v = t]·g_p        slope = −g_H/S,  level = (g_L − g_p − g_H·(entropy − log S))/S
 
-Both functions are written once. Eager, they are a few in-place passes over a tile that stays in the cache; compiled, a
-single pass. A given shape always takes the same road on a given machine, which exact resume relies on.
+Both functions are written once. Eager, they are a few passes over a tile that stays in the cache; compiled, a single
+one. A given shape always takes the same road on a given machine, which exact resume relies on.
 """
 
 import functools
@@ -48,13 +48,12 @@ class Transform(NamedTuple):
     def rows(self, rows: slice) -> "Transform":
         return self if self.temperature is None else self._replace(temperature=self.temperature[rows])
 
-    def capped_(self, c: Tensor) -> Tensor:
-        if self.scale != 1.0:
-            c.mul_(self.scale)
-        return c if self.softcap is None else c.div_(self.softcap).tanh_().mul_(self.softcap)
+    def capped(self, c: Tensor) -> Tensor:
+        scaled = c if self.scale == 1.0 else c * self.scale
+        return scaled if self.softcap is None else (scaled / self.softcap).tanh_().mul_(self.softcap)
 
-    def tempered_(self, capped: Tensor) -> Tensor:
-        return capped if self.temperature is None else capped.div_(self.temperature[:, None])
+    def tempered(self, capped: Tensor) -> Tensor:
+        return capped if self.temperature is None else capped / self.temperature[:, None]
 
 
 class Softmax(NamedTuple):
@@ -101,18 +100,18 @@ def start(rows: int, like: Tensor) -> Tensor:
 
 
 def fold(tile: Tensor, column: Tensor, state: Tensor, transform: Transform) -> Tensor:
-    """The running softmax after one more tile ``[n, columns]`` of c, which is overwritten.
+    """The running softmax after one more tile ``[n, columns]`` of c.
 
     ``column`` is the target's place in this tile; outside ``[0, columns)`` it is in another one.
     """
     shift, total, moment, chosen = state.unbind(1)
-    z = transform.tempered_(transform.capped_(tile))
+    z = transform.tempered(transform.capped(tile))
     inside = (column >= 0) & (column < z.shape[1])
     here = z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
     top = torch.maximum(shift, z.amax(1))
     drop = shift - top
     decay = drop.exp()
-    x = z.sub_(top[:, None])
+    x = z - top[:, None]
     weight = x.exp()
     total_after = total * decay + weight.sum(1)
     moment_after = (moment + total * drop) * decay + weight.mul_(x).sum(1)
@@ -151,10 +150,10 @@ def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform:
 def pull(
     tile: Tensor, shift: Tensor, upstream: Upstream, transform: Transform, moments: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """dc without the target's share, from a tile of c, which is overwritten; and Σ_v dz_v·x_v, if asked for."""
-    capped = transform.capped_(tile)
+    """From a tile of c, dc without the target's share; and its Σ_v dz_v·x_v, if asked for."""
+    capped = transform.capped(tile)
     steepness = None if transform.softcap is None else 1 - (capped / transform.softcap).square_()
-    x = transform.tempered_(capped).sub_(shift[:, None])
+    x = transform.tempered(capped) - shift[:, None]
     dz = x.exp()
     level = upstream.level[:, None]
     dz.mul_(level if upstream.slope is None else torch.addcmul(level, upstream.slope[:, None], x))
