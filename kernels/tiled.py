@@ -2,14 +2,15 @@
 
     c = h·Wᵀ + b + u·Bᵀ        z = cap(scale·c)/T        cap(s) = softcap·tanh(s/softcap)
 
-Forward folds each tile into a running softmax (tiles.py). Backward computes the tile again, turns it into dc, and
-multiplies it out: dh = dc·W, dW = dcᵀ·h, db = Σ dc, du = dc·B, dB = dcᵀ·u, and, because Σ_v dz_v = g_L,
+Forward folds each tile into a running softmax (tiles.py). Backward takes the tile that forward kept, or computes it
+again, turns it into dc, and multiplies it out: dh = dc·W, dW = dcᵀ·h, db = Σ dc, du = dc·B, dB = dcᵀ·u, and, because
+Σ_v dz_v = g_L,
 
     dT = −(Σ_v dz_v·z_v)/T = −(Σ_v dz_v·x_v + g_L·m)/T
 
-2NDV + 6NDV floating-point operations. Moved: W and dW once, h and dh once per vocabulary tile; at N = 2048, D = 576
-these and the tile live in a 32 MB cache. The vocabulary is the outer loop, so a tile of dW is complete before it is
-rounded to the precision of W, and of a 16-bit W only one tile is ever held in float32.
+(8 − 2f)·NDV floating-point operations, where f is the part of the logits that fits into ``KEEP``: all but the last
+tile when N is small. Moved: W and dW once, h and dh once per vocabulary tile. The vocabulary is the outer loop, so a
+tile of dW is complete before it is rounded to the precision of W, and of a 16-bit W only one tile is ever in float32.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +38,8 @@ from .tiles import (
     worth_compiling,
 )
 
-ROWS, COLUMNS = 1024, 1024
+ROWS, COLUMNS = 2048, 2048  # 16 MB of float32: long enough runs for the threads, short enough for the cache
+KEEP = 2**26  # bytes of logits that forward leaves for backward
 
 
 def linear_logprob(
@@ -60,7 +62,9 @@ def linear_logprob(
         hidden = hidden.to(accumulation_dtype(hidden.dtype))
         low = scaling * (hidden @ down.to(hidden.dtype).t())
     temperatures = per_row(temperature, hidden)
-    return Logprobs(*_forward(hidden, weight, target, bias, low, up, temperatures, scale, softcap, vocab)[:3])
+    operands = (hidden, weight, target, bias, low, up, temperatures)
+    keep = KEEP if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands) else 0
+    return Logprobs(*_forward(*operands, scale, softcap, vocab, keep)[:3])
 
 
 class _Head(NamedTuple):
@@ -79,10 +83,8 @@ class _Head(NamedTuple):
         up = None if self.up is None else self.up[columns].to(dtype)
         return _Head(self.hidden, self.weight[columns].to(dtype), bias, self.low, up)
 
-    def logits(self, rows: slice, buffer: Tensor) -> Tensor:
-        """c for a span of rows: ``[n, columns]`` without gaps, at the start of ``buffer``."""
-        n, k = rows.stop - rows.start, len(self.weight)
-        out = buffer[: n * k].view(n, k)
+    def logits(self, rows: slice, out: Tensor) -> Tensor:
+        """c for a span of rows, written into ``out``."""
         if self.bias is None:
             torch.mm(self.hidden[rows], self.weight.t(), out=out)
         else:
@@ -126,8 +128,31 @@ class _Gradients(NamedTuple):
                 whole[columns] = sums
 
 
-def _buffer(hidden: Tensor, vocab: int) -> Tensor:
-    return hidden.new_empty(min(len(hidden), ROWS) * min(vocab, COLUMNS))
+class _Tiles:
+    """Where the tiles of c are: the first of the vocabulary in ``kept``, all others in turn in one buffer."""
+
+    def __init__(self, kept: Tensor, vocab: int) -> None:
+        self.kept = kept  # [tiles, N, COLUMNS]
+        self.buffer = kept.new_empty(min(kept.shape[1], ROWS) * min(vocab, COLUMNS))
+
+    def keeps(self, columns: slice) -> bool:
+        return int(columns.start) < len(self.kept) * COLUMNS
+
+    def __call__(self, rows: slice, columns: slice) -> Tensor:
+        if self.keeps(columns):
+            return self.kept[columns.start // COLUMNS, rows]
+        n, k = rows.stop - rows.start, columns.stop - columns.start
+        return self.buffer[: n * k].view(n, k)
+
+
+def _room(hidden: Tensor, vocab: int, keep: int) -> Tensor:
+    """``[tiles, N, COLUMNS]``: as many tiles as fit into ``keep`` bytes, but never all of them."""
+    dtype = accumulation_dtype(hidden.dtype)
+    bytes_per_tile = hidden.shape[0] * COLUMNS * dtype.itemsize + 1
+    tiles = torch.sym_min(  # type: ignore[no-untyped-call]
+        (vocab - 1) // COLUMNS, keep // bytes_per_tile
+    )
+    return hidden.new_empty(tiles, hidden.shape[0], COLUMNS, dtype=dtype)
 
 
 @torch.library.custom_op("burnish::tiled_linear_logprob", mutates_args=())
@@ -142,34 +167,39 @@ def _forward(
     scale: float,
     softcap: float | None,
     vocab: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of ``Softmax``."""
+    keep: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of ``Softmax``, and the tiles that are kept."""
     check_rows(target, temperature, vocab)
     head = _Head(hidden.to(accumulation_dtype(hidden.dtype)), weight, bias, low, up)
     transform = Transform.of(scale, softcap, temperature, hidden)
-    state, buffer = start(len(hidden), head.hidden), _buffer(head.hidden, vocab)
+    state, kept = start(len(hidden), head.hidden), _room(hidden, vocab, keep)
+    place = _Tiles(kept, vocab)
     for columns in spans(vocab, COLUMNS):
         part = head.columns(columns)
         for rows in spans(len(hidden), ROWS):
-            tile = part.logits(rows, buffer)
+            tile = part.logits(rows, place(rows, columns))
             compiled = tile.shape[1] == COLUMNS and worth_compiling(tile, len(hidden) * vocab)
             here = target[rows] - columns.start
             state[rows] = run(fold, tile, here, state[rows], transform.rows(rows), compiled=compiled)
     softmax = finish(state)
     if bias is not None and softcap is None:
         softmax.logprob.masked_fill_(bias[target].isneginf(), -torch.inf)
-    return softmax
+    return *softmax, kept
 
 
 @_forward.register_fake
-def _(hidden: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(hidden.new_empty(hidden.shape[:1], dtype=accumulation_dtype(hidden.dtype)) for _ in Softmax._fields)
+def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, vocab, keep = rest
+    dtype = accumulation_dtype(hidden.dtype)
+    return *(hidden.new_empty(hidden.shape[:1], dtype=dtype) for _ in Softmax._fields), _room(hidden, vocab, keep)
 
 
 @torch.library.custom_op("burnish::tiled_linear_logprob_backward", mutates_args=())
 def _backward(
     upstream: list[Tensor | None],
     softmax: list[Tensor],
+    kept: Tensor,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -190,11 +220,13 @@ def _backward(
     arriving = coefficients(upstream, saved, transform)
     likes = zip((head.hidden, weight, bias, low, up, saved.shift), needed, strict=True)
     *sums, moments = (t.new_zeros(t.shape) if n and t is not None else None for t, n in likes)
-    whole, buffer = _Gradients(*sums), _buffer(head.hidden, vocab)
+    whole, place = _Gradients(*sums), _Tiles(kept, vocab)
     for columns in spans(vocab, COLUMNS):
         part, grads = head.columns(columns), whole.columns(columns, dtype)
         for rows in spans(len(hidden), ROWS):
-            tile, here = part.logits(rows, buffer), arriving.rows(rows)
+            tile, here = place(rows, columns), arriving.rows(rows)
+            if not place.keeps(columns):
+                part.logits(rows, tile)
             compiled = tile.shape[1] == COLUMNS and worth_compiling(tile, len(hidden) * vocab)
             dc, moment = run(
                 pull, tile, saved.shift[rows], here, transform.rows(rows), moments is not None, compiled=compiled
@@ -211,7 +243,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(upstream: list[Tensor | None], softmax: list[Tensor], *rest: Any) -> list[Tensor]:
+def _(upstream: list[Tensor | None], softmax: list[Tensor], kept: Tensor, *rest: Any) -> list[Tensor]:
     hidden, weight, _, bias, low, up, temperature, *_, needed = rest
     return [
         t.new_empty(t.shape) for t, n in zip((hidden, weight, bias, low, up, temperature), needed, strict=True) if n
@@ -219,11 +251,10 @@ def _(upstream: list[Tensor | None], softmax: list[Tensor], *rest: Any) -> list[
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, target, bias, low, up, temperature, *constants = inputs
+    hidden, weight, target, bias, low, up, temperature, *ctx.constants, _ = inputs
     ctx.set_materialize_grads(False)  # None for an output nobody used
     ctx.mark_non_differentiable(*output[3:])
     ctx.save_for_backward(*output, hidden, weight, target, bias, low, up, temperature)
-    ctx.constants = constants
 
 
 def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -231,7 +262,7 @@ def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, 
     needed = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4, 5, 6)]
     grads = iter(_backward(list(upstream[:3]), list(tensors[:6]), *tensors[6:], *ctx.constants, needed))
     hidden, weight, *others = (next(grads) if n else None for n in needed)
-    return hidden, weight, None, *others, None, None, None
+    return hidden, weight, None, *others, None, None, None, None
 
 
 _forward.register_autograd(_apply_backward, setup_context=_setup_context)

@@ -97,7 +97,8 @@ def demo(config: Demo) -> dict[str, float]:
     )
     accuracy["after DPO"] = score(directory / "dpo/model", held_out)
 
-    table = Table("stage", "held-out accuracy", title=f"sums of two {TERM}-digit numbers, {HELD_OUT} never seen")
+    title = f"sums of two {TERM}-digit numbers, {HELD_OUT} never seen"
+    table = Table("stage", "held-out accuracy", title=title, min_width=len(title) + 4)
     for stage, value in accuracy.items():
         table.add_row(stage, f"{value:.1%}")
     console.print(table)
@@ -203,6 +204,7 @@ def _draw(directory: Path, accuracy: dict[str, float]) -> None:
     drawn = bars.bar(list(accuracy), list(accuracy.values()), color=["#bbbbbb", "#4c78a8", "#f58518"])
     bars.bar_label(drawn, fmt="{:.1%}")
     bars.set_ylim(0, 1.1)
+    bars.tick_params("x", labelsize=8)
     bars.set_title("held-out accuracy")
     _plot(loss, directory / "sft", "loss", "SFT loss, nats per token")
     _plot(margins, directory / "dpo", "rewards/accuracies", "DPO: pairs told apart")

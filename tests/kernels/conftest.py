@@ -16,8 +16,9 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[0, 20_000], ids=["all_recomputed", "some_kept"])
+def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles in both directions, the last ones ragged, at sizes where float64 references are cheap."""
     monkeypatch.setattr(tiled, "ROWS", 24)
     monkeypatch.setattr(tiled, "COLUMNS", 32)
+    monkeypatch.setattr(tiled, "KEEP", request.param)

@@ -243,13 +243,15 @@ def test_nothing_is_kept_when_no_gradient_is_needed() -> None:
     assert linear_logprob(**frozen).logprob.grad_fn is None
 
 
-def test_the_logits_are_never_in_memory() -> None:
-    tokens, vocab = tiled.ROWS + 500, 4 * tiled.COLUMNS + 100
-    case = in_dtype(head(tokens, 8, vocab, temperature=lambda normal: normal(tokens).exp(), softcap=5.0), torch.float32)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        sum(output.sum() for output in linear_logprob(**case, backend="tiled")).backward()
-    largest = max(event.self_cpu_memory_usage for event in record.events())
-    assert largest == 4 * tiled.ROWS * tiled.COLUMNS
+def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled, "ROWS", 64)
+    monkeypatch.setattr(tiled, "COLUMNS", 64)
+    for keep, largest in ((0, 4 * 1000 * 8), (100_000, 100_000)):  # the gradient of the weight; the tiles kept
+        monkeypatch.setattr(tiled, "KEEP", keep)
+        case = head(300, 8, 1000, temperature=lambda normal: normal(300).exp(), softcap=5.0, adapter=lora(8, 1000))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            sum(output.sum() for output in linear_logprob(**in_dtype(case, torch.float32))).backward()
+        assert 0 < max(event.self_cpu_memory_usage for event in record.events()) <= largest
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -298,6 +300,7 @@ def test_fullgraph_compile_serves_every_number_of_tokens_with_one_graph() -> Non
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 @pytest.mark.parametrize("case", ["plain", "everything"])
+@pytest.mark.usefixtures("small_tiles")
 def test_opcheck(case: str) -> None:
     a = in_dtype(CASES[case], torch.float32)
     low, up = (
@@ -305,11 +308,11 @@ def test_opcheck(case: str) -> None:
     )
     inputs = (a["hidden"], a["weight"], a["target"], a.get("bias"), low, up, a.get("temperature"))
     constants = (a.get("scale", 1.0), a.get("softcap"), a.get("vocab", 100))
-    torch.library.opcheck(tiled._forward, (*inputs, *constants))
-    softmax = [t.detach() for t in tiled._forward(*inputs, *constants)]
+    torch.library.opcheck(tiled._forward, (*inputs, *constants, tiled.KEEP))
+    *softmax, kept = (t.detach() for t in tiled._forward(*inputs, *constants, tiled.KEEP))
     needed = [isinstance(t, Tensor) for i, t in enumerate(inputs) if i != 2]
     frozen = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
-    torch.library.opcheck(tiled._backward, ([softmax[0], None, softmax[2]], softmax, *frozen, *constants, needed))
+    torch.library.opcheck(tiled._backward, ([softmax[0], None, softmax[2]], softmax, kept, *frozen, *constants, needed))
 
 
 @pytest.fixture
