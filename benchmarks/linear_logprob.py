@@ -118,10 +118,8 @@ def extra_memory(name: str, shape: Shape, dtype: torch.dtype, threads: int) -> f
     step(name, *arguments)
     for argument in arguments[:2]:
         argument.grad = None
-    warm = _memory("VmRSS") - base
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     step(name, *arguments)
-    print(name, "retained after the first", warm, "peak over base", _memory("VmHWM") - base)
     return _memory("VmHWM") - base
 
 

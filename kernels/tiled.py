@@ -38,7 +38,7 @@ from .tiles import (
     worth_compiling,
 )
 
-ROWS, COLUMNS = 2048, 2048  # 16 MB of float32: long enough runs for the threads, short enough for the cache
+ROWS, COLUMNS = 1024, 2048  # 8 MB of float32: a tile and its temporaries fit into 32 MB of cache
 KEEP = 2**26  # bytes of logits that forward leaves for backward
 
 

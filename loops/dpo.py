@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 
@@ -147,7 +148,7 @@ def _reference(config: DPO, recipe: Recipe) -> tuple[Reference, Callable[[Datase
     adapters = config.lora.r > 0
     if config.reference == "precompute":
         # Before the first step the policy is its own reference: new adapters add nothing.
-        now: Reference = torch.no_grad()(lambda batch: policy(batch).logprob)
+        now = _computed_alike(torch.no_grad()(lambda batch: policy(batch).logprob), accelerator)
 
         def columns(data: Dataset) -> PerToken:
             feed = recipe.feed(data, whole=True)
@@ -157,8 +158,18 @@ def _reference(config: DPO, recipe: Recipe) -> tuple[Reference, Callable[[Datase
 
         return column("ref_logprob"), columns
     if config.reference == "adapters_off" or (config.reference == "auto" and adapters):
-        return adapters_off(policy), lambda data: {}
-    return frozen_copy(policy), lambda data: {}
+        return _computed_alike(adapters_off(policy), accelerator), lambda data: {}
+    return _computed_alike(frozen_copy(policy), accelerator), lambda data: {}
+
+
+def _computed_alike(reference: Reference, accelerator: Accelerator) -> Reference:
+    """The reference in the precision of the policy: rounding in one of the two alone would look like a difference."""
+
+    def alike(batch: Batch) -> Tensor:
+        with accelerator.autocast():
+            return reference(batch)
+
+    return alike
 
 
 def _refuse_split_steps(config: DPO, recipe: Recipe, functions: Mapping[str, PairLoss]) -> None:

@@ -167,8 +167,11 @@ def evaluate(
     """The metrics of `train_step` over these batches, without training on them."""
     denominators = global_denominators(accelerator, micro_batches, expression)
     sums = Sums(expression)
+    training = policy.training
+    policy.eval()
     for batch in micro_batches:
         losses = objective(policy, batch)
         for name, (_, weighting) in expression.items():
             sums.add(name, weighting(batch).weight, *losses[name])
+    policy.train(training)
     return sums.means(accelerator, denominators)

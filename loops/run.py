@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import yaml
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
@@ -52,6 +53,7 @@ class Run:
     def __init__(self, config: Common) -> None:
         self.config = config
         self.directory = Path(config.output)
+        AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
         self.accelerator = Accelerator(
             mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
             log_with=config.report_to,

@@ -1,6 +1,7 @@
 """The command line, as a person meets it: what is wrong, where, and what to do about it."""
 
 import json
+import math
 
 import pytest
 import yaml
@@ -76,6 +77,20 @@ def test_help_says_what_each_field_is_for(run, capsys):
     with pytest.raises(SystemExit):
         main(["dpo", "--help"])
     assert "Strength of the pull towards the reference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "flags",
+    [["--reference", "copy"], ["--reference", "precompute"], ["--lora.r", "2"]],
+    ids=["copy", "precompute", "adapters off"],
+)
+def test_before_the_first_step_policy_and_reference_are_one(run, tmp_path, dtype, flags):
+    status, said = run("dpo", PAIRS, "--steps", "2", "--dtype", dtype, "--learning_rate", "1e-2", *flags)
+    assert status == 0, said
+    first, second = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(second["rewards/margins"]) > 1e-4
 
 
 @pytest.mark.parametrize(

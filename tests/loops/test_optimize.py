@@ -105,6 +105,17 @@ def test_the_generator_counts_from_one_and_reports_the_rate_it_used(policy):
     assert taken[-1].metrics["loss"] < taken[0].metrics["loss"]
 
 
+def test_evaluation_turns_dropout_off_and_on_again(policy):
+    policy.causal.base_model.embed_tokens = torch.nn.Sequential(
+        policy.causal.base_model.embed_tokens, torch.nn.Dropout(0.5)
+    )
+    policy.train()
+    batches = [collate(make_examples(3, completions=1))]
+    once, again = (evaluate(Accelerator(), policy, batches, sft_objective("nll"), EXPRESSION) for _ in range(2))
+    assert once == again
+    assert policy.training
+
+
 def test_evaluation_measures_the_same_numbers_and_changes_nothing(policy):
     batches = [collate(make_examples(3, completions=1, seed=seed)) for seed in (0, 1)]
     before = [parameter.detach().clone() for parameter in policy.parameters()]
