@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import linear_logprob
+from ..kernels.linear_logprob import Backend
 
 Pair = tuple[Tensor, Tensor]
 Shape = tuple[int, int, int]
@@ -32,8 +33,8 @@ RESULTS = Path(__file__).parent / "results"
 GATE_SHAPE = (100, 64, 1031)
 
 
-def ours(backend: str, hidden: Tensor, weight: Tensor, target: Tensor) -> Pair:
-    result = linear_logprob(hidden, weight, target, backend=backend)  # type: ignore[arg-type]
+def ours(backend: Backend, hidden: Tensor, weight: Tensor, target: Tensor) -> Pair:
+    result = linear_logprob(hidden, weight, target, backend=backend)
     return result.logprob, result.entropy
 
 
@@ -55,7 +56,9 @@ PROVIDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Pair]] = {
     "naive": naive,
     "tiled": partial(ours, "tiled"),
     "reference": partial(ours, "reference"),
-} | ({"trl": trl} if importlib.util.find_spec("trl") else {})
+}
+if importlib.util.find_spec("trl"):
+    PROVIDERS["trl"] = trl
 
 
 def inputs(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -81,7 +84,7 @@ def step(name: str, hidden: Tensor, weight: Tensor, target: Tensor, upstream: li
 def errors(dtype: torch.dtype) -> dict[str, list[float]]:
     """For logprob, entropy and both gradients the largest error against float64, provider by provider."""
     hidden, weight, target, upstream = inputs(GATE_SHAPE, dtype)
-    precise = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    precise = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     exact = step("reference", *precise, target, upstream)
     found = {}
     for name in PROVIDERS:
@@ -172,7 +175,7 @@ def report(
     memory: dict[str, float],
 ) -> None:
     """The table on the screen, and everything in ``results/``."""
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, seconds in taken.items():
         ratios = [s / n for s, n in zip(seconds, taken.get("naive", seconds), strict=True)]
         rows[name] = {

