@@ -27,7 +27,7 @@ from .reference import accumulation_dtype
 
 # A finite −inf: e^(−1e30) is 0 like e^(−inf), but 0·(−1e30) is 0 and 0·(−inf) is NaN.
 NEVER = -1e30
-# Compiling takes tens of seconds once and saves one or two nanoseconds per logit of every call: here a tenth of a second.
+# Compiling takes tens of seconds once and saves a nanosecond or two per logit of every call: here a tenth of a second.
 COMPILE_FROM = 2**26
 
 T = TypeVar("T")
