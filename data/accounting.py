@@ -17,7 +17,8 @@ NOTES = {  # columns that an encoded dataset has until `account` has read them
     "_problem": Value("string"),
     "_truncated": Value("bool"),
     "_shortened": Value("bool"),
-    "_pair": List(Value("int64")),  # digests of prompt + chosen and of prompt + rejected
+    "_claim": List(Value("int64")),  # digests of what the row says and of what would contradict it
+    "_row": Value("int64"),  # of the records
 }
 
 
@@ -28,12 +29,15 @@ class Accounting:
     Attributes:
         source: where they came from.
         read, kept: rows.
-        truncated: rows kept that `max_length` shortened.
+        examples: what the rows kept became: one each, but for pairs whose answers are taken one by one.
+        truncated: examples that `max_length` shortened.
         skipped: rows left out, by kind (`"identical after truncation"`, `"fully masked"`, `"prompt too long"`, ...).
         first: by the same kinds, where the first such row is and what is wrong with it.
-        shortened: rows kept whose prompt lost its last tokens to the completion, because a token spans the two or
+        shortened: examples whose prompt lost its last tokens to the completion, because a token spans the two or
             because the chat template renders a prompt alone differently.
-        contradictory: rows kept whose pair is also there with chosen and rejected swapped.
+        contradictory: examples that another one contradicts: the same pair with chosen and rejected swapped, or the
+            same answer labeled the other way.
+        labels: how many answers are desirable and undesirable, where there are such labels.
         total_tokens, trained_tokens: of the rows kept; a shared prompt counts once.
         unused: columns that nothing reads.
     """
@@ -41,11 +45,13 @@ class Accounting:
     source: str
     read: int
     kept: int
+    examples: int
     truncated: int
     skipped: Mapping[str, int] = field(default_factory=dict)
     first: Mapping[str, str] = field(default_factory=dict)
     shortened: int = 0
     contradictory: int = 0
+    labels: Mapping[str, int] = field(default_factory=dict)
     total_tokens: int = 0
     trained_tokens: int = 0
     max_length: int | None = None
@@ -55,8 +61,9 @@ class Accounting:
         return asdict(self)
 
     def __str__(self) -> str:
+        became = f" as {self.examples:,} examples" if self.examples != self.kept else ""
         lines = [
-            f"{self.source}: {self.read:,} rows read, {self.kept:,} kept; "
+            f"{self.source}: {self.read:,} rows read, {self.kept:,} kept{became}; "
             f"{self.total_tokens:,} tokens, {self.trained_tokens:,} of them trained"
         ]
         lines += [f"  {count:,} skipped, {kind}; the first: {self.first[kind]}" for kind, count in self.skipped.items()]
@@ -65,55 +72,65 @@ class Accounting:
         if self.shortened:
             lines.append(f"  {self.shortened:,} where the prompt's last tokens went to the completion")
         if self.contradictory:
-            lines.append(f"  {self.contradictory:,} where another row prefers the other answer of the same pair")
+            lines.append(
+                f"  {self.contradictory:,} that another row contradicts: the same answers judged the other way"
+            )
+        if self.labels:
+            lines.append("  " + ", ".join(f"{count:,} {label}" for label, count in self.labels.items()))
+            lines[-1] += "" if all(self.labels.values()) else ": there is nothing of one kind to learn from"
         if self.unused:
             lines.append(f"  unused columns: {', '.join(self.unused)}")
         return "\n".join(lines)
 
 
 def account(
-    encoded: Dataset, records: "Records", *, max_length: int | None, unused: Sequence[str]
+    encoded: Dataset,
+    records: "Records",
+    *,
+    judgment: str | None,
+    max_length: int | None,
+    unused: Sequence[str],
 ) -> tuple[list[int], Accounting]:
-    """The rows to keep, and the account of all of them."""
+    """The examples to keep, and the account of all rows; ``judgment`` names the column of what is said of answers."""
     kept: list[int] = []
     skipped: dict[str, int] = {}
     first: dict[str, str] = {}
     totals = np.zeros(4, dtype=np.int64)
-    digests: list[npt.NDArray[np.int64]] = []
+    desirable = 0
+    claims: list[npt.NDArray[np.int64]] = []
     start = 0
     for table in encoded.with_format("arrow").iter(batch_size=1000):
-        for row, kind in enumerate(table["_kind"].to_pylist(), start):
+        for position, (row, kind) in enumerate(zip(*(table[n].to_pylist() for n in ("_row", "_kind")), strict=True)):
             if kind is None:
-                kept.append(row)
+                kept.append(start + position)
                 continue
             skipped[kind] = skipped.get(kind, 0) + 1
             if kind not in first:
-                first[kind] = f"{records.where(row)}: {table['_problem'][row - start].as_py()}"
+                first[kind] = f"{records.where(row)}: {table['_problem'][position].as_py()}"
         # A row that is skipped has no tokens.
         trained = pc.list_flatten(pc.list_flatten(table["trained"]))
         prompt = pc.sum(pc.list_value_length(table["prompt"])).as_py() or 0
         flags = [pc.sum(column).as_py() or 0 for column in (table["_truncated"], table["_shortened"], trained)]
         totals += [*flags, prompt + len(trained)]
-        digests.append(pc.list_flatten(table["_pair"]).to_numpy())
-        start = len(kept) + sum(skipped.values())
+        if judgment == "desirable":
+            desirable += pc.sum(table["desirable"]).as_py() or 0
+        claims.append(pc.list_flatten(table["_claim"]).to_numpy())
+        start += len(table)
     truncated, shortened, trained_tokens, total_tokens = map(int, totals)
+    said, denied = np.concatenate(claims).reshape(-1, 2).T
     return kept, Accounting(
         source=records.source,
-        read=len(encoded),
-        kept=len(kept),
+        read=len(records.dataset),
+        kept=len(records.dataset) - sum(skipped.values()),
+        examples=len(kept),
         truncated=truncated,
         skipped=skipped,
         first=first,
         shortened=shortened,
-        contradictory=_swapped(np.concatenate(digests).reshape(-1, 2)),
+        contradictory=int(np.isin(denied, said).sum()),
+        labels={"desirable": desirable, "undesirable": len(kept) - desirable} if judgment == "desirable" else {},
         total_tokens=total_tokens,
         trained_tokens=trained_tokens,
         max_length=max_length,
         unused=tuple(unused),
     )
-
-
-def _swapped(pairs: npt.NDArray[np.int64]) -> int:
-    """How many pairs of digests are there in the other order as well."""
-    one_way, other_way = (pairs[:, a] + 3 * pairs[:, b] for a, b in ((0, 1), (1, 0)))  # wraps around: a hash of the two
-    return int(np.isin(one_way, other_way).sum())

@@ -90,13 +90,31 @@ class Encoder:
             raise ValueError("the tokenizer has no EOS token to end a plain text with; set tokenizer.eos_token")
         return text if text.endswith(eos) else text + eos
 
+    def steps(
+        self, prompt: Value, steps: Sequence[str], separator: str, options: "Mapping[str, Any]"
+    ) -> tuple[list[int], list[list[int]]]:
+        """Token ids of the prompt and of each step with the separator after it, each tokenized alone.
+
+        As TRL did before 1.0, so that no token spans the end of a step; a plain prompt begins with the BOS token where
+        there is one.
+        """
+        if isinstance(prompt, str):
+            bos = self.tokenizer.bos_token_id
+            before = [*([] if bos is None else [bos]), *self.bare(prompt)]
+        else:
+            before = self.chat(prompt, options, generation_prompt=True)
+        end = self.bare(separator)
+        if not end:
+            raise ValueError(f"separator: wanted text that the tokenizer has a token for, got {separator!r}")
+        return before, [self.bare(step) + end for step in steps]
+
     def chat(
         self, messages: list[Message], options: "Mapping[str, Any]", *, generation_prompt: bool = False
     ) -> list[int]:
-        return self._rendered(self._render(messages, options, generation_prompt))
+        return self.bare(self._render(messages, options, generation_prompt))
 
-    def _rendered(self, text: str) -> list[int]:
-        # A template writes its own BOS.
+    def bare(self, text: str) -> list[int]:
+        """Tokens of a text without those that the tokenizer adds; a template writes its own BOS."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _render(self, messages: list[Message], options: "Mapping[str, Any]", generation_prompt: bool = False) -> str:
@@ -153,17 +171,17 @@ class Encoder:
                         f"follow it or when it is generated, so its tokens can't be told from the rest; {ADVICE}",
                     )
                 cuts += [len(before), len(after.rstrip())]
-        ids = self._rendered(text)
+        ids = self.bare(text)
         bounds = self._token_bounds(text, ids, cuts)
         return ids, list(zip(bounds[::2], bounds[1::2], strict=True))
 
     def _token_bounds(self, text: str, ids: list[int], cuts: list[int]) -> list[int]:
         """How many tokens precede each cut of the text."""
-        pieces = [self._rendered(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
+        pieces = [self.bare(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
         if [token for piece in pieces for token in piece] == ids:
             return list(accumulate(map(len, pieces)))[:-1]
         # Some tokenizers treat the beginning of a text in their own way: compare whole prefixes, which takes longer.
-        prefixes = [self._rendered(text[:cut]) for cut in cuts]
+        prefixes = [self.bare(text[:cut]) for cut in cuts]
         if any(ids[: len(prefix)] != prefix for prefix in prefixes):
             raise BadRow(
                 "template", f"a token spans the edge of what the assistant writes, so it can't be cut there; {ADVICE}"

@@ -4,12 +4,11 @@ A row that can't be trained on as given is an error, or is counted and left out.
 """
 
 import hashlib
-from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import generate_random_fingerprint
@@ -17,14 +16,41 @@ from datasets.fingerprint import generate_random_fingerprint
 from .accounting import NOTES, Accounting, account
 from .chat import Encoder
 from .example import Example
-from .examples import Encoded, Limit, TrainOn, Truncation, demonstration, pair
-from .layouts import OPTION_COLUMNS, PREFERENCE, SUPERVISED, BadRow, Layout, find_layout, read_row
+from .examples import (
+    Encoded,
+    Limit,
+    TrainOn,
+    Truncation,
+    answers,
+    demonstration,
+    feedback,
+    judged_steps,
+    pair,
+    solution,
+)
+from .layouts import (
+    FEEDBACK,
+    OPTION_COLUMNS,
+    PREFERENCE,
+    RANKING,
+    SCORES,
+    SOLUTION,
+    STEPS,
+    SUPERVISED,
+    BadRow,
+    Layout,
+    Message,
+    find_layout,
+    read_number,
+    read_row,
+)
 from .records import Data, DataError, Records, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OnBadRow = Literal["error", "skip"]
+Column: TypeAlias = Value | List
 
 COLUMNS = {
     "prompt": List(Value("int32")),
@@ -64,9 +90,8 @@ def encode_supervised(
     """
     if train_on not in ("auto", "assistant", "completion", "all"):
         raise ValueError(f"train_on: wanted auto, assistant, completion or all, got {train_on!r}")
-    limit = Limit(max_length, truncation)
-    encode = partial(demonstration, train_on=train_on, limit=limit)
-    return _encode(records, Encoder(tokenizer, chat_template), SUPERVISED, encode, limit, on_bad_row, processes)
+    encode = partial(demonstration, train_on=train_on, limit=Limit(max_length, truncation))
+    return _encode(records, Encoder(tokenizer, chat_template), SUPERVISED, encode, on_bad_row, processes)
 
 
 def encode_preference(
@@ -78,15 +103,134 @@ def encode_preference(
     on_bad_row: OnBadRow = "error",
     chat_template: str | None = None,
     processes: int | None = None,
+    columns: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
     """Preference pairs as examples with two completions each, the chosen one first.
 
-    ``keep_end`` cuts the beginning of the prompt until the longer answer fits, for both answers alike. The other
-    arguments are those of `encode_supervised`.
+    ``keep_end`` cuts the beginning of the prompt until the longer answer fits, for both answers alike. ``columns``,
+    such as a `margin`, must hold a finite number in every row, and become float64. The other arguments are those of
+    `encode_supervised`.
     """
-    limit = Limit(max_length, truncation)
-    encode = partial(pair, limit=limit)
-    return _encode(records, Encoder(tokenizer, chat_template), PREFERENCE, encode, limit, on_bad_row, processes)
+    encode = partial(pair, limit=Limit(max_length, truncation))
+    return _encode(
+        records, Encoder(tokenizer, chat_template), PREFERENCE, encode, on_bad_row, processes, columns=columns
+    )
+
+
+def encode_feedback(
+    records: Records | Data,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_length: int | None = None,
+    truncation: Truncation = "keep_start",
+    on_bad_row: OnBadRow = "error",
+    chat_template: str | None = None,
+    processes: int | None = None,
+) -> tuple[Dataset, Accounting]:
+    """Answers that someone liked or didn't, as examples with one completion each and a bool column `desirable`.
+
+    A preference pair is two such examples, the chosen answer and then the rejected one. Truncation is that of
+    `encode_preference`, the other arguments are those of `encode_supervised`.
+    """
+    encode = partial(feedback, limit=Limit(max_length, truncation))
+    judgment = {"desirable": Value("bool")}
+    return _encode(records, Encoder(tokenizer, chat_template), FEEDBACK, encode, on_bad_row, processes, judgment)
+
+
+def encode_scores(
+    records: Records | Data,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_length: int | None = None,
+    truncation: Truncation = "keep_start",
+    on_bad_row: OnBadRow = "error",
+    chat_template: str | None = None,
+    processes: int | None = None,
+) -> tuple[Dataset, Accounting]:
+    """Answers with a score, as examples with one completion each and a float64 column `score`.
+
+    Truncation is that of `encode_preference`, the other arguments are those of `encode_supervised`.
+    """
+    encode = partial(answers, limit=Limit(max_length, truncation))
+    judgment = {"score": Value("float64")}
+    return _encode(records, Encoder(tokenizer, chat_template), SCORES, encode, on_bad_row, processes, judgment)
+
+
+def encode_ranking(
+    records: Records | Data,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_length: int | None = None,
+    truncation: Truncation = "keep_start",
+    on_bad_row: OnBadRow = "error",
+    chat_template: str | None = None,
+    processes: int | None = None,
+) -> tuple[Dataset, Accounting]:
+    """Ranked answers to one prompt, as examples with a completion for each and their places in a column `rank`, 0 best.
+
+    Ranks are a permutation: no ties. Truncation is that of `encode_preference`, the other arguments are those of
+    `encode_supervised`.
+    """
+    encode = partial(answers, limit=Limit(max_length, truncation))
+    judgment = {"rank": List(Value("int64"))}
+    return _encode(records, Encoder(tokenizer, chat_template), RANKING, encode, on_bad_row, processes, judgment)
+
+
+def encode_steps(
+    records: Records | Data,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    separator: str = "\n",
+    train_on_last_step_only: bool = False,
+    max_length: int | None = None,
+    truncation: Truncation = "keep_start",
+    on_bad_row: OnBadRow = "error",
+    chat_template: str | None = None,
+    processes: int | None = None,
+) -> tuple[Dataset, Accounting]:
+    """Solutions judged step by step, as examples with one completion each.
+
+        completion = step 1 + separator + step 2 + separator + ...
+
+    Trained is the last token of each separator, where the step can be judged: a step's score is read at that token, not
+    predicted from the one before. A column `label` holds one float64 in [0, 1] for each trained token, in order.
+
+    Args:
+        separator: what ends a step; its tokens never merge with those of the step.
+        train_on_last_step_only: judge the solution as a whole, at its end.
+        truncation: ``keep_start`` leaves out the steps that don't end within `max_length`, their labels too;
+            ``keep_end`` cuts the beginning of the prompt.
+
+    The other arguments are those of `encode_supervised`.
+    """
+    encode = partial(
+        judged_steps,
+        separator=separator,
+        train_on_last_step_only=train_on_last_step_only,
+        limit=Limit(max_length, truncation),
+    )
+    judgment = {"label": List(Value("float64"))}
+    return _encode(records, Encoder(tokenizer, chat_template), STEPS, encode, on_bad_row, processes, judgment)
+
+
+def step_example(
+    prompt: str | list[Message],
+    steps: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    separator: str = "\n",
+    chat_template: str | None = None,
+) -> Example:
+    """One solution as `encode_steps` sees it, to be scored: ``trained`` is true where each step's score is read.
+
+    Raises:
+        DataError: if there is no step, or a step is empty or no text.
+    """
+    try:
+        row = read_row({"prompt": prompt, "completions": list(steps)}, SOLUTION)
+        return solution(row, Encoder(tokenizer, chat_template), separator=separator)
+    except BadRow as bad:
+        raise DataError(f"step_example: {bad.problem}") from None
 
 
 def example(dataset: Dataset, index: int) -> Example:
@@ -107,10 +251,11 @@ def _encode(
     records: Records | Data,
     encoder: Encoder,
     layouts: Sequence[Layout],
-    encode: "partial[Encoded]",
-    limit: Limit,
+    encode: "partial[Encoded] | partial[list[Encoded]]",
     on_bad_row: OnBadRow,
     processes: int | None,
+    judgment: Mapping[str, Column] | None = None,
+    columns: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row: wanted error or skip, got {on_bad_row!r}")
@@ -120,16 +265,18 @@ def _encode(
         layout = find_layout(source.column_names, layouts)
     except ValueError as error:
         raise DataError(f"{records.source}: {error}") from None
-    numeric = _numeric_columns(records, layout)
-    fingerprint = _fingerprint(source, encoder, encode, on_bad_row)
+    made = {**COLUMNS, **(judgment or {}), **NOTES}
+    numeric = _numeric_columns(records, layout, columns, made)
+    settings = {"encode": encode, "layout": layout, "on_bad_row": on_bad_row, "columns": columns}
+    fingerprint = _fingerprint(source, encoder, settings)
     try:
         encoded = source.map(
             _encode_rows,
             batched=True,
             with_indices=True,
-            fn_kwargs={"encode": encode, "encoder": encoder, "layout": layout, "on_bad_row": on_bad_row},
-            remove_columns=[name for name in source.column_names if name not in numeric],
-            features=Features({**numeric, **COLUMNS, **NOTES}),
+            fn_kwargs={**settings, "encoder": encoder, "numeric": list(numeric), "made": list(made)},
+            remove_columns=source.column_names,
+            features=Features({**numeric, **made}),
             num_proc=processes,
             new_fingerprint=fingerprint or generate_random_fingerprint(),
             load_from_cache_file=fingerprint is not None,
@@ -137,8 +284,13 @@ def _encode(
         )
     except _Stop as stop:
         raise DataError(f"{records.where(stop.index)}: {stop.problem}") from None
-    unused = [name for name in source.column_names if name not in {*layout, *OPTION_COLUMNS, *numeric}]
-    kept, accounting = account(encoded, records, max_length=limit.max_length, unused=unused)
+    kept, accounting = account(
+        encoded,
+        records,
+        judgment=next(iter(judgment or {}), None),
+        max_length=encode.keywords["limit"].max_length,
+        unused=[name for name in source.column_names if name not in {*layout, *OPTION_COLUMNS, *numeric}],
+    )
     if not kept:
         raise DataError(f"{records.source}: no row is left to train on\n{accounting}")
     if len(kept) < len(encoded):
@@ -150,49 +302,57 @@ def _encode_rows(
     rows: Mapping[str, list[Any]],
     indices: list[int],
     *,
-    encode: "partial[Encoded]",
+    encode: "partial[Encoded] | partial[list[Encoded]]",
     encoder: Encoder,
     layout: Layout,
     on_bad_row: OnBadRow,
+    columns: Sequence[str],
+    numeric: Sequence[str],
+    made: Sequence[str],
 ) -> dict[str, list[Any]]:
-    out: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, *NOTES)}
+    out: dict[str, list[Any]] = {name: [] for name in (*numeric, *made)}
     for position, index in enumerate(indices):
-        kind, problem, encoded = None, None, Encoded(Example([], [], []))
+        record = {name: column[position] for name, column in rows.items()}
+        kind, problem, examples = None, None, [Encoded(Example([], [], []))]
         try:
-            encoded = encode(read_row({name: column[position] for name, column in rows.items()}, layout), encoder)
+            record |= {name: read_number(record[name], name) for name in columns}
+            found = encode(read_row(record, layout), encoder)
+            examples = found if isinstance(found, list) else [found]
         except BadRow as bad:
             if on_bad_row == "error":
                 raise _Stop(index, bad.problem) from None
-            kind, problem = bad.kind, bad.problem
+            kind, problem, record = bad.kind, bad.problem, {}
         except ValueError as error:  # no fault of this row: the others would fail as well
             raise _Stop(index, str(error)) from error
-        found = encoded.example
-        digests = [_digest(found.prompt, answer) for answer in found.completions] if layout in PREFERENCE else []
-        values = (*found, kind, problem, encoded.truncated, encoded.shortened, digests)
-        for name, value in zip(out, values, strict=True):
-            out[name].append(value)
+        for encoded in examples:
+            judgment = [encoded.judgment] if len(made) > len(COLUMNS) + len(NOTES) else []
+            notes = (kind, problem, encoded.truncated, encoded.shortened, encoded.claim, index)
+            values = (*map(record.get, numeric), *encoded.example, *judgment, *notes)
+            for name, value in zip(out, values, strict=True):
+                out[name].append(value)
     return out
 
 
-def _digest(prompt: list[int], completion: list[int]) -> int:
-    """Names a prompt and its answer, so that pairs labeled both ways are found without holding their tokens."""
-    content = array("q", [len(prompt), *prompt, *completion]).tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
-
-
-def _numeric_columns(records: Records, layout: Layout) -> dict[str, Value]:
+def _numeric_columns(
+    records: Records, layout: Layout, required: Sequence[str], made: Mapping[str, Column]
+) -> dict[str, Value]:
+    found = records.dataset.features
     numeric = {
         name: kind
-        for name, kind in records.dataset.features.items()
+        for name, kind in found.items()
         if name not in layout and isinstance(kind, Value) and kind.dtype.startswith(("int", "uint", "float", "bool"))
     }
+    for name in required:
+        if name not in found:
+            raise DataError(f"{records.source}: wanted a column '{name}', found ({', '.join(found)}); add or rename it")
+        numeric[name] = Value("float64")
     for name in numeric:
-        if name in COLUMNS or name in NOTES:
+        if name in made:
             raise DataError(f"{records.source}: examples have a column '{name}' of their own; rename yours")
     return numeric
 
 
-def _fingerprint(source: Dataset, encoder: Encoder, encode: "partial[Encoded]", on_bad_row: str) -> str | None:
+def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str | None:
     """Names the result by all that it depends on, this folder's code included; None where a tokenizer can't say."""
     backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -204,9 +364,9 @@ def _fingerprint(source: Dataset, encoder: Encoder, encode: "partial[Encoded]", 
         sorted(encoder.tokenizer.special_tokens_map.items()),
         encoder.tokenizer.chat_template,
         encoder.chat_template,
-        encode.func.__qualname__,
-        sorted(encode.keywords.items()),
-        on_bad_row,
+        settings["encode"].func.__qualname__,
+        sorted(settings["encode"].keywords.items()),
+        sorted((name, value) for name, value in settings.items() if name != "encode"),
         [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))],
         version("transformers"),
         version("tokenizers"),

@@ -8,7 +8,8 @@ class Example(NamedTuple):
 
     ``prompt`` holds at least one token, because the first token of a completion is predicted from the last of the
     prompt. ``trained[i][t]`` says whether token ``t`` of completion ``i`` carries loss: in a conversation of several
-    turns, what the user says after the first answer is part of the completion and is not trained.
+    turns, what the user says after the first answer is part of the completion and is not trained. Of a solution in
+    steps it says where each step ends, which is where the step is judged.
     """
 
     prompt: list[int]

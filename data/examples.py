@@ -1,10 +1,13 @@
 """One row as an example: its tokens, which of them carry loss, and what is left of it within `max_length`."""
 
+import hashlib
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
-from .chat import Encoder, common_prefix
+from .chat import Encoder
 from .example import Example
 from .layouts import BadRow, Row
 
@@ -44,11 +47,17 @@ class Limit:
 
 
 class Encoded(NamedTuple):
-    """An example, whether `max_length` cut it, and whether its prompt lost its end to the completions."""
+    """An example and what is known of it.
+
+    ``truncated``: `max_length` cut it; ``shortened``: its prompt lost its end to the completions; ``judgment``: what
+    its column of that kind holds; ``claim``: digests of what its row says, and of what would contradict that.
+    """
 
     example: Example
     truncated: bool = False
     shortened: bool = False
+    judgment: Any = None
+    claim: tuple[int, ...] = ()
 
 
 def demonstration(row: Row, encoder: Encoder, *, train_on: TrainOn, limit: Limit) -> Encoded:
@@ -73,31 +82,80 @@ def demonstration(row: Row, encoder: Encoder, *, train_on: TrainOn, limit: Limit
     return Encoded(cut, truncated=True, shortened=shortened)
 
 
-def pair(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
-    """Two answers to one prompt, the chosen one first, as `encode_preference` describes it."""
+def answers(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
+    """One or more answers to one prompt, all of them trained; no two of them may be the same."""
     assert row.prompt is not None
     prompt, completions, shortened = encoder.continuations(row.prompt, row.completions, row.template_options)
     if not prompt:
-        # The first token is predicted from the one before: without a prompt, that is one which both answers begin with.
-        if not common_prefix(*completions):
+        # The first token is predicted from the one before: without a prompt, that is one which all answers begin with.
+        if len({tuple(completion[:1]) for completion in completions}) > 1:
             raise BadRow("no prompt", "the prompt is empty, so nothing predicts the first token; give a prompt")
         prompt, completions = completions[0][:1], [completion[1:] for completion in completions]
     if not all(completions):
         raise BadRow("empty", "an answer has no tokens of its own; fill it in or remove the row")
-    if completions[0] == completions[1]:
-        raise BadRow("identical", "chosen and rejected have the same tokens; remove the row")
-    whole = _all_trained(prompt, completions)
+    if _repeats(completions):
+        raise BadRow("identical", "two answers have the same tokens, so neither is preferred; remove the row")
+    whole = Example(prompt, completions, [[True] * len(completion) for completion in completions])
     excess = limit.excess(whole)
     if not excess:
-        return Encoded(whole, shortened=shortened)
+        return Encoded(whole, shortened=shortened, judgment=row.judgment)
     cut = _cut_ends(whole, limit) if limit.truncation == "keep_start" else _cut_prompt(whole, excess, limit)
-    if cut.completions[0] == cut.completions[1]:
-        raise BadRow(
-            "identical after truncation",
-            f"chosen and rejected differ only beyond max_length={limit.max_length}, so no preference is left; raise "
-            "max_length or remove the row",
-        )
-    return Encoded(cut, truncated=True, shortened=shortened)
+    if _repeats(cut.completions):
+        raise _identical_after_truncation(limit)
+    return Encoded(cut, truncated=True, shortened=shortened, judgment=row.judgment)
+
+
+def pair(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
+    """Two answers to one prompt, the chosen one first, as `encode_preference` describes it."""
+    encoded = answers(row, encoder, limit=limit)
+    prompt, (chosen, rejected), _ = encoded.example
+    return encoded._replace(claim=(_digest(prompt, chosen, rejected), _digest(prompt, rejected, chosen)))
+
+
+def feedback(row: Row, encoder: Encoder, *, limit: Limit) -> list[Encoded]:
+    """Each answer an example, desirable or not, as `encode_feedback` describes it."""
+    desirable = [row.judgment] if len(row.completions) == 1 else [True, False]
+    found = []
+    for answer, good in zip(row.completions, desirable, strict=True):
+        encoded = answers(replace(row, completions=(answer,), judgment=good), encoder, limit=limit)
+        prompt, (completion,), _ = encoded.example
+        claim = _digest(prompt, completion, [good]), _digest(prompt, completion, [not good])
+        found.append(encoded._replace(claim=claim))
+    if len(found) > 1 and found[0].example == found[1].example:
+        raise _identical_after_truncation(limit)
+    return found
+
+
+def judged_steps(row: Row, encoder: Encoder, *, separator: str, train_on_last_step_only: bool, limit: Limit) -> Encoded:
+    """The steps of one solution as one completion, and a label for each trained token."""
+    whole, labels = solution(row, encoder, separator=separator), list(row.judgment)
+    excess = limit.excess(whole)
+    cut = whole
+    if excess and limit.truncation == "keep_start":
+        cut = _cut_steps(whole, limit)
+        labels = labels[: sum(cut.trained[0])]
+    elif excess:
+        cut = _cut_prompt(whole, excess, limit)
+    if train_on_last_step_only:
+        if len(labels) < len(row.judgment):
+            raise BadRow(
+                "last step too far",
+                f"the last step, the only one to train on, ends beyond max_length={limit.max_length}; raise max_length "
+                "or remove the row",
+            )
+        labels = labels[-1:]
+        cut = cut._replace(trained=[[False] * (len(cut.completions[0]) - 1) + [True]])
+    return Encoded(cut, truncated=excess > 0, judgment=labels)
+
+
+def solution(row: Row, encoder: Encoder, *, separator: str) -> Example:
+    """The steps of one solution as one completion, trained at the last token of each: there its label or score is."""
+    assert row.prompt is not None
+    prompt, steps = encoder.steps(row.prompt, list(map(str, row.completions)), separator, row.template_options)
+    if not prompt:
+        raise BadRow("no prompt", "the prompt is empty and there is no BOS token to put in its place; give a prompt")
+    ends = [[False] * (len(step) - 1) + [True] for step in steps]
+    return Example(prompt, [list(chain(*steps))], [list(chain(*ends))])
 
 
 def _supervised_tokens(row: Row, encoder: Encoder, train_on: TrainOn) -> tuple[list[int], list[bool], bool]:
@@ -130,10 +188,6 @@ def _sequence(ids: list[int], trained: list[bool]) -> Example | None:
     return Example(ids[:first], [ids[first:end]], [trained[first:end]])
 
 
-def _all_trained(prompt: list[int], completions: Sequence[list[int]]) -> Example:
-    return Example(prompt, list(completions), [[True] * len(completion) for completion in completions])
-
-
 def _cut_ends(whole: Example, limit: Limit) -> Example:
     assert limit.max_length is not None
     room = limit.max_length - len(whole.prompt)
@@ -143,7 +197,22 @@ def _cut_ends(whole: Example, limit: Limit) -> Example:
             f"the prompt has {len(whole.prompt)} tokens and max_length is {limit.max_length}, so nothing is left to "
             "train on; raise max_length or remove the row",
         )
-    return _all_trained(whole.prompt, [completion[:room] for completion in whole.completions])
+    return Example(
+        whole.prompt, [ids[:room] for ids in whole.completions], [trained[:room] for trained in whole.trained]
+    )
+
+
+def _cut_steps(whole: Example, limit: Limit) -> Example:
+    """Without the steps that don't end within `max_length`."""
+    prompt, (ids,), (trained,) = _cut_ends(whole, limit)
+    if not any(trained):
+        raise BadRow(
+            "no step left",
+            f"the first step ends at token {len(prompt) + whole.trained[0].index(True) + 1} and max_length is "
+            f"{limit.max_length}, so no label is left to train on; raise max_length or remove the row",
+        )
+    end = max(position for position, train in enumerate(trained) if train) + 1
+    return Example(prompt, [ids[:end]], [trained[:end]])
 
 
 def _cut_prompt(whole: Example, excess: int, limit: Limit) -> Example:
@@ -153,4 +222,22 @@ def _cut_prompt(whole: Example, excess: int, limit: Limit) -> Example:
             f"an answer has {max(map(len, whole.completions))} tokens and max_length is {limit.max_length}, so nothing "
             "is left of the prompt; raise max_length or remove the row",
         )
-    return _all_trained(whole.prompt[excess:], whole.completions)
+    return whole._replace(prompt=whole.prompt[excess:])
+
+
+def _identical_after_truncation(limit: Limit) -> BadRow:
+    return BadRow(
+        "identical after truncation",
+        f"two answers differ only beyond max_length={limit.max_length}, so neither is preferred; raise max_length or "
+        "remove the row",
+    )
+
+
+def _repeats(completions: Sequence[list[int]]) -> bool:
+    return len(set(map(tuple, completions))) < len(completions)
+
+
+def _digest(*parts: Sequence[int]) -> int:
+    """Names what a row says, so that contradictions are found without holding their tokens."""
+    content = array("q", [number for part in parts for number in (len(part), *part)]).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

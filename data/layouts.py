@@ -2,12 +2,18 @@
 
     supervised   prompt, completion | messages | conversations | text
     preference   prompt, chosen, rejected | chosen, rejected (they share their beginning, which is the prompt)
+    feedback     prompt, completion, label (true or false) | those of preference
+    steps        prompt, completions (the steps of one solution), labels (of each step)
+    scores       prompt, completion, score
+    ranking      prompt, completions (several answers), ranks (of each answer, 0 the best)
 
-Names and meanings are TRL's. A value is plain (text) or conversational (a list of {role, content}).
+Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list of {role, content});
+a step is plain.
 """
 
 import difflib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +24,21 @@ Layout = tuple[str, ...]
 
 SUPERVISED: tuple[Layout, ...] = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
 PREFERENCE: tuple[Layout, ...] = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+FEEDBACK: tuple[Layout, ...] = (("prompt", "completion", "label"), *PREFERENCE)
+STEPS: tuple[Layout, ...] = (("prompt", "completions", "labels"),)
+SCORES: tuple[Layout, ...] = (("prompt", "completion", "score"),)
+RANKING: tuple[Layout, ...] = (("prompt", "completions", "ranks"),)
+SOLUTION: Layout = ("prompt", "completions")  # steps that are still to be judged
+
+JUDGMENTS = ("label", "labels", "score", "ranks")
+RECIPES: tuple[tuple[Layout, str], ...] = (
+    (PREFERENCE[1], "preference pairs, for a recipe such as dpo, kto or reward"),
+    (FEEDBACK[0], "answers with labels, for a recipe such as kto"),
+    (STEPS[0], "steps with labels, for a recipe such as prm"),
+    (SCORES[0], "answers with scores, for a recipe such as reward"),
+    (RANKING[0], "ranked answers, for a recipe such as reward"),
+    *((layout, "demonstrations, for a recipe such as sft") for layout in SUPERVISED),
+)
 TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
 OPTION_COLUMNS = ("tools", "chat_template_kwargs")
 
@@ -38,11 +59,16 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt and the answers to it. ``prompt`` is None where one value holds everything: `messages`, `text`."""
+    """A prompt and the answers to it, or the steps of one answer, and what the row says about them.
+
+    ``prompt`` is None where one value holds everything: `messages`, `text`. ``judgment`` is a bool for `label`, a float
+    for `score`, and one number per answer or step for `ranks` and `labels`.
+    """
 
     prompt: Value | None
     completions: tuple[Value, ...]
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    judgment: Any = None
 
 
 def find_layout(columns: Sequence[str], accepted: Sequence[Layout]) -> Layout:
@@ -59,10 +85,7 @@ def find_layout(columns: Sequence[str], accepted: Sequence[Layout]) -> Layout:
             return layout
     wanted = " or ".join("(" + ", ".join(layout) + ")" for layout in accepted)
     message = f"found the columns ({', '.join(columns)}), wanted {wanted}"
-    if set(PREFERENCE[1]) <= set(columns):
-        message += "; these are preference pairs, for a recipe such as dpo"
-    elif any(set(layout) <= set(columns) for layout in SUPERVISED):
-        message += "; these are demonstrations, for a recipe such as sft"
+    message += next((f"; these are {what}" for layout, what in RECIPES if set(layout) <= set(columns)), "")
     for name in sorted({name for layout in accepted for name in layout} - set(columns)):
         near = difflib.get_close_matches(name, columns, n=1, cutoff=0.75)
         if near:
@@ -71,13 +94,21 @@ def find_layout(columns: Sequence[str], accepted: Sequence[Layout]) -> Layout:
 
 
 def read_row(record: Mapping[str, Any], layout: Layout) -> Row:
-    """Check a record, and take it apart into prompt and answers.
+    """Check a record, and take it apart into prompt, answers and judgment.
 
     Raises:
-        BadRow: if a field is missing, is neither text nor messages, is empty, or has its roles in a wrong order.
+        BadRow: if a field is missing, is neither text nor messages, is empty, or has its roles in a wrong order; or if
+            the judgment is no such thing, or judges another number of answers.
     """
     options = _template_options(record)
-    values = {name: _value(record, name) for name in layout}
+    values = {name: _value(record.get(name), name) for name in layout if name not in ("completions", *JUDGMENTS)}
+    several = _several(record.get("completions")) if "completions" in layout else []
+    judgment = _judgment(record.get(layout[-1]), layout[-1], len(several)) if layout[-1] in JUDGMENTS else None
+    if values.get("prompt") == []:
+        raise BadRow("no prompt", "'prompt' has no messages; give it at least one")
+    if layout in (SOLUTION, *STEPS):
+        return Row(values["prompt"], _steps(several), options, judgment)
+    values |= {f"completions {number}": _value(v, f"completions {number}") for number, v in enumerate(several, 1)}
     if layout[0] in ("messages", "conversations", "text"):
         (value,) = values.values()
         if layout == ("text",) and not isinstance(value, str):
@@ -92,24 +123,84 @@ def read_row(record: Mapping[str, Any], layout: Layout) -> Row:
         return Row(None, (value,), options)
     prompt = values.pop("prompt", None)
     if prompt is None or (
-        isinstance(prompt, str) and all(isinstance(v, list) for v in values.values()) and len(values) > 1
+        isinstance(prompt, str) and all(isinstance(v, list) for v in values.values()) and "chosen" in values
     ):
         # A plain prompt beside conversational answers repeats what the answers begin with.
         prompt, values = _split_shared(values)
-    if prompt == []:
-        raise BadRow("no prompt", "'prompt' has no messages; give it at least one")
     if len({type(value) for value in (prompt, *values.values())}) > 1:
         kinds = ", ".join(f"'{name}' is {_kind(value)}" for name, value in {"prompt": prompt, **values}.items())
         raise BadRow("mixed", f"{kinds}; give all of them as text or all as messages")
     for name, value in values.items():
         _check_answers(name, prompt, value)
-    if len(values) > 1 and values["chosen"] == values["rejected"]:
+    if "chosen" in values and values["chosen"] == values["rejected"]:
         raise BadRow("identical", "'chosen' and 'rejected' are identical, so there is no preference; remove the row")
-    return Row(prompt, tuple(values.values()), options)
+    return Row(prompt, tuple(values.values()), options, judgment)
 
 
-def _value(record: Mapping[str, Any], name: str) -> Value:
-    value = record.get(name)
+def read_number(value: Any, name: str) -> float:
+    """A finite number.
+
+    Raises:
+        BadRow: if it is missing, NaN, infinite, or no number.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise BadRow(f"bad {name}", f"'{name}' is {_shown(value)}, wanted a finite number; fix it or remove the row")
+    return float(value)
+
+
+def _judgment(value: Any, name: str, count: int) -> Any:
+    """What a row says about its ``count`` answers or steps."""
+    if name == "score":
+        return read_number(value, name)
+    if name == "label":
+        if not isinstance(value, bool):
+            raise BadRow("bad label", f"'label' is {_shown(value)}, wanted true or false; convert it or remove the row")
+        return value
+    of = "step" if name == "labels" else "answer"
+    if not isinstance(value, list):
+        raise BadRow(f"bad {name}", f"'{name}' is {_kind(value)}, wanted a list with one for each {of}; convert it")
+    if len(value) != count:
+        raise BadRow(
+            f"bad {name}",
+            f"'completions' has {count} {of}s and '{name}' has {len(value)}; give each {of} one, or remove the row",
+        )
+    if name == "ranks":
+        if not all(type(rank) in (int, float) for rank in value) or sorted(value) != list(range(count)) or count < 2:
+            raise BadRow(
+                "bad ranks",
+                f"'ranks' is {value}, wanted each of 0 (best), 1, ... once, for at least two answers; break ties, "
+                "number them so, or remove the row",
+            )
+        return [int(rank) for rank in value]  # where one row has a fraction, Arrow makes floats of all
+    for number, label in enumerate(value, 1):
+        if not isinstance(label, int | float) or not 0 <= label <= 1:
+            raise BadRow(
+                "bad labels",
+                f"label {number} of 'labels' is {_shown(label)}, wanted true, false, or a probability in [0, 1] that "
+                "the step is right; convert it or remove the row",
+            )
+    return [float(label) for label in value]
+
+
+def _several(answers: Any) -> list[Any]:
+    if not isinstance(answers, list):
+        raise BadRow("not text", f"'completions' is {_kind(answers)}, wanted a list; convert it or remove the row")
+    if not answers:
+        raise BadRow("empty", "'completions' is an empty list; fill it in or remove the row")
+    return answers
+
+
+def _steps(steps: list[Any]) -> tuple[str, ...]:
+    for number, step in enumerate(steps, 1):
+        at = f"step {number} of 'completions'"
+        if not isinstance(step, str):
+            raise BadRow("not text", f"{at} is {_kind(step)}, wanted text; convert it or remove the row")
+        if not step.strip():
+            raise BadRow("empty", f"{at} is empty; remove it and its label, or remove the row")
+    return tuple(steps)
+
+
+def _value(value: Any, name: str) -> Value:
     if value is None:
         raise BadRow("missing", f"'{name}' is missing; fill it in or remove the row")
     if isinstance(value, str):
@@ -211,6 +302,10 @@ def _template_options(record: Mapping[str, Any]) -> dict[str, Any]:
             "not text", f"'chat_template_kwargs' is {_kind(options)}, wanted a mapping of names to values; convert it"
         )
     return {"tools": tools or None, **{key: value for key, value in options.items() if value is not None}}
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else repr(value)
 
 
 def _kind(value: Any) -> str:

@@ -93,6 +93,6 @@ def trl() -> ModuleType:
         pytest.skip("the package trl is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("trl.data_utils", "trl.trainer.dpo_trainer", "trl.trainer.sft_trainer"):
+        for name in ("trl.data_utils", "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", "trl.trainer.sft_trainer"):
             importlib.import_module(name)
     return importlib.import_module("trl")

@@ -1,6 +1,6 @@
 import pytest
 from burnish.data.chat import Encoder
-from burnish.data.examples import Limit, demonstration, pair
+from burnish.data.examples import Limit, answers, demonstration, feedback, judged_steps, pair, solution
 from burnish.data.layouts import BadRow, Row
 
 USER = {"role": "user", "content": "q"}
@@ -165,10 +165,15 @@ def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encod
             Row("pp", ("aaab", "aaac")),
             Limit(5, "keep_start"),
             "identical after truncation",
-            "chosen and rejected differ only beyond max_length=5, so no preference is left; raise max_length",
+            "two answers differ only beyond max_length=5, so neither is preferred; raise max_length",
         ),
         (Row("", ("<eos>", "<eos>x")), ANYTHING, "empty", "an answer has no tokens of its own"),
-        (Row("pp", ("a", "a<eos>")), ANYTHING, "identical", "chosen and rejected have the same tokens; remove the row"),
+        (
+            Row("pp", ("a", "a<eos>")),
+            ANYTHING,
+            "identical",
+            "two answers have the same tokens, so neither is preferred; remove the row",
+        ),
     ],
 )
 def test_a_row_without_anything_left_to_learn_says_so(encoder, row, limit, kind, problem) -> None:
@@ -200,3 +205,129 @@ def test_an_answer_that_the_template_leaves_out_is_empty(byte_tokenizer, field) 
 def test_impossible_limits_are_refused(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         Limit(*arguments)
+
+
+def test_every_answer_of_a_ranking_continues_the_prompt_and_is_trained(encoder) -> None:
+    found = answers(Row("pp", ("a", "bb", "c"), judgment=[2, 0, 1]), encoder, limit=Limit(4, "keep_start"))
+    assert text(encoder, found.example) == ("pp", [("a<eos>", "a<eos>"), ("bb", "bb"), ("c<eos>", "c<eos>")])
+    assert (found.truncated, found.judgment) == (True, [2, 0, 1])
+    with pytest.raises(BadRow, match="two answers have the same tokens"):
+        answers(Row("pp", ("a", "b", "a"), judgment=[2, 0, 1]), encoder, limit=ANYTHING)
+    with pytest.raises(BadRow, match="two answers differ only beyond max_length=4"):
+        answers(Row("pp", ("a", "bbc", "bbd"), judgment=[2, 0, 1]), encoder, limit=Limit(4, "keep_start"))
+
+
+def test_a_pair_is_a_desirable_and_an_undesirable_answer(encoder) -> None:
+    found = feedback(Row("pppp", ("aaaa", "c")), encoder, limit=Limit(7, "keep_end"))
+    assert [encoded.judgment for encoded in found] == [True, False]
+    # Each on its own: the shorter answer keeps the whole prompt.
+    assert [text(encoder, encoded.example) for encoded in found] == [
+        ("pp", [("aaaa<eos>", "aaaa<eos>")]),
+        ("pppp", [("c<eos>", "c<eos>")]),
+    ]
+    with pytest.raises(BadRow, match="two answers differ only beyond max_length=5") as caught:
+        feedback(Row("pp", ("aaab", "aaac")), encoder, limit=Limit(5, "keep_start"))
+    assert caught.value.kind == "identical after truncation"
+
+
+def test_an_answer_says_what_would_contradict_it(encoder) -> None:
+    [good] = feedback(Row("p", ("a",), judgment=True), encoder, limit=ANYTHING)
+    [bad] = feedback(Row("p", ("a",), judgment=False), encoder, limit=ANYTHING)
+    assert good.claim == bad.claim[::-1]
+    for other in (Row("p", ("c",), judgment=False), Row("pa", ("c",), judgment=False)):
+        [found] = feedback(other, encoder, limit=ANYTHING)
+        assert not set(good.claim) & set(found.claim)
+
+
+def test_the_same_tokens_after_another_prompt_contradict_nothing(encoder) -> None:
+    [short], [long] = (
+        feedback(Row(prompt, (answer,), judgment=True), encoder, limit=ANYTHING)
+        for prompt, answer in (("p", "aa"), ("pa", "a"))
+    )
+    assert short.example.prompt + short.example.completions[0] == long.example.prompt + long.example.completions[0]
+    assert not set(short.claim) & set(long.claim)
+
+
+STEPS = ("aa", "b b", "c")  # with the separator 3, 3 and 2 tokens: " b" is one
+LABELS = [1.0, 0.25, 0.0]
+
+
+def steps(encoder, limit=ANYTHING, prompt="pp", completions=STEPS, separator="\n", last=False):
+    row = Row(prompt, completions, judgment=LABELS[: len(completions)])
+    return judged_steps(row, encoder, separator=separator, train_on_last_step_only=last, limit=limit)
+
+
+def judged(encoder, found) -> list[tuple[str, float]]:
+    """What precedes each label, its own token included, and the label."""
+    (ids,), (trained,) = found.example.completions, found.example.trained
+    ends = [position for position, train in enumerate(trained) if train]
+    assert len(ids) == len(trained)
+    return [(encoder.tokenizer.decode(ids[: end + 1]), label) for end, label in zip(ends, found.judgment, strict=True)]
+
+
+@pytest.mark.parametrize("separator", ["\n", "\n\n", "<|im_end|>"])
+def test_each_label_is_at_the_last_token_of_its_separator(encoder, separator) -> None:
+    expected = list(zip(["aa@", "aa@b b@", "aa@b b@c@"], LABELS, strict=True))
+    found = steps(encoder, separator=separator)
+    assert judged(encoder, found) == [(so_far.replace("@", separator), label) for so_far, label in expected]
+    assert encoder.tokenizer.decode(found.example.prompt) == "<bos>pp"
+
+
+@pytest.mark.parametrize(("completions", "separator"), [(("a", "b"), " "), (("a ", "c "), "b")])
+def test_a_separator_merges_with_no_step(encoder, completions, separator) -> None:
+    found = steps(encoder, completions=completions, separator=separator)
+    assert len(encoder.bare(" b")) == 1  # so "a b" is two tokens
+    [ids] = found.example.completions
+    assert [encoder.tokenizer.decode(token) for token in ids] == list(separator.join([*completions, ""]))
+
+
+def test_steps_may_answer_a_conversation(encoder) -> None:
+    found = steps(encoder, prompt=[USER], completions=("a",))
+    assert text(encoder, found.example)[0] == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert judged(encoder, found) == [("a\n", 1.0)]
+
+
+@pytest.mark.parametrize(("max_length", "kept"), [(11, 3), (10, 2), (9, 2), (8, 1), (7, 1), (6, 1)])
+def test_steps_beyond_max_length_are_left_out_with_their_labels(encoder, max_length, kept) -> None:
+    found = steps(encoder, Limit(max_length, "keep_start"))
+    assert judged(encoder, found) == judged(encoder, steps(encoder))[:kept]
+    assert found.example.trained[0][-1]  # nothing follows the last label
+    assert found.truncated == (kept < 3)
+
+
+def test_the_end_of_a_solution_is_kept_at_the_cost_of_its_prompt(encoder) -> None:
+    found = steps(encoder, Limit(9, "keep_end"))
+    assert text(encoder, found.example)[0] == "p"
+    assert judged(encoder, found) == judged(encoder, steps(encoder))
+
+
+def test_the_last_step_alone_can_be_trained(encoder) -> None:
+    assert judged(encoder, steps(encoder, last=True)) == judged(encoder, steps(encoder))[-1:]
+    assert judged(encoder, steps(encoder, Limit(9, "keep_end"), last=True)) == judged(encoder, steps(encoder))[-1:]
+
+
+@pytest.mark.parametrize(
+    ("limit", "settings", "kind", "problem"),
+    [
+        (Limit(5, "keep_start"), {}, "no step left", "the first step ends at token 6 and max_length is 5"),
+        (Limit(3, "keep_start"), {}, "prompt too long", "the prompt has 3 tokens and max_length is 3"),
+        (Limit(8, "keep_end"), {}, "answer too long", "an answer has 8 tokens and max_length is 8"),
+        (Limit(10, "error"), {}, "too long", "11 tokens and max_length is 10"),
+        (Limit(10, "keep_start"), {"last": True}, "last step too far", "the last step, the only one to train on, ends"),
+    ],
+)
+def test_a_solution_without_a_label_left_says_so(encoder, limit, settings, kind, problem) -> None:
+    with pytest.raises(BadRow, match=problem) as caught:
+        steps(encoder, limit, **settings)
+    assert caught.value.kind == kind
+
+
+def test_steps_need_a_prompt_or_a_bos_token_before_them(encoder, byte_tokenizer) -> None:
+    assert text(encoder, solution(Row("", ("a",)), encoder, separator="\n"))[0] == "<bos>"
+    with pytest.raises(BadRow, match="the prompt is empty and there is no BOS token to put in its place"):
+        solution(Row("", ("a",)), Encoder(byte_tokenizer(bos_token=None)), separator="\n")
+
+
+def test_a_separator_without_tokens_is_refused(encoder) -> None:
+    with pytest.raises(ValueError, match="separator: wanted text that the tokenizer has a token for, got ''"):
+        solution(Row("p", ("a",)), encoder, separator="")

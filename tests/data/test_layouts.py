@@ -1,7 +1,19 @@
+import math
 import re
 
 import pytest
-from burnish.data.layouts import PREFERENCE, SUPERVISED, BadRow, find_layout, read_row
+from burnish.data.layouts import (
+    FEEDBACK,
+    PREFERENCE,
+    RANKING,
+    SCORES,
+    SOLUTION,
+    STEPS,
+    SUPERVISED,
+    BadRow,
+    find_layout,
+    read_row,
+)
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -19,6 +31,8 @@ SYSTEM = {"role": "system", "content": "s"}
         (["text"], SUPERVISED, ("text",)),
         (["prompt", "chosen", "rejected", "messages"], PREFERENCE, ("prompt", "chosen", "rejected")),
         (["margin", "chosen", "rejected"], PREFERENCE, ("chosen", "rejected")),
+        (["prompt", "completion", "label"], FEEDBACK, ("prompt", "completion", "label")),
+        (["prompt", "chosen", "rejected"], FEEDBACK, ("prompt", "chosen", "rejected")),
     ],
 )
 def test_the_layout_follows_from_the_columns(columns, accepted, layout) -> None:
@@ -31,7 +45,12 @@ def test_the_layout_follows_from_the_columns(columns, accepted, layout) -> None:
         (["promt", "completion"], SUPERVISED, "found the columns (promt, completion), wanted (prompt, completion) or"),
         (["promt", "completion"], SUPERVISED, "should 'promt' be 'prompt'?"),
         (["choosen", "rejected"], PREFERENCE, "should 'choosen' be 'chosen'?"),
-        (["chosen", "rejected"], SUPERVISED, "these are preference pairs, for a recipe such as dpo"),
+        (["chosen", "rejected"], SUPERVISED, "these are preference pairs, for a recipe such as dpo, kto or reward"),
+        (["prompt", "completion", "label"], PREFERENCE, "these are answers with labels, for a recipe such as kto"),
+        (["prompt", "completions", "labels"], PREFERENCE, "these are steps with labels, for a recipe such as prm"),
+        (["prompt", "completion", "score"], STEPS, "these are answers with scores, for a recipe such as reward"),
+        (["prompt", "completions", "ranks"], STEPS, "these are ranked answers, for a recipe such as reward"),
+        (["prompt", "completion", "lable"], FEEDBACK, "for a recipe such as sft; should 'lable' be 'label'?"),
         (["text"], PREFERENCE, "these are demonstrations, for a recipe such as sft"),
         (["prompt", "completion", "images"], SUPERVISED, "column 'images': burnish trains on text only"),
         (["prompt", "chosen", "rejected", "image"], PREFERENCE, "column 'image': burnish trains on text only"),
@@ -101,6 +120,77 @@ def test_an_assistant_may_call_tools_instead_of_saying_something() -> None:
 
 def test_two_messages_of_the_user_in_a_row_are_left_to_the_template() -> None:
     read_row({"messages": [USER, USER, ANSWER]}, ("messages",))
+
+
+@pytest.mark.parametrize(
+    ("layout", "record", "judgment"),
+    [
+        (*FEEDBACK[:1], {"prompt": "q", "completion": "a", "label": False}, False),
+        (*SCORES, {"prompt": "q", "completion": "a", "score": -2}, -2.0),
+        (*STEPS, {"prompt": "q", "completions": ["a", "b", "c"], "labels": [True, 0.25, 0]}, [1.0, 0.25, 0.0]),
+        (*RANKING, {"prompt": "q", "completions": ["a", "b"], "ranks": [1.0, 0.0]}, [1, 0]),
+        (*RANKING, {"prompt": [USER], "completions": [[ANSWER], [OTHER]], "ranks": [0, 1]}, [0, 1]),
+    ],
+)
+def test_what_a_row_says_of_its_answers_is_its_judgment(layout, record, judgment) -> None:
+    row = read_row(record, layout)
+    assert repr(row.judgment) == repr(judgment)  # True is not 1
+    assert row.prompt == record["prompt"]
+    assert row.completions == (tuple(record["completions"]) if "completions" in record else (record["completion"],))
+
+
+@pytest.mark.parametrize("label", [0, 1, 1.0, "yes", "true", None, math.nan, [True]])
+def test_a_label_is_a_boolean_and_nothing_like_it(label) -> None:
+    shown = "missing" if label is None else repr(label)
+    with pytest.raises(BadRow, match=re.escape(f"'label' is {shown}, wanted true or false; convert it or")) as caught:
+        read_row({"prompt": "q", "completion": "a", "label": label}, FEEDBACK[0])
+    assert caught.value.kind == "bad label"
+
+
+@pytest.mark.parametrize("score", [True, "0.5", None, math.nan, math.inf])
+def test_a_score_is_a_finite_number(score) -> None:
+    shown = "missing" if score is None else repr(score)
+    with pytest.raises(BadRow, match=re.escape(f"'score' is {shown}, wanted a finite number; fix it or")) as caught:
+        read_row({"prompt": "q", "completion": "a", "score": score}, SCORES[0])
+    assert caught.value.kind == "bad score"
+
+
+@pytest.mark.parametrize("ranks", [[1, 2], [0, 0], [2, 0], [0.0, 0.5], [False, True], [0, None], ["0", "1"]])
+def test_ranks_are_a_permutation(ranks) -> None:
+    with pytest.raises(BadRow, match=re.escape(f"'ranks' is {ranks}, wanted each of 0 (best), 1, ... once")):
+        read_row({"prompt": "q", "completions": ["a", "b"], "ranks": ranks}, RANKING[0])
+
+
+@pytest.mark.parametrize(
+    ("record", "layout", "problem"),
+    [
+        ({"labels": [True]}, STEPS[0], "'completions' has 2 steps and 'labels' has 1; give each step one"),
+        ({"labels": [True] * 3}, STEPS[0], "'completions' has 2 steps and 'labels' has 3"),
+        ({"labels": True}, STEPS[0], "'labels' is true or false, wanted a list with one for each step"),
+        ({"labels": [True, None]}, STEPS[0], "label 2 of 'labels' is missing, wanted true, false, or a probability"),
+        ({"labels": [0, 2]}, STEPS[0], "label 2 of 'labels' is 2, wanted"),
+        ({"labels": [-1, 1]}, STEPS[0], "label 1 of 'labels' is -1, wanted"),
+        ({"labels": [0.5, math.nan]}, STEPS[0], "label 2 of 'labels' is nan, wanted"),
+        ({"labels": ["yes", "no"]}, STEPS[0], "label 1 of 'labels' is 'yes', wanted"),
+        ({"completions": [], "labels": []}, STEPS[0], "'completions' is an empty list; fill it in"),
+        ({"completions": "a b"}, SOLUTION, "'completions' is text, wanted a list"),
+        ({"completions": ["a", " \n"]}, SOLUTION, "step 2 of 'completions' is empty; remove it and its label"),
+        ({"completions": ["a", [ANSWER]]}, SOLUTION, "step 2 of 'completions' is a list, wanted text"),
+        ({"prompt": []}, SOLUTION, "'prompt' has no messages"),
+        ({"ranks": [0]}, RANKING[0], "'completions' has 2 answers and 'ranks' has 1; give each answer one"),
+        (
+            {"completions": ["a"], "ranks": [0]},
+            RANKING[0],
+            "'ranks' is [0], wanted each of 0 (best), 1, ... once, for at",
+        ),
+        ({"completions": ["a", ""], "ranks": [0, 1]}, RANKING[0], "'completions 2' is empty; fill it in"),
+        ({"completions": ["a", [ANSWER]], "ranks": [0, 1]}, RANKING[0], "'completions 2' is a list; give all of them"),
+        ({"prompt": "q", "completions": [[ANSWER], [OTHER]], "ranks": [0, 1]}, RANKING[0], "'prompt' is text"),
+    ],
+)
+def test_steps_and_rankings_that_are_none_say_why(record, layout, problem) -> None:
+    with pytest.raises(BadRow, match=re.escape(problem)):
+        read_row({"prompt": "q", "completions": ["a", "b"]} | record, layout)
 
 
 MESSAGES, COMPLETION, PAIR, SHARED = ("messages",), ("prompt", "completion"), *PREFERENCE
