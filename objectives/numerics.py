@@ -13,9 +13,13 @@ def log_odds(logp: Tensor) -> Tensor:
     A log p closer to zero than the machine epsilon ε of its dtype is read as −ε: rounding alone puts p there, and at
     p = 1 the odds are infinite. The gradient 1/(1 − p) is taken at that point too, so it is never more than 1/ε.
     """
-    fixed = logp.detach()
-    below_one = fixed.clamp(max=-torch.finfo(logp.dtype).eps) + (logp - fixed)
+    below_one = _below_one(logp)
     return below_one - log1mexp(below_one)
+
+
+def log_remainder(logp: Tensor) -> Tensor:
+    """log(1 − p) from log p, never less than log ε: near p = 1 it is read as in `log_odds`."""
+    return log1mexp(_below_one(logp))
 
 
 def log1mexp(x: Tensor) -> Tensor:
@@ -38,3 +42,9 @@ def power_score(log_ratio: Tensor, alpha: float) -> Tensor:
     curve = torch.where(below.abs() < 1, torch.expm1(below), torch.exp(below) - 1)
     tangent = math.exp(limit) * F.relu(exponent - limit)
     return -(curve + tangent) / alpha
+
+
+def _below_one(logp: Tensor) -> Tensor:
+    """log p, at most −ε; the gradient passes as if nothing had been cut."""
+    fixed = logp.detach()
+    return fixed.clamp(max=-torch.finfo(logp.dtype).eps) + (logp - fixed)

@@ -1,8 +1,10 @@
 """Stable forms against 60-digit arithmetic, and how they go on where the exact value cannot be held."""
 
+import math
+
 import pytest
 import torch
-from burnish.objectives.numerics import log1mexp, log_odds, power_score
+from burnish.objectives.numerics import log1mexp, log_odds, log_remainder, power_score
 from mpmath import mp, mpf
 
 
@@ -34,6 +36,16 @@ def test_log_odds_read_certainty_as_one_epsilon_short_of_it(dtype: torch.dtype) 
     value, slope = value_and_slope(log_odds, [-eps, -eps / 1e6, 0.0, eps / 10], dtype)
     assert value == pytest.approx([value[0]] * 4)
     assert slope == pytest.approx([1 / eps] * 4, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_log_remainder_is_log1mexp_down_to_one_epsilon(dtype: torch.dtype) -> None:
+    eps = torch.finfo(dtype).eps
+    inside = [-80.0, -2.0, -0.25, -8 * eps]
+    assert value_and_slope(log_remainder, inside, dtype) == value_and_slope(log1mexp, inside, dtype)
+    value, slope = value_and_slope(log_remainder, [-eps, 0.0, 4 * eps], dtype)
+    assert value == pytest.approx([math.log(eps)] * 3, rel=0.01)
+    assert slope == pytest.approx([-1 / eps] * 3, rel=0.01)
 
 
 @pytest.mark.parametrize(("dtype", "corner"), [(torch.float32, 29.5), (torch.float64, 236.5)])

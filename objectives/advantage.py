@@ -1,0 +1,339 @@
+"""Advantages: how much better an answer, or a token, was than expected. Computed once, over the whole global batch.
+
+    r_i          the reward of answer i; NaN if it could not be scored
+    group        which prompt an answer belongs to: any integers, in any order, groups of any size
+    G_t          Σ_{k≥0} γ^k r_{t+k}, the return from token t to the end of its answer
+    V_t          the value of the state before token t; 0 after the last token
+
+An answer without a reward is masked: it enters no mean and no standard deviation, and its advantage is 0. `group_stats`
+counts such answers. Standard deviations are unbiased (divided by n − 1), and 0 for a group of one. An answer whose
+group holds no other reward, or only equal ones, has advantage exactly 0, whatever the size of the rewards.
+
+Results are detached, in the order of the answers given; that order and the groups' names do not matter. Tokens lie as
+in `sequence`: flat, with sorted ids. Infinite rewards and shapes that differ raise ValueError.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .checks import require, same_shape
+from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Stats
+
+Groups = Int[Tensor, " sequences"]  # the prompt each answer belongs to, as any integer
+
+
+@torch.no_grad()
+def group_advantage(
+    reward: PerSequence, group: Groups, *, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4
+) -> PerSequence:
+    """GRPO's advantage: an answer against the others to its prompt.
+
+        A_i = (r_i − mean_g r) / (s + ε)
+
+    Args:
+        scale: s is the standard deviation of the rewards in the answer's group (GRPO), or in the whole batch (Lite
+            PPO); "none" does not divide at all (Dr. GRPO).
+        eps: ε ≥ 0. The paper has none; 1e-4 is TRL's. Rewards that differ by less than it are scaled down by it.
+
+    Paper: Shao et al. 2024, arXiv:2402.03300; "batch": Liu et al. 2025, arXiv:2508.08221; "none": Liu et al. 2025,
+    arXiv:2503.20783.
+    """
+    _check("group_advantage", reward, group=group)
+    index = _index(group)
+    deviation = _deviation(reward, index)
+    match scale:
+        case "group":
+            return _ratio("group_advantage", deviation, _std(deviation, index), eps)
+        case "batch":
+            batch = torch.zeros_like(index)
+            return _ratio("group_advantage", deviation, _std(_deviation(reward, batch), batch), eps)
+        case "none":
+            return deviation.nan_to_num(nan=0.0)
+    raise ValueError(f"group_advantage: scale must be group, batch or none, got {scale!r}")
+
+
+@torch.no_grad()
+def leave_one_out(reward: PerSequence, group: Groups) -> PerSequence:
+    """RLOO's advantage: the baseline is the mean reward of the other answers to the prompt.
+
+        A_i = r_i − 1/(n − 1) Σ_{j≠i} r_j = n/(n − 1) (r_i − mean_g r)
+
+    Paper: Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024,
+    arXiv:2402.14740.
+    """
+    _check("leave_one_out", reward, group=group)
+    index = _index(group)
+    count = _count(reward, index)
+    return (_deviation(reward, index) * count / (count - 1).clamp(min=1)).nan_to_num(nan=0.0)
+
+
+@torch.no_grad()
+def optimal_baseline(reward: PerSequence, group: Groups, length: SequenceLengths) -> PerSequence:
+    """OPO's advantage: the baseline that minimizes the gradient's variance if that grows with an answer's length.
+
+        A_i = r_i − Σ_g l r / Σ_g l
+
+    verl gives an answer that is alone in its group its raw reward; here it gets 0.
+
+    Paper: Hao et al. 2025, arXiv:2505.23585.
+    """
+    _check("optimal_baseline", reward, group=group, length=length)
+    index = _index(group)
+    deviation = _deviation(reward, index)
+    scored = length.to(reward.dtype).where(~reward.isnan(), torch.nan)
+    baseline = _sum(scored * deviation, index) / _sum(scored, index).clamp(min=1)
+    return (deviation - baseline).nan_to_num(nan=0.0)
+
+
+@torch.no_grad()
+def total_reward(reward: Float[Tensor, "sequences rewards"], weight: Float[Tensor, " rewards"]) -> PerSequence:
+    """Several rewards as one: Σ_k w_k r_ik over those that could be given; NaN if none could.
+
+    Pass it to `group_advantage` to sum, then normalize.
+    """
+    _check_rewards("total_reward", reward, weight)
+    return (reward * weight).nansum(1).where(~reward.isnan().all(1), torch.nan)
+
+
+@torch.no_grad()
+def normalize_then_sum(
+    reward: Float[Tensor, "sequences rewards"],
+    group: Groups,
+    weight: Float[Tensor, " rewards"],
+    *,
+    eps: float = 1e-4,
+) -> PerSequence:
+    """GDPO's advantage: each reward is compared within the group by itself, so that none drowns another.
+
+        z_ik = (r_ik − mean_g r_k) / (std_g r_k + ε)
+        A = whiten(Σ_k w_k z_k)
+
+    A reward that an answer did not get counts as its group's mean; an answer that got none is masked.
+
+    Args:
+        weight: w_k, on rewards of unit variance.
+        eps: as in `group_advantage`.
+
+    Paper: Liu et al. 2026, arXiv:2601.05242.
+    """
+    _check_rewards("normalize_then_sum", reward, weight)
+    scores = [group_advantage(r, group, scale="group", eps=eps) for r in reward.unbind(1)]
+    total = torch.stack(scores, 1) @ weight
+    return whiten(total.where(~reward.isnan().all(1), torch.nan), eps=eps)
+
+
+@torch.no_grad()
+def whiten(x: Float[Tensor, " units"], *, eps: float = 1e-4) -> Float[Tensor, " units"]:
+    """Zero mean and unit variance over the batch: (x − mean x) / (std x + ε); a NaN is left out and becomes 0.
+
+    PPO's whitened rewards keep their mean: add it back. An ε of 1e-4 is TRL's.
+    """
+    _check("whiten", x)
+    batch = torch.zeros_like(x, dtype=torch.int64)
+    deviation = _deviation(x, batch)
+    return _ratio("whiten", deviation, _std(deviation, batch), eps)
+
+
+@torch.no_grad()
+def kl_penalized_reward(reward: PerSequence, kl: FlatTokens, sequence: SequenceIds, *, beta: float) -> FlatTokens:
+    """The reward of each token: a share of the divergence from the reference, and the answer's reward at its end.
+
+        r_t = −β kl_t + [t is the last token of answer i] r_i
+
+    An answer without a token has no place for its reward, so it is left out. The last token of an unscored answer is
+    NaN. RLOO subtracts the penalty from whole answers: ``reward - beta * sequence_sum(kl, ...)``.
+
+    Args:
+        kl: log π/π_ref of each token, or another estimate of the divergence.
+        beta: β ≥ 0.
+
+    Paper: Ziegler et al. 2019, arXiv:1909.08593; per token: Ouyang et al. 2022, arXiv:2203.02155.
+    """
+    _check("kl_penalized_reward", reward)
+    _check_tokens("kl_penalized_reward", sequence, kl=kl)
+    require("kl_penalized_reward", 0 <= beta < math.inf, f"beta must be >= 0, got {beta}")
+    last = torch.ones_like(sequence, dtype=torch.bool)
+    last[:-1] = sequence[1:] != sequence[:-1]
+    return torch.where(last, reward[sequence], 0.0) - beta * kl
+
+
+@torch.no_grad()
+def gae(
+    reward: FlatTokens, value: FlatTokens, sequence: SequenceIds, *, gamma: float, lam: float
+) -> tuple[FlatTokens, FlatTokens]:
+    """Generalized advantage estimation, and the returns that the value function should learn.
+
+        δ_t = r_t + γ V_{t+1} − V_t
+        A_t = Σ_{k≥0} (γλ)^k δ_{t+k},  R_t = A_t + V_t
+
+    All sums end with the answer. If one was cut off, add γ times the value of the state it was cut at to its last
+    reward. The tokens of an answer with a NaN reward get A = 0 and R = V; leave them out before whitening.
+
+    Args:
+        gamma, lam: γ and λ in [0, 1]. λ = 0 is the one-step error, λ = 1 the return minus the value.
+
+    Returns:
+        Advantages and returns.
+
+    Paper: Schulman et al. 2015, arXiv:1506.02438.
+    """
+    _check_tokens("gae", sequence, reward=reward, value=value)
+    _unit_interval("gae", gamma=gamma, lam=lam)
+    following = _shifted(value, sequence, 1)
+    advantage = _discounted_sum(reward + gamma * following - value, sequence, gamma * lam)
+    unscored = torch.isin(sequence, sequence[reward.isnan()])
+    advantage = torch.where(unscored, 0.0, advantage)
+    return advantage, advantage + value
+
+
+@torch.no_grad()
+def reinforce_plus_plus(
+    reward: PerSequence,
+    kl: FlatTokens,
+    sequence: SequenceIds,
+    *,
+    beta: float,
+    gamma: float = 1.0,
+    eps: float = 1e-4,
+) -> FlatTokens:
+    """REINFORCE++'s advantage: the penalized return, whitened over all tokens of the batch; for one answer a prompt.
+
+        A = whiten(G),  of the rewards r_t = −β kl_t + [t is the last token of answer i] r_i
+
+    Args:
+        kl: log π/π_ref of each token. beta: β ≥ 0.
+        gamma: γ in [0, 1]; 1 in the paper.
+
+    Paper: Hu et al. 2025, arXiv:2501.03262.
+    """
+    _unit_interval("reinforce_plus_plus", gamma=gamma)
+    return whiten(_discounted_sum(kl_penalized_reward(reward, kl, sequence, beta=beta), sequence, gamma), eps=eps)
+
+
+@torch.no_grad()
+def reinforce_plus_plus_baseline(
+    reward: PerSequence, group: Groups, sequence: SequenceIds, *, eps: float = 1e-4
+) -> FlatTokens:
+    """REINFORCE++-baseline's advantage: centered in the group, scaled over the batch; for several answers a prompt.
+
+        A = whiten(r_i − mean_g r),  over all tokens t of all answers i
+
+    The paper's penalty is a loss of its own: k2 of `kl_estimate`. That tokens are what is whitened, so that long
+    answers count more, is as in verl and OpenRLHF.
+
+    Paper: Hu et al. 2025, arXiv:2501.03262.
+    """
+    _check("reinforce_plus_plus_baseline", reward, group=group)
+    return whiten(_deviation(reward, _index(group))[sequence], eps=eps)
+
+
+@torch.no_grad()
+def group_stats(reward: PerSequence, group: Groups) -> Stats:
+    """What a step should log of its rewards, one number each, under TRL's names where it has one.
+
+        reward, reward_std     mean and standard deviation over the scored answers of the batch
+        frac_reward_zero_std   share of groups that teach nothing, since no two of their rewards differ
+        frac_unscored          share of answers without a reward
+
+    A group that has no reward at all is not counted as a group. One with a single reward teaches nothing either; TRL
+    counts it as if it did, and weighs groups by their size.
+    """
+    _check("group_stats", reward, group=group)
+    index = _index(group)
+    batch = torch.zeros_like(index)
+    scored = ~reward.isnan()
+    silent = _std(_deviation(reward, index), index) == 0
+    groups = len(torch.unique(index[scored]))
+    return {
+        "reward": reward.nanmean(),
+        "reward_std": _std(_deviation(reward, batch), batch).amax(),
+        "frac_reward_zero_std": reward.new_tensor(len(torch.unique(index[scored & silent])) / max(groups, 1)),
+        "frac_unscored": 1 - scored.to(reward.dtype).mean(),
+    }
+
+
+def _check(who: str, reward: Tensor, **others: Tensor) -> None:
+    same_shape(who, reward=reward, **others)
+    require(who, not bool(reward.isinf().any()), "values must be finite, or NaN where there is none, got inf")
+
+
+def _check_rewards(who: str, reward: Tensor, weight: Tensor) -> None:
+    _check(who, reward)
+    require(
+        who,
+        reward.dim() == 2 and weight.shape == reward.shape[1:],
+        f"reward must be [answers, rewards] with one weight per reward, got {list(reward.shape)} and "
+        f"{list(weight.shape)}",
+    )
+
+
+def _check_tokens(who: str, sequence: Tensor, **tokens: Tensor) -> None:
+    same_shape(who, sequence=sequence, **tokens)
+    require(who, bool((sequence[1:] >= sequence[:-1]).all()), "sequence must be sorted: sort tokens by their answer")
+
+
+def _unit_interval(who: str, **values: float) -> None:
+    for name, value in values.items():
+        require(who, 0 <= value <= 1, f"{name} must be in [0, 1], got {value}")
+
+
+def _index(group: Tensor) -> Tensor:
+    """Groups renumbered from 0."""
+    index: Tensor = torch.unique(group, return_inverse=True)[1]
+    return index
+
+
+def _sum(x: Tensor, index: Tensor) -> Tensor:
+    """At each entry, the sum over its group; a NaN does not count."""
+    return x.new_zeros(x.shape).index_add(0, index, torch.where(x.isnan(), 0.0, x))[index]
+
+
+def _count(x: Tensor, index: Tensor) -> Tensor:
+    """At each entry, the number of entries of its group that are not NaN."""
+    return _sum((~x.isnan()).to(x.dtype), index)
+
+
+def _deviation(x: Tensor, index: Tensor) -> Tensor:
+    """x minus the mean of its group; NaN stays NaN.
+
+    The mean is taken above the group's lowest entry: the rounded mean of equal rewards is not always that reward, and a
+    deviation of pure rounding, divided by a standard deviation of pure rounding, is an advantage of about 1.
+    """
+    lowest = torch.full_like(x, math.inf).scatter_reduce(0, index, torch.where(x.isnan(), math.inf, x), "amin")
+    above = x - lowest[index]
+    return above - _sum(above, index) / _count(x, index)
+
+
+def _std(deviation: Tensor, index: Tensor) -> Tensor:
+    """At each entry, the unbiased standard deviation of its group; 0 in a group of one."""
+    return (_sum(deviation.square(), index) / (_count(deviation, index) - 1).clamp(min=1)).sqrt()
+
+
+def _ratio(who: str, deviation: Tensor, std: Tensor, eps: float) -> Tensor:
+    """deviation / (std + ε), 0 where there is no deviation at all."""
+    require(who, 0 <= eps < math.inf, f"eps must be >= 0, got {eps}")
+    return torch.where(std > 0, deviation / (std + eps), 0.0).nan_to_num(nan=0.0)
+
+
+def _shifted(x: Tensor, sequence: Tensor, by: int) -> Tensor:
+    """x_{t+by} at token t, or 0 where the sequence has ended by then."""
+    later = torch.zeros_like(x)
+    later[:-by] = torch.where(sequence[by:] == sequence[:-by], x[by:], 0.0)
+    return later
+
+
+def _discounted_sum(x: Tensor, sequence: Tensor, decay: float) -> Tensor:
+    """Σ_{k≥0} decay^k x_{t+k} over the rest of each sequence.
+
+    Sums of 1, 2, 4, ... tokens, each made of two of the one before: as many rounds as the longest sequence has binary
+    digits, instead of one for each of its tokens.
+    """
+    reach = 1
+    while bool((sequence[reach:] == sequence[:-reach]).any()):
+        x = x + decay**reach * _shifted(x, sequence, reach)
+        reach *= 2
+    return x

@@ -1,0 +1,197 @@
+"""Distillation objectives: bring the student's next-token distribution to the teacher's.
+
+    S, T    the student's and the teacher's distribution over the vocabulary at one position
+    p, q    the teacher's and the student's probability of the token that was sampled there
+
+The divergences take ``logp, teacher_logp``: log S and log T, [..., vocabulary], normalized over the last dimension, in
+nats. For a temperature τ pass ``log_softmax(logits / τ)`` of both; no factor τ² is applied here. A token of
+probability zero (−inf, as in a padded vocabulary) adds nothing and passes no gradient. Only where a KL divergence is
+infinite by definition, since its second distribution lacks a token that the first one has, does it come out as +inf.
+The teacher is not detached. Objectives on sampled tokens take log-probabilities of those alone.
+
+Every function returns ``(loss, stats)`` with one entry per token: nothing is reduced here. Shapes that differ and
+hyper-parameters out of range raise ValueError. Where the vocabulary is too large to hold, `burnish.kernels` has the
+same divergences per token, from hidden states.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .checks import require, same_shape
+from .numerics import log_remainder
+from .sequence import sequence_length
+from .types import FlatTokens, PerToken, SequenceIds, Stats
+
+Distributions = Float[Tensor, "*tokens vocabulary"]
+
+
+def forward_kl(logp: Distributions, teacher_logp: Distributions) -> tuple[PerToken, Stats]:
+    """Forward KL divergence, the classic: the student must cover whatever the teacher may say.
+
+        ℓ = KL(T‖S) = Σ_v T_v (log T_v − log S_v)
+
+    Paper: Hinton et al. 2015, arXiv:1503.02531.
+    """
+    same_shape("forward_kl", logp=logp, teacher_logp=teacher_logp)
+    return _kl(teacher_logp, logp), {}
+
+
+def reverse_kl(logp: Distributions, teacher_logp: Distributions) -> tuple[PerToken, Stats]:
+    """Reverse KL divergence: the student must not say what the teacher would not.
+
+        ℓ = KL(S‖T) = Σ_v S_v (log S_v − log T_v)
+
+    Paper: Gu et al. 2023 (MiniLLM), arXiv:2306.08543; per token: Agarwal et al. 2023, arXiv:2306.13649.
+    """
+    same_shape("reverse_kl", logp=logp, teacher_logp=teacher_logp)
+    return _kl(logp, teacher_logp), {}
+
+
+def generalized_jsd(logp: Distributions, teacher_logp: Distributions, *, beta: float) -> tuple[PerToken, Stats]:
+    """Generalized Jensen-Shannon divergence, between forward and reverse KL, and bounded.
+
+        ℓ = β KL(T‖M) + (1 − β) KL(S‖M),  M = βT + (1 − β)S
+
+    At the ends, where this would vanish, it is `forward_kl` (β = 0) and `reverse_kl` (β = 1), as in TRL: the limits of
+    ℓ/β and ℓ/(1 − β). So a small β needs a learning rate larger by 1/β.
+
+    Args:
+        beta: β in [0, 1], the teacher's share in M.
+
+    Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649, Eq. 1.
+    """
+    same_shape("generalized_jsd", logp=logp, teacher_logp=teacher_logp)
+    require("generalized_jsd", 0 <= beta <= 1, f"beta must be in [0, 1], got {beta}")
+    if beta == 0:
+        return forward_kl(logp, teacher_logp)
+    if beta == 1:
+        return reverse_kl(logp, teacher_logp)
+    mixture = _mixture(teacher_logp, logp, beta)
+    return beta * _kl(teacher_logp, mixture) + (1 - beta) * _kl(logp, mixture), {}
+
+
+def skew_forward_kl(logp: Distributions, teacher_logp: Distributions, *, alpha: float) -> tuple[PerToken, Stats]:
+    """Skew KL divergence: forward KL to a student that is helped by the teacher, and so bounded by −log α.
+
+        ℓ = KL(T ‖ αT + (1 − α)S)
+
+    Args:
+        alpha: α in (0, 1), 0.1 in the paper; towards 0 it is `forward_kl`.
+
+    Paper: Ko et al. 2024 (DistiLLM), arXiv:2402.03898.
+    """
+    same_shape("skew_forward_kl", logp=logp, teacher_logp=teacher_logp)
+    _check_alpha("skew_forward_kl", alpha)
+    return _kl(teacher_logp, _mixture(teacher_logp, logp, alpha)), {}
+
+
+def skew_reverse_kl(logp: Distributions, teacher_logp: Distributions, *, alpha: float) -> tuple[PerToken, Stats]:
+    """Skew reverse KL divergence: reverse KL to a teacher that admits some of the student, bounded by −log α.
+
+        ℓ = KL(S ‖ αS + (1 − α)T)
+
+    Args:
+        alpha: α in (0, 1), 0.1 in the paper; towards 0 it is `reverse_kl`.
+
+    Paper: Ko et al. 2024 (DistiLLM), arXiv:2402.03898.
+    """
+    same_shape("skew_reverse_kl", logp=logp, teacher_logp=teacher_logp)
+    _check_alpha("skew_reverse_kl", alpha)
+    return _kl(logp, _mixture(logp, teacher_logp, alpha)), {}
+
+
+def with_tail(logp: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens k+1"]:
+    """Add the rest of the vocabulary as one more token, so that k log-probabilities are a distribution.
+
+        [log p_1, …, log p_k]  ->  [log p_1, …, log p_k, log(1 − Σ p_i)]
+
+    Composes with every divergence: take the teacher's top k, the student's log-probabilities of the same k tokens,
+    and both with their tails. The result is a lower bound of the divergence over the whole vocabulary. A rest below
+    the machine epsilon ε of the dtype, or below zero, is rounding, and is read as ε.
+    """
+    return torch.cat([logp, log_remainder(logp.logsumexp(-1, keepdim=True))], -1)
+
+
+def sampled_reverse_kl(logp: PerToken, teacher_logp: PerToken) -> tuple[PerToken, Stats]:
+    """On-policy distillation: reverse KL from the sampled tokens alone, by policy gradient.
+
+        ℓ = sg(log q − log p) log q
+
+    Over tokens that the student sampled, the mean of its gradient is that of the per-token `reverse_kl`, and the mean
+    of ``stats["reverse_kl"]`` = log q − log p is the divergence itself; its negative is the reward or advantage for any
+    other policy objective.
+
+    Args:
+        logp: log q, under the student, of tokens sampled from it; teacher_logp: log p, of the same tokens.
+
+    Paper: Gu et al. 2023 (MiniLLM), arXiv:2306.08543, the single step of its Eq. 3 by sampling.
+    """
+    same_shape("sampled_reverse_kl", logp=logp, teacher_logp=teacher_logp)
+    log_ratio = (logp - teacher_logp).detach()
+    return log_ratio * logp, {"reverse_kl": log_ratio}
+
+
+def minillm(
+    divergence: FlatTokens,
+    logp: FlatTokens,
+    teacher_logp: FlatTokens,
+    sequence: SequenceIds,
+    sequences: int,
+    *,
+    alpha: float,
+) -> tuple[FlatTokens, Stats]:
+    """MiniLLM: reverse KL of whole answers by policy gradient; each token also answers for the tokens after it.
+
+        ℓ_t = sg(w_t) [KL_t(S‖T) − sg(R_t) log q_t]
+        R_t = mean_{t' > t} (log p_t' − log q_t'),  0 for the last token
+        w_t = q_t / (αp_t + (1 − α)q_t)
+
+    The single step is exact, over the vocabulary; the long run is normalized by length; w_t, the weight of one step,
+    stands for the product up to t. The paper prints 1/(T − t − 1) before a sum of T − t terms; here it is their mean.
+
+    Args:
+        divergence: KL_t(S‖T) at each token, by `reverse_kl`.
+        logp: log q, under the student, of the sampled tokens; teacher_logp: log p, of the same tokens.
+        alpha: α in [0, 1), the teacher's share in the mixture that the tokens were sampled from: 0.2 in the paper, 0
+            if the student sampled alone.
+
+    Paper: Gu et al. 2023, arXiv:2306.08543, Eq. 7. Its pretraining loss is another term of the mix.
+    """
+    same_shape("minillm", divergence=divergence, logp=logp, teacher_logp=teacher_logp, sequence=sequence)
+    require("minillm", 0 <= alpha < 1, f"alpha must be in [0, 1), got {alpha}")
+    reward = (teacher_logp - logp).detach()
+    ratio = reward.exp().clamp(max=torch.finfo(reward.dtype).max)  # 0 · inf is no number
+    weight = 1 / (alpha * ratio + (1 - alpha))
+    loss = weight * (divergence - _mean_of_later(reward, sequence, sequences) * logp)
+    return loss, {"reverse_kl": -reward, "importance": weight}
+
+
+def _kl(first: Tensor, second: Tensor) -> Tensor:
+    """Σ_v P_v (log P_v − log Q_v) over the last dimension, with 0 · anything = 0 in value and gradient."""
+    mass = first.exp()
+    return (mass * torch.where(mass > 0, first - second, 0)).sum(-1)
+
+
+def _mixture(first: Tensor, second: Tensor, share: float) -> Tensor:
+    """log(aP + (1 − a)Q). A log-probability of −inf becomes the lowest finite number, whose gradient is no NaN."""
+    first, second = (x.clamp(min=torch.finfo(x.dtype).min) for x in (first, second))
+    return torch.logaddexp(first + math.log(share), second + math.log1p(-share))
+
+
+def _mean_of_later(x: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """For each token, the mean of x over the later tokens of its sequence; 0 for the last one."""
+    length = sequence_length(sequence, sequences)
+    position = torch.arange(x.shape[0], device=x.device) - (length.cumsum(0) - length)[sequence]
+    # One row to a sequence, so that no sum runs across two of them; one column more, for what follows the last token.
+    rows = x.new_zeros(sequences, int(position.max()) + 2 if x.numel() else 1)
+    rows[sequence, position] = x
+    sums = rows.flip(1).cumsum(1).flip(1)
+    later = length[sequence] - position - 1
+    return sums[sequence, position + 1] / later.clamp(min=1)
+
+
+def _check_alpha(who: str, alpha: float) -> None:
+    require(who, 0 < alpha < 1, f"alpha must be in (0, 1), got {alpha}")

@@ -1,0 +1,543 @@
+"""Advantages against plain Python that knows one answer, its group and the batch; and what they must not depend on."""
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from burnish.objectives import advantage as adv
+from torch import Tensor
+
+NAN = math.nan
+# Groups: 7 has four answers, one of them unscored; -3 has equal rewards; 5 two answers; 40 one; 9 none scored; 0 one
+# scored of two.
+GROUP = [7, -3, 7, 40, 9, -3, 0, 7, 0, 9, 7, -3, 5, 5]
+REWARD = [1.0, 0.1, -0.5, 2.5, NAN, 0.1, NAN, NAN, 0.3, NAN, 0.75, 0.1, 1.5, -0.25]
+LENGTH = [3, 8, 1, 5, 2, 2, 9, 4, 6, 1, 7, 3, 2, 5]
+
+
+def mean(x: list[float]) -> float:
+    return statistics.mean(x)  # exact: the mean of equal numbers is that number
+
+
+def std(x: list[float]) -> float:
+    return statistics.stdev(x) if len(x) > 1 else 0.0
+
+
+def z(x: list[float], eps: float = 1e-4) -> list[float]:
+    """Whitened over all that is not NaN, which becomes 0."""
+    known = [v for v in x if not math.isnan(v)]
+    return [0.0 if math.isnan(v) else (v - mean(known)) / (std(known) + eps) for v in x]
+
+
+def each(rule: Callable[[int, list[int], list[float], list[float]], float]) -> Callable[..., list[float]]:
+    """The rule for answer i, given the scored answers of its group (itself included), for every scored one."""
+
+    def apply(reward: list[float], group: list[int], length: list[float]) -> list[float]:
+        scored = [i for i, r in enumerate(reward) if not math.isnan(r)]
+        mates = {i: [j for j in scored if group[j] == group[i]] for i in scored}
+        return [rule(i, mates[i], reward, length) if i in mates else 0.0 for i in range(len(reward))]
+
+    return apply
+
+
+@each
+def group_scaled(i: int, mates: list[int], r: list[float], _: list[float]) -> float:
+    own = [r[j] for j in mates]
+    return (r[i] - mean(own)) / (std(own) + 1e-4)
+
+
+@each
+def batch_scaled(i: int, mates: list[int], r: list[float], _: list[float]) -> float:
+    return (r[i] - mean([r[j] for j in mates])) / (std([v for v in r if not math.isnan(v)]) + 1e-4)
+
+
+@each
+def centered(i: int, mates: list[int], r: list[float], _: list[float]) -> float:
+    return r[i] - mean([r[j] for j in mates])
+
+
+@each
+def against_the_others(i: int, mates: list[int], r: list[float], _: list[float]) -> float:
+    others = [r[j] for j in mates if j != i]
+    return r[i] - mean(others) if others else 0.0
+
+
+@each
+def against_the_long(i: int, mates: list[int], r: list[float], length: list[float]) -> float:
+    return r[i] - math.fsum(length[j] * r[j] for j in mates) / math.fsum(length[j] for j in mates)
+
+
+def two_rewards(reward: Tensor, length: Tensor) -> Tensor:
+    """Reward and length as a second one, for the same answers."""
+    return torch.stack([reward, length.to(reward.dtype).where(~reward.isnan(), NAN)], 1)
+
+
+def gdpo(reward: list[float], group: list[int], length: list[float]) -> list[float]:
+    second = [NAN if math.isnan(r) else n for r, n in zip(reward, length, strict=True)]
+    columns = [group_scaled(x, group, length) for x in (reward, second)]
+    total = [a - 0.5 * b for a, b in zip(*columns, strict=True)]
+    return z([NAN if math.isnan(r) else t for r, t in zip(reward, total, strict=True)])
+
+
+def token_whitened(reward: list[float], group: list[int], length: list[float]) -> list[float]:
+    """REINFORCE++-baseline of answers of `length` tokens, of which the first is returned."""
+    deviation = [NAN if math.isnan(r) else d for r, d in zip(reward, centered(reward, group, length), strict=True)]
+    tokens = [d for d, n in zip(deviation, length, strict=True) for _ in range(int(n))]
+    first = [int(math.fsum(length[:i])) for i in range(len(length))]
+    return [z(tokens)[t] for t in first]
+
+
+def reinforce_baseline(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
+    sequence = torch.repeat_interleave(torch.arange(len(length)), length)
+    tokens = adv.reinforce_plus_plus_baseline(reward, group, sequence)
+    first = length.cumsum(0) - length
+    assert torch.equal(tokens, tokens[first][sequence]), "all tokens of an answer have its advantage"
+    return tokens[first]
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., list[float]]]] = {
+    "group": (lambda r, g, n: adv.group_advantage(r, g), group_scaled),
+    "batch": (lambda r, g, n: adv.group_advantage(r, g, scale="batch"), batch_scaled),
+    "none": (lambda r, g, n: adv.group_advantage(r, g, scale="none"), centered),
+    "leave_one_out": (lambda r, g, n: adv.leave_one_out(r, g), against_the_others),
+    "optimal_baseline": (adv.optimal_baseline, against_the_long),
+    "normalize_then_sum": (
+        lambda r, g, n: adv.normalize_then_sum(two_rewards(r, n), g, torch.tensor([1.0, -0.5], dtype=r.dtype)),
+        gdpo,
+    ),
+    "reinforce_plus_plus_baseline": (reinforce_baseline, token_whitened),
+}
+every = pytest.mark.parametrize("name", CASES)
+grouped_only = pytest.mark.parametrize("name", ["group", "none", "leave_one_out", "optimal_baseline"])
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.tensor(REWARD, dtype=dtype), torch.tensor(GROUP), torch.tensor(LENGTH)
+
+
+@every
+def test_advantages_equal_their_equation(name: str) -> None:
+    function, equation = CASES[name]
+    actual = function(*tensors())
+    assert actual.tolist() == pytest.approx(equation(REWARD, GROUP, LENGTH), rel=1e-12, abs=1e-14)
+    assert actual.dtype == torch.float64
+
+
+@every
+def test_unscored_and_lone_answers_have_advantage_exactly_zero(name: str) -> None:
+    actual = CASES[name][0](*tensors())
+    silent = [i for i, r in enumerate(REWARD) if math.isnan(r) or GROUP[i] in (-3, 40, 0)]
+    if name not in ("normalize_then_sum", "reinforce_plus_plus_baseline"):  # their last step centers over the batch
+        assert all(actual[i] == 0 for i in silent)
+    assert all(actual[i] == 0 for i in silent if math.isnan(REWARD[i]))
+
+
+@every
+def test_an_unscored_answer_changes_no_other(name: str) -> None:
+    function, _ = CASES[name]
+    reward, group, length = tensors()
+    scored = ~reward.isnan()
+    torch.testing.assert_close(
+        function(reward, group, length)[scored],
+        function(reward[scored], group[scored], length[scored]),
+        rtol=1e-13,
+        atol=1e-15,
+    )
+
+
+@every
+def test_order_of_answers_and_names_of_groups_do_not_matter(name: str) -> None:
+    function, _ = CASES[name]
+    reward, group, length = tensors()
+    order = torch.tensor(random.Random(0).sample(range(len(REWARD)), len(REWARD)))
+    renamed = torch.tensor([{7: -900, -3: 2**40, 40: 1, 9: 0, 0: 6, 5: 7}[g] for g in GROUP])
+    expected = function(reward, group, length)
+    torch.testing.assert_close(function(reward, renamed, length), expected, rtol=1e-13, atol=1e-15)
+    shuffled = function(reward[order], group[order], length[order])
+    torch.testing.assert_close(shuffled, expected[order], rtol=1e-12, atol=1e-14)
+
+
+@every
+def test_advantages_do_not_see_a_constant_added_to_all_rewards(name: str) -> None:
+    function, _ = CASES[name]
+    reward, group, length = tensors()
+    torch.testing.assert_close(
+        function(reward + 1024, group, length), function(reward, group, length), atol=1e-9, rtol=0
+    )
+
+
+@grouped_only
+def test_groups_do_not_interact(name: str) -> None:
+    function, _ = CASES[name]
+    reward, group, length = tensors()
+    whole = function(reward, group, length)
+    for one in group.unique():
+        member = group == one
+        torch.testing.assert_close(function(reward[member], group[member], length[member]), whole[member])
+    # a constant added to one group changes nothing either
+    torch.testing.assert_close(function(reward + 8.0 * (group == 7), group, length), whole, atol=1e-12, rtol=0)
+
+
+@every
+def test_advantages_are_constants(name: str) -> None:
+    reward, group, length = tensors()
+    assert not CASES[name][0](reward.requires_grad_(), group, length).requires_grad
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rewards_of_any_size_give_finite_advantages(name: str, dtype: torch.dtype) -> None:
+    function, _ = CASES[name]
+    for scale in (1e-30, 1.0, 1e6, 1e15):
+        reward, group, length = tensors(dtype)
+        advantage = function(reward * scale, group, length)
+        assert advantage.dtype == dtype
+        assert advantage.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_are_no_signal_however_large(scale: Any, dtype: torch.dtype) -> None:
+    # the mean of seven such rewards, rounded, is not the reward: a naive z-score is far from 0 here
+    reward = torch.full((7,), 1e7 / 3, dtype=dtype)
+    group = torch.zeros(7, dtype=torch.int64)
+    assert not adv.group_advantage(reward, group, scale=scale, eps=0.0).any()
+    assert not adv.leave_one_out(reward, group).any()
+    assert not adv.whiten(reward).any()
+    assert adv.group_stats(reward, group)["frac_reward_zero_std"] == 1
+
+
+def test_a_tiny_spread_on_a_large_reward_keeps_its_digits_in_float32() -> None:
+    steps = torch.tensor([0.0, 0.0625, 0.125, 0.25])
+    group = torch.zeros(4, dtype=torch.int64)
+    assert torch.equal(adv.group_advantage(steps + 1e6, group), adv.group_advantage(steps, group))
+
+
+def test_epsilon_reaches_every_standard_deviation() -> None:
+    reward, group = torch.tensor([1.0, 3.0, 0.0, 8.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    scores = [z([1.0, 3.0], eps=0.5), z([0.0, 8.0], eps=0.5)]
+    one = torch.ones(1, dtype=torch.float64)
+    both = adv.normalize_then_sum(reward[:, None], group, one, eps=0.5)
+    assert both.tolist() == pytest.approx(z(scores[0] + scores[1], eps=0.5), rel=1e-12)
+    baseline = adv.reinforce_plus_plus_baseline(reward, group, torch.arange(4), eps=0.5)
+    assert baseline.tolist() == pytest.approx(z([-1.0, 1.0, -4.0, 4.0], eps=0.5), rel=1e-12)
+
+
+def test_without_epsilon_group_advantages_have_unit_variance_whatever_the_scale() -> None:
+    reward = torch.tensor([0.0, 1e-9, 5e-9, 2e-9, 1e9, 3e9], dtype=torch.float64)
+    group = torch.tensor([0, 0, 0, 0, 1, 1])
+    advantage = adv.group_advantage(reward, group, eps=0.0)
+    assert advantage[:4].std().item() == pytest.approx(1)
+    assert advantage[4:].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+    assert adv.group_advantage(reward, group)[:4].abs().max() < 1e-4
+    # a difference too small to square counts as none
+    assert not adv.group_advantage((reward * 1e-30).float()[:4], group[:4], eps=0.0).any()
+
+
+def test_leave_one_out_sums_to_zero_and_is_a_scaled_deviation() -> None:
+    reward, group, _ = tensors()
+    advantage = adv.leave_one_out(reward, group)
+    for one in group.unique():
+        assert advantage[group == one].sum().item() == pytest.approx(0, abs=1e-14)
+    seven = torch.tensor([i for i, g in enumerate(GROUP) if g == 7])
+    assert torch.allclose(advantage[seven], 3 / 2 * adv.group_advantage(reward, group, scale="none")[seven])
+
+
+def test_optimal_baseline_of_equal_lengths_is_the_mean_and_weighted_advantages_sum_to_zero() -> None:
+    reward, group, length = tensors()
+    plain = adv.group_advantage(reward, group, scale="none")
+    torch.testing.assert_close(adv.optimal_baseline(reward, group, torch.full_like(length, 5)), plain)
+    weighted = length * adv.optimal_baseline(reward, group, length)
+    assert weighted[group == 7].sum().item() == pytest.approx(0, abs=1e-13)
+    torch.testing.assert_close(adv.optimal_baseline(reward, group, torch.zeros_like(length)), plain)
+    empty = adv.optimal_baseline(torch.tensor([0.0, 4.0]), torch.tensor([0, 0]), torch.tensor([0, 1]))
+    assert empty.tolist() == [-4, 0]
+
+
+def test_total_reward_weighs_what_could_be_scored() -> None:
+    reward = torch.tensor([[1.0, NAN, 3.0], [NAN, NAN, NAN], [0.0, 2.0, -1.0]], dtype=torch.float64)
+    total = adv.total_reward(reward, torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64))
+    assert total[[0, 2]].tolist() == [3.5, 1.5]
+    assert total[1].isnan()
+
+
+def test_gdpo_keeps_rewards_apart_that_their_sum_confuses() -> None:
+    # twice a right answer of bad form, or a wrong one of good form: the sum is the same
+    reward = torch.tensor([[1.0, 0.0], [0.0, 0.2], [0.2, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    group = torch.zeros(4, dtype=torch.int64)
+    ones = torch.ones(2, dtype=torch.float64)
+    assert len(set(adv.group_advantage(adv.total_reward(reward, ones), group).tolist())) == 2
+    rare = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    group = torch.zeros(6, dtype=torch.int64)
+    advantage = adv.normalize_then_sum(rare, group, ones)
+    assert advantage[3] > advantage[1], "right is rarer than well-formed, so it counts more"
+    assert adv.total_reward(rare, ones)[3] == adv.total_reward(rare, ones)[1]
+
+
+def test_gdpo_counts_a_missing_reward_as_the_mean_of_its_group() -> None:
+    reward = torch.tensor([[1.0, 0.0], [3.0, NAN], [5.0, 4.0], [NAN, NAN]], dtype=torch.float64)
+    filled = torch.tensor([[1.0, 0.0], [3.0, 2.0], [5.0, 4.0]], dtype=torch.float64)
+    group, weight = torch.zeros(4, dtype=torch.int64), torch.tensor([1.0, 1.0], dtype=torch.float64)
+    z1, z2 = z([1.0, 3.0, 5.0]), z([0.0, NAN, 4.0])
+    expected = [*z([a + b for a, b in zip(z1, z2, strict=True)]), 0.0]
+    assert adv.normalize_then_sum(reward, group, weight).tolist() == pytest.approx(expected, rel=1e-12)
+    assert filled.mean() == reward[:3].nanmean(0).mean()
+
+
+def test_whitening_leaves_zero_mean_and_unit_variance_and_skips_nan() -> None:
+    x = torch.tensor([3.0, NAN, -1.0, 10.0, 4.0], dtype=torch.float64)
+    white = adv.whiten(x, eps=0.0)
+    assert white.tolist() == pytest.approx(z(x.tolist(), eps=0.0), rel=1e-13)
+    assert adv.whiten(x).tolist() == pytest.approx(z(x.tolist()), rel=1e-13)
+    known = white[~x.isnan()]
+    assert known.mean().item() == pytest.approx(0, abs=1e-15)
+    assert known.std().item() == pytest.approx(1)
+    torch.testing.assert_close(adv.whiten(1000 - 7 * x, eps=0.0), -white)
+    assert adv.whiten(torch.tensor([NAN, 5.0])).tolist() == [0, 0]
+    assert adv.whiten(torch.zeros(0)).shape == (0,)
+
+
+LENGTHS = {0: 5, 2: 1, 3: 17, 7: 64, 8: 2}  # of the answers that have tokens
+SEQUENCE = torch.tensor([i for i, n in LENGTHS.items() for _ in range(n)])
+TOKENS = len(SEQUENCE)
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def answers(x: Tensor) -> list[list[float]]:
+    return [part.tolist() for part in x.split(list(LENGTHS.values()))]
+
+
+def naive_gae(r: list[float], v: list[float], gamma: float, lam: float) -> list[float]:
+    following, running, out = 0.0, 0.0, []
+    for reward, value in zip(reversed(r), reversed(v), strict=True):
+        running = reward + gamma * following - value + gamma * lam * running
+        following = value
+        out.append(running)
+    return out[::-1]
+
+
+def naive_return(r: list[float], gamma: float) -> list[float]:
+    return naive_gae(r, [0.0] * len(r), gamma, 1.0)
+
+
+def naive_penalized(reward: list[float], kl: Tensor, beta: float) -> list[list[float]]:
+    parts = zip(LENGTHS, answers(kl), strict=True)
+    return [[-beta * k for k in part[:-1]] + [reward[i] - beta * part[-1]] for i, part in parts]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 1.0), (1.0, 0.0), (0.0, 0.9), (0.5, 0.5), (1.0, 0.97)])
+def test_gae_equals_the_loop_over_tokens(gamma: float, lam: float) -> None:
+    reward, value = draw(0), draw(1)
+    advantage, returns = adv.gae(reward, value, SEQUENCE, gamma=gamma, lam=lam)
+    pairs = zip(answers(reward), answers(value), strict=True)
+    expected = [a for r, v in pairs for a in naive_gae(r, v, gamma, lam)]
+    assert advantage.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-13)
+    torch.testing.assert_close(returns, advantage + value)
+
+
+def test_gae_at_lambda_1_is_return_minus_value_and_at_0_the_error_of_one_step() -> None:
+    reward, value = draw(0), draw(1)
+    advantage, returns = adv.gae(reward, value, SEQUENCE, gamma=0.9, lam=1.0)
+    to_go = torch.tensor([g for r in answers(reward) for g in naive_return(r, 0.9)], dtype=torch.float64)
+    torch.testing.assert_close(returns, to_go)
+    torch.testing.assert_close(advantage, to_go - value)
+    advantage, returns = adv.gae(reward, value, SEQUENCE, gamma=0.9, lam=0.0)
+    following = torch.tensor([v for part in answers(value) for v in [*part[1:], 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(returns, reward + 0.9 * following)
+    torch.testing.assert_close(advantage, reward + 0.9 * following - value)
+
+
+def test_gae_of_the_true_value_is_zero() -> None:
+    reward = draw(0)
+    value = torch.tensor([g for r in answers(reward) for g in naive_return(r, 0.9)], dtype=torch.float64)
+    advantage, _ = adv.gae(reward, value, SEQUENCE, gamma=0.9, lam=0.7)
+    assert advantage.abs().max() < 1e-13
+
+
+def test_a_cut_answer_is_bootstrapped_through_its_last_reward() -> None:
+    reward, value = torch.tensor([0.5, -1.0, 2.0, 0.25]), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    one = torch.zeros(4, dtype=torch.int64)
+    whole, _ = adv.gae(reward, value, one, gamma=0.9, lam=0.0)
+    cut = reward[:2].clone()
+    cut[1] += 0.9 * value[2]
+    torch.testing.assert_close(adv.gae(cut, value[:2], one[:2], gamma=0.9, lam=0.0)[0], whole[:2])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 255, 256, 257, 3000])
+def test_gae_reaches_to_the_end_of_an_answer_of_any_length(length: int) -> None:
+    reward = torch.zeros(length, dtype=torch.float64)
+    reward[-1] = 1.0
+    advantage, _ = adv.gae(
+        reward, torch.zeros_like(reward), torch.zeros(length, dtype=torch.int64), gamma=1.0, lam=0.99
+    )
+    expected = [0.99 ** (length - 1 - t) for t in range(length)]
+    assert advantage.tolist() == pytest.approx(expected, rel=1e-11)
+
+
+def test_answers_do_not_interact_in_gae() -> None:
+    reward, value = draw(0), draw(1)
+    for spoiled in (math.inf, 1e300):
+        broken = torch.where(SEQUENCE == 3, spoiled, reward)
+        for before, after in zip(
+            adv.gae(reward, value, SEQUENCE, gamma=1.0, lam=0.95),
+            adv.gae(broken, value, SEQUENCE, gamma=1.0, lam=0.95),
+            strict=True,
+        ):
+            assert torch.equal(before[SEQUENCE != 3], after[SEQUENCE != 3])
+
+
+def test_gae_of_an_unscored_answer_is_zero_and_its_returns_are_its_values() -> None:
+    reward, value = draw(0), draw(1)
+    unscored = reward.clone()
+    unscored[10] = NAN  # in the middle of answer 3
+    advantage, returns = adv.gae(unscored, value, SEQUENCE, gamma=1.0, lam=0.95)
+    other, _ = adv.gae(reward, value, SEQUENCE, gamma=1.0, lam=0.95)
+    assert not advantage[SEQUENCE == 3].any()
+    assert torch.equal(returns[SEQUENCE == 3], value[SEQUENCE == 3])
+    assert torch.equal(advantage[SEQUENCE != 3], other[SEQUENCE != 3])
+
+
+def test_penalized_rewards_put_the_answers_reward_on_its_last_token() -> None:
+    reward = [0.5, 99.0, -2.0, 1.0, 9.0, 9.0, 9.0, NAN, 0.25]  # 1 and 4 to 6 have no tokens
+    kl = draw(2)
+    actual = adv.kl_penalized_reward(torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.1)
+    expected = [r for part in naive_penalized(reward, kl, 0.1) for r in part]
+    assert actual.tolist() == pytest.approx(expected, rel=1e-15, nan_ok=True)
+    assert actual.isnan().sum() == 1
+    plain = adv.kl_penalized_reward(torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.0)
+    assert plain[SEQUENCE == 0].tolist() == [0, 0, 0, 0, 0.5]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_plus_plus_whitens_penalized_returns_over_tokens(gamma: float) -> None:
+    reward = [0.5, 0.0, -2.0, 1.0, 0.0, 0.0, 0.0, NAN, 0.25]
+    kl = draw(2)
+    actual = adv.reinforce_plus_plus(
+        torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.1, gamma=gamma, eps=1e-3
+    )
+    expected = z([g for r in naive_penalized(reward, kl, 0.1) for g in naive_return(r, gamma)], eps=1e-3)
+    assert actual.tolist() == pytest.approx(expected, rel=1e-11)
+    assert not actual[SEQUENCE == 7].any()
+    if gamma == 1.0:
+        default = adv.reinforce_plus_plus(torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.1)
+        torch.testing.assert_close(default, actual, rtol=1e-2, atol=0)
+        assert not torch.equal(default, actual)
+
+
+def test_token_advantages_are_constants_and_exist_without_tokens() -> None:
+    reward, value = draw(0).requires_grad_(), draw(1).requires_grad_()
+    answer = torch.ones(9, dtype=torch.float64, requires_grad=True)
+    results = [
+        *adv.gae(reward, value, SEQUENCE, gamma=1.0, lam=0.95),
+        adv.kl_penalized_reward(answer, value, SEQUENCE, beta=0.1),
+        adv.reinforce_plus_plus(answer, value, SEQUENCE, beta=0.1),
+        adv.total_reward(answer[:, None], answer[:1]),
+    ]
+    assert not any(x.requires_grad for x in results)
+    none, nowhere = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    assert adv.gae(none, none, nowhere, gamma=1.0, lam=0.95)[0].shape == (0,)
+    assert adv.reinforce_plus_plus(torch.ones(2), none, nowhere, beta=0.1).shape == (0,)
+
+
+def test_group_stats_count_what_teaches_nothing() -> None:
+    reward, group, _ = tensors()
+    stats = {name: value.item() for name, value in adv.group_stats(reward, group).items()}
+    scored = [r for r in REWARD if not math.isnan(r)]
+    assert stats == {
+        "reward": pytest.approx(mean(scored)),
+        "reward_std": pytest.approx(std(scored)),
+        "frac_reward_zero_std": pytest.approx(3 / 5),  # -3, 40 and 0, not 7 and 5; 9 has no reward at all
+        "frac_unscored": pytest.approx(4 / 14),
+    }
+
+
+def test_group_stats_of_a_batch_without_any_reward() -> None:
+    stats = adv.group_stats(torch.full((4,), NAN), torch.tensor([0, 0, 1, 1]))
+    assert stats["frac_unscored"] == 1
+    assert stats["frac_reward_zero_std"] == 0
+    assert stats["reward"].isnan()
+
+
+def call(function: Callable[..., Any], *tensors: Tensor, **hyper: Any) -> Callable[[], Any]:
+    return lambda: function(*tensors, **hyper)
+
+
+R, G, S = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 1]), torch.tensor([0, 0, 1])
+UNSORTED = torch.tensor([0, 2, 1])
+INFINITE = torch.tensor([1.0, math.inf, NAN])
+SHAPE = "must have the shape of {}, [{}], got [{}]"
+FINITE = "values must be finite, or NaN where there is none, got inf"
+SORTED = "sequence must be sorted: sort tokens by their answer"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (call(adv.group_advantage, R, G[:2]), f"group_advantage: group {SHAPE.format('reward', 3, 2)}"),
+        (call(adv.group_advantage, INFINITE, G), f"group_advantage: {FINITE}"),
+        (call(adv.group_advantage, -INFINITE, G), f"group_advantage: {FINITE}"),
+        (
+            call(adv.group_advantage, R, G, scale="std"),
+            "group_advantage: scale must be group, batch or none, got 'std'",
+        ),
+        *(
+            (call(adv.group_advantage, R, G, eps=eps), f"group_advantage: eps must be >= 0, got {eps}")
+            for eps in (-1e-9, NAN, math.inf)
+        ),
+        (call(adv.group_advantage, R, G, scale="batch", eps=-1.0), "group_advantage: eps must be >= 0, got -1.0"),
+        (call(adv.leave_one_out, R, G[:1]), f"leave_one_out: group {SHAPE.format('reward', 3, 1)}"),
+        (call(adv.leave_one_out, INFINITE, G), f"leave_one_out: {FINITE}"),
+        (call(adv.optimal_baseline, R, G, G[:1]), f"optimal_baseline: length {SHAPE.format('reward', 3, 1)}"),
+        (call(adv.optimal_baseline, R, G[:1], G), f"optimal_baseline: group {SHAPE.format('reward', 3, 1)}"),
+        (call(adv.gae, R[:2], R, S, gamma=1.0, lam=1.0), f"gae: reward {SHAPE.format('sequence', 3, 2)}"),
+        (call(adv.whiten, INFINITE), f"whiten: {FINITE}"),
+        (call(adv.whiten, R, eps=-1.0), "whiten: eps must be >= 0, got -1.0"),
+        (
+            call(adv.total_reward, R[:, None], R),
+            "total_reward: reward must be [answers, rewards] with one weight per reward, got [3, 1] and [3]",
+        ),
+        (
+            call(adv.normalize_then_sum, R, G, R[:0]),
+            "normalize_then_sum: reward must be [answers, rewards] with one weight per reward, got [3] and [0]",
+        ),
+        (call(adv.normalize_then_sum, INFINITE[:, None], G, R[:1]), f"normalize_then_sum: {FINITE}"),
+        (call(adv.gae, R, R[:2], S, gamma=1.0, lam=1.0), f"gae: value {SHAPE.format('sequence', 3, 2)}"),
+        (call(adv.gae, R, R, UNSORTED, gamma=1.0, lam=1.0), f"gae: {SORTED}"),
+        *(
+            (call(adv.gae, R, R, S, gamma=gamma, lam=lam), f"gae: {name} must be in [0, 1], got {got}")
+            for gamma, lam, name, got in ((1.5, 1.0, "gamma", 1.5), (1.0, -0.1, "lam", -0.1), (NAN, 1.0, "gamma", NAN))
+        ),
+        (
+            call(adv.kl_penalized_reward, R, R[:1], S, beta=0.1),
+            f"kl_penalized_reward: kl {SHAPE.format('sequence', 3, 1)}",
+        ),
+        (call(adv.kl_penalized_reward, R, R, UNSORTED, beta=0.1), f"kl_penalized_reward: {SORTED}"),
+        (call(adv.kl_penalized_reward, INFINITE, R, S, beta=0.1), f"kl_penalized_reward: {FINITE}"),
+        *(
+            (call(adv.kl_penalized_reward, R, R, S, beta=beta), f"kl_penalized_reward: beta must be >= 0, got {beta}")
+            for beta in (-0.1, NAN, math.inf)
+        ),
+        (
+            call(adv.reinforce_plus_plus, R, R, S, beta=0.1, gamma=1.1),
+            "reinforce_plus_plus: gamma must be in [0, 1], got 1.1",
+        ),
+        (
+            call(adv.reinforce_plus_plus_baseline, R, G[:1], S),
+            f"reinforce_plus_plus_baseline: group {SHAPE.format('reward', 3, 1)}",
+        ),
+        (call(adv.group_stats, R, G[:1]), f"group_stats: group {SHAPE.format('reward', 3, 1)}"),
+    ],
+)
+def test_errors_name_the_function_and_what_it_got(
+    wrong: Callable[[], Any], message: str, as_users_run_it: None
+) -> None:
+    with pytest.raises(ValueError) as error:
+        wrong()
+    assert str(error.value) == message
