@@ -1,5 +1,7 @@
 """What the kernels refuse, and in which words."""
 
+from collections.abc import Collection
+
 from torch import Tensor, int64
 
 
@@ -22,6 +24,19 @@ def check_positive(who: str, name: str, value: float) -> None:
         raise ValueError(f"{who}: {name} must be positive and finite, got {value}")
 
 
+def check_rows(who: str, given: dict[str, Tensor], temperature: float | Tensor, target: Tensor | None = None) -> None:
+    """Raises unless everything has a row for each row of the first that is given. Values are looked at later."""
+    n = len(next(iter(given.values())))
+    wanted = {name: (tensor, [n, *tensor.shape[1:]]) for name, tensor in given.items()}
+    if target is not None:
+        wanted["target"] = target, [n, *target.shape[1:2]]
+    if isinstance(temperature, Tensor):
+        wanted["temperature"] = temperature, [n]
+    else:
+        check_positive(who, "temperature", temperature)
+    check_tensors(who, wanted)
+
+
 def checked_vocab(who: str, vocab: int | None, size: int) -> int:
     """The number of columns that are not padding."""
     if vocab is not None and not 1 <= vocab <= size:
@@ -29,13 +44,23 @@ def checked_vocab(who: str, vocab: int | None, size: int) -> int:
     return size if vocab is None else vocab
 
 
-def check_rows(target: Tensor, temperature: float | Tensor | None, vocab: int) -> None:
-    """Raises unless every target is in the vocabulary and every temperature positive: such a row trains on noise."""
+def check_target(who: str, target: Tensor, vocab: int) -> None:
+    """Raises unless every target is in the vocabulary: such a row trains on noise."""
     wrong = target[(target < 0) | (target >= vocab)]
     if wrong.numel():
         raise IndexError(
-            f"logprob: every target must be in [0, {vocab}), got {wrong[0].item()} ({wrong.numel()} of "
+            f"{who}: every target must be in [0, {vocab}), got {wrong[0].item()} ({wrong.numel()} of "
             f"{target.numel()} are outside); select the rows that carry a target before the call"
         )
+
+
+def check_temperature(who: str, temperature: float | Tensor | None) -> None:
+    """Raises unless every row's temperature is positive. A number has been checked before."""
     if isinstance(temperature, Tensor) and not (temperature > 0).all():
-        raise ValueError(f"logprob: every temperature must be > 0, got {temperature.min().item()}")
+        raise ValueError(f"{who}: every temperature must be > 0, got {temperature.min().item()}")
+
+
+def check_outputs(who: str, outputs: Collection[str]) -> None:
+    unknown = set(outputs) - {"mean_logprob", "log_sum_squares"}
+    if unknown:
+        raise ValueError(f"{who}: outputs are 'mean_logprob' and 'log_sum_squares', got {min(unknown)!r}")

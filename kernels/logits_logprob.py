@@ -3,27 +3,31 @@
 Moved: the logits once forward; the logits once and their gradient once backward.
 """
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from .checks import check_positive, check_rows, check_tensors, checked_vocab
-from .reference import Logprobs, accumulation_dtype
+from .checks import check_outputs, check_rows, check_target, check_temperature, checked_vocab
+from .head import accumulation_dtype
+from .reference import Extra, Logprobs, MoreLogprobs
 from .tiles import (
     NEVER,
+    OUTPUTS,
+    SAVED,
     Softmax,
+    State,
     Transform,
     add_target_,
     coefficients,
     finish,
     fold,
+    more_logprobs,
     no_second_derivative,
     per_row,
     pull,
     run,
     spans,
-    start,
     temperature_gradient,
     worth_compiling,
 )
@@ -31,16 +35,40 @@ from .tiles import (
 LOGITS_AT_ONCE = 2**20
 
 
+@overload
 def logits_logprob(
-    logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0, vocab: int | None = None
-) -> Logprobs:
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    vocab: int | None = None,
+    outputs: tuple[()] = (),
+) -> Logprobs: ...
+@overload
+def logits_logprob(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    vocab: int | None = None,
+    outputs: tuple[Extra, *tuple[Extra, ...]],
+) -> MoreLogprobs: ...
+def logits_logprob(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    vocab: int | None = None,
+    outputs: tuple[Extra, ...] = (),
+) -> Logprobs | MoreLogprobs:
     """``Logprobs(logprob, entropy, logsumexp)`` of softmax(logits / temperature), differentiable once.
 
     Args:
         logits: ``[N, V]``, in any floating-point dtype; −inf forbids a token.
-        target: int64 ``[N]``.
+        target: int64 ``[N]``, or ``[N, k]`` for k tokens of each row; ``logprob`` has its shape.
         temperature: T > 0, one number or ``[N]``, one per token.
         vocab: columns from here on are padding and have probability 0.
+        outputs: what else to compute, and to return in ``MoreLogprobs``, as in ``linear_logprob``.
 
     Raises:
         ValueError: if shapes disagree, or a hyper-parameter is out of range.
@@ -48,15 +76,14 @@ def logits_logprob(
     """
     if logits.ndim != 2:
         raise ValueError(f"logits_logprob: logits must be [N, V], got {list(logits.shape)}")
-    n, size = logits.shape
-    wanted = {"logits": (logits, [n, size]), "target": (target, [n])}
-    if isinstance(temperature, Tensor):
-        wanted["temperature"] = temperature, [n]
-    else:
-        check_positive("logits_logprob", "temperature", temperature)
-    check_tensors("logits_logprob", wanted)
-    vocab = checked_vocab("logits_logprob", vocab, size)
-    return Logprobs(*_forward(logits, target, per_row(temperature, logits), vocab)[:3])
+    check_rows("logits_logprob", {"logits": logits}, temperature, target)
+    check_outputs("logits_logprob", outputs)
+    vocab = checked_vocab("logits_logprob", vocab, logits.shape[1])
+    extras = "mean_logprob" in outputs, "log_sum_squares" in outputs
+    columns = target if target.ndim == 2 else target[:, None]
+    softmax = _forward(logits, columns, per_row(temperature, logits), vocab, *extras)
+    result = more_logprobs(softmax, target, *extras)
+    return result if outputs else Logprobs(*result[:3])
 
 
 def _precise(logits: Tensor, rows: slice, vocab: int) -> Tensor:
@@ -66,25 +93,27 @@ def _precise(logits: Tensor, rows: slice, vocab: int) -> Tensor:
 
 @torch.library.custom_op("burnish::logits_logprob", mutates_args=())
 def _forward(
-    logits: Tensor, target: Tensor, temperature: Tensor | None, vocab: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, target: Tensor, temperature: Tensor | None, vocab: int, mean: bool, squares: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of ``Softmax``."""
-    check_rows(target, temperature, vocab)
+    check_target("logits_logprob", target, vocab)
+    check_temperature("logits_logprob", temperature)
     transform = Transform.of(1.0, None, temperature, logits)
-    state = start(len(logits), logits.new_empty(0, dtype=accumulation_dtype(logits.dtype)))
+    like = logits.new_empty(0, dtype=accumulation_dtype(logits.dtype))
+    state = State.start(target, like, mean, squares)
     for rows in spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile = _precise(logits, rows, vocab)
         compiled = worth_compiling(tile, len(logits) * vocab)
-        state[rows] = run(fold, tile, target[rows], state[rows], transform.rows(rows), compiled=compiled)
+        state.store_(rows, run(fold, tile, target[rows], state.rows(rows), transform.rows(rows), compiled=compiled))
     softmax = finish(state)
-    softmax.logprob.masked_fill_(logits.gather(1, target[:, None])[:, 0].isneginf(), -torch.inf)
+    softmax.logprob.masked_fill_(logits.gather(1, target).isneginf(), -torch.inf)
     return softmax
 
 
 @_forward.register_fake
-def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    dtype = accumulation_dtype(logits.dtype)
-    return tuple(logits.new_empty(logits.shape[:1], dtype=dtype) for _ in Softmax._fields)
+def _(logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, mean, squares = rest
+    return Softmax.empty(target, logits, mean, squares)
 
 
 @torch.library.custom_op("burnish::logits_logprob_backward", mutates_args=())
@@ -127,18 +156,18 @@ def _(upstream: list[Tensor | None], softmax: list[Tensor], *rest: Any) -> list[
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, target, temperature, ctx.vocab = inputs
+    logits, target, temperature, ctx.vocab, _, _ = inputs
     ctx.set_materialize_grads(False)  # None for an output nobody used
-    ctx.mark_non_differentiable(*output[3:])
+    ctx.mark_non_differentiable(*output[OUTPUTS:])
     ctx.save_for_backward(*output, logits, target, temperature)
 
 
 def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-    grads = iter(_backward(list(upstream[:3]), list(tensors[:6]), *tensors[6:], ctx.vocab, needed))
+    grads = iter(_backward(list(upstream[:OUTPUTS]), list(tensors[:SAVED]), *tensors[SAVED:], ctx.vocab, needed))
     d_logits, d_temperature = (next(grads) if n else None for n in needed)
-    return d_logits, None, d_temperature, None
+    return d_logits, None, d_temperature, None, None, None
 
 
 _forward.register_autograd(_apply_backward, setup_context=_setup_context)

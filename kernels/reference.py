@@ -3,64 +3,122 @@
 It materializes ``[N, V]`` and it reads like the equations. Everything else in this folder has to agree with it.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Collection
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import check_rows
-
-Adapter = tuple[Tensor, Tensor, float]
+from .checks import check_target, check_temperature
+from .head import Head, accumulation_dtype
 
 
 class Logprobs(NamedTuple):
-    """Three numbers per token, each ``[N]``, each differentiable, in nats."""
+    """Three numbers per token, each ``[N]``, each differentiable, in nats; ``logprob`` has the shape of the target."""
 
     logprob: Tensor
     entropy: Tensor
     logsumexp: Tensor
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Float64 stays float64; everything else is computed in float32: logits are never rounded to 16 bits."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+Extra = Literal["mean_logprob", "log_sum_squares"]
+
+
+class MoreLogprobs(NamedTuple):
+    """``Logprobs`` and what else was asked for, each ``[N]`` and differentiable, else None."""
+
+    logprob: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    mean_logprob: Tensor | None = None
+    log_sum_squares: Tensor | None = None
 
 
 def linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
+    hidden: Tensor, head: Head, target: Tensor, *, temperature: float | Tensor, vocab: int, outputs: Collection[Extra]
+) -> MoreLogprobs:
+    """``logits_logprob`` of the head's logits."""
+    logits = head_logits(hidden, head, vocab, accumulation_dtype(hidden.dtype))
+    return logits_logprob(logits, target, temperature=temperature, vocab=vocab, outputs=outputs)
+
+
+def linear_divergence(
+    student_hidden: Tensor,
+    student: Head,
+    teacher_hidden: Tensor,
+    teacher: Head,
+    *,
+    beta: float,
+    temperature: float | Tensor,
+    vocab: int,
+) -> Tensor:
+    """Generalized Jensen-Shannon divergence of softmax(logits / temperature) of the teacher T and the student S."""
+    check_temperature("linear_divergence", temperature)
+    dtype = accumulation_dtype(student_hidden.dtype)
+    heads = (student_hidden, student), (teacher_hidden, teacher)
+    s, t = (log_softmax(head_logits(hidden, head, vocab, dtype), temperature)[0] for hidden, head in heads)
+    if beta == 0:
+        return _kl(t, s)
+    if beta == 1:
+        return _kl(s, t)
+    impossible = s.isneginf() & t.isneginf()
+    parts = s.masked_fill(impossible, 0.0) + math.log1p(-beta), t.masked_fill(impossible, 0.0) + math.log(beta)
+    mixture = torch.logaddexp(*parts).masked_fill(impossible, -torch.inf)
+    return beta * _kl(t, mixture) + (1 - beta) * _kl(s, mixture)
+
+
+def logits_logprob(
+    logits: Tensor,
     target: Tensor,
     *,
-    bias: Tensor | None,
     temperature: float | Tensor,
-    softcap: float | None,
-    scale: float,
-    adapter: Adapter | None,
     vocab: int,
-) -> Logprobs:
-    """``logits_logprob`` of ``scale·(hidden·Wᵀ + bias + scaling·(hidden·Aᵀ)·Bᵀ)``, soft-capped."""
-    dtype = accumulation_dtype(hidden.dtype)
-    hidden = hidden.to(dtype)
-    logits = hidden @ weight[:vocab].to(dtype).t()
-    if bias is not None:
-        logits = logits + bias[:vocab].to(dtype)
-    if adapter is not None:
-        down, up, scaling = adapter
-        logits = logits + scaling * (hidden @ down.to(dtype).t()) @ up[:vocab].to(dtype).t()
-    logits = scale * logits
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logits_logprob(logits, target, temperature=temperature, vocab=vocab)
+    outputs: Collection[Extra] = (),
+) -> MoreLogprobs:
+    """log p = log softmax(logits / temperature): its target entries, −Σ p log p, and its normalizer.
 
-
-def logits_logprob(logits: Tensor, target: Tensor, *, temperature: float | Tensor, vocab: int) -> Logprobs:
-    """log p = log softmax(logits / temperature): its target entry, −Σ p log p, and its normalizer."""
-    check_rows(target, temperature, vocab)
+    If asked for, the mean of log p over the tokens that are possible, and log Σ p².
+    """
+    check_target("logits_logprob", target, vocab)
+    check_temperature("logits_logprob", temperature)
     logits = logits[:, :vocab].to(accumulation_dtype(logits.dtype))
-    # −inf/temperature and 0·log 0 have the right values but NaN derivatives, so impossible tokens bypass both.
+    logp, normalizer = log_softmax(logits, temperature)
+    impossible = logp.isneginf()
+    finite = logp.masked_fill(impossible, 0.0)
+    columns = target if target.ndim == 2 else target[:, None]
+    return MoreLogprobs(
+        logp.gather(1, columns).reshape(target.shape),
+        -(logp.exp() * finite).sum(-1),
+        normalizer,
+        mean_logprob=finite.sum(-1) / (~impossible).sum(-1) if "mean_logprob" in outputs else None,
+        log_sum_squares=(2 * logp).logsumexp(-1) if "log_sum_squares" in outputs else None,
+    )
+
+
+def head_logits(hidden: Tensor, head: Head, vocab: int, dtype: torch.dtype) -> Tensor:
+    """``[N, vocab]``, before the temperature."""
+    hidden = hidden.to(dtype)
+    logits = hidden @ head.weight[:vocab].to(dtype).t()
+    if head.bias is not None:
+        logits = logits + head.bias[:vocab].to(dtype)
+    if head.adapter is not None:
+        down, up, scaling = head.adapter
+        logits = logits + scaling * (hidden @ down.to(dtype).t()) @ up[:vocab].to(dtype).t()
+    logits = head.scale * logits
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def log_softmax(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    """log softmax(logits / temperature) and its normalizer."""
+    # −inf/temperature has the right value but a NaN derivative, so impossible tokens bypass it, as they do 0·log 0.
     impossible = logits.isneginf()
     rows = temperature[:, None].to(logits.dtype) if isinstance(temperature, Tensor) else temperature
     scores = (logits.masked_fill(impossible, 0.0) / rows).masked_fill(impossible, -torch.inf)
-    logp = scores.log_softmax(-1)
-    entropy = -(logp.exp() * logp.masked_fill(impossible, 0.0)).sum(-1)
-    return Logprobs(logp.gather(1, target[:, None])[:, 0], entropy, scores.logsumexp(-1))
+    return scores.log_softmax(-1), scores.logsumexp(-1)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    """Σ eᵖ(p − q), infinite where q rules out what p allows."""
+    impossible = p.isneginf()
+    return (p.exp() * (p.masked_fill(impossible, 0.0) - q.masked_fill(impossible, 0.0))).sum(-1)

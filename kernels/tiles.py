@@ -5,10 +5,18 @@ Forward, a running softmax over the tiles of the vocabulary, with x = z − m an
     S = Σ eˣ        M = Σ x·eˣ        and when m grows by δ:   M ← (M − δS)·e^(−δ),   S ← S·e^(−δ)
     logsumexp = m + log S             logprob = (z_t − m) − log S              entropy = log S − M/S
 
-Everything is relative to m, so logits near ±1000 cost no digits. Backward, for upstream gradients g_p, g_H, g_L:
+and, where they are asked for, over the n tokens that are possible at all,
 
-    dz_v = p_v·(g_L − g_p − g_H·(log p_v + entropy)) + 1[v = t]·g_p
-         = eˣ·(level + slope·x) + 1[v = t]·g_p        slope = −g_H/S,  level = (g_L − g_p − g_H·(entropy − log S))/S
+    X = Σ x         Q = Σ e²ˣ         X ← X − nδ,   Q ← Q·e^(−2δ)
+    mean_logprob = X/n − log S        log_sum_squares = log Q − 2·log S
+
+Everything is relative to m, so logits near ±1000 cost no digits. Backward, for gradients g_p, g_H, g_L, g_X, g_Q:
+
+    dz_v = p_v·(g_L − g_p − g_H·(log p_v + entropy) − g_X − 2·g_Q) + 2·g_Q·p_v²/Σp² + g_X/n + 1[v = t]·g_p
+         = eˣ·(level + slope·x + bend·eˣ) + flat + 1[v = t]·g_p
+    slope = −g_H/S,  level = (g_L − g_p − g_H·(entropy − log S) − g_X − 2·g_Q)/S,  bend = 2·g_Q/Q,  flat = g_X/n
+
+With several targets in a row, g_p is a sum over them in ``level``.
 
 Both functions are written once. Eager, they are a few passes over a tile that stays in the cache; compiled, a single
 one. A given shape always takes the same road on a given machine, which exact resume relies on.
@@ -23,10 +31,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .reference import accumulation_dtype
+from .head import accumulation_dtype
+from .reference import MoreLogprobs
 
 # A finite −inf: e^(−1e30) is 0 like e^(−inf), but 0·(−1e30) is 0 and 0·(−inf) is NaN.
 NEVER = -1e30
+IMPOSSIBLE = -1e20  # what is below this was NEVER, divided by a temperature
 # Compiling takes tens of seconds once and saves a nanosecond or two per logit of every call: here a tenth of a second.
 COMPILE_FROM = 2**26
 
@@ -55,16 +65,40 @@ class Transform(NamedTuple):
     def tempered(self, capped: Tensor) -> Tensor:
         return capped if self.temperature is None else capped / self.temperature[:, None]
 
+    def inner(self, like: Tensor) -> Tensor:
+        """``[n]``: scale/T, the derivative of z before that of the soft cap."""
+        scale = torch.full_like(like, self.scale)
+        return scale if self.temperature is None else scale / self.temperature
+
 
 class Softmax(NamedTuple):
-    """The outputs, and what backward needs besides: m, log S and the target's z. Each ``[n]``."""
+    """The outputs, and what backward needs besides: m, log S, the targets' z, n. What was not asked for is empty.
+
+    Each ``[rows]``; logprob and chosen ``[rows, targets]``.
+    """
 
     logprob: Tensor
     entropy: Tensor
     logsumexp: Tensor
+    mean_logprob: Tensor
+    log_sum_squares: Tensor
     shift: Tensor
     log_total: Tensor
     chosen: Tensor
+    possible: Tensor
+
+    @classmethod
+    def empty(cls, target: Tensor, like: Tensor, mean: bool, squares: bool) -> "Softmax":
+        """Of the right shapes, for tracing."""
+
+        def row(wanted: bool = True) -> Tensor:
+            return like.new_empty(target.shape[0] if wanted else 0, dtype=accumulation_dtype(like.dtype))
+
+        per_target = [like.new_empty(target.shape, dtype=accumulation_dtype(like.dtype)) for _ in range(2)]
+        return cls(per_target[0], row(), row(), row(mean), row(squares), row(), row(), per_target[1], row(mean))
+
+
+OUTPUTS, SAVED = 5, len(Softmax._fields)  # the first so many fields are differentiable; all are kept for backward
 
 
 class Upstream(NamedTuple):
@@ -72,12 +106,40 @@ class Upstream(NamedTuple):
 
     level: Tensor
     slope: Tensor | None
-    gain: Tensor | None  # what is added at the target
+    bend: Tensor | None
+    flat: Tensor | None
+    gain: Tensor | None  # [n, k], what is added at the targets
 
     def rows(self, rows: slice) -> "Upstream":
-        slope = None if self.slope is None else self.slope[rows]
-        gain = None if self.gain is None else self.gain[rows]
-        return Upstream(self.level[rows], slope, gain)
+        return Upstream(self.level[rows], *(None if t is None else t[rows] for t in self[1:]))
+
+
+class State(NamedTuple):
+    """The sums over the tiles so far, each ``[n]``; None where they are not asked for."""
+
+    shift: Tensor  # m
+    total: Tensor  # S
+    moment: Tensor  # M
+    chosen: Tensor  # [n, k], the targets' z
+    linear: Tensor | None  # [n, 2], X and n
+    squares: Tensor | None  # Q
+
+    @classmethod
+    def start(cls, target: Tensor, like: Tensor, mean: bool, squares: bool) -> "State":
+        """Before the first tile; ``like`` has the accumulation dtype."""
+        n = len(target)
+        linear, total_squares = like.new_zeros(n, 2) if mean else None, like.new_zeros(n) if squares else None
+        sums = like.new_zeros(n), like.new_zeros(n), like.new_zeros(target.shape)
+        return cls(like.new_full((n,), NEVER), *sums, linear, total_squares)
+
+    def rows(self, rows: slice) -> "State":
+        linear, squares = (None if t is None else t[rows] for t in (self.linear, self.squares))
+        return State(self.shift[rows], self.total[rows], self.moment[rows], self.chosen[rows], linear, squares)
+
+    def store_(self, rows: slice, part: "State") -> None:
+        for whole, sums in zip(self, part, strict=True):
+            if whole is not None and sums is not None:
+                whole[rows] = sums
 
 
 def per_row(temperature: float | Tensor, like: Tensor) -> Tensor | None:
@@ -92,91 +154,117 @@ def spans(length: int, widest: int) -> Iterator[slice]:
     return (slice(start, min(start + widest, length)) for start in range(0, length, widest))
 
 
-def start(rows: int, like: Tensor) -> Tensor:
-    """``[rows, 4]``: m, S, M and z_t before the first tile."""
-    state = like.new_zeros(rows, 4)
-    state[:, 0] = NEVER
-    return state
+def fold(tile: Tensor, column: Tensor, state: State, transform: Transform) -> State:
+    """The sums after one more tile ``[n, columns]`` of c.
 
-
-def fold(tile: Tensor, column: Tensor, state: Tensor, transform: Transform) -> Tensor:
-    """The running softmax after one more tile ``[n, columns]`` of c.
-
-    ``column`` is the target's place in this tile; outside ``[0, columns)`` it is in another one.
+    ``column`` ``[n, k]`` is the place of the targets in this tile; outside ``[0, columns)`` they are in another one.
     """
-    shift, total, moment, chosen = state.unbind(1)
     z = transform.tempered(transform.capped(tile))
     inside = (column >= 0) & (column < z.shape[1])
-    here = z.gather(1, column.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-    top = torch.maximum(shift, z.amax(1))
-    drop = shift - top
+    chosen = torch.where(inside, z.gather(1, column.clamp(0, z.shape[1] - 1)), state.chosen)
+    top = torch.maximum(state.shift, z.amax(1))
+    drop = state.shift - top
     decay = drop.exp()
     x = z - top[:, None]
     weight = x.exp()
-    total_after = total * decay + weight.sum(1)
-    moment_after = (moment + total * drop) * decay + weight.mul_(x).sum(1)
-    return torch.stack((top, total_after, moment_after, torch.where(inside, here, chosen)), 1)
+    linear = squares = None
+    if state.linear is not None:
+        linear_sum, count = state.linear.unbind(1)
+        possible = z > IMPOSSIBLE
+        added = torch.where(possible, x, 0).sum(1)
+        linear = torch.stack((linear_sum + count * drop + added, count + possible.to(x.dtype).sum(1)), 1)
+    if state.squares is not None:
+        squares = state.squares * decay.square() + weight.square().sum(1)
+    total = state.total * decay + weight.sum(1)
+    moment = (state.moment + state.total * drop) * decay + weight.mul_(x).sum(1)
+    return State(top, total, moment, chosen, linear, squares)
 
 
-def finish(state: Tensor) -> Softmax:
+def finish(state: State) -> Softmax:
     """The outputs, once every tile is folded in."""
-    shift, total, moment, chosen = state.unbind(1)
+    shift, total, moment, chosen, linear, squares = state
     log_total = total.log()
-    logprob, entropy = (chosen - shift) - log_total, log_total - moment / total
-    return Softmax(logprob, entropy, shift + log_total, shift.clone(), log_total, chosen.clone())
+    logprob, entropy = (chosen - shift[:, None]) - log_total[:, None], log_total - moment / total
+    mean_logprob, log_sum_squares, possible = (shift.new_empty(0) for _ in range(3))
+    if linear is not None:
+        possible = linear[:, 1].clone()
+        mean_logprob = linear[:, 0] / possible - log_total
+    if squares is not None:
+        log_sum_squares = squares.log() - 2 * log_total
+    extras = mean_logprob, log_sum_squares
+    return Softmax(logprob, entropy, shift + log_total, *extras, shift, log_total, chosen, possible)
+
+
+def more_logprobs(softmax: Sequence[Tensor], target: Tensor, mean: bool, squares: bool) -> MoreLogprobs:
+    """What the caller sees, ``logprob`` in the shape of the target."""
+    logprob, entropy, logsumexp, mean_logprob, log_sum_squares, *_ = softmax
+    extras = mean_logprob if mean else None, log_sum_squares if squares else None
+    return MoreLogprobs(logprob.reshape(target.shape), entropy, logsumexp, *extras)
 
 
 def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform: Transform) -> Upstream:
-    """The upstream gradients of logprob, entropy and logsumexp, None if unused, times scale/T, as coefficients."""
-    d_logprob, d_entropy, d_logsumexp = upstream
-    inner = torch.full_like(softmax.entropy, transform.scale)
-    if transform.temperature is not None:
-        inner = inner / transform.temperature
+    """The upstream gradients of the outputs, None if unused, times scale/T, as coefficients."""
+    # An output that was not asked for is empty, and so is its gradient.
+    d_logprob, d_entropy, d_logsumexp, d_mean, d_squares = (
+        d if d is not None and d.numel() else None for d in upstream
+    )
+    inner = transform.inner(softmax.entropy)
     density = inner * (-softmax.log_total).exp()
-    level, slope, gain = torch.zeros_like(density), None, None
+    level, slope, bend, flat, gain = torch.zeros_like(density), None, None, None, None
     if d_logsumexp is not None:
         level = level + d_logsumexp * density
     if d_entropy is not None:
         slope = -d_entropy * density
         level = level + slope * (softmax.entropy - softmax.log_total)
+    if d_mean is not None:
+        level, flat = level - d_mean * density, d_mean * inner / softmax.possible
+    if d_squares is not None:
+        level = level - 2 * d_squares * density
+        bend = 2 * d_squares * inner * (-softmax.log_sum_squares - 2 * softmax.log_total).exp()
     if d_logprob is not None:
-        level, gain = level - d_logprob * density, d_logprob * inner
+        level, gain = level - d_logprob.sum(1) * density, d_logprob * inner[:, None]
         if transform.softcap is not None:
-            capped = softmax.chosen if transform.temperature is None else softmax.chosen * transform.temperature
+            temperature = transform.temperature
+            capped = softmax.chosen if temperature is None else softmax.chosen * temperature[:, None]
             gain = gain * (1 - (capped / transform.softcap).square())
-    return Upstream(level, slope, gain)
+    return Upstream(level, slope, bend, flat, gain)
 
 
 def pull(
     tile: Tensor, shift: Tensor, upstream: Upstream, transform: Transform, moments: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """From a tile of c, dc without the target's share; and its Σ_v dz_v·x_v, if asked for."""
+    """From a tile of c, dc without the targets' share; and its Σ_v dz_v·x_v, if asked for."""
     capped = transform.capped(tile)
     steepness = None if transform.softcap is None else 1 - (capped / transform.softcap).square_()
     x = transform.tempered(capped) - shift[:, None]
     dz = x.exp()
-    level = upstream.level[:, None]
-    dz.mul_(level if upstream.slope is None else torch.addcmul(level, upstream.slope[:, None], x))
+    factor = upstream.level[:, None]
+    if upstream.slope is not None:
+        factor = torch.addcmul(factor, upstream.slope[:, None], x)
+    if upstream.bend is not None:
+        factor = torch.addcmul(factor, upstream.bend[:, None], dz)
+    dz.mul_(factor)
+    if upstream.flat is not None:
+        dz.add_(torch.where(x > IMPOSSIBLE, upstream.flat[:, None], 0))
     moment = (dz * x).sum(1) if moments else None
     return dz if steepness is None else dz.mul_(steepness), moment
 
 
 def add_target_(tile: Tensor, column: Tensor, gain: Tensor | None) -> None:
-    """``tile[i, column[i]] += gain[i]`` where the column is in this tile."""
+    """``tile[i, column[i, j]] += gain[i, j]`` where the column is in this tile."""
     if gain is not None:
         inside = (column >= 0) & (column < tile.shape[1])
-        here = column.clamp(0, tile.shape[1] - 1)
-        tile.scatter_add_(1, here[:, None], torch.where(inside, gain, 0)[:, None])
+        tile.scatter_add_(1, column.clamp(0, tile.shape[1] - 1), torch.where(inside, gain, 0))
 
 
 def temperature_gradient(
     moments: Tensor, upstream: Sequence[Tensor | None], softmax: Softmax, transform: Transform
 ) -> Tensor:
-    """dT = −(Σ_v dz_v·x_v + g_L·m)/T; ``moments`` is scale/T times that sum, the target's g_p·x_t not included."""
-    d_logprob, _, d_logsumexp = upstream
+    """dT = −(Σ_v dz_v·x_v + g_L·m)/T; ``moments`` is scale/T times that sum, the targets' g_p·x_t not included."""
+    d_logprob, _, d_logsumexp, *_ = upstream
     rest = torch.zeros_like(moments)
     if d_logprob is not None:
-        rest += d_logprob * (softmax.chosen - softmax.shift)
+        rest += (d_logprob * (softmax.chosen - softmax.shift[:, None])).sum(1)
     if d_logsumexp is not None:
         rest += d_logsumexp * softmax.shift
     assert transform.temperature is not None
@@ -186,7 +274,7 @@ def temperature_gradient(
 def no_second_derivative(ctx: Any, *_: Any) -> None:
     """The backward of a backward."""
     raise NotImplementedError(
-        "linear_logprob: the tiled backend has no second derivative, use backend='reference', which has them all"
+        "kernels: the tiled backend has no second derivative, use backend='reference', which has them all"
     )
 
 

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..data import Example
 
+Of = int | str | None  # which answers: those of this index in their example, those a bool column names, or all
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -20,7 +22,8 @@ class Batch:
         target: int64 [tokens], the id of each trained token.
         sequence: int64 [tokens], sorted: the completion each trained token belongs to, counted over the batch.
         completion: int64 [sequences], the index of each completion in its example (of a pair: 0 chosen, 1 rejected).
-        columns: further tensors by name, such as reference log-probs [tokens] or margins [examples].
+        columns: further tensors by name: per token (reference log-probs), per answer (ranks), per example (margins,
+            labels), or one number for the whole step (KTO's z0).
     """
 
     examples: Sequence[Example]
@@ -33,9 +36,20 @@ class Batch:
     def sequences(self) -> int:
         return len(self.completion)
 
-    def tokens_of(self, completion: int) -> Tensor:
-        """Bool [tokens]: which trained tokens belong to the completion of this index in their example."""
-        return (self.completion == completion)[self.sequence]
+    @property
+    def example(self) -> Tensor:
+        """int64 [sequences]: the example that each completion belongs to."""
+        return (self.completion == 0).cumsum(0) - 1
+
+    def answers_of(self, of: Of) -> Tensor:
+        """Bool [sequences]: the completions of this index in their example, or of the examples that a column names."""
+        if of is None:
+            return torch.ones_like(self.completion, dtype=torch.bool)
+        return self.columns[of].bool()[self.example] if isinstance(of, str) else self.completion == of
+
+    def tokens_of(self, of: Of) -> Tensor:
+        """Bool [tokens]: which trained tokens belong to those completions."""
+        return self.answers_of(of)[self.sequence]
 
 
 def collate(

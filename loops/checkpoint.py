@@ -1,7 +1,7 @@
 """Checkpoints that are whole or not there: written aside, checksummed, renamed into place.
 
     checkpoints/step-00000120/
-        state.pt         trained parameters, optimizer, schedule
+        state.pt         trained parameters, optimizer, schedule, and what the recipe remembers
         random-0.pt      generator states of rank 0 (one file per rank)
         manifest.json    sha256 and size of every file, written last
 
@@ -16,7 +16,7 @@ import os
 import random
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy
 import torch
@@ -26,6 +26,13 @@ from torch import nn
 log = logging.getLogger(__name__)
 
 KEPT = 2  # an older checkpoint stands by in case the newest turns out to be damaged
+
+
+class Memory(Protocol):
+    """What a recipe remembers from one step to the next beside its parameters, the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class CheckpointError(RuntimeError):
@@ -40,6 +47,7 @@ def save(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
+    memory: Memory | None = None,
 ) -> Path:
     """Write the checkpoint of ``step`` under ``directory`` and drop all but the newest `KEPT`. Every rank calls it.
 
@@ -57,6 +65,7 @@ def save(
         if accelerator.is_main_process:
             model = trained_state(accelerator.unwrap_model(policy))
             state = {"model": model, "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+            state |= {"memory": memory.state_dict()} if memory is not None else {}
             _write(partial / "state.pt", {"step": step, **state})
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -87,6 +96,7 @@ def load_newest(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
+    memory: Memory | None = None,
 ) -> int:
     """Restore the newest whole checkpoint and return its step, or 0. Damaged ones are named in the log."""
     for path in _all(directory):
@@ -98,6 +108,8 @@ def load_newest(
         restore_trained_state(accelerator.unwrap_model(policy), state["model"])
         optimizer.load_state_dict(state["optimizer"])
         schedule.load_state_dict(state["schedule"])
+        if memory is not None:
+            memory.load_state_dict(state["memory"])
         mine = path / f"random-{accelerator.process_index}.pt"
         if mine.exists():
             _set_random_state(_read(mine))

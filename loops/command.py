@@ -43,6 +43,42 @@ def _dpo() -> tuple[type, Callable[..., Any]]:
     return DPO, dpo
 
 
+def _kto() -> tuple[type, Callable[..., Any]]:
+    from .kto import KTO, run_kto
+
+    return KTO, run_kto
+
+
+def _cpo() -> tuple[type, Callable[..., Any]]:
+    from .cpo import CPO, run_cpo
+
+    return CPO, run_cpo
+
+
+def _orpo() -> tuple[type, Callable[..., Any]]:
+    from .cpo import ORPO, run_orpo
+
+    return ORPO, run_orpo
+
+
+def _reward() -> tuple[type, Callable[..., Any]]:
+    from .reward import Reward, run_reward
+
+    return Reward, run_reward
+
+
+def _prm() -> tuple[type, Callable[..., Any]]:
+    from .prm import PRM, run_prm
+
+    return PRM, run_prm
+
+
+def _distill() -> tuple[type, Callable[..., Any]]:
+    from .distill import Distill, run_distill
+
+    return Distill, run_distill
+
+
 def _demo() -> tuple[type, Callable[..., Any]]:
     from .demo import Demo, demo
 
@@ -50,17 +86,33 @@ def _demo() -> tuple[type, Callable[..., Any]]:
 
 
 # Recipes are imported when they are asked for: --help and a typing error should not wait for transformers.
-_RECIPES: dict[str, Callable[[], tuple[type, Callable[..., Any]]]] = {"sft": _sft, "dpo": _dpo, "demo": _demo}
+_RECIPES: dict[str, Callable[[], tuple[type, Callable[..., Any]]]] = {
+    "sft": _sft,
+    "dpo": _dpo,
+    "kto": _kto,
+    "orpo": _orpo,
+    "cpo": _cpo,
+    "reward": _reward,
+    "prm": _prm,
+    "distill": _distill,
+    "demo": _demo,
+}
 
 _LINES = {
     "sft": "supervised fine-tuning on messages, text, or prompts with completions",
     "dpo": "preference training on pairs: dpo, ipo, hinge, ... or a mix of them",
+    "kto": "training on single answers, marked desirable or not: kto, bco, apo_zero_unpaired",
+    "orpo": "preference training in one stage, without a reference",
+    "cpo": "preference training without a reference: cpo, simpo, alpha_po",
+    "reward": "a reward model, from pairs, scores or rankings",
+    "prm": "a process reward model, from solutions whose steps are labeled",
+    "distill": "training on a teacher's distribution of the next token: another model, or its stored top-k",
     "demo": "train a small model from scratch, offline, in three minutes",
 }
 
 
 def _usage() -> str:
-    lines = "\n".join(f"  {name:6} {line}" for name, line in _LINES.items())
+    lines = "\n".join(f"  {name:7} {line}" for name, line in _LINES.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
 

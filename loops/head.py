@@ -1,8 +1,8 @@
 """The fused output head: hidden states in, log-probs of the targets out, no logits in between.
 
-`fuse` gives a model's output embedding a second way to be called, ``head(hidden, target=...)``. It stays the same
-module with the same parameters under the same names, so hooks of DDP and FSDP fire, tied weights stay tied, and the
-model saves, loads and generates as before.
+`fuse` gives a model's output embedding two more ways to be called, ``head(hidden, target=...)`` and
+``head(hidden, lesson=...)``. It stays the same module with the same parameters under the same names, so hooks of DDP
+and FSDP fire, tied weights stay tied, and the model saves, loads and generates as before.
 """
 
 import types
@@ -12,9 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..kernels import linear_logprob
+from ..kernels import Head, linear_divergence, linear_gather_logprob, linear_logprob
+from ..objectives import generalized_jsd, with_tail
 
 Backend = Literal["auto", "tiled", "reference"]
+Extra = Literal["mean_logprob", "log_sum_squares"]
 
 # Factors that Hugging Face architectures apply to the logits, by the name in their config: logits * c or logits / c.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -32,6 +34,10 @@ class Transform:
     scale: float = 1.0
     softcap: float | None = None
 
+    def __call__(self, logits: Tensor) -> Tensor:
+        logits = self.scale * logits
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
     @classmethod
     def of(cls, config: Any) -> "Transform":
         """Read a Hugging Face config. Whether it was read rightly is checked on a probe, see `Policy`."""
@@ -43,8 +49,36 @@ class Transform:
         return cls(scale, getattr(config, "final_logit_softcapping", None) or None)
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher predicts for the trained tokens of a batch, and how a student is compared with it.
+
+    Either ``hidden`` [tokens, D] and ``head``, or ``logits`` [tokens, V], or the ``top_k`` likeliest tokens: their ids
+    and log-probs, [tokens, k] each, at this temperature.
+    """
+
+    beta: float
+    temperature: float
+    hidden: Tensor | None = None
+    head: Head | None = None
+    logits: Tensor | None = None
+    top_k: tuple[Tensor, Tensor] | None = None
+
+    def divergence(self, logits: Tensor) -> Tensor:
+        """[tokens], for a student whose logits [tokens, V] are at hand."""
+        if self.top_k is not None:
+            ids, teacher = self.top_k
+            logp = (logits.float() / self.temperature).log_softmax(-1).gather(1, ids)
+            return generalized_jsd(with_tail(logp), with_tail(teacher.to(logp.dtype)), beta=self.beta)[0]
+        assert self.logits is not None
+        vocab = min(logits.shape[1], self.logits.shape[1])  # what one of the two has beyond is padding
+        logp, teacher = ((x[:, :vocab].float() / self.temperature).log_softmax(-1) for x in (logits, self.logits))
+        return generalized_jsd(logp, teacher, beta=self.beta)[0]
+
+
 def fuse(head: nn.Module, transform: Transform, backend: Backend) -> None:
-    """Teach ``head`` to answer ``head(hidden, target=..., temperature=...)`` with `Logprobs`.
+    """Teach ``head`` to answer ``head(hidden, target=..., temperature=...)`` with `Logprobs`, and
+    ``head(hidden, lesson=...)`` with the divergence [tokens] from a teacher.
 
     Raises:
         CannotFuse: if the head is not a linear layer, plain or wrapped by peft.
@@ -52,25 +86,49 @@ def fuse(head: nn.Module, transform: Transform, backend: Backend) -> None:
     _linear(head)
 
     def forward(
-        self: nn.Module, hidden: Tensor, *args: Any, target: Tensor | None = None, temperature: float | Tensor = 1.0
+        self: nn.Module,
+        hidden: Tensor,
+        *args: Any,
+        target: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        outputs: tuple[Extra, ...] = (),
+        lesson: Lesson | None = None,
     ) -> Any:
-        if target is None:  # through the type, not a captured method: a deep copy must not call the original
-            return type(self).forward(self, hidden, *args)
-        layer, adapter = _linear(self)
-        assert isinstance(layer.weight, Tensor)
-        return linear_logprob(
-            hidden,
-            layer.weight,
-            target,
-            bias=layer.bias if isinstance(layer.bias, Tensor) else None,
-            temperature=temperature,
-            softcap=transform.softcap,
-            scale=transform.scale,
-            adapter=adapter,
-            backend=backend,
-        )
+        if target is not None:
+            compute: Any = linear_logprob  # its overloads can't be told apart here
+            how = {"temperature": temperature, "outputs": outputs, "backend": backend}
+            return compute(hidden, target=target, **how, **operands(self, transform)._asdict())
+        if lesson is not None:
+            return _divergence(hidden, operands(self, transform), lesson, backend)
+        # Through the type, not a captured method: a deep copy must not call the original.
+        return type(self).forward(self, hidden, *args)
 
     head.forward = types.MethodType(forward, head)
+
+
+def operands(head: nn.Module, transform: Transform) -> Head:
+    """The head as the kernels are given it."""
+    layer, adapter = _linear(head)
+    assert isinstance(layer.weight, Tensor)
+    bias = layer.bias if isinstance(layer.bias, Tensor) else None
+    return Head(layer.weight, bias, transform.scale, transform.softcap, adapter)
+
+
+def _divergence(hidden: Tensor, head: Head, lesson: Lesson, backend: Backend) -> Tensor:
+    if lesson.top_k is not None:
+        ids, teacher = lesson.top_k
+        logp = linear_gather_logprob(hidden, head, ids, temperature=lesson.temperature, backend=backend)
+        return generalized_jsd(with_tail(logp), with_tail(teacher.to(logp.dtype)), beta=lesson.beta)[0]
+    assert lesson.hidden is not None and lesson.head is not None
+    return linear_divergence(
+        hidden,
+        head,
+        lesson.hidden,
+        lesson.head,
+        beta=lesson.beta,
+        temperature=lesson.temperature,
+        backend=backend,
+    )
 
 
 def _linear(head: Any) -> tuple[nn.Module, tuple[Tensor, Tensor, float] | None]:

@@ -2,17 +2,29 @@
 
 import copy
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers import logging as logging_of_transformers
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from .backbone import Backbone
 from .config import Common
-from .policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +38,31 @@ def load_tokenizer(config: Common) -> PreTrainedTokenizerBase:
 
 
 def load_model(config: Common) -> nn.Module:
-    """The model to train: in the configured precision, quantized and with adapters where asked for, without dropout.
+    """The causal language model to train, see `load`."""
+    return load(config, AutoModelForCausalLM, "CAUSAL_LM")
+
+
+def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
+    """The model to train with a new head of ``len(labels)`` outputs, or the one it has if it is such a classifier.
+
+    Where `transformers` has no such class for an architecture, one is put together from its parts; what is saved of it
+    can be loaded by `burnish` alone, and a warning says so.
+    """
+    names = dict(labels) if len(labels) > 1 else {0: labels[0]}
+    auto: Any = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForTokenClassification
+    architecture = AutoConfig.from_pretrained(config.model)
+    if type(architecture) not in auto._model_mapping:
+        auto = _classifier_of(architecture, task)
+    verbosity = logging_of_transformers.get_verbosity()
+    logging_of_transformers.set_verbosity(logging.ERROR)  # it warns at length that the head is new
+    try:
+        return load(config, auto, task, num_labels=len(names), id2label=names)
+    finally:
+        logging_of_transformers.set_verbosity(verbosity)
+
+
+def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
+    """A model to train: in the configured precision, quantized and with adapters where asked for, without dropout.
 
     Raises:
         ValueError: if a quantized model is to be trained without adapters.
@@ -38,8 +74,9 @@ def load_model(config: Common) -> nn.Module:
         )
     # What an optimizer updates stays float32: in bfloat16 a step of 1e-6 rounds to nothing.
     dtype = torch.float32 if config.dtype == "bfloat16" and not adapters else getattr(torch, config.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    model: Any = auto.from_pretrained(
         config.model,
+        **options,
         dtype=dtype,
         attn_implementation=config.attention,
         quantization_config=_quantization(config),
@@ -54,14 +91,25 @@ def load_model(config: Common) -> nn.Module:
         model = get_peft_model(
             model,
             LoraConfig(
-                task_type="CAUSAL_LM",
+                task_type=task,
                 r=lora.r,
                 lora_alpha=lora.alpha,  # type: ignore[arg-type]
                 lora_dropout=lora.dropout,
                 target_modules=lora.target_modules,
+                exclude_modules=None if task == "CAUSAL_LM" else ["score", "classifier"],  # a new head trains whole
             ),
         )
     return model.train()  # type: ignore[no-any-return]
+
+
+def _classifier_of(architecture: Any, task: str) -> Any:
+    """`transformers`' generic classifier on the backbone of an architecture that it has no classifier for."""
+    backbone: Any = AutoModel._model_mapping[type(architecture)]
+    generic: Any = GenericForSequenceClassification if task == "SEQ_CLS" else GenericForTokenClassification
+    name = backbone.__name__.removesuffix("Model") + generic.__name__.removeprefix("Generic")
+    log.warning("%s: transformers has no such class; the saved model can be loaded by burnish alone", name)
+    pretrained = next(kind for kind in backbone.__mro__ if kind.__name__.endswith("PreTrainedModel"))
+    return type(name, (generic, pretrained), {})
 
 
 def without_dropout(model: nn.Module) -> None:
@@ -84,7 +132,7 @@ def _quantization(config: Common) -> Any:
     return build(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
 
 
-def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def save_model(policy: Backbone, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write what transformers and vLLM load: weights (adapters merged in) and tokenizer; adapters also on their own.
 
     The policy itself is left as it is.
@@ -94,7 +142,7 @@ def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, directory: Pa
         policy.model.save_pretrained(str(directory / "adapter"), save_embedding_layers=False)
         merged(policy.model).save_pretrained(target)
     else:
-        policy.causal.save_pretrained(target)
+        policy.plain.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
@@ -105,7 +153,7 @@ def merged(model: PeftModel) -> Any:
     base = wrapped.get_base_model()
     weights: dict[str, Tensor] = {}
     for name, module in base.named_modules():
-        path = name.replace(".base_layer", "").replace("modules_to_save.default.", "")
+        path = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
         if hasattr(module, "get_delta_weight"):
             weight = dequantize_module_weight(module.get_base_layer())
             for adapter in module.active_adapters:

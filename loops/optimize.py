@@ -50,9 +50,14 @@ class Sums:
 
     def means(self, accelerator: Accelerator, denominators: Mapping[str, float]) -> dict[str, float]:
         """The metrics over all ranks, with ``loss``, their weighted total, first."""
-        totals = _sum_over_ranks(accelerator, {metric: float(value) for metric, value in self.sums.items()})
-        means = {metric: total / denominators[self.term[metric]] for metric, total in totals.items()}
-        loss = sum(coefficient * means[name] for name, (coefficient, _) in self.expression.items())
+        totals = sum_over_ranks(accelerator, {metric: float(value) for metric, value in self.sums.items()})
+        counted = {name for name, (coefficient, _) in self.expression.items() if coefficient or denominators[name]}
+        means = {
+            metric: total / (denominators[self.term[metric]] or 1.0)
+            for metric, total in totals.items()
+            if self.term[metric] in counted  # what is only measured, and had nothing to measure, is left out
+        }
+        loss = sum(coefficient * means[name] for name, (coefficient, _) in self.expression.items() if coefficient)
         return {"loss": loss, **means}
 
 
@@ -90,7 +95,8 @@ def train_step(
                 loss, stats = losses[name]
                 weight = weighting(batch).weight
                 if coefficient:
-                    total = total + coefficient * (weight.to(loss.dtype) * loss).sum() / denominators[name]
+                    share = coefficient / (denominators[name] or 1.0)
+                    total = total + share * (weight.to(loss.dtype) * loss).sum()
                 sums.add(name, weight, loss, stats)
             # Ranks average their gradients, and the loss is a sum over ranks.
             accelerator.backward(total * accelerator.num_processes)
@@ -99,22 +105,22 @@ def train_step(
     if finite:
         optimizer.step()
     optimizer.zero_grad()
-    tokens = _sum_over_ranks(accelerator, {"tokens": float(sum(len(batch.target) for batch in micro_batches))})
+    tokens = sum_over_ranks(accelerator, {"tokens": float(sum(len(batch.target) for batch in micro_batches))})
     return {**sums.means(accelerator, denominators), "grad_norm": grad_norm, **tokens, "skipped": float(not finite)}
 
 
 def global_denominators(
     accelerator: Accelerator, micro_batches: Iterable[Batch], expression: Expression
 ) -> dict[str, float]:
-    """Z of each named loss, over all micro-batches of all ranks. A loss without units divides by 1: its sum is 0."""
+    """Z of each named loss, over all micro-batches of all ranks; 0 for a loss without a unit, whose sum is 0 too."""
     shares = {name: 0.0 for name in expression}
     for batch in micro_batches:
         for name, (_, weighting) in expression.items():
             shares[name] += weighting(batch).share
-    return {name: total or 1.0 for name, total in _sum_over_ranks(accelerator, shares).items()}
+    return sum_over_ranks(accelerator, shares)
 
 
-def _sum_over_ranks(accelerator: Accelerator, values: Mapping[str, float]) -> dict[str, float]:
+def sum_over_ranks(accelerator: Accelerator, values: Mapping[str, float]) -> dict[str, float]:
     packed = torch.tensor(list(values.values()), dtype=torch.float64, device=accelerator.device)
     total: Any = accelerator.reduce(packed, reduction="sum")
     return dict(zip(values, total.tolist(), strict=True))

@@ -1,34 +1,39 @@
 """A Hugging Face causal model as objectives see it: a batch in, one log-prob per trained token out.
 
-Nothing about an architecture is believed: whether its head fuses and which rows keep its sequences apart is tried out
-on a probe of a few tokens when the policy is made, and what fails the trial falls back, with one log line, to what is
-slower.
+Whether its head fuses is tried out on a probe when the policy is made; a head that does not falls back, with one log
+line, to full logits.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..data import Example
-from ..kernels import Logprobs, logits_logprob
+from ..kernels import logits_logprob
+from .backbone import PROBE, Backbone, evaluating
 from .batch import Batch
-from .head import Backend, CannotFuse, Transform, fuse
-from .rows import Layout, Rows, arrange
+from .head import Backend, CannotFuse, Extra, Lesson, Transform, fuse, operands
+from .rows import Layout
 
 log = logging.getLogger(__name__)
 
-# Two examples of two completions, short enough for any context and of different lengths.
-_PROBE = [
-    Example([1, 2, 3], [[4, 5, 6, 7], [5, 3, 2]], [[True] * 4, [True] * 3]),
-    Example([3, 1], [[2, 6, 4], [7, 7, 1, 5, 2]], [[True] * 3, [True] * 5]),
-]
+_CHUNK = 256  # tokens whose logits are held at once where all of them are needed
 
 
-class Policy(nn.Module):
+class Outputs(NamedTuple):
+    """What one forward pass says of every trained token, each [tokens]."""
+
+    logprob: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    mean_logprob: Tensor | None = None  # over the vocabulary, and log Σ_v p_v², where they are asked for
+    log_sum_squares: Tensor | None = None
+    value: Tensor | None = None  # of the state that the token is chosen in, where the policy has a value head
+    divergence: Tensor | None = None  # from the teacher, where there is a lesson
+
+
+class Policy(Backbone):
     """The model, its fused head, and the rows that it is given.
 
     Args:
@@ -36,136 +41,112 @@ class Policy(nn.Module):
             its parameters, their names and its own ``forward`` stay as they are.
         layout: ``"auto"`` takes the first of shared, packed and padded rows that this model is shown to keep apart.
         backend: of `burnish.kernels.linear_logprob`.
+        value_head: a module from hidden states [tokens, D] to values [tokens, 1], trained along with the model.
 
     Raises:
-        ValueError: if a named layout lets this model's sequences see each other.
+        ValueError: if a named layout lets this model's sequences see each other, or if there is a value head and the
+            model's own head can't be fused.
     """
 
     def __init__(
-        self, model: nn.Module, *, layout: Layout | Literal["auto"] = "auto", backend: Backend = "auto"
+        self,
+        model: nn.Module,
+        *,
+        layout: Layout | Literal["auto"] = "auto",
+        backend: Backend = "auto",
+        value_head: nn.Module | None = None,
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
+        self.value_head = value_head
         self.fused = self._try_fusing(backend)
-        self.layout: Layout = self._choose_layout(layout)
+        if value_head is not None and not self.fused:
+            raise ValueError(
+                f"policy: the head of {type(self.plain).__name__} can't be fused, and so no value head added"
+            )
+        self.layout: Layout = self.choose_layout(layout, self.hidden if self.fused else self.own_output)
 
     @property
-    def causal(self) -> Any:
-        """The `transformers` model, without peft's wrapper."""
-        model: Any = self.model
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
+    def head(self) -> Any:
+        return self.plain.get_output_embeddings()
 
     @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+    def transform(self) -> Transform:
+        return Transform.of(self.plain.config.get_text_config())
 
-    def forward(self, batch: Batch, *, temperature: float | Tensor = 1.0) -> Logprobs:
-        """Log-prob, entropy and logsumexp of every trained token of the batch, each [tokens]."""
-        rows = self._arrange(batch.examples, self.layout)
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        temperature: float | Tensor = 1.0,
+        outputs: tuple[Extra, ...] = (),
+        lesson: Lesson | None = None,
+    ) -> Outputs:
+        """Log-prob, entropy and logsumexp of every trained token of the batch, and what is asked for beside them.
+
+        Args:
+            outputs: further ones of `burnish.kernels.linear_logprob`.
+            lesson: what a teacher says of these tokens, for the divergence from it.
+        """
+        rows = self.arranged(batch.examples, self.layout)
         if not self.fused:
-            logits = self._own_logits(rows).flatten(0, 1)[rows.predictor]
-            return logits_logprob(logits, batch.target, temperature=temperature)
-        hidden = self._hidden(rows).flatten(0, 1)[rows.predictor]
-        head = self.causal.get_output_embeddings()
-        logprobs: Logprobs = head(hidden, target=batch.target, temperature=temperature)
-        return logprobs
+            logits = self.own_output(rows)
+            compute: Any = logits_logprob  # its overloads can't be told apart here
+            logprobs: Any = compute(logits, batch.target, temperature=temperature, outputs=outputs)
+            return Outputs(*logprobs, divergence=None if lesson is None else lesson.divergence(logits))
+        hidden = self.hidden(rows)
+        logprobs = self.head(hidden, target=batch.target, temperature=temperature, outputs=outputs)
+        value = None if self.value_head is None else self.value_head(hidden)[:, 0]
+        divergence = None
+        if lesson is not None:
+            # A teacher whose own head is no linear map can only be met with logits.
+            fused = lesson.logits is None
+            divergence = self.head(hidden, lesson=lesson) if fused else lesson.divergence(self._logits(hidden))
+        return Outputs(*logprobs, value=value, divergence=divergence)
 
-    def _arrange(self, examples: Sequence[Example], layout: Layout) -> Rows:
-        # Flash attention reads restarting positions as sequences only where there is one row.
-        flash = "flash" in str(self.causal.config._attn_implementation)
-        return arrange(examples, layout, one_row=flash and layout == "packed").to(self.device)
+    @torch.no_grad()
+    def lesson(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> Lesson:
+        """What this policy, as a teacher, predicts for the trained tokens of the batch.
 
-    def _hidden(self, rows: Rows) -> Tensor:
-        hidden: Tensor = self.causal.base_model(**self._model_input(rows)).last_hidden_state
-        return hidden
+        Args:
+            beta, temperature: of the divergence, see `burnish.kernels.linear_divergence`.
+            dense: give logits, for a student that can't do with less.
+        """
+        rows = self.arranged(batch.examples, self.layout)
+        if dense or not self.fused:
+            return Lesson(beta, temperature, logits=self.own_output(rows))
+        return Lesson(beta, temperature, hidden=self.hidden(rows), head=operands(self.head, self.transform))
 
-    def _own_logits(self, rows: Rows) -> Tensor:
-        logits: Tensor = self.causal(**self._model_input(rows)).logits
+    @torch.no_grad()
+    def top_k(self, batch: Batch, *, k: int, temperature: float, vocab: int) -> tuple[Tensor, Tensor]:
+        """Ids and log-probs [tokens, k] of the likeliest of the first ``vocab`` tokens, at every trained token."""
+        rows = self.arranged(batch.examples, self.layout)
+        found = []
+        for part in torch.split(self.hidden(rows) if self.fused else self.own_output(rows), _CHUNK):
+            logits = (self._logits(part) if self.fused else part)[:, :vocab].float()
+            found.append((logits / temperature).log_softmax(-1).topk(k))
+        return torch.cat([best.indices for best in found]), torch.cat([best.values for best in found])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.transform(self.head(hidden))
         return logits
-
-    def _model_input(self, rows: Rows) -> dict[str, Any]:
-        mask = rows.attention_mask
-        if mask is not None and mask.ndim == 4 and self.causal.config._attn_implementation == "eager":
-            hidden = torch.zeros(mask.shape, dtype=self.causal.dtype, device=mask.device)  # it adds masks to scores
-            mask = hidden.masked_fill_(~mask, torch.finfo(hidden.dtype).min)
-        return {
-            "input_ids": rows.input_ids,
-            "position_ids": rows.position_ids,
-            "attention_mask": mask,
-            # With a cache, transformers reads restarting positions as one sequence, and sequences see each other.
-            "use_cache": False,
-        }
 
     @torch.no_grad()
     def _try_fusing(self, backend: Backend) -> bool:
-        rows = self._arrange(_PROBE[:1], "padded")
+        rows = self.arranged(PROBE[:1], "padded")
         target = torch.tensor([4, 5, 6, 7, 5, 3, 2], device=self.device)
         try:
-            head = self.causal.get_output_embeddings()
-            if head is None:
+            if self.head is None:
                 raise CannotFuse("it has no output embedding")
-            with _evaluating(self.model):
-                logits = self._own_logits(rows).flatten(0, 1)[rows.predictor]
-                fuse(head, Transform.of(self.causal.config.get_text_config()), backend)
-                fused = head(self._hidden(rows).flatten(0, 1)[rows.predictor], target=target).logprob
+            with evaluating(self.model):
+                logits = self.own_output(rows)
+                fuse(self.head, self.transform, backend)
+                fused = self.head(self.hidden(rows), target=target).logprob
             expected = logits.double().log_softmax(-1).gather(1, target[:, None])[:, 0]
             # Rounding of the logits to their own dtype is the only difference there may be.
             tolerance = 8 * torch.finfo(logits.dtype).eps * logits.abs().max().double().clamp(min=1.0) + 1e-5
             if not torch.all((fused.double() - expected).abs() <= tolerance):
                 raise CannotFuse("its logits are not a known function of its last hidden state")
         except CannotFuse as reason:
-            log.warning("%s: log-probs are taken from full logits: %s", type(self.causal).__name__, reason)
+            log.warning("%s: log-probs are taken from full logits: %s", type(self.plain).__name__, reason)
             return False
         return True
-
-    def _choose_layout(self, wanted: Layout | Literal["auto"]) -> Layout:
-        candidates: Sequence[Layout] = ("shared", "packed", "padded") if wanted == "auto" else (wanted,)
-        for layout in candidates:
-            if layout == "padded" or (self._may_share(layout) and self._keeps_apart(layout)):
-                return layout
-            log.info("%s: %s rows would mix sequences", type(self.causal).__name__, layout)
-        raise ValueError(
-            f"policy: layout {wanted!r} lets the sequences of {type(self.causal).__name__} see each other; use 'auto'"
-        )
-
-    def _may_share(self, layout: Layout) -> bool:
-        """Sliding windows and recurrences reach further than a probe: they count slots of the row, not positions."""
-        config = self.causal.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if layout == "shared":
-            windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-            return kinds == {"full_attention"} if hasattr(config, "layer_types") else not windowed
-        return kinds <= {"full_attention", "sliding_attention"}
-
-    @torch.no_grad()
-    def _keeps_apart(self, layout: Layout) -> bool:
-        """Other tokens in one sequence must not change a single bit of another, and must agree with the padded run."""
-        changed = [_PROBE[0], _PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], _PROBE[1].completions[1]])]
-        changed[0] = changed[0]._replace(completions=[[6, 6, 6, 6], _PROBE[0].completions[1]])
-        with _evaluating(self.model):
-            try:
-                before, after = (self._predictors(examples, layout) for examples in (_PROBE, changed))
-                expected = self._predictors(_PROBE, "padded")
-            except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:  # the model refuses such input
-                log.info("%s refuses %s rows: %s", type(self.causal).__name__, layout, error)
-                return False
-        untouched = slice(4, 7)  # the second completion of the first example: its prompt is the same in both
-        # Layers amplify rounding, half precision's most of all; a wrong position or mask changes half of the norm.
-        tolerance = 1e-3 if torch.finfo(before.dtype).eps < 1e-5 else 0.35
-        difference = (before.double() - expected.double()).norm() / expected.double().norm()
-        return torch.equal(before[untouched], after[untouched]) and bool(difference <= tolerance)
-
-    def _predictors(self, examples: Sequence[Example], layout: Layout) -> Tensor:
-        rows = arrange(examples, layout, one_row=layout != "padded").to(self.device)
-        output = self._hidden(rows) if self.fused else self._own_logits(rows)
-        return output.flatten(0, 1)[rows.predictor]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

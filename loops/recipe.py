@@ -1,42 +1,49 @@
-"""What recipes have in common: from a configuration to data, policy and feeds, ready for an objective."""
+"""What recipes have in common: from a configuration to data, model and feeds, ready for an objective."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
+import torch
+from accelerate import Accelerator
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..data import Accounting, Batches, load, token_cost
+from ..data import Accounting, Batches, Example, load, token_cost
+from .backbone import Backbone
+from .batch import Batch
 from .config import Common
-from .feed import Feed
+from .feed import Feed, Prepare
 from .model import load_model, load_tokenizer
 from .optimize import Objective
 from .policy import Policy
-from .run import Run
+from .reference import Reference, adapters_off, column, frozen_copy, precompute
+from .run import Run, StepMemory
 from .weights import Expression
 
 Encode = Callable[..., tuple[Dataset, Accounting]]
-PerToken = Mapping[str, Sequence[Tensor]]
+PerToken = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
+ReferenceKind = Literal["auto", "copy", "adapters_off", "precompute"]
+Model = TypeVar("Model", bound=Backbone)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Generic[Model]):
     """An open run with all that its objective is applied to."""
 
     run: Run
     tokenizer: PreTrainedTokenizerBase
-    policy: Policy
+    model: Model
     data: Dataset
     eval_data: Dataset | None
 
-    def feed(self, data: Dataset, *, whole: bool = False, per_token: PerToken | None = None) -> Feed:
-        """Training batches of ``data``, or the ``whole`` of it as one step."""
+    def feed(self, data: Dataset, *, whole: bool = False, **options: Any) -> Feed:
+        """Training batches of ``data``, or the ``whole`` of it as one step; ``options`` are those of `Feed`."""
         config = self.run.config
         steps = 1 if whole else config.steps
         batches = Batches(
-            token_cost(data, shared_prompt=self.policy.layout == "shared"),
+            token_cost(data, shared_prompt=self.model.layout == "shared"),
             batch_size=len(data) if whole else config.batch_size,
             micro_tokens=config.micro_tokens,
             seed=config.seed,
@@ -45,30 +52,59 @@ class Recipe:
             steps=steps,
             ranks=self.run.accelerator.num_processes,
         )
-        return Feed(
-            data,
-            batches,
-            rank=self.run.accelerator.process_index,
-            device=self.run.accelerator.device,
-            per_token=per_token,
-        )
+        accelerator = self.run.accelerator
+        return Feed(data, batches, rank=accelerator.process_index, device=accelerator.device, **options)
 
     def train(
         self,
         objective: Objective,
         expression: Expression,
-        per_token: Callable[[Dataset], PerToken] = lambda data: {},
+        *,
+        columns: Sequence[str] = (),
+        per_token: PerToken = lambda data: {},
+        mark: Callable[[Example], Example] = lambda example: example,
+        prepare: Prepare = lambda feed, step, micro_batches: micro_batches,
+        memory: StepMemory | None = None,
     ) -> dict[str, float]:
-        """Train on all of the data; ``per_token(data)`` gives columns that were computed from it."""
-        evaluation = None
-        if self.eval_data is not None:
-            evaluation = self.feed(self.eval_data, whole=True, per_token=per_token(self.eval_data))
-        feed = self.feed(self.data, per_token=per_token(self.data))
-        return self.run.train(self.policy, self.tokenizer, feed, objective, expression, evaluation=evaluation)
+        """Train on all of the data.
+
+        Args:
+            columns, mark, prepare: see `Feed`.
+            per_token: ``per_token(data)`` gives columns that are computed from the data before training.
+            memory: what is remembered from step to step, see `Run.train`.
+        """
+
+        def feed(data: Dataset, whole: bool) -> Feed:
+            options = {"columns": columns, "mark": mark, "prepare": prepare}
+            return self.feed(data, whole=whole, per_token=per_token(data), **options)
+
+        evaluation = None if self.eval_data is None else feed(self.eval_data, True)
+        return self.run.train(
+            self.model,
+            self.tokenizer,
+            feed(self.data, False),
+            objective,
+            expression,
+            evaluation=evaluation,
+            memory=memory,
+        )
 
 
-def open_recipe(config: Common, encode: Encode, **options: Any) -> Recipe:
+def open_recipe(config: Common, encode: Encode, **options: Any) -> Recipe[Policy]:
     """Open the run, encode its data with ``encode(records, tokenizer, ..., **options)``, and load its policy."""
+    return open_run(
+        config, encode, lambda model: Policy(model, layout=config.layout, backend=config.backend), load_model, **options
+    )
+
+
+def open_run(
+    config: Common,
+    encode: Encode,
+    wrap: Callable[[nn.Module], Model],
+    load_weights: Callable[[Common], nn.Module],
+    **options: Any,
+) -> Recipe[Model]:
+    """Open the run, encode its data, and ``wrap`` the model that ``load_weights(config)`` gives."""
     run = Run(config)
     tokenizer = load_tokenizer(config)
 
@@ -87,7 +123,46 @@ def open_recipe(config: Common, encode: Encode, **options: Any) -> Recipe:
 
     data = encoded(config.data)
     eval_data = encoded(config.eval_data) if config.eval_data else None
-    model = load_model(config)
+    model = load_weights(config)
     if config.quantize is None:
         model = model.to(run.accelerator.device)
-    return Recipe(run, tokenizer, Policy(model, layout=config.layout, backend=config.backend), data, eval_data)
+    return Recipe(run, tokenizer, wrap(model), data, eval_data)
+
+
+def open_reference(
+    recipe: Recipe[Policy], how: ReferenceKind, *, needed: bool = True
+) -> tuple[Reference | None, PerToken]:
+    """The policy as it is before the first step, frozen; and the columns that it reads where it was precomputed.
+
+    Args:
+        how: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in the
+            run directory; auto is adapters_off where there are some, and otherwise copy.
+        needed: whether any loss takes a reference; none is made otherwise.
+    """
+    if not needed:
+        return None, lambda data: {}
+    policy, accelerator = recipe.model, recipe.run.accelerator
+    if how == "precompute":
+        # Before the first step the policy is its own reference: new adapters add nothing.
+        now = _computed_alike(torch.no_grad()(lambda batch: policy(batch).logprob), accelerator)
+
+        def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
+            feed = recipe.feed(data, whole=True)
+            cache = recipe.run.directory / f"reference-{data._fingerprint}.safetensors"
+            plan = ((indices, feed.batch(indices)) for indices in feed.plan(0))
+            return {"ref_logprob": precompute(now, plan, len(data), cache, accelerator)}
+
+        return column("ref_logprob"), columns
+    if how == "adapters_off" or (how == "auto" and recipe.run.config.lora.r > 0):
+        return _computed_alike(adapters_off(policy), accelerator), lambda data: {}
+    return _computed_alike(frozen_copy(policy), accelerator), lambda data: {}
+
+
+def _computed_alike(reference: Reference, accelerator: Accelerator) -> Reference:
+    """The reference in the precision of the policy: rounding in one of the two alone would look like a difference."""
+
+    def alike(batch: Batch) -> Tensor:
+        with accelerator.autocast():
+            return reference(batch)
+
+    return alike

@@ -8,6 +8,9 @@
 
 Hidden states, and so losses, gradients and metrics, are the same in all three, up to rounding. What differs is the
 number of token positions that the model computes.
+
+A policy reads each trained token where it is predicted, one position before it; a scorer reads it where it stands, as
+the end of an answer or of a step.
 """
 
 from collections.abc import Sequence
@@ -20,6 +23,7 @@ from torch import Tensor
 from ..data import Example
 
 Layout = Literal["padded", "packed", "shared"]
+Read = Literal["before", "at"]
 
 
 @dataclass(frozen=True)
@@ -29,18 +33,17 @@ class Rows:
     Attributes:
         input_ids, position_ids: int64 [rows, width].
         attention_mask: None (packed), int64 [rows, width] (padded), or bool [rows, 1, width, width] (shared).
-        predictor: int64 [tokens], position in the flattened rows whose hidden state predicts the trained token, in the
-            token order of `Batch`.
+        position: int64 [tokens], where in the flattened rows to read each trained token, in the token order of `Batch`.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     attention_mask: Tensor | None
-    predictor: Tensor
+    position: Tensor
 
     def to(self, device: torch.device | str) -> "Rows":
         mask = None if self.attention_mask is None else self.attention_mask.to(device)
-        return Rows(self.input_ids.to(device), self.position_ids.to(device), mask, self.predictor.to(device))
+        return Rows(self.input_ids.to(device), self.position_ids.to(device), mask, self.position.to(device))
 
 
 class _Segment(NamedTuple):
@@ -49,10 +52,10 @@ class _Segment(NamedTuple):
     tokens: list[int]
     positions: list[int]
     branch: list[int]  # 0 for the prompt, i for what completion i alone sees, counted from 1
-    predictors: list[int]  # offset in the segment that predicts each trained token
+    read: list[int]  # offset in the segment where each trained token is read
 
 
-def arrange(examples: Sequence[Example], layout: Layout, *, one_row: bool = False) -> Rows:
+def arrange(examples: Sequence[Example], layout: Layout, *, read: Read = "before", one_row: bool = False) -> Rows:
     """Lay the examples out as rows; ``one_row`` puts all of them side by side, as varlen attention kernels want it.
 
     Rows are as wide as the longest segment and filled first-fit, longest first: attention costs their width squared.
@@ -62,32 +65,36 @@ def arrange(examples: Sequence[Example], layout: Layout, *, one_row: bool = Fals
     segments = [
         segment
         for example in examples
-        for segment in ([_shared(example)] if layout == "shared" else _separate(example))
+        for segment in ([_shared(example, read)] if layout == "shared" else _separate(example, read))
     ] or [_Segment([0], [0], [0], [])]  # an empty batch still runs forward and backward, so that no rank waits for it
     width = sum(len(s.tokens) for s in segments) if one_row else max(len(s.tokens) for s in segments)
     places = [(i, 0) for i in range(len(segments))] if layout == "padded" else _first_fit(segments, width)
     return _fill(segments, places, width, layout)
 
 
-def _separate(example: Example) -> list[_Segment]:
+def _separate(example: Example, read: Read) -> list[_Segment]:
     return [
-        _shared(Example(example.prompt, [completion], [trained]))
+        _shared(Example(example.prompt, [completion], [trained]), read)
         for completion, trained in zip(example.completions, example.trained, strict=True)
     ]
 
 
-def _shared(example: Example) -> _Segment:
+def _shared(example: Example, read: Read) -> _Segment:
     start = len(example.prompt)
-    tokens, positions, branch, predictors = list(example.prompt), list(range(start)), [0] * start, []
+    tokens, positions, branch, where = list(example.prompt), list(range(start)), [0] * start, []
     for i, (completion, trained) in enumerate(zip(example.completions, example.trained, strict=True), start=1):
         offset = len(tokens)
-        last = max((t for t, train in enumerate(trained) if train), default=0)  # a target only: nothing follows from it
-        tokens += completion[:last]
-        positions += range(start, start + last)
-        branch += [i] * last
-        # The first token of every completion is predicted from the prompt's last position.
-        predictors += [offset + t - 1 if t else start - 1 for t, train in enumerate(trained) if train]
-    return _Segment(tokens, positions, branch, predictors)
+        marked = [t for t, train in enumerate(trained) if train]
+        end = max(marked, default=0)  # as a target, the last one need not be read itself: nothing follows from it
+        if read == "at":
+            end = end + 1 if marked else 0
+            where += [offset + t for t in marked]
+        else:  # the first token of every completion is predicted from the prompt's last position
+            where += [offset + t - 1 if t else start - 1 for t in marked]
+        tokens += completion[:end]
+        positions += range(start, start + end)
+        branch += [i] * end
+    return _Segment(tokens, positions, branch, where)
 
 
 def _first_fit(segments: list[_Segment], width: int) -> list[tuple[int, int]]:
@@ -111,14 +118,14 @@ def _fill(segments: list[_Segment], places: list[tuple[int, int]], width: int, l
     position_ids = torch.zeros(rows, width, dtype=torch.int64)
     owner = torch.full((rows, width), -1)
     branch = torch.zeros(rows, width, dtype=torch.int64)
-    predictor: list[int] = []
+    position: list[int] = []
     for i, (segment, (row, offset)) in enumerate(zip(segments, places, strict=True)):
         span = slice(offset, offset + len(segment.tokens))
         input_ids[row, span] = torch.tensor(segment.tokens)
         position_ids[row, span] = torch.tensor(segment.positions)
         owner[row, span] = i
         branch[row, span] = torch.tensor(segment.branch)
-        predictor += [row * width + offset + p for p in segment.predictors]
+        position += [row * width + offset + p for p in segment.read]
     mask: Tensor | None = None
     if layout == "padded":
         mask = (owner >= 0).to(torch.int64)
@@ -126,4 +133,4 @@ def _fill(segments: list[_Segment], places: list[tuple[int, int]], width: int, l
         same = owner[:, :, None] == owner[:, None, :]
         visible = (branch[:, None, :] == 0) | (branch[:, :, None] == branch[:, None, :])
         mask = (same & visible & torch.ones(width, width, dtype=torch.bool).tril())[:, None]
-    return Rows(input_ids, position_ids, mask, torch.tensor(predictor, dtype=torch.int64))
+    return Rows(input_ids, position_ids, mask, torch.tensor(position, dtype=torch.int64))

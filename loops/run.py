@@ -14,7 +14,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import yaml
@@ -24,12 +24,12 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from . import checkpoint
+from .backbone import Backbone
 from .config import Common
 from .curves import draw_curves
 from .feed import Feed
 from .model import save_model
 from .optimize import Objective, evaluate, optimize
-from .policy import Policy
 from .progress import progress
 from .weights import Expression
 
@@ -37,6 +37,12 @@ log = logging.getLogger(__name__)
 
 # What may differ when a run is resumed: none of it changes the steps that were already taken.
 _FREE = {"resume", "steps", "epochs", "eval_every", "save_every", "report_to"}
+
+
+class StepMemory(checkpoint.Memory, Protocol):
+    """A memory that is told the metrics of every step."""
+
+    def observe(self, metrics: Mapping[str, float]) -> None: ...
 
 
 class RunError(ValueError):
@@ -80,13 +86,14 @@ class Run:
 
     def train(
         self,
-        policy: Policy,
+        policy: Backbone,
         tokenizer: PreTrainedTokenizerBase,
         feed: Feed,
         objective: Objective,
         expression: Expression,
         *,
         evaluation: Feed | None = None,
+        memory: StepMemory | None = None,
     ) -> dict[str, float]:
         """Optimize, evaluate, save and report; returns the metrics of the last step."""
         config, accelerator = self.config, self.accelerator
@@ -105,7 +112,7 @@ class Run:
             "schedule": schedule,
         }
         checkpoints = self.directory / "checkpoints"
-        start = checkpoint.load_newest(checkpoints, **parts) if config.resume else 0
+        start = checkpoint.load_newest(checkpoints, **parts, memory=memory) if config.resume else 0
         journal = Journal(self.directory, start, accelerator)
 
         def held_out() -> dict[str, float]:
@@ -127,20 +134,22 @@ class Run:
                 **parts,
             ):
                 metrics = step.metrics
+                if memory is not None:
+                    memory.observe(metrics)
                 last = step.number == feed.steps
                 if evaluation is not None and (last or _due(step.number, config.eval_every)):
                     metrics = {**metrics, **held_out()}
                 journal.write(step.number, metrics)
                 show(step.number, metrics)
                 if last or _due(step.number, config.save_every):
-                    checkpoint.save(checkpoints, step.number, **parts)
+                    checkpoint.save(checkpoints, step.number, **parts, memory=memory)
         journal.close()
         if accelerator.is_main_process:
             self._finish(accelerator.unwrap_model(prepared), tokenizer)
         accelerator.wait_for_everyone()
         return metrics
 
-    def _finish(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
+    def _finish(self, policy: Backbone, tokenizer: PreTrainedTokenizerBase) -> None:
         try:
             save_model(policy, tokenizer, self.directory)
         except Exception as error:

@@ -2,19 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from torch import Tensor, nn
-
-from .. import objectives
 from ..data import encode_supervised
-from .batch import Batch
+from ..objectives import supervised
 from .config import Common
-from .optimize import Objective, Stats
 from .recipe import open_recipe
-from .weights import Expression, sequence_mean, token_mean
+from .terms import ENTROPY, Loss, Term, columns_of, compose, expression, losses_of, outputs_for, parse, policy_tensors
+from .weights import sequence_mean, token_mean
 
-_WEIGHTINGS = {"token_mean": token_mean, "sequence_mean": sequence_mean}
+# Losses of one token, which every recipe on text can add to its own.
+TOKEN_LOSSES: dict[str, Loss] = losses_of(supervised)
+WEIGHTINGS = {"token_mean": token_mean, "sequence_mean": sequence_mean}
 
 
 @dataclass(frozen=True)
@@ -23,28 +22,24 @@ class SFT(Common):
 
     learning_rate: float = 2e-5
     """Peak learning rate of AdamW."""
-    loss: Literal["nll", "dft"] = "nll"
-    """Per-token objective of burnish.objectives.supervised."""
+    loss: str | dict[str, float | dict[str, Any]] = "nll"
+    """A token objective of burnish.objectives.supervised, or a mix: {nll: 1.0, z_loss: 1.0e-4}; label smoothing is
+    {label_smoothed_nll: {label_smoothing: 0.1}}."""
     weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Whether every token or every answer counts the same."""
+    """Whether every token or every answer counts the same, in every loss that has no weighting of its own."""
     train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
     """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text."""
 
 
-def sft_objective(loss: str) -> Objective:
-    """``{loss: ...}`` per trained token, with the entropy beside it."""
-    function = getattr(objectives, loss)
-
-    def objective(policy: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Stats]]:
-        logprob, entropy, _ = policy(batch)
-        value, stats = function(logprob)
-        return {loss: (value, {**stats, "entropy": entropy.detach()})}
-
-    return objective
+def sft_terms(
+    loss: str | Mapping[str, float | Mapping[str, Any]], weighting: Literal["token_mean", "sequence_mean"]
+) -> dict[str, Term]:
+    return {**parse(loss, {}, TOKEN_LOSSES, weighting=WEIGHTINGS[weighting]), **ENTROPY}
 
 
 def sft(config: SFT) -> dict[str, float]:
     """Run the recipe; returns the metrics of its last step."""
-    expression: Expression = {config.loss: (1.0, _WEIGHTINGS[config.weighting])}
+    terms = sft_terms(config.loss, config.weighting)
     recipe = open_recipe(config, encode_supervised, train_on=config.train_on)
-    return recipe.train(sft_objective(config.loss), expression)
+    read = policy_tensors(outputs=outputs_for(terms))
+    return recipe.train(compose(terms, read), expression(terms), columns=columns_of(terms))

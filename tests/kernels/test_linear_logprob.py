@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import Logprobs, linear_logprob, tiled, tiles
+from burnish.kernels import Head, Logprobs, linear_gather_logprob, linear_logprob, tiled, tiles
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 OUTPUTS = ("logprob", "entropy", "logsumexp")
+EXTRAS = ("mean_logprob", "log_sum_squares")
+
+
+def ids(tokens: int, k: int, size: int) -> Tensor:
+    """Several tokens a row, one of them twice."""
+    random = torch.randint(size, (tokens, k - 1), generator=torch.Generator().manual_seed(2))
+    return torch.cat((random, random[:, :1]), 1)
 
 
 def head(tokens: int, width: int, size: int, /, **changes: Any) -> dict[str, Any]:
@@ -56,7 +63,11 @@ CASES = {
         63, 20, 107, vocab=100, target=torch.arange(37, 100), bias=lambda normal: normal(107), softcap=4.0, scale=1.5,
         temperature=lambda normal: normal(63).exp(), adapter=lora(20, 107),
     ),
+    "several_targets": head(63, 20, 100, target=ids(63, 7, 100)),
+    "more_outputs": head(63, 20, 100, outputs=EXTRAS),
+    "one_more_output": head(63, 20, 100, outputs=EXTRAS[:1]),
 }  # fmt: skip
+CASES["more_of_everything"] = CASES["everything"] | {"target": ids(63, 7, 100), "outputs": EXTRAS}
 
 
 def in_dtype(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -76,16 +87,17 @@ def leaves(arguments: dict[str, Any]) -> dict[str, Tensor]:
     return {name: t for name, t in flat.items() if isinstance(t, Tensor) and t.is_floating_point()}
 
 
-def measure(arguments: dict[str, Any], backend: str, outputs: tuple[str, ...] = OUTPUTS) -> dict[str, Tensor]:
-    """The outputs, and the gradients for fixed random upstream gradients of some of them, all in float64."""
+def measure(arguments: dict[str, Any], backend: str, outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """The outputs, and the gradients for fixed random upstream gradients of some or all of them, all in float64."""
     result = linear_logprob(**arguments, backend=backend)
+    found = {name: output for name, output in result._asdict().items() if output is not None}
     random = torch.Generator().manual_seed(1)
     tokens = max(len(result.logprob), 1)
-    upstream = {name: torch.randn(len(result.logprob), generator=random) / tokens for name in OUTPUTS}
-    used = [getattr(result, name) for name in outputs]
-    torch.autograd.backward(used, [upstream[name].to(used[0].dtype) for name in outputs])
+    upstream = {name: torch.randn(output.shape, generator=random) / tokens for name, output in found.items()}
+    used = {name: found[name] for name in outputs or found}
+    torch.autograd.backward(list(used.values()), [upstream[name].to(output.dtype) for name, output in used.items()])
     grads = {f"d_{name}": leaf.grad for name, leaf in leaves(arguments).items() if leaf.grad is not None}
-    return {name: t.detach().double() for name, t in (result._asdict() | grads).items()}
+    return {name: t.detach().double() for name, t in (found | grads).items()}
 
 
 def assert_as_good_as_the_reference(arguments: dict[str, Any], dtype: torch.dtype, **options: Any) -> None:
@@ -114,6 +126,12 @@ def test_any_subset_of_outputs_has_its_gradient(case: str, outputs: tuple[str, .
     assert_as_good_as_the_reference(CASES[case], torch.float32, outputs=outputs)
 
 
+@pytest.mark.parametrize("outputs", [(name,) for name in EXTRAS] + [EXTRAS, ("entropy", *EXTRAS)], ids="+".join)
+@pytest.mark.usefixtures("small_tiles")
+def test_any_subset_of_more_outputs_has_its_gradient(outputs: tuple[str, ...]) -> None:
+    assert_as_good_as_the_reference(CASES["more_of_everything"], torch.float32, outputs=outputs)
+
+
 def test_tiles_of_real_size_are_exact_too() -> None:
     case = head(tiled.ROWS + 7, 8, 2 * tiled.COLUMNS + 5, bias=lambda normal: normal(2 * tiled.COLUMNS + 5))
     assert_as_good_as_the_reference(case, torch.float32)
@@ -128,7 +146,7 @@ def test_float64_agrees_to_the_last_digits() -> None:
 
 
 def test_reference_equals_the_equations() -> None:
-    a = CASES["everything"]
+    a = CASES["everything"] | {"outputs": EXTRAS}
     (down, up, scaling), n = a["adapter"], len(a["target"])
     c = a["hidden"] @ (a["weight"] + scaling * up @ down).T + a["bias"]
     z = (a["softcap"] * torch.tanh(a["scale"] * c / a["softcap"]) / a["temperature"][:, None])[:, : a["vocab"]]
@@ -137,14 +155,39 @@ def test_reference_equals_the_equations() -> None:
     torch.testing.assert_close(ours.logprob, p[torch.arange(n), a["target"]].log())
     torch.testing.assert_close(ours.entropy, -(p * p.log()).sum(1))
     torch.testing.assert_close(ours.logsumexp, z.exp().sum(1).log())
+    torch.testing.assert_close(ours.mean_logprob, p.log().mean(1))
+    torch.testing.assert_close(ours.log_sum_squares, (p * p).sum(1).log())
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.usefixtures("small_tiles")
+def test_several_targets_are_the_targets_one_by_one(backend: str) -> None:
+    case = CASES["everything"] | {"target": ids(63, 4, 100), "backend": backend}
+    together = linear_logprob(**case)
+    alone = [linear_logprob(**case | {"target": target}) for target in case["target"].unbind(1)]
+    torch.testing.assert_close(together.logprob, torch.stack([one.logprob for one in alone], 1), rtol=0, atol=1e-14)
+    torch.testing.assert_close(together[1:], alone[0][1:], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_gathering_the_whole_vocabulary_gives_probabilities_that_sum_to_one() -> None:
+    case = CASES["everything"]
+    whole = Head(*(case[name] for name in Head._fields))
+    everything = torch.arange(100).expand(63, 100)
+    logp = linear_gather_logprob(
+        case["hidden"], whole, everything, temperature=case["temperature"], vocab=case["vocab"]
+    )
+    torch.testing.assert_close(logp.exp().sum(1), torch.ones(63).double())
+    expected = linear_logprob(**case).logprob
+    torch.testing.assert_close(logp.gather(1, case["target"][:, None])[:, 0], expected)
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
 @pytest.mark.usefixtures("small_tiles")
 def test_gradcheck(backend: str) -> None:
     case = in_dtype(
-        head(26, 3, 35, vocab=33, target=torch.arange(26), bias=lambda normal: normal(35), softcap=4.0, scale=1.5,
-             temperature=lambda normal: normal(26).exp(), adapter=lora(3, 35, rank=2)), torch.float64,
+        head(26, 3, 35, vocab=33, target=ids(26, 4, 33), outputs=EXTRAS, bias=lambda normal: normal(35), softcap=4.0,
+             scale=1.5, temperature=lambda normal: normal(26).exp(), adapter=lora(3, 35, rank=2)), torch.float64,
     )  # fmt: skip
     tensors = leaves(case)
 
@@ -163,10 +206,11 @@ def test_gradcheck(backend: str) -> None:
 def test_a_forbidden_token_keeps_everything_finite(backend: str) -> None:
     bias = torch.zeros(100, dtype=torch.float64)
     bias[:40] = -torch.inf  # one tile whole, part of the next
-    case = head(63, 20, 100, bias=bias, target=torch.arange(63) % 60 + 40, temperature=lambda normal: normal(63).exp())
+    temperature = lambda normal: normal(63).exp()  # noqa: E731
+    case = head(63, 20, 100, bias=bias, target=torch.arange(63) % 60 + 40, temperature=temperature, outputs=EXTRAS)
     without = case | {"weight": case["weight"][40:], "bias": bias[40:], "target": case["target"] - 40}
     ours, expected = (measure(in_dtype(a, torch.float32), backend) for a in (case, without))
-    for name in (*OUTPUTS, "d_hidden", "d_temperature"):
+    for name in (*OUTPUTS, *EXTRAS, "d_hidden", "d_temperature"):
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-4)
     for name in ("d_weight", "d_bias"):
         assert (ours[name][:40] == 0).all()
@@ -233,6 +277,10 @@ def test_an_unused_output_costs_nothing_in_backward() -> None:
     assert operations(case, "logsumexp")["aten::scatter_add_"] == 0
     assert operations(case, "logprob")["aten::addcmul"] == 0
     assert operations(case, "entropy")["aten::addcmul"] == 6
+    assert operations(case, "entropy")["aten::square"] == 0
+    more = case | {"outputs": EXTRAS}
+    assert operations(more, "logprob")["aten::addcmul"] == 0
+    assert operations(more, "log_sum_squares")["aten::addcmul"] == 6
 
 
 def test_nothing_is_kept_when_no_gradient_is_needed() -> None:
@@ -249,6 +297,7 @@ def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
     for keep, largest in ((0, 4 * 1000 * 8), (100_000, 100_000)):  # the gradient of the weight; the tiles kept
         monkeypatch.setattr(tiled, "KEEP", keep)
         case = head(300, 8, 1000, temperature=lambda normal: normal(300).exp(), softcap=5.0, adapter=lora(8, 1000))
+        case |= {"target": ids(300, 25, 1000), "outputs": EXTRAS}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
             sum(output.sum() for output in linear_logprob(**in_dtype(case, torch.float32))).backward()
         assert 0 < max(event.self_cpu_memory_usage for event in record.events()) <= largest
@@ -299,20 +348,32 @@ def test_fullgraph_compile_serves_every_number_of_tokens_with_one_graph() -> Non
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
-@pytest.mark.parametrize("case", ["plain", "everything"])
+@pytest.mark.parametrize("case", ["plain", "more_of_everything"])
 @pytest.mark.usefixtures("small_tiles")
 def test_opcheck(case: str) -> None:
     a = in_dtype(CASES[case], torch.float32)
     low, up = (
         (a["hidden"].detach()[:, :3].clone().requires_grad_(), a["adapter"][1]) if "adapter" in a else (None, None)
     )
-    inputs = (a["hidden"], a["weight"], a["target"], a.get("bias"), low, up, a.get("temperature"))
+    target = a["target"].reshape(63, -1)
+    inputs = (a["hidden"], a["weight"], target, a.get("bias"), low, up, a.get("temperature"))
     constants = (a.get("scale", 1.0), a.get("softcap"), a.get("vocab", 100))
-    torch.library.opcheck(tiled._forward, (*inputs, *constants, tiled.KEEP))
-    *softmax, kept = (t.detach() for t in tiled._forward(*inputs, *constants, tiled.KEEP))
+    asked = [name in a.get("outputs", ()) for name in EXTRAS]
+    torch.library.opcheck(tiled._forward, (*inputs, *constants, *asked, tiled.KEEP))
+    *softmax, kept = (t.detach() for t in tiled._forward(*inputs, *constants, *asked, tiled.KEEP))
     needed = [isinstance(t, Tensor) for i, t in enumerate(inputs) if i != 2]
     frozen = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
-    torch.library.opcheck(tiled._backward, ([softmax[0], None, softmax[2]], softmax, kept, *frozen, *constants, needed))
+    torch.library.opcheck(
+        tiled._backward,
+        (
+            [softmax[0], None, softmax[2], *(softmax[3 + i] if asked[i] else None for i in range(2))],
+            softmax,
+            kept,
+            *frozen,
+            *constants,
+            needed,
+        ),
+    )
 
 
 @pytest.fixture
@@ -323,7 +384,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
-@pytest.mark.parametrize("case", ["plain", "everything"])
+@pytest.mark.parametrize("case", ["plain", "more_of_everything"])
 @pytest.mark.usefixtures("small_tiles", "compiling")
 def test_compiled_tiles_are_as_good_and_compiled_once(case: str) -> None:
     assert_as_good_as_the_reference(CASES[case], torch.float32)
@@ -363,6 +424,9 @@ def test_only_large_calls_on_a_cpu_are_compiled() -> None:
         ({"target": torch.tensor([0, 100, -1])}, IndexError, r"in \[0, 100\), got 100 \(2 of 3 are outside\)"),
         ({"target": torch.tensor([0, -100, 1])}, IndexError, "got -100.*select the rows that carry a target"),
         ({"target": torch.tensor([0, 99, 1]), "vocab": 99}, IndexError, r"in \[0, 99\), got 99"),
+        ({"target": torch.tensor([[0, 1], [99, 3], [5, 100]])}, IndexError, r"got 100 \(1 of 6 are outside\)"),
+        ({"target": torch.zeros(3, 2, 1, dtype=torch.int64)}, ValueError, r"target must be \[3, 2\], got \[3, 2, 1\]"),
+        ({"outputs": ("rank",)}, ValueError, "outputs are 'mean_logprob' and 'log_sum_squares', got 'rank'"),
         ({"target": torch.tensor([0, 1])}, ValueError, r"target must be \[3\], got \[2\]"),
         ({"target": torch.tensor([0, 1, 2], dtype=torch.int32)}, ValueError, "target must be int64, got torch.int32"),
         ({"hidden": torch.zeros(1, 3, 20)}, ValueError, r"hidden must be \[N, D\].* got \[1, 3, 20\]"),

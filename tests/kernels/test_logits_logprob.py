@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 OUTPUTS = ("logprob", "entropy", "logsumexp")
+EXTRAS = ("mean_logprob", "log_sum_squares")
 module = importlib.import_module("burnish.kernels.logits_logprob")
 
 
@@ -42,6 +43,8 @@ CASES = {
     "large": problem(logits=problem()["logits"] + 1000),
     "forbidden_tokens": problem(logits=forbidden(), target=torch.arange(63) % 20),
     "one_column": problem(columns=1),
+    "several_targets": problem(target=torch.arange(63 * 5).reshape(63, 5) % 107),
+    "more_outputs": problem(logits=forbidden(), target=torch.arange(63 * 5).reshape(63, 5) % 20, outputs=EXTRAS),
 }
 
 
@@ -53,17 +56,17 @@ def in_dtype(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {name: leaf(value) for name, value in case.items()}
 
 
-def measure(function: Any, case: dict[str, Any], outputs: tuple[str, ...] = OUTPUTS) -> dict[str, Tensor]:
-    result = function(**case)
+def measure(function: Any, case: dict[str, Any], outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    found = {name: output for name, output in function(**case)._asdict().items() if output is not None}
     random = torch.Generator().manual_seed(1)
-    upstream = {name: torch.randn(len(result.logprob), generator=random) for name in OUTPUTS}
-    used = [getattr(result, name) for name in outputs]
-    torch.autograd.backward(used, [upstream[name].to(used[0].dtype) for name in outputs])
+    upstream = {name: torch.randn(output.shape, generator=random) for name, output in found.items()}
+    used = {name: found[name] for name in outputs or found}
+    torch.autograd.backward(list(used.values()), [upstream[name].to(output.dtype) for name, output in used.items()])
     grads = {name: case[name].grad for name in ("logits", "temperature") if isinstance(case[name], Tensor)}
-    return {name: t.detach().double() for name, t in (result._asdict() | grads).items()}
+    return {name: t.detach().double() for name, t in (found | grads).items()}
 
 
-@pytest.mark.parametrize("outputs", [OUTPUTS, *((name,) for name in OUTPUTS)], ids="+".join)
+@pytest.mark.parametrize("outputs", [(), *((name,) for name in OUTPUTS)], ids="+".join)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_as_close_to_float64_as_the_reference(case: str, dtype: torch.dtype, outputs: tuple[str, ...]) -> None:
@@ -90,6 +93,16 @@ def test_a_forbidden_target_has_no_probability() -> None:
     result = logits_logprob(**case)
     assert result.logprob.isneginf().all()
     assert result.entropy.isfinite().all()
+
+
+@pytest.mark.parametrize("output", EXTRAS)
+def test_each_of_more_outputs_has_its_gradient(output: str) -> None:
+    case = in_dtype(CASES["more_outputs"], torch.float64)
+    ours, exact = (
+        measure(f, in_dtype(case, torch.float64), (output,)) for f in (logits_logprob, reference.logits_logprob)
+    )
+    for name, truth in exact.items():
+        torch.testing.assert_close(ours[name], truth)
 
 
 def test_padding_has_no_gradient() -> None:
@@ -122,7 +135,9 @@ def test_the_given_logits_stay_as_they_are() -> None:
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 def test_opcheck() -> None:
     case = in_dtype(CASES["padded"], torch.float32)
-    torch.library.opcheck(module._forward, tuple(case.values()))
+    case["target"] = case["target"][:, None]
+    for asked in ((False, False), (True, True)):
+        torch.library.opcheck(module._forward, (*case.values(), *asked))
 
 
 def test_fullgraph_compile() -> None:
@@ -142,6 +157,7 @@ def test_fullgraph_compile() -> None:
         ({"temperature": -1.0}, ValueError, "temperature must be positive and finite, got -1.0"),
         ({"temperature": torch.ones(1)}, ValueError, r"temperature must be \[3\], got \[1\]"),
         ({"temperature": torch.tensor([1.0, torch.nan, 2.0])}, ValueError, "every temperature must be > 0, got nan"),
+        ({"outputs": ("rank",)}, ValueError, "outputs are 'mean_logprob' and 'log_sum_squares', got 'rank'"),
         ({"vocab": 0}, ValueError, r"vocab must be in \[1, 107\], got 0"),
     ],
 )

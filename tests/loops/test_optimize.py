@@ -6,10 +6,12 @@ from accelerate import Accelerator
 from burnish.loops.batch import collate
 from burnish.loops.optimize import PATIENCE, evaluate, optimize, train_step
 from burnish.loops.policy import Policy
-from burnish.loops.sft import sft_objective
+from burnish.loops.terms import Term, compose, policy_tensors
 from burnish.loops.weights import token_mean
+from burnish.objectives import nll
 from tiny import make_examples, make_model
 
+NLL = compose({"nll": Term(nll)}, policy_tensors())
 EXPRESSION = {"nll": (1.0, token_mean)}
 
 
@@ -30,7 +32,7 @@ def test_the_loss_and_gradient_are_those_of_a_plain_torch_loop(policy):
     loss = -policy(batch).logprob.mean().detach()
     policy.zero_grad()
     accelerator = Accelerator()
-    metrics = train_step(accelerator, policy, sgd(policy), [batch], sft_objective("nll"), EXPRESSION, max_grad_norm=1.0)
+    metrics = train_step(accelerator, policy, sgd(policy), [batch], NLL, EXPRESSION, max_grad_norm=1.0)
     assert metrics["loss"] == pytest.approx(float(loss))
     assert metrics["grad_norm"] == pytest.approx(float(norm))
     assert norm > 1
@@ -44,7 +46,7 @@ def test_a_coefficient_of_zero_measures_without_training(policy):
     before = [parameter.detach().clone() for parameter in policy.parameters()]
 
     def objective(policy, batch):
-        losses = sft_objective("nll")(policy, batch)
+        losses = NLL(policy, batch)
         return {**losses, "constant": (torch.full_like(losses["nll"][0], 3.0), {})}
 
     expression = {"constant": (0.0, token_mean), "nll": (1e-300, token_mean)}
@@ -55,14 +57,12 @@ def test_a_coefficient_of_zero_measures_without_training(policy):
 
 
 def test_a_step_without_a_single_unit_is_zero_and_not_nan(policy):
-    metrics = train_step(
-        Accelerator(), policy, sgd(policy), [collate([])], sft_objective("nll"), EXPRESSION, max_grad_norm=1.0
-    )
+    metrics = train_step(Accelerator(), policy, sgd(policy), [collate([])], NLL, EXPRESSION, max_grad_norm=1.0)
     assert (metrics["loss"], metrics["grad_norm"], metrics["skipped"]) == (0.0, 0.0, 0.0)
 
 
 def poisoned(policy, batch):
-    loss, stats = sft_objective("nll")(policy, batch)["nll"]
+    loss, stats = NLL(policy, batch)["nll"]
     return {"nll": (loss * float("nan"), stats)}
 
 
@@ -99,19 +99,19 @@ def test_training_stops_when_gradients_stay_infinite(policy):
 
 
 def test_the_generator_counts_from_one_and_reports_the_rate_it_used(policy):
-    taken = list(steps(policy, sft_objective("nll"), 3))
+    taken = list(steps(policy, NLL, 3))
     assert [step.number for step in taken] == [1, 2, 3]
     assert [step.metrics["learning_rate"] for step in taken] == pytest.approx([0.1, 0.05, 0.025])
     assert taken[-1].metrics["loss"] < taken[0].metrics["loss"]
 
 
 def test_evaluation_turns_dropout_off_and_on_again(policy):
-    policy.causal.base_model.embed_tokens = torch.nn.Sequential(
-        policy.causal.base_model.embed_tokens, torch.nn.Dropout(0.5)
+    policy.plain.base_model.embed_tokens = torch.nn.Sequential(
+        policy.plain.base_model.embed_tokens, torch.nn.Dropout(0.5)
     )
     policy.train()
     batches = [collate(make_examples(3, completions=1))]
-    once, again = (evaluate(Accelerator(), policy, batches, sft_objective("nll"), EXPRESSION) for _ in range(2))
+    once, again = (evaluate(Accelerator(), policy, batches, NLL, EXPRESSION) for _ in range(2))
     assert once == again
     assert policy.training
 
@@ -119,9 +119,7 @@ def test_evaluation_turns_dropout_off_and_on_again(policy):
 def test_evaluation_measures_the_same_numbers_and_changes_nothing(policy):
     batches = [collate(make_examples(3, completions=1, seed=seed)) for seed in (0, 1)]
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    measured = evaluate(Accelerator(), policy, batches, sft_objective("nll"), EXPRESSION)
-    trained = train_step(
-        Accelerator(), policy, sgd(policy, 0.0), batches, sft_objective("nll"), EXPRESSION, max_grad_norm=1.0
-    )
+    measured = evaluate(Accelerator(), policy, batches, NLL, EXPRESSION)
+    trained = train_step(Accelerator(), policy, sgd(policy, 0.0), batches, NLL, EXPRESSION, max_grad_norm=1.0)
     assert measured == {name: pytest.approx(trained[name], rel=1e-12) for name in measured}
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, policy.parameters(), strict=True))

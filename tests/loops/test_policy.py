@@ -140,12 +140,12 @@ def test_a_copied_policy_reads_its_own_weights():
     frozen = copy.deepcopy(policy)
     batch = collate(make_examples(2))
     before = frozen(batch).logprob
-    generated = frozen.causal(torch.tensor([[3, 4]])).logits
+    generated = frozen.plain(torch.tensor([[3, 4]])).logits
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.1)
     assert torch.equal(frozen(batch).logprob, before)
-    assert torch.equal(frozen.causal(torch.tensor([[3, 4]])).logits, generated)
+    assert torch.equal(frozen.plain(torch.tensor([[3, 4]])).logits, generated)
 
 
 def test_temperature_divides_the_logits():

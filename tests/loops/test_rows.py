@@ -40,7 +40,7 @@ def test_each_trained_token_is_predicted_from_exactly_what_precedes_it(layout, o
         for t, train in enumerate(trained)
         if train
     ]
-    assert [context(rows, p) for p in rows.predictor] == expected
+    assert [context(rows, p) for p in rows.position] == expected
 
 
 def test_targets_stand_in_the_order_of_examples_completions_and_positions():
@@ -71,5 +71,5 @@ def test_packing_fills_rows_before_it_opens_new_ones():
 def test_an_empty_batch_still_has_a_row_to_compute(layout):
     rows = arrange([], layout)
     assert rows.input_ids.shape == (1, 1)
-    assert rows.predictor.shape == (0,)
-    assert rows.predictor.dtype == torch.int64
+    assert rows.position.shape == (0,)
+    assert rows.position.dtype == torch.int64

@@ -8,6 +8,8 @@ from burnish.data import Example
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     Cohere2Config,
     CohereConfig,
     Gemma2Config,
@@ -56,10 +58,31 @@ FAMILIES = {
 }
 
 
+# A teacher of another width whose embedding is padded.
+WIDE = LlamaConfig(**{**_SMALL, "hidden_size": 48, "head_dim": 12, "vocab_size": 64})
+
+
 def make_model(family="llama", *, dtype=torch.float64, attention="sdpa", seed=0):
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation=attention, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(
+        {**FAMILIES, "llama_wide": WIDE}[family], attn_implementation=attention, dtype=dtype
+    )
     with torch.no_grad():  # far from uniform, so that a wrong mask, scale or cap changes the numbers
+        for parameter in model.parameters():
+            parameter.mul_(4.0) if parameter.ndim > 1 else None
+    return model.eval()
+
+
+def make_classifier(task, *, labels=None, seed=0):
+    """A small Llama for sequence ("SEQ_CLS", one output) or token ("TOKEN_CLS", two) classification, float64."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**_SMALL, num_labels=labels or {"SEQ_CLS": 1, "TOKEN_CLS": 2}[task])
+    kind = {"SEQ_CLS": AutoModelForSequenceClassification, "TOKEN_CLS": AutoModelForTokenClassification}[task]
+    model = kind.from_config(config, dtype=torch.float64)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.ndim > 1 else None
     return model.eval()

@@ -1,0 +1,60 @@
+"""The language-model head, as the kernels are given it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import check_positive, check_tensors
+
+Adapter = tuple[Tensor, Tensor, float]
+
+
+class Head(NamedTuple):
+    """A language-model head, ``c = hidden·Wᵀ + bias + scaling·(hidden·Aᵀ)·Bᵀ`` and ``cap(scale·c)``.
+
+    Args:
+        weight: W ``[V, D]``, in any floating-point dtype.
+        bias: ``[V]``; −inf forbids a token.
+        scale: factor on the logits, as in Cohere and Granite (there as a divisor), before the soft cap.
+        softcap: bound of the logits, ``cap(s) = softcap·tanh(s/softcap)``, as in Gemma 2.
+        adapter: LoRA factors, A ``[r, D]``, B ``[V, r]`` and their scaling. They are never merged into W.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    adapter: Adapter | None = None
+
+    def detach(self) -> "Head":
+        """The same head as a constant."""
+        bias, adapter = self.bias, self.adapter
+        return self._replace(
+            weight=self.weight.detach(),
+            bias=None if bias is None else bias.detach(),
+            adapter=None if adapter is None else (adapter[0].detach(), adapter[1].detach(), adapter[2]),
+        )
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float64 stays float64; everything else is computed in float32: logits are never rounded to 16 bits."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_head(who: str, hidden: Tensor, head: Head, prefix: str = "") -> None:
+    """Raises unless the head fits the hidden states; ``prefix`` says whose they are."""
+    if hidden.ndim != 2 or head.weight.ndim != 2:
+        shapes = f"{list(hidden.shape)} and {list(head.weight.shape)}"
+        raise ValueError(f"{who}: {prefix}hidden must be [N, D] and {prefix}weight [V, D], got {shapes}")
+    (n, width), size = hidden.shape, len(head.weight)
+    wanted = {"hidden": (hidden, [n, width]), "weight": (head.weight, [size, width])}
+    if head.bias is not None:
+        wanted["bias"] = head.bias, [size]
+    if head.adapter is not None:
+        down, up, _ = head.adapter
+        wanted |= {"adapter A": (down, [len(down), width]), "adapter B": (up, [size, len(down)])}
+    check_tensors(who, {prefix + name: shape for name, shape in wanted.items()})
+    if head.softcap is not None:
+        check_positive(who, f"{prefix}softcap", head.softcap)
+    check_positive(who, f"{prefix}scale", head.scale)

@@ -1,0 +1,87 @@
+"""Divergence of two language-model heads, per token, straight from their hidden states.
+
+    p_S = softmax(z_S/T) of the student, p_T = softmax(z_T/T) of the teacher, over the vocabulary that both have;
+    KL(P‖Q) = Σ_v p_v (log p_v − log q_v)        M = (1−β)·p_S + β·p_T
+
+    D = β·KL(p_T‖M) + (1−β)·KL(p_S‖M)        for 0 < β < 1, of which D/β tends to KL(p_T‖p_S) for β → 0
+    D = KL(p_T‖p_S) for β = 0                 D = KL(p_S‖p_T) for β = 1
+
+``reference.py`` is the definition, ``tiled_divergence.py`` the same without ``[N, V]`` in memory, with the gradient.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import reference, tiled_divergence
+from .checks import check_rows, checked_vocab
+from .head import Head, check_head
+
+Backend = Literal["auto", "tiled", "reference"]
+
+
+def linear_divergence(
+    student_hidden: Tensor,
+    student: Head,
+    teacher_hidden: Tensor,
+    teacher: Head,
+    *,
+    beta: float,
+    temperature: float | Tensor = 1.0,
+    vocab: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Generalized Jensen-Shannon divergence ``[N]`` of a student from its teacher, see the top of this file.
+
+    Differentiable once with respect to the student's hidden states, weight, bias and adapter, for any upstream
+    gradient; the teacher and the temperature are constants. Computed and returned in float32, in float64 for a student
+    in float64; every gradient has the dtype of its own input.
+
+    Args:
+        student_hidden: ``[N, D_S]``, only the rows that are trained. N = 0 gives an empty output on the graph.
+        student: its head, ``Head(weight, bias, scale, softcap, adapter)``.
+        teacher_hidden: ``[N, D_T]``, of the same tokens.
+        teacher: its head.
+        beta: β in [0, 1]; 0 is forward KL (covers the teacher's modes), 1 reverse KL (seeks one of them).
+        temperature: T > 0 of both sides, one number or ``[N]``, one per token.
+        vocab: rows of either weight from here on are padding and have probability 0. Without it, those beyond the
+            smaller of the two vocabularies.
+        backend: "auto" is the fastest that runs on the device; "reference" is differentiable any number of times and
+            materializes ``[N, V]``.
+
+    Raises:
+        ValueError: if shapes or devices disagree, or a hyper-parameter is out of range.
+
+    Paper: Agarwal et al. 2023, arXiv:2306.13649, "generalized JSD". There D(β) is written for P‖Q with P the teacher:
+    β·KL(P‖βP + (1−β)Q) + (1−β)·KL(Q‖βP + (1−β)Q).
+    """
+    who = "linear_divergence"
+    check_head(who, student_hidden, student, "student ")
+    check_head(who, teacher_hidden, teacher, "teacher ")
+    rows = {"student hidden": student_hidden, "teacher hidden": teacher_hidden}
+    check_rows(who, rows, temperature)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"{who}: beta must be in [0, 1], got {beta}")
+    vocab = checked_vocab(who, vocab, min(len(student.weight), len(teacher.weight)))
+    compute = _implementation(backend)
+    with torch.autocast(student_hidden.device.type, enabled=False):  # logits are never rounded to 16 bits
+        return compute(
+            student_hidden,
+            student,
+            teacher_hidden.detach(),
+            teacher.detach(),
+            beta=beta,
+            temperature=temperature.detach() if isinstance(temperature, Tensor) else temperature,
+            vocab=vocab,
+        )
+
+
+def _implementation(backend: Backend) -> Callable[..., Tensor]:
+    match backend:
+        case "auto" | "tiled":
+            return tiled_divergence.linear_divergence
+        case "reference":
+            return reference.linear_divergence
+    raise ValueError(f"linear_divergence: backend must be 'auto', 'tiled' or 'reference', got {backend!r}")

@@ -1,0 +1,170 @@
+"""Break the objectives on purpose, one place at a time, and count how often their tests notice.
+
+    python tests/mutation.py [files of objectives/ ...]        writes benchmarks/results/mutation_objectives.json
+
+A mutant differs from the source in one comparison, operator, constant, sign, condition, or function. It is caught if
+any test of `tests/objectives` named after its file, or of the peer comparisons, fails. Each mutant runs in a process
+forked from one that has torch loaded.
+"""
+
+import ast
+import copy
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "mutation_objectives.json"
+
+COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.BitAnd: ast.BitOr,
+             ast.BitOr: ast.BitAnd}  # fmt: skip
+FUNCTIONS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "exp": "expm1", "log": "log1p",
+             "log1p": "log", "expm1": "exp", "sum": "mean", "mean": "sum", "detach": "clone", "logsigmoid": "sigmoid",
+             "sequence_sum": "sequence_mean", "sequence_mean": "sequence_sum", "square": "abs", "any": "all",
+             "all": "any"}  # fmt: skip
+
+
+def mutants(tree: ast.Module) -> Iterator[tuple[int, str, ast.Module]]:
+    """(line, what was changed, the changed tree) for every place that can be changed."""
+    skipped = {id(part) for node in ast.walk(tree) for part in _not_behavior(node)}
+    for number, node in enumerate(ast.walk(tree)):
+        if id(node) in skipped:
+            continue
+        for change in range(_count(node)):
+            twin = copy.deepcopy(tree)
+            place = next(n for i, n in enumerate(ast.walk(twin)) if i == number)
+            yield getattr(place, "lineno", 0), _apply(place, change), twin
+
+
+def _not_behavior(node: ast.AST) -> Iterator[ast.AST]:
+    """Docstrings, annotations, defaults of type aliases, and the texts of errors."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        yield from ast.walk(node.value)
+    if isinstance(node, ast.JoinedStr):
+        yield from ast.walk(node)
+    for name in ("annotation", "returns"):
+        if isinstance(part := getattr(node, name, None), ast.AST):
+            yield from ast.walk(part)
+
+
+def _count(node: ast.AST) -> int:
+    match node:
+        case ast.Compare(ops=ops):
+            return sum(type(op) in COMPARISONS for op in ops)
+        case ast.BinOp(op=op):
+            return int(type(op) in OPERATORS)
+        case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert()):
+            return 1
+        case ast.Constant(value=value):
+            return int(isinstance(value, int | float))
+        case ast.Call(func=ast.Attribute(attr=name)) | ast.Call(func=ast.Name(id=name)):
+            return int(name in FUNCTIONS)
+        case ast.IfExp() | ast.If():
+            return 1
+        case ast.keyword(arg="min" | "max" as name):
+            return int(name is not None)
+    return 0
+
+
+def _apply(node: ast.AST, change: int) -> str:
+    before = ast.unparse(node)
+    match node:
+        case ast.Compare():
+            place = [i for i, op in enumerate(node.ops) if type(op) in COMPARISONS][change]
+            node.ops[place] = COMPARISONS[type(node.ops[place])]()
+        case ast.BinOp():
+            node.op = OPERATORS[type(node.op)]()
+        case ast.UnaryOp():
+            node.op = ast.UAdd() if isinstance(node.op, ast.USub) else ast.Not()
+            if isinstance(node.op, ast.Not):
+                node.operand = ast.UnaryOp(ast.Not(), node.operand)
+        case ast.Constant():
+            node.value = (not node.value) if isinstance(node.value, bool) else node.value + 1
+        case ast.Call(func=ast.Attribute() as function):
+            function.attr = FUNCTIONS[function.attr]
+        case ast.Call(func=ast.Name() as function):
+            function.id = FUNCTIONS[function.id]
+        case ast.IfExp() | ast.If():
+            node.test = ast.UnaryOp(ast.Not(), node.test)
+        case ast.keyword():
+            node.arg = FUNCTIONS[str(node.arg)]
+    return f"{before.splitlines()[0]}  ->  {ast.unparse(node).splitlines()[0]}"
+
+
+def caught(name: str, source: str, tests: list[str], tree: Path) -> bool:
+    """Whether a test fails when ``objectives/name`` reads ``source``."""
+    target = tree / "burnish" / "objectives" / name
+    original = target.read_text()
+    target.write_text(source)
+    child = os.fork()
+    if child == 0:
+        import pytest
+
+        status = 1
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        os.dup2(sys.stdout.fileno(), 1)
+        os.dup2(sys.stdout.fileno(), 2)
+        os.chdir(tree)
+        sys.path.insert(0, str(tree))
+        sys.dont_write_bytecode = True
+        try:
+            status = int(
+                pytest.main(
+                    ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", *tests]
+                )
+            )
+        finally:
+            os._exit(status)  # never back into the caller, whose temporary directory it would remove
+    _, status = os.waitpid(child, 0)
+    target.write_text(original)
+    return status != 0
+
+
+def main(names: list[str]) -> None:
+    import torch
+    from trl import DPOTrainer, GRPOTrainer  # noqa: F401
+
+    torch.set_num_threads(1)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Path(directory)
+        (tree / "burnish").mkdir()
+        shutil.copy(ROOT / "__init__.py", tree / "burnish")
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        no_cache = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "objectives", tree / "burnish" / "objectives", ignore=no_cache)
+        shutil.copytree(ROOT / "tests" / "objectives", tree / "tests" / "objectives")
+        (tree / "tests" / "support").mkdir()
+        for name in names:
+            source = (ROOT / "objectives" / name).read_text()
+            tests = [f"tests/objectives/{path.name}" for path in _tests(Path(name).stem)]
+            assert not caught(name, source, tests, tree), f"the tests of {name} fail as they are"
+            survivors, total = [], 0
+            for line, change, mutant in mutants(ast.parse(source)):
+                total += 1
+                if not caught(name, ast.unparse(mutant), tests, tree):
+                    survivors.append(f"line {line}: {change}")
+                    print("survived", name, survivors[-1], flush=True)
+            results[name] = {"mutants": total, "caught": total - len(survivors), "survivors": survivors}
+            print(name, f"{total - len(survivors)} of {total} caught", flush=True)
+            RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
+
+
+def _tests(stem: str) -> list[Path]:
+    folder = ROOT / "tests" / "objectives"
+    own = sorted(folder.glob(f"test_{stem}*.py"))
+    shared = {"numerics": ["preference", "reference_free"], "checks": ["preference", "sequence"]}.get(stem, [])
+    return own + [path for other in shared for path in sorted(folder.glob(f"test_{other}*.py"))] + sorted(
+        folder.glob("test_peer*.py"))  # fmt: skip
+
+
+if __name__ == "__main__":
+    everything = [
+        path.name for path in sorted((ROOT / "objectives").glob("*.py")) if path.stem not in ("__init__", "types")
+    ]
+    main(sys.argv[1:] or everything)
