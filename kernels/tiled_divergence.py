@@ -10,8 +10,8 @@ M = (1−β)S + βT has both normalizers inside its logarithm, so 0 < β < 1 tak
 
     D = β·Σ eᵗ·(t − log M) + (1−β)·K        K = KL(S‖M) = Σ eˢ·(s − log M)
 
-Backward, for the gradient g of D: D depends on M through Σ M log M and on s, with ∂D/∂p_S = (1−β)(s − log M) for
-0 < β < 1 and s − t + 1 for KL(S‖T); the softmax takes the mean under p_S away from it:
+Backward, for the gradient g of D. With d_v = ∂D/∂p_S(v) the softmax gives dz_v = g·eˢ·(d_v − Σ_u p_S(u)·d_u), and d is
+−e^(t−s) for KL(T‖S), s − t + 1 for KL(S‖T), and else (1−β)·(s − log M): the derivatives of s and log M cancel.
 
     β = 0    KL(T‖S)    dz = g·(eˢ − eᵗ)
     β = 1    KL(S‖T)    dz = g·eˢ·(s − t − D)

@@ -88,20 +88,23 @@ class Policy(Backbone):
             lesson: what a teacher says of these tokens, for the divergence from it.
         """
         rows = self.arranged(batch.examples, self.layout)
-        if not self.fused:
+        how: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
+        value = divergence = None
+        if self.fused:
+            hidden = self.hidden(rows)
+            logprobs = self.head(hidden, target=batch.target, **how)
+            if self.value_head is not None:
+                value = self.value_head(hidden)[:, 0]
+            if lesson is not None:
+                # A teacher whose own head is no linear map can only be met with logits.
+                fused = lesson.logits is None
+                divergence = self.head(hidden, lesson=lesson) if fused else lesson.divergence(self._logits(hidden))
+        else:
             logits = self.own_output(rows)
-            compute: Any = logits_logprob  # its overloads can't be told apart here
-            logprobs: Any = compute(logits, batch.target, temperature=temperature, outputs=outputs)
-            return Outputs(*logprobs, divergence=None if lesson is None else lesson.divergence(logits))
-        hidden = self.hidden(rows)
-        logprobs = self.head(hidden, target=batch.target, temperature=temperature, outputs=outputs)
-        value = None if self.value_head is None else self.value_head(hidden)[:, 0]
-        divergence = None
-        if lesson is not None:
-            # A teacher whose own head is no linear map can only be met with logits.
-            fused = lesson.logits is None
-            divergence = self.head(hidden, lesson=lesson) if fused else lesson.divergence(self._logits(hidden))
-        return Outputs(*logprobs, value=value, divergence=divergence)
+            logprobs = logits_logprob(logits, batch.target, **how)
+            if lesson is not None:
+                divergence = lesson.divergence(logits)
+        return Outputs(**logprobs._asdict(), value=value, divergence=divergence)
 
     @torch.no_grad()
     def lesson(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> Lesson:

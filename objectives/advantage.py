@@ -155,7 +155,7 @@ def kl_penalized_reward(reward: PerSequence, kl: FlatTokens, sequence: SequenceI
     """
     _check("kl_penalized_reward", reward)
     _check_tokens("kl_penalized_reward", sequence, kl=kl)
-    require("kl_penalized_reward", 0 <= beta < math.inf, f"beta must be >= 0, got {beta}")
+    require("kl_penalized_reward", 0 <= beta < math.inf, "beta must be >= 0, got {}", beta)
     last = torch.ones_like(sequence, dtype=torch.bool)
     last[:-1] = sequence[1:] != sequence[:-1]
     return torch.where(last, reward[sequence], 0.0) - beta * kl
@@ -278,7 +278,7 @@ def _check_tokens(who: str, sequence: Tensor, **tokens: Tensor) -> None:
 
 def _unit_interval(who: str, **values: float) -> None:
     for name, value in values.items():
-        require(who, 0 <= value <= 1, f"{name} must be in [0, 1], got {value}")
+        require(who, 0 <= value <= 1, "{} must be in [0, 1], got {}", name, value)
 
 
 def _index(group: Tensor) -> Tensor:
@@ -315,7 +315,7 @@ def _std(deviation: Tensor, index: Tensor) -> Tensor:
 
 def _ratio(who: str, deviation: Tensor, std: Tensor, eps: float) -> Tensor:
     """deviation / (std + ε), 0 where there is no deviation at all."""
-    require(who, 0 <= eps < math.inf, f"eps must be >= 0, got {eps}")
+    require(who, 0 <= eps < math.inf, "eps must be >= 0, got {}", eps)
     return torch.where(std > 0, deviation / (std + eps), 0.0).nan_to_num(nan=0.0)
 
 

@@ -18,10 +18,14 @@ def same_shape(who: str, **tensors: Tensor) -> None:
 def positive(who: str, **values: float) -> None:
     """Raise ValueError unless every value is a finite number above zero."""
     for name, value in values.items():
-        require(who, 0 < value < math.inf, f"{name} must be > 0, got {value}")
+        require(who, 0 < value < math.inf, "{} must be > 0, got {}", name, value)
 
 
-def require(who: str, condition: bool, complaint: str) -> None:
-    """Raise ValueError with the complaint unless the condition holds (a comparison with NaN does not)."""
+def require(who: str, condition: bool, complaint: str, *got: object) -> None:
+    """Raise ValueError with the complaint unless the condition holds (a comparison with NaN does not).
+
+    ``got`` fills the braces of the complaint, and only if it is needed: under torch.compile a hyper-parameter becomes
+    a symbol at its second value, and a symbol cannot be printed.
+    """
     if not condition:
-        raise ValueError(f"{who}: {complaint}")
+        raise ValueError(f"{who}: {complaint.format(*got)}")

@@ -65,7 +65,7 @@ def truncated_importance(log_ratio: PerToken, *, cap: float, floor: float = 0.0)
     engine and trainer: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
     """
     positive("truncated_importance", cap=cap)
-    require("truncated_importance", 0 <= floor <= cap, f"floor must be in [0, cap], got {floor} with cap {cap}")
+    require("truncated_importance", 0 <= floor <= cap, "floor must be in [0, cap], got {} with cap {}", floor, cap)
     return log_ratio.exp().clamp(floor, cap)
 
 
@@ -104,7 +104,7 @@ def decoupled_ratio(proximal_logp: PerToken, behavior_logp: PerToken, *, cap: fl
 
     Paper: Hilton et al. 2021, arXiv:2110.00641; for language models: Fu et al. 2025 (AReaL), arXiv:2505.24298.
     """
-    require("decoupled_ratio", cap > 0, f"cap must be > 0, got {cap}")
+    require("decoupled_ratio", cap > 0, "cap must be > 0, got {}", cap)
     same_shape("decoupled_ratio", proximal_logp=proximal_logp, behavior_logp=behavior_logp)
     return masked_importance(token_log_ratio(proximal_logp, behavior_logp), low=0.0, high=cap)
 
@@ -124,7 +124,8 @@ def off_policy_mask(
     """
     w = _log_ratio("off_policy_mask", logp, behavior_logp)
     same_shape("off_policy_mask", logp=logp, sequence=sequence)
-    require("off_policy_mask", not math.isnan(threshold), f"threshold must be a number, got {threshold}")
+    # Only NaN is not itself.
+    require("off_policy_mask", threshold == threshold, "threshold must be a number, got {}", threshold)
     drift = -sequence_mean(w, sequence, advantage.shape[0])
     return ((advantage >= 0) | (drift <= threshold))[sequence].to(w.dtype)
 
@@ -195,7 +196,7 @@ def total_variation_mask(
     w = _log_ratio("total_variation_mask", logp, behavior_logp)
     same_shape("total_variation_mask", logp=logp, advantage=advantage)
     for name, bound in (("low", low), ("high", high)):
-        require("total_variation_mask", 0 <= bound <= 1, f"{name} must be in [0, 1], got {bound}")
+        require("total_variation_mask", 0 <= bound <= 1, "{} must be in [0, 1], got {}", name, bound)
     moved = logp.exp() - (logp - w).exp()
     stopped = ((advantage > 0) & (moved > high)) | ((advantage < 0) & (moved < -low))
     return (~stopped).to(w.dtype)
@@ -261,6 +262,6 @@ def _sequences(sequence: Tensor) -> int:
 
 
 def _inside(who: str, log_ratio: Tensor, low: float, high: float) -> Tensor:
-    require(who, 0 <= low <= high, f"bounds must be 0 <= low <= high, got {low} and {high}")
+    require(who, 0 <= low <= high, "bounds must be 0 <= low <= high, got {} and {}", low, high)
     ratio = log_ratio.exp()
     return (ratio >= low) & (ratio <= high)

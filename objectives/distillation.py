@@ -64,7 +64,7 @@ def generalized_jsd(logp: Distributions, teacher_logp: Distributions, *, beta: f
     Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649, Eq. 1.
     """
     same_shape("generalized_jsd", logp=logp, teacher_logp=teacher_logp)
-    require("generalized_jsd", 0 <= beta <= 1, f"beta must be in [0, 1], got {beta}")
+    require("generalized_jsd", 0 <= beta <= 1, "beta must be in [0, 1], got {}", beta)
     if beta == 0:
         return forward_kl(logp, teacher_logp)
     if beta == 1:
@@ -161,7 +161,7 @@ def minillm(
     Paper: Gu et al. 2023, arXiv:2306.08543, Eq. 7. Its pretraining loss is another term of the mix.
     """
     same_shape("minillm", divergence=divergence, logp=logp, teacher_logp=teacher_logp, sequence=sequence)
-    require("minillm", 0 <= alpha < 1, f"alpha must be in [0, 1), got {alpha}")
+    require("minillm", 0 <= alpha < 1, "alpha must be in [0, 1), got {}", alpha)
     reward = (teacher_logp - logp).detach()
     ratio = reward.exp().clamp(max=torch.finfo(reward.dtype).max)  # 0 · inf is no number
     weight = 1 / (alpha * ratio + (1 - alpha))
@@ -194,4 +194,4 @@ def _mean_of_later(x: Tensor, sequence: Tensor, sequences: int) -> Tensor:
 
 
 def _check_alpha(who: str, alpha: float) -> None:
-    require(who, 0 < alpha < 1, f"alpha must be in (0, 1), got {alpha}")
+    require(who, 0 < alpha < 1, "alpha must be in (0, 1), got {}", alpha)

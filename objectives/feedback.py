@@ -106,7 +106,7 @@ def _signed_reward(
 ) -> tuple[Tensor, Stats]:
     """s (βr − shift), positive where reward and label agree, and the statistics, after the checks all share."""
     same_shape(who, logp=logp, ref_logp=ref_logp, desirable=desirable)
-    require(who, desirable.dtype == torch.bool, f"desirable must be a Bool tensor, got {desirable.dtype}")
+    require(who, desirable.dtype == torch.bool, "desirable must be a Bool tensor, got {}", desirable.dtype)
     positive(who, beta=beta)
     reward = beta * (logp - ref_logp)
     above = reward - shift.detach()
@@ -116,7 +116,7 @@ def _signed_reward(
 
 def _check_scalar(who: str, **value: Tensor) -> None:
     for name, tensor in value.items():
-        require(who, tensor.ndim == 0, f"{name} must be one number, a 0-dim tensor, got {list(tensor.shape)}")
+        require(who, tensor.ndim == 0, "{} must be one number, a 0-dim tensor, got {}", name, list(tensor.shape))
 
 
 def _repeated(value: Tensor, like: Tensor) -> Tensor:

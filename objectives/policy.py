@@ -325,7 +325,7 @@ def high_entropy_mask(entropy: PerToken, *, quantile: float) -> Bool[Tensor, "*t
 
     Paper: Wang et al. 2025, arXiv:2506.01939.
     """
-    require("high_entropy_mask", 0 <= quantile <= 1, f"quantile must be in [0, 1], got {quantile}")
+    require("high_entropy_mask", 0 <= quantile <= 1, "quantile must be in [0, 1], got {}", quantile)
     if entropy.numel() == 0:
         return torch.zeros_like(entropy, dtype=torch.bool)
     # torch.quantile's threshold lies between two entropies and keeps the same tokens, but refuses large batches.
@@ -337,7 +337,9 @@ def _surrogate(
     who: str, log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, ratio_cap: float = math.inf
 ) -> tuple[Tensor, Stats]:
     _not_negative(who, clip_low=clip_low, clip_high=clip_high)
-    require(who, ratio_cap >= 1 + clip_high, f"ratio_cap must be >= 1 + clip_high = {1 + clip_high}, got {ratio_cap}")
+    require(
+        who, ratio_cap >= 1 + clip_high, "ratio_cap must be >= 1 + clip_high = {}, got {}", 1 + clip_high, ratio_cap
+    )
     ratio = _ratio(log_ratio)
     capped, clipped = ratio.clamp(max=ratio_cap), ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(capped * advantage, clipped * advantage)
@@ -376,4 +378,4 @@ def _by_sign(condition: Tensor, like: Tensor, positive: float, negative: float) 
 
 def _not_negative(who: str, **values: float) -> None:
     for name, value in values.items():
-        require(who, value >= 0, f"{name} must be >= 0, got {value}")
+        require(who, value >= 0, "{} must be >= 0, got {}", name, value)

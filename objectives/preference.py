@@ -120,10 +120,11 @@ def exo(
     Paper: Ji et al. 2024, arXiv:2402.00856.
     """
     a, b, stats = log_ratios("exo", chosen, rejected, ref_chosen, ref_rejected, beta)
-    require("exo", 0 < label_smoothing < 0.5, f"label_smoothing must be in (0, 0.5), got {label_smoothing}")
+    require("exo", 0 < label_smoothing < 0.5, "label_smoothing must be in (0, 0.5), got {}", label_smoothing)
     x = beta * (a - b)
-    prefers_chosen = x.sigmoid() * (F.logsigmoid(x) - math.log1p(-label_smoothing))
-    prefers_rejected = (-x).sigmoid() * (F.logsigmoid(-x) - math.log(label_smoothing))
+    epsilon = x.new_full((), label_smoothing)  # a tensor: torch.compile would compile anew for each math.log
+    prefers_chosen = x.sigmoid() * (F.logsigmoid(x) - torch.log1p(-epsilon))
+    prefers_rejected = (-x).sigmoid() * (F.logsigmoid(-x) - torch.log(epsilon))
     return prefers_chosen + prefers_rejected, stats
 
 
@@ -218,7 +219,7 @@ def discopop(
     Paper: Lu et al. 2024, arXiv:2406.08414.
     """
     a, b, stats = log_ratios("discopop", chosen, rejected, ref_chosen, ref_rejected, beta)
-    require("discopop", 0 < tau <= 1, f"tau must be in (0, 1], got {tau}")
+    require("discopop", 0 < tau <= 1, "tau must be in (0, 1], got {}", tau)
     x = beta * (a - b)
     exponential = torch.exp(F.logsigmoid(x / tau) - x)
     return -(-x / tau).sigmoid() * F.logsigmoid(x) + exponential, stats
@@ -296,7 +297,7 @@ def f_score(
 
     Paper: Wang et al. 2023, arXiv:2309.16240.
     """
-    require("f_score", 0 < alpha < 1, f"alpha must be in (0, 1), got {alpha}")
+    require("f_score", 0 < alpha < 1, "alpha must be in (0, 1), got {}", alpha)
     match divergence:
         case "reverse_kl":
             return log_ratio
@@ -337,7 +338,7 @@ def reward_stats(chosen_reward: Tensor, rejected_reward: Tensor) -> Stats:
 
 
 def _check_label_smoothing(who: str, label_smoothing: float) -> None:
-    require(who, 0 <= label_smoothing < 0.5, f"label_smoothing must be in [0, 0.5), got {label_smoothing}")
+    require(who, 0 <= label_smoothing < 0.5, "label_smoothing must be in [0, 0.5), got {}", label_smoothing)
 
 
 def _same_rank(x: Tensor, y: Tensor) -> Tensor:

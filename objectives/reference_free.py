@@ -76,7 +76,7 @@ def alpha_po(
     same_shape("alpha_po", mean_chosen=mean_chosen, mean_rejected=mean_rejected)
     positive("alpha_po", beta=beta)
     _check_gamma("alpha_po", gamma)
-    require("alpha_po", math.isfinite(alpha), f"alpha must be finite, got {alpha}")
+    require("alpha_po", -math.inf < alpha < math.inf, "alpha must be finite, got {}", alpha)
     chosen_reward = beta * power_score(mean_chosen, alpha)
     rejected_reward = beta * power_score(mean_rejected, alpha)
     return -F.logsigmoid(chosen_reward - rejected_reward - gamma), reward_stats(chosen_reward, rejected_reward)
@@ -98,4 +98,4 @@ def orpo(mean_chosen: PerPair, mean_rejected: PerPair) -> tuple[PerPair, Stats]:
 
 
 def _check_gamma(who: str, gamma: float) -> None:
-    require(who, 0 <= gamma < math.inf, f"gamma must be >= 0, got {gamma}")
+    require(who, 0 <= gamma < math.inf, "gamma must be >= 0, got {}", gamma)

@@ -42,7 +42,7 @@ def bradley_terry(chosen: PerPair, rejected: PerPair, margin: PerPair | float = 
     if isinstance(margin, Tensor):
         same_shape("bradley_terry", chosen=chosen, margin=margin)
     else:
-        require("bradley_terry", math.isfinite(margin), f"margin must be finite, got {margin}")
+        require("bradley_terry", -math.inf < margin < math.inf, "margin must be finite, got {}", margin)
     difference = chosen - rejected
     stats = {
         "mean_reward": ((chosen + rejected) / 2).detach(),

@@ -46,7 +46,7 @@ def length_desensitized_sum(
     Paper: Liu et al. 2024, arXiv:2409.06411.
     """
     same_shape("length_desensitized_sum", x=x, sequence=sequence)
-    require("length_desensitized_sum", 0 <= alpha <= 1, f"alpha must be in [0, 1], got {alpha}")
+    require("length_desensitized_sum", 0 <= alpha <= 1, "alpha must be in [0, 1], got {}", alpha)
     sequences = public_length.shape[0]
     length = sequence_length(sequence, sequences)
     start = length.cumsum(0) - length

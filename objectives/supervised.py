@@ -31,7 +31,9 @@ def label_smoothed_nll(logp: PerToken, mean_logp: PerToken, *, label_smoothing: 
     Paper: Szegedy et al. 2016, arXiv:1512.00567.
     """
     same_shape("label_smoothed_nll", logp=logp, mean_logp=mean_logp)
-    require("label_smoothed_nll", 0 <= label_smoothing < 1, f"label_smoothing must be in [0, 1), got {label_smoothing}")
+    require(
+        "label_smoothed_nll", 0 <= label_smoothing < 1, "label_smoothing must be in [0, 1), got {}", label_smoothing
+    )
     return -(1 - label_smoothing) * logp - label_smoothing * mean_logp, {}
 
 
@@ -54,5 +56,10 @@ def z_loss(logsumexp: PerToken) -> tuple[PerToken, Stats]:
 
 
 def entropy_bonus(entropy: PerToken) -> tuple[PerToken, Stats]:
-    """Keep the policy from collapsing: ℓ = −H, so that adding it with a positive coefficient raises the entropy."""
+    """Keep the policy from collapsing: added with a positive coefficient, it raises the entropy.
+
+        ℓ = −H
+
+    Paper: Williams and Peng 1991; Mnih et al. 2016, arXiv:1602.01783.
+    """
     return -entropy, {}

@@ -1,0 +1,156 @@
+"""The same numbers as the peer where tokens matter: lengths, weights of answers, mixes; TRL 1.16's own DPO loss."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from burnish import objectives as ob
+from torch import Tensor
+
+pytest.importorskip("trl", reason="the peer is not installed")
+
+PAIRS, WIDTH = 6, 9
+BETA = 0.3
+
+
+class Answers:
+    """Padded log-probs as TRL has them, chosen above rejected, and the same flat as burnish has them."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        length = torch.randint(1, WIDTH + 1, (2 * PAIRS,), generator=draw)
+        self.mask = torch.arange(WIDTH) < length[:, None]
+        self.padded, self.ref, self.squares = (
+            -3 * torch.rand(2 * PAIRS, WIDTH, generator=draw, dtype=torch.float64) for _ in range(3)
+        )
+        self.padded.requires_grad_()
+        self.sequence = torch.arange(2 * PAIRS).repeat_interleave(length)
+        self.logp, self.ref_logp, self.log_sum_squares = (x[self.mask] for x in (self.padded, self.ref, self.squares))
+
+    def pairs(self, answer: Any) -> list[Tensor]:
+        """chosen, rejected, ref_chosen, ref_rejected under ``answer(tokens, sequence, sequences)``."""
+        both = (answer(x, self.sequence, 2 * PAIRS).chunk(2) for x in (self.logp, self.ref_logp))
+        return [half for value in both for half in value]
+
+    def theirs(self, **settings: Any) -> Tensor:
+        from trl import DPOTrainer
+
+        alone = SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x, device="cpu")
+        defaults = {
+            "loss_types": ["sigmoid"],
+            "loss_weights": [1.0],
+            "label_smoothing": 0.0,
+            "f_divergence_type": "reverse_kl",
+            "ld_alpha": None,
+            "use_weighting": False,
+        }
+        trainer = SimpleNamespace(
+            model=SimpleNamespace(training=True),
+            accelerator=alone,
+            args=SimpleNamespace(discopop_tau=0.05),
+            aux_loss_enabled=False,
+            beta=BETA,
+            precompute_ref_logps=True,
+            _metrics=defaultdict(lambda: defaultdict(list)),
+            _total_train_tokens=0,
+            _tp_size=1,
+            **{**defaults, **settings},
+        )
+        shared = 1.0 if trainer.ld_alpha is None else trainer.ld_alpha
+        length = self.mask.sum(1)
+        public = torch.minimum(*length.chunk(2)).repeat(2)[:, None]
+        position = torch.arange(1, WIDTH + 1)
+        beyond = torch.tensor(shared, dtype=torch.float64)
+        weight = torch.where(position <= public, 1.0, beyond) * self.mask
+        ref_chosen, ref_rejected = (self.ref * weight).sum(1).chunk(2)
+        zero = torch.zeros_like(self.padded)
+        output = SimpleNamespace(
+            # what is outside the mask is never read, but it is multiplied by zero
+            log_probs=self.padded * self.mask,
+            entropy=zero,
+            mean_logits=zero,
+            is_top1=zero.bool(),
+            log_sum_sq_probs=self.squares,
+        )
+        before = torch.zeros(2 * PAIRS, 1, dtype=torch.int64)
+        ids = torch.zeros(2 * PAIRS, 1 + WIDTH, dtype=torch.int64)
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "completion_mask": torch.cat([before, self.mask.long()], 1),
+            "ref_chosen_logps": ref_chosen,
+            "ref_rejected_logps": ref_rejected,
+        }
+        loss: Tensor = DPOTrainer._compute_loss(trainer, lambda **_: output, inputs, return_outputs=False)
+        return loss
+
+    def assert_same(self, ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> None:
+        torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=tolerance, atol=tolerance)
+        mine, peer = (torch.autograd.grad(loss, self.padded, retain_graph=True)[0] for loss in (ours, theirs))
+        assert mine.abs().max() > 0
+        torch.testing.assert_close(mine, peer.to(mine.dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+def test_ipo_and_dpo_on_means_equal_the_peers_normalized_losses(answers: Answers) -> None:
+    means = answers.pairs(ob.sequence_mean)
+    answers.assert_same(ob.ipo(*means, beta=BETA)[0].mean(), answers.theirs(loss_types=["ipo"]))
+    answers.assert_same(ob.dpo(*means, beta=BETA)[0].mean(), answers.theirs(loss_types=["sigmoid_norm"]))
+
+
+def test_nll_of_the_chosen_answers_equals_the_peers_sft_loss(answers: Answers) -> None:
+    chosen = answers.sequence < PAIRS
+    answers.assert_same(ob.nll(answers.logp[chosen])[0].mean(), answers.theirs(loss_types=["sft"]))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_ld_dpo_equals_the_peer(answers: Answers, alpha: float) -> None:
+    length = ob.sequence_length(answers.sequence, 2 * PAIRS)
+    public = torch.minimum(*length.chunk(2)).repeat(2)
+
+    def desensitized(x: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+        return ob.length_desensitized_sum(x, sequence, public, alpha=alpha)
+
+    ours = ob.dpo(*answers.pairs(desensitized), beta=BETA)[0].mean()
+    answers.assert_same(ours, answers.theirs(ld_alpha=alpha))
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_wpo_equals_the_peer(answers: Answers, loss_type: str) -> None:
+    weight = ob.wpo_weight(answers.logp, answers.log_sum_squares, answers.sequence, 2 * PAIRS)
+    chosen, rejected = weight.chunk(2)
+    sums, means = answers.pairs(ob.sequence_sum), answers.pairs(ob.sequence_mean)
+    loss, _ = ob.dpo(*sums, beta=BETA) if loss_type == "sigmoid" else ob.ipo(*means, beta=BETA)
+    ours = (chosen * rejected * loss).mean()
+    answers.assert_same(ours, answers.theirs(loss_types=[loss_type], use_weighting=True))
+
+
+def test_mpo_equals_the_peers_weighted_mix(answers: Answers) -> None:
+    sums = answers.pairs(ob.sequence_sum)
+    dpo, bco = ob.dpo(*sums, beta=BETA)[0].mean(), ob.bco_pair(*sums, beta=BETA)[0].mean()
+    nll = ob.nll(answers.logp[answers.sequence < PAIRS])[0].mean()
+    theirs = answers.theirs(loss_types=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])
+    answers.assert_same(0.8 * dpo + 0.2 * bco + nll, theirs)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.7])
+def test_the_alpha_divergence_is_the_peers_at_one_minus_alpha(alpha: float) -> None:
+    """The peer's coefficient is the exponent of the f-divergence, ours the authors' alpha; it computes in float32."""
+    answers = Answers()
+    for name in ("padded", "ref"):
+        setattr(answers, name, getattr(answers, name).detach().float())
+    answers.padded.requires_grad_()
+    answers.logp, answers.ref_logp = answers.padded[answers.mask], answers.ref[answers.mask]
+    chosen, rejected, ref_chosen, ref_rejected = answers.pairs(ob.sequence_sum)
+    scores = (
+        ob.f_score(ratio, divergence="alpha", alpha=alpha) for ratio in (chosen - ref_chosen, rejected - ref_rejected)
+    )
+    ours, _ = ob.dpo(*scores, torch.zeros(PAIRS), torch.zeros(PAIRS), beta=BETA)
+    theirs = answers.theirs(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=1 - alpha)
+    answers.assert_same(ours.mean(), theirs, tolerance=1e-5)
