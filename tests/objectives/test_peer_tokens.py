@@ -62,7 +62,7 @@ class Answers:
         length = self.mask.sum(1)
         public = torch.minimum(*length.chunk(2)).repeat(2)[:, None]
         position = torch.arange(1, WIDTH + 1)
-        beyond = torch.tensor(shared, dtype=torch.float64)
+        beyond = torch.tensor(shared, dtype=self.ref.dtype)
         weight = torch.where(position <= public, 1.0, beyond) * self.mask
         ref_chosen, ref_rejected = (self.ref * weight).sum(1).chunk(2)
         zero = torch.zeros_like(self.padded)
