@@ -14,8 +14,6 @@ hyper-parameters out of range raise ValueError. Where the vocabulary is too larg
 same divergences per token, from hidden states.
 """
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -178,7 +176,8 @@ def _kl(first: Tensor, second: Tensor) -> Tensor:
 def _mixture(first: Tensor, second: Tensor, share: float) -> Tensor:
     """log(aP + (1 − a)Q). A log-probability of −inf becomes the lowest finite number, whose gradient is no NaN."""
     first, second = (x.clamp(min=torch.finfo(x.dtype).min) for x in (first, second))
-    return torch.logaddexp(first + math.log(share), second + math.log1p(-share))
+    weight = first.new_full((), share)  # a tensor: torch.compile would compile anew for each math.log
+    return torch.logaddexp(first + torch.log(weight), second + torch.log1p(-weight))
 
 
 def _mean_of_later(x: Tensor, sequence: Tensor, sequences: int) -> Tensor:

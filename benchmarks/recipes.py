@@ -1,0 +1,114 @@
+"""Every offline recipe once on SmolLM2-135M-Instruct: what each moves on held-out data, from reasoning-gym questions.
+
+    python -m burnish.benchmarks.recipes [recipe ...]       writes benchmarks/results/smollm2_recipes.json
+
+The teacher of ``distill`` is the model that ``sft`` makes here; the process reward model judges chains of additions.
+"""
+
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..loops.command import main as burnish
+from .real_model import conversations, preference_pairs, smollm2, write_jsonl
+
+RESULTS = Path(__file__).parent / "results" / "smollm2_recipes.json"
+TRAINED, HELD_OUT = 160, 64
+STEPS = 16
+
+# Recipe -> its flags, and the metrics that it is to move.
+RUNS: dict[str, tuple[list[str], list[str]]] = {
+    "sft": (["--learning_rate", "5e-5"], ["nll"]),
+    "kto": (["--learning_rate", "1e-5"], ["kto", "rewards/chosen", "rewards/rejected", "rewards/accuracies"]),
+    "orpo": (["--learning_rate", "2e-5"], ["nll", "orpo", "rewards/accuracies"]),
+    "cpo": (["--learning_rate", "1e-5", "--loss", "simpo", "--beta", "2"], ["nll", "simpo", "rewards/accuracies"]),
+    "reward": (["--learning_rate", "2e-5"], ["bradley_terry", "margin", "accuracy"]),
+    "prm": (["--learning_rate", "5e-5"], ["step_loss", "accuracy"]),
+    "distill": (["--learning_rate", "2e-5"], ["distillation"]),
+}
+
+
+def feedback(pairs: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
+    """One answer of each pair, and whether it is the right one."""
+    rng = random.Random(seed)
+    for pair in pairs:
+        kind = rng.choice(["chosen", "rejected"])
+        yield {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
+
+
+def chains(count: int, seed: int, steps: int = 4) -> Iterator[dict[str, Any]]:
+    """Chains of additions, each from the last sum, up to the first wrong one; a fifth of them have none."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        total, wrong = rng.randint(1, 9), rng.randrange(steps + 1)
+        row: dict[str, Any] = {"prompt": f"Start with {total} and go on adding.\n", "completions": [], "labels": []}
+        for step in range(min(steps, wrong + 1)):
+            term = rng.randint(1, 9)
+            shown = total + term + (rng.choice([-3, -2, -1, 1, 2, 3]) if step == wrong else 0)
+            row["completions"].append(f"{total} + {term} = {shown}")
+            row["labels"].append(step != wrong)
+            total = shown
+        yield row
+
+
+def rows(recipe: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    pairs = preference_pairs(count, seed)
+    match recipe:
+        case "sft" | "distill":
+            return conversations(pairs)
+        case "kto":
+            return feedback(pairs, seed)
+        case "prm":
+            return chains(count, seed)
+    return pairs
+
+
+def run(recipe: str, directory: Path, *flags: str) -> dict[str, Any]:
+    """Train one recipe; returns its target metrics on held-out data before and after, and where the model is."""
+    data = write_jsonl(directory / "data.jsonl", rows(recipe, TRAINED, seed=0))
+    held_out = write_jsonl(directory / "held_out.jsonl", rows(recipe, HELD_OUT, seed=1_000_000))
+    own, metrics = RUNS[recipe]
+    arguments = [recipe, "--model", str(smollm2()), "--data", str(data), "--eval_data", str(held_out)]
+    arguments += ["--output", str(directory / "run"), "--batch_size", "8", "--micro_tokens", "2048"]
+    began = time.perf_counter()
+    if burnish([*arguments, "--steps", str(STEPS), *own, *flags]) != 0:
+        raise RuntimeError(f"{recipe} failed")
+    lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    before, after = ({name: line[f"eval/{name}"] for name in metrics} for line in (lines[0], lines[-1]))
+    return {"flags": own, "before": before, "after": after, "minutes": (time.perf_counter() - began) / 60}
+
+
+def main(recipes: list[str]) -> None:
+    unknown = [recipe for recipe in recipes if recipe not in RUNS]
+    if unknown:
+        raise SystemExit(f"no recipe {unknown[0]!r}; wanted some of {', '.join(RUNS)}")
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results |= {
+        "date": date.today().isoformat(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "rows": {"trained": TRAINED, "held out": HELD_OUT, "steps": STEPS, "batch size": 8},
+    }
+    with tempfile.TemporaryDirectory() as name:
+        for recipe in recipes or RUNS:
+            directory = Path(name) / recipe
+            flags = []
+            if recipe == "distill":
+                if not (Path(name) / "sft").exists():
+                    run("sft", Path(name) / "sft")
+                flags = ["--teacher.model", str(Path(name) / "sft" / "run" / "model")]
+            results[recipe] = run(recipe, directory, *flags)
+            print(recipe, json.dumps(results[recipe]), flush=True)
+            RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
