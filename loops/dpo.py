@@ -97,7 +97,7 @@ def dpo(config: DPO) -> dict[str, float]:
     _refuse_split_steps(terms, recipe)
     reference, before = open_reference(recipe, config.reference, needed="ref_chosen" in needs(terms))
     teaching, told = open_teacher(recipe, config.teacher, needed="divergence" in needs(terms))
-    how: dict[str, Any] = {"answer": _answer(config), "score": score, "outputs": outputs_for(terms), "pairs": True}
+    how: dict[str, Any] = {"answer": answer_of(config), "score": score, "outputs": outputs_for(terms), "pairs": True}
     read = policy_tensors(reference=reference, teaching=teaching, **how)
     return train_pairs(recipe, terms, read, lambda data: {**before(data), **told(data)})
 
@@ -110,7 +110,8 @@ def train_pairs(
     return recipe.train(compose(logged, read), expression(logged), columns=columns_of(terms), per_token=per_token)
 
 
-def _answer(config: DPO) -> Answer | None:
+def answer_of(config: DPO) -> Answer | None:
+    """From the log-probs of tokens to that of an answer, where it is not their plain sum."""
     if not 0 <= config.ld_alpha <= 1:
         raise ValueError(f"ld_alpha: must be in [0, 1], got {config.ld_alpha}")
     if config.answer == "mean":

@@ -1,0 +1,84 @@
+"""Preference training: what its fields change in the loss, against their definitions on plain logits."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from burnish.loops.batch import collate
+from burnish.loops.dpo import DPO, answer_of
+from burnish.loops.policy import Policy
+from burnish.loops.terms import Term, compose, outputs_for, policy_tensors
+from burnish.objectives import dpo
+from tiny import make_examples, make_model
+
+COUNT = 4
+CONFIG = DPO(model="", data="", output="")
+
+
+@pytest.fixture
+def policy():
+    return Policy(make_model("llama"))
+
+
+@pytest.fixture
+def batch():
+    return collate(make_examples(COUNT))
+
+
+def log_softmax_of_answers(policy, batch):
+    """[trained tokens of the answer, vocabulary] and their targets, one answer at a time."""
+    for example in batch.examples:
+        for completion, trained in zip(example.completions, example.trained, strict=True):
+            logits = policy.plain(torch.tensor([example.prompt + completion])).logits[0]
+            at = [t for t, marked in enumerate(trained) if marked]
+            rows = logits.log_softmax(-1)[[len(example.prompt) + t - 1 for t in at]]
+            yield rows, torch.tensor([completion[t] for t in at])
+
+
+def reference(batch):
+    return torch.linspace(-4, -1, len(batch.target), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3])
+def test_ld_alpha_discounts_what_an_answer_says_beyond_the_other(policy, batch, alpha):
+    config = replace(CONFIG, ld_alpha=alpha)
+    read = policy_tensors(reference=reference, answer=answer_of(config), pairs=True)
+    loss, _ = compose({"dpo": Term(partial(dpo, beta=0.1))}, read)(policy, batch)["dpo"]
+    now = [rows.gather(1, target[:, None])[:, 0] for rows, target in log_softmax_of_answers(policy, batch)]
+    before = list(reference(batch).split([len(x) for x in now]))
+    for pair in range(COUNT):
+        chosen, rejected = 2 * pair, 2 * pair + 1
+        shared = min(len(now[chosen]), len(now[rejected]))
+        tensors = [x[i][:shared].sum() + alpha * x[i][shared:].sum() for x in (now, before) for i in (chosen, rejected)]
+        expected, _ = dpo(*(tensor[None] for tensor in tensors), beta=0.1)
+        torch.testing.assert_close(loss[pair], expected[0], rtol=1e-6, atol=1e-8)
+
+
+def test_wpo_weighs_a_pair_by_how_likely_the_policy_is_to_say_it(policy, batch):
+    plain = {"dpo": Term(partial(dpo, beta=0.1))}
+    weighted = {"dpo": replace(plain["dpo"], factor="wpo")}
+    assert (outputs_for(plain), outputs_for(weighted)) == ((), ("log_sum_squares",))
+    losses = []
+    for terms in (plain, weighted):
+        read = policy_tensors(reference=reference, outputs=outputs_for(terms), pairs=True)
+        losses.append(compose(terms, read)(policy, batch)["dpo"][0].detach())
+    weight = torch.stack(
+        [
+            (rows.gather(1, target[:, None])[:, 0] - (2 * rows).logsumexp(-1)).mean().exp()
+            for rows, target in log_softmax_of_answers(policy, batch)
+        ]
+    ).detach()
+    torch.testing.assert_close(losses[1], losses[0] * weight[0::2] * weight[1::2], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ld_alpha": 1.5}, "ld_alpha: must be in"),
+        ({"ld_alpha": 0.5, "answer": "mean"}, "leave answer at 'sum'"),
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        answer_of(replace(CONFIG, **changes))
