@@ -205,7 +205,8 @@ def reinforce_plus_plus(
         A = whiten(G),  of the rewards r_t = −β kl_t + [t is the last token of answer i] r_i
 
     Args:
-        kl: log π/π_ref of each token. beta: β ≥ 0.
+        kl: log π/π_ref of each token.
+        beta: β ≥ 0.
         gamma: γ in [0, 1]; 1 in the paper.
 
     Paper: Hu et al. 2025, arXiv:2501.03262.

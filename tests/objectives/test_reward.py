@@ -299,6 +299,7 @@ IDS, ID = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         ),
         (lambda: rw.bradley_terry(THREE, THREE, math.nan), "bradley_terry: margin must be finite, got nan"),
         (lambda: rw.bradley_terry(THREE, THREE, -math.inf), "bradley_terry: margin must be finite, got -inf"),
+        (lambda: rw.bradley_terry(THREE, THREE, math.inf), "bradley_terry: margin must be finite, got inf"),
         (lambda: rw.centering(THREE, ONE), "centering: rejected must have the shape of chosen, [3], got [1]"),
         (lambda: rw.plackett_luce(THREE, ID, IDS), "plackett_luce: group must have the shape of score, [3], got [1]"),
         (lambda: rw.plackett_luce(THREE, IDS, ID), "plackett_luce: rank must have the shape of score, [3], got [1]"),
