@@ -1,12 +1,14 @@
 """Losses into optimizer steps: the only room that knows models, ranks, devices and disks.
 
 batch, rows         what objectives see, and what the model is given
-head, policy        a Hugging Face model with a fused head
+backbone, scorer    hidden states of a Hugging Face model; scores of answers and of steps
+head, policy        log-probs of its fused head
+terms               named losses over one forward pass: composition
 weights, optimize   a loss is a dot product; one step; the generator of steps
-reference           log-probs of the frozen reference policy
+reference, teacher  log-probs of the frozen reference policy; what a teacher says
 checkpoint, run     whole or not there; the run directory
 model, feed         models and data in and out
-recipe, sft, dpo    what the command line runs; copy and edit
+recipe              what recipes share: sft, dpo, kto, cpo, reward, prm, distill; copy and edit
 config, command     fields, YAML and flags
 """
 
@@ -15,24 +17,34 @@ from .optimize import Objective, Step, evaluate, optimize, train_step
 from .policy import Policy
 from .reference import adapters_off, frozen_copy
 from .rows import Rows, arrange
-from .weights import Weights, fixed_length, pair_mean, sequence_mean, token_mean
+from .scorer import Scorer
+from .terms import Term, compose, expression, policy_tensors, score_tensors
+from .weights import Weights, answer_mean, fixed_length, pair_mean, sequence_mean, token_mean, weighted
 
 __all__ = [
     "Batch",
     "Objective",
     "Policy",
     "Rows",
+    "Scorer",
     "Step",
+    "Term",
     "Weights",
     "adapters_off",
+    "answer_mean",
     "arrange",
     "collate",
+    "compose",
     "evaluate",
+    "expression",
     "fixed_length",
     "frozen_copy",
     "optimize",
     "pair_mean",
+    "policy_tensors",
+    "score_tensors",
     "sequence_mean",
     "token_mean",
     "train_step",
+    "weighted",
 ]
