@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import ModuleType
-from typing import Any, cast, get_args, get_origin
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -256,7 +256,7 @@ def losses_of(module: ModuleType) -> dict[str, Loss]:
         name: function
         for name, function in vars(module).items()
         if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
-        if get_origin(inspect.signature(function).return_annotation) is tuple
+        if get_args(inspect.signature(function).return_annotation)[1:] == (Stats,)
     }
 
 
@@ -288,6 +288,8 @@ def _column(batch: Batch, name: str, unit: str) -> Tensor | None:
 
 
 def _known(name: str, known: Mapping[str, Loss]) -> Loss:
+    if name.startswith("{"):
+        raise ValueError(f"loss: {name} is no mapping: YAML wants a space after each colon, as in {{dpo: 1, nll: 0.2}}")
     if name not in known:
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         raise ValueError(f"loss: {name!r} is not one of {', '.join(sorted(known))}; did you mean {nearest!r}?")

@@ -117,6 +117,7 @@ def test_a_mix_binds_shared_and_own_hyper_parameters():
     [
         ("dpp", PAIR_LOSSES, "loss: 'dpp' is not one of .* did you mean 'dpo'"),
         ({"dpo": {"gamma": 1.0}}, PAIR_LOSSES, "loss: dpo has no 'gamma'; it has beta, label_smoothing"),
+        ("{dpo:1}", PAIR_LOSSES, "is no mapping: YAML wants a space after each colon"),
         ("simpo", PAIR_LOSSES, "loss: simpo needs gamma; give it with --hyper"),
         ({"dpo": {"beta": -1.0}}, PAIR_LOSSES, "dpo: beta must be > 0, got -1.0"),
         ({"kto": {"beta": 0.1, "desirable_weight": 0.0}}, FEEDBACK_LOSSES, "kto: desirable_weight must be > 0"),
