@@ -101,6 +101,8 @@ def caught(name: str, source: str, tests: list[str], tree: Path) -> bool:
     target = tree / "burnish" / "objectives" / name
     original = target.read_text()
     target.write_text(source)
+    for stale in target.parent.glob(f"__pycache__/{target.stem}.*"):  # as old and as long as another mutant's
+        stale.unlink()
     child = os.fork()
     if child == 0:
         import pytest
@@ -111,7 +113,6 @@ def caught(name: str, source: str, tests: list[str], tree: Path) -> bool:
         os.dup2(sys.stdout.fileno(), 2)
         os.chdir(tree)
         sys.path.insert(0, str(tree))
-        sys.dont_write_bytecode = True
         try:
             status = int(
                 pytest.main(
