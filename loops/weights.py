@@ -73,7 +73,7 @@ def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: Unit, of: Of 
     example = {
         "tokens": lambda: batch.example[batch.sequence][batch.tokens_of(of)],
         "sequences": lambda: batch.example[batch.answers_of(of)],
-        "pairs": lambda: torch.arange(len(batch.examples)),
+        "pairs": lambda: torch.arange(len(batch.examples), device=batch.target.device),
     }[unit]()
     weight = weighting(batch).weight * batch.columns[by].double()[example]
     return Weights(weight, float(weight.sum()))

@@ -73,6 +73,17 @@ def test_print_config_shows_every_field_resolved(run):
     assert printed["weighting"] == "token_mean"
 
 
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "kto", "orpo", "cpo", "reward", "prm", "distill"])
+def test_every_recipe_shows_its_configuration_and_is_listed(recipe, run, capsys):
+    status, said = run(recipe, PAIRS, "--seed", "7", "--print_config")
+    assert status == 0
+    printed = yaml.safe_load(said)
+    assert printed["seed"] == 7
+    assert {"model", "data", "output", "steps", "lora"} <= printed.keys()
+    assert main(["--help"]) == 0
+    assert f"\n  {recipe} " in capsys.readouterr().out
+
+
 def test_help_says_what_each_field_is_for(run, capsys):
     with pytest.raises(SystemExit):
         main(["dpo", "--help"])
