@@ -88,16 +88,23 @@ def dpo(config: DPO) -> dict[str, float]:
     """Run the recipe; returns the metrics of its last step."""
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.hyper}
     terms = parse(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.hyper)
+    answer, score = answer_of(config), None
     if config.weight == "wpo":
+        if coupled := sorted(_STEP_COUPLED & terms.keys()):
+            raise ValueError(f"weight: {coupled[0]} sorts the pairs of a step, so no weight is that of its entries")
         terms = {k: replace(term, factor="wpo") if term.unit == "pairs" else term for k, term in terms.items()}
-    score = None
     if config.divergence != "reverse_kl":
+        for name, term in terms.items():
+            if term.unit == "pairs" and "ref_chosen" not in needs({name: term}):
+                raise ValueError(
+                    f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl"
+                )
         score = partial(f_score, divergence=config.divergence, alpha=config.divergence_alpha)
     recipe = open_recipe(config, encode_preference)
     _refuse_split_steps(terms, recipe)
     reference, before = open_reference(recipe, config.reference, needed="ref_chosen" in needs(terms))
     teaching, told = open_teacher(recipe, config.teacher, needed="divergence" in needs(terms))
-    how: dict[str, Any] = {"answer": answer_of(config), "score": score, "outputs": outputs_for(terms), "pairs": True}
+    how: dict[str, Any] = {"answer": answer, "score": score, "outputs": outputs_for(terms), "pairs": True}
     read = policy_tensors(reference=reference, teaching=teaching, **how)
     return train_pairs(recipe, terms, read, lambda data: {**before(data), **told(data)})
 

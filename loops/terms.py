@@ -95,8 +95,8 @@ def _entropy(entropy: PerToken) -> tuple[PerToken, Stats]:
     return entropy.detach(), {}
 
 
-def _pair_logps(chosen: PerPair, rejected: PerPair) -> tuple[PerPair, Stats]:
-    return chosen.detach(), {"logps/rejected": rejected.detach()}
+def _pair_logps(logp_chosen: PerPair, logp_rejected: PerPair) -> tuple[PerPair, Stats]:
+    return logp_chosen.detach(), {"logps/rejected": logp_rejected.detach()}
 
 
 # Measured beside the losses, of all answers, and logged under these names.
@@ -175,7 +175,7 @@ def policy_tensors(
         found: Tensors = {("tokens", name): value for name, value in tokens.items()}
         found |= {("sequences", name): value for name, value in answers.items()}
         if pairs:
-            found |= pair_tensors(answers["logp"], batch)
+            found |= pair_tensors(answers["logp"], batch) | pair_tensors(answers["logp"], batch, "logp_")
             found |= pair_tensors(sequence_mean(said.logprob, batch.sequence, batch.sequences), batch, "mean_")
             if reference is not None:
                 found |= pair_tensors(answers["ref_logp"], batch, "ref_")

@@ -135,6 +135,9 @@ def test_an_unknown_recipe_is_named_with_the_nearest(capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--loss", "{dpo: 1, cpo: 1}", "--divergence", "js"], "divergence: cpo has no reference to diverge from"),
+        (["--loss", "aot", "--weight", "wpo"], "weight: aot sorts the pairs of a step"),
+        (["--ld_alpha", "2"], "ld_alpha: must be in [0, 1], got 2.0"),
         (["--beta", "-0.1"], "dpo: beta must be > 0, got -0.1"),
         (["--beta", "0"], "dpo: beta must be > 0"),
         (["--loss", "dop"], "'dop' is not one of"),

@@ -8,8 +8,8 @@ import torch
 from burnish.loops.batch import collate
 from burnish.loops.dpo import DPO, answer_of
 from burnish.loops.policy import Policy
-from burnish.loops.terms import Term, compose, outputs_for, policy_tensors
-from burnish.objectives import dpo
+from burnish.loops.terms import PAIR_LOGPS, Term, compose, outputs_for, policy_tensors
+from burnish.objectives import dpo, f_score, sequence_sum
 from tiny import make_examples, make_model
 
 COUNT = 4
@@ -70,6 +70,21 @@ def test_wpo_weighs_a_pair_by_how_likely_the_policy_is_to_say_it(policy, batch):
         ]
     ).detach()
     torch.testing.assert_close(losses[1], losses[0] * weight[0::2] * weight[1::2], rtol=1e-5, atol=1e-8)
+
+
+def test_an_f_divergence_scores_ratios_and_leaves_log_probs_as_they_are(policy, batch):
+    score = partial(f_score, divergence="forward_kl")
+    terms = {"dpo": Term(partial(dpo, beta=0.1)), **PAIR_LOGPS}
+    plain, scored = (
+        compose(terms, policy_tensors(reference=reference, score=how, pairs=True))(policy, batch)
+        for how in (None, score)
+    )
+    now, before = (sequence_sum(x, batch.sequence, 2 * COUNT) for x in (policy(batch).logprob, reference(batch)))
+    chosen, rejected = (score(now - before)[which::2] for which in (0, 1))
+    zero = torch.zeros(COUNT, dtype=torch.float64)
+    torch.testing.assert_close(scored["dpo"][0], dpo(chosen, rejected, zero, zero, beta=0.1)[0])
+    torch.testing.assert_close(scored["logps/chosen"][0], now[0::2].detach())
+    torch.testing.assert_close(plain["logps/chosen"][1]["logps/rejected"], now[1::2].detach())
 
 
 @pytest.mark.parametrize(
