@@ -5,6 +5,7 @@ teacher, per token, from the same forward pass as everything else.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..data import DataError, check_same_vocabulary
+from ..data import DataError, check_same_vocabulary, example
 from ..objectives import PerToken, Stats
 from .backbone import evaluating
 from .batch import Batch
@@ -97,6 +98,10 @@ def open_teacher(recipe: Recipe[Policy], teacher: Teacher, *, needed: bool) -> t
             feed = recipe.feed(data, whole=True)
             batches = [(indices, feed.batch(indices)) for indices in feed.plan(0)]
             vocab = min(model.plain.config.get_text_config().vocab_size for model in (tutor, policy))
+            if not 1 <= teacher.top_k <= vocab:
+                raise ValueError(
+                    f"teacher.top_k: must be in [1, {vocab}], the size of the vocabulary, got {teacher.top_k}"
+                )
             how: dict[str, Any] = {"k": teacher.top_k, "temperature": teacher.temperature, "vocab": vocab}
             store_top_k(tutor, batches, path, accelerator=run.accelerator, **how)
         return load_top_k(path, data, teacher.temperature)
@@ -121,25 +126,27 @@ def store_top_k(
         batches: this rank's part of the data, each batch with the indices of its examples.
         vocab: of the student; what the teacher has beyond is padding.
         path: a safetensors file: ids int32 and logprobs [tokens, k], the number of tokens of each example, and in its
-            metadata the temperature and a digest of the tokens.
+            metadata the temperature and a digest of the examples.
     """
-    mine: list[tuple[int, tuple[Tensor, Tensor, Tensor]]] = []
+    mine: list[tuple[int, tuple[Tensor, Tensor, str]]] = []
     with evaluating(teacher.model):
         for indices, batch in batches:
             ids, logprobs = teacher.top_k(batch, k=k, temperature=temperature, vocab=vocab)
-            lengths = [sum(map(sum, example.trained)) for example in batch.examples]
-            parts = (torch.split(x.cpu(), lengths) for x in (ids.int(), logprobs, batch.target))
-            mine += zip(indices, zip(*parts, strict=True), strict=True)
+            lengths = [sum(map(sum, each.trained)) for each in batch.examples]
+            parts = (torch.split(x.cpu(), lengths) for x in (ids.int(), logprobs))
+            digests = [_digest(*each) for each in batch.examples]
+            mine += zip(indices, zip(*parts, digests, strict=True), strict=True)
     everyone = dict(gather_object(mine))
     if accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
-        ids, logprobs, target = (
-            torch.cat([everyone[i][part] for i in sorted(everyone)]).contiguous() for part in range(3)
-        )
-        length = torch.tensor([len(everyone[i][2]) for i in sorted(everyone)])
+        of_ids, of_logprobs, of_examples = zip(*(everyone[i] for i in sorted(everyone)), strict=True)
+        tensors = {
+            "ids": torch.cat(of_ids),
+            "logprobs": torch.cat(of_logprobs),
+            "length": torch.tensor([len(ids) for ids in of_ids]),
+        }
         partial = path.with_suffix(".partial")
-        about = {"temperature": str(temperature), "tokens": _digest(target)}
-        save_file({"ids": ids, "logprobs": logprobs, "length": length}, partial, metadata=about)
+        save_file(tensors, partial, metadata={"temperature": str(temperature), "examples": _digest(*of_examples)})
         partial.replace(path)
     accelerator.wait_for_everyone()
 
@@ -148,19 +155,13 @@ def load_top_k(path: Path, data: Dataset, temperature: float) -> dict[str, list[
     """What `store_top_k` wrote, as columns with one tensor per example.
 
     Raises:
-        DataError: if it was written for other tokens or at another temperature.
+        DataError: if it is not there, or was written for other examples or at another temperature.
     """
+    if not path.exists():
+        raise DataError(f"{path}: no such file; a run with top_k leaves one, teacher-....safetensors, in its directory")
     with safe_open(path, framework="pt") as file:
         about, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    rows = data.select_columns(["completions", "trained"])
-    target = [
-        token
-        for row in rows
-        for tokens, marks in zip(row["completions"], row["trained"], strict=True)
-        for token, trained in zip(tokens, marks, strict=True)
-        if trained
-    ]
-    if about["tokens"] != _digest(torch.tensor(target)):
+    if about["examples"] != _digest(*(_digest(*example(data, i)) for i in range(len(data)))):
         raise DataError(f"{path}: the teacher was asked about other tokens than this data has; ask it again (top_k)")
     if float(about["temperature"]) != temperature:
         at = about["temperature"]
@@ -183,5 +184,5 @@ def _beta(teacher: Teacher) -> float:
     return {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": teacher.beta}[teacher.divergence]
 
 
-def _digest(target: Any) -> str:
-    return hashlib.sha256(target.to(torch.int64).numpy().tobytes()).hexdigest()
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

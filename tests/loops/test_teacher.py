@@ -116,7 +116,7 @@ def test_a_stored_teacher_teaches_the_same_as_the_run_that_stored_it(run, tmp_pa
 def test_what_was_stored_for_other_data_is_refused(run, tmp_path):
     run("--teacher.top_k", "4", output="asked")
     (stored,) = (tmp_path / "asked").glob("teacher-*.safetensors")
-    other = write_rows(tmp_path / "other.jsonl", ROWS[::-1])
+    other = write_rows(tmp_path / "other.jsonl", [{**row, "prompt": "0" + row["prompt"]} for row in ROWS])
     status, said, _ = run("--teacher.logprobs", str(stored), output="told", teacher=None, data=other)
     assert status == 1
     assert "the teacher was asked about other tokens than this data has" in said
@@ -124,6 +124,12 @@ def test_what_was_stored_for_other_data_is_refused(run, tmp_path):
     status, said, _ = run(*flags, output="told", teacher=None)
     assert status == 1
     assert "stored at temperature 1.0, and teacher.temperature is 2.0; use 1.0" in said
+
+
+def test_more_of_the_top_k_than_there_are_tokens_is_refused(run):
+    status, said, _ = run("--teacher.top_k", "9999")
+    assert status == 1
+    assert "teacher.top_k: must be in [1, 258], the size of the vocabulary, got 9999" in said
 
 
 def test_a_teacher_with_other_tokens_is_refused_by_the_first_that_differs(run, tmp_path):
@@ -157,6 +163,7 @@ def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
             "teacher.beta: must be in (0, 1)",
         ),
         (["--loss", "{nll: 1}", "--teacher.model", "x"], "no loss of this mix learns from it"),
+        (["--teacher.logprobs", "nowhere"], "nowhere: no such file; a run with top_k leaves one"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(run, flags, message):
