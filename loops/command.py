@@ -24,8 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] == "--version":
         print(f"burnish {__version__}")
         return 0
+    if given[0] == "bench":
+        from ..benchmarks.__main__ import main as bench
+
+        return bench(given[1:])
     if given[0] not in _RECIPES:
-        nearest = difflib.get_close_matches(given[0], _RECIPES, n=1, cutoff=0.0)[0]
+        nearest = difflib.get_close_matches(given[0], _LINES, n=1, cutoff=0.0)[0]
         print(f"burnish: no recipe {given[0]!r}, did you mean {nearest!r}?\n\n{_usage()}", file=sys.stderr)
         return 2
     return _run(given[0], given[1:])
@@ -107,6 +111,7 @@ _LINES = {
     "reward": "a reward model, from pairs, scores or rankings",
     "prm": "a process reward model, from solutions whose steps are labeled",
     "distill": "training on a teacher's distribution of the next token: another model, or its stored top-k",
+    "bench": "measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right",
     "demo": "train a small model from scratch, offline, in three minutes",
 }
 

@@ -1,0 +1,131 @@
+"""Our recipe against the peer's trainer, on the same model, pairs and steps: ``burnish bench loops``.
+
+SmolLM2-135M-Instruct learns by DPO from conversational pairs in float32, see ``dpo_vs_trl.py``. Losses first: who is
+not within 1e-4 of the peer's is shown as failed, and its time and memory are not compared.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from .dpo_vs_trl import PEER, PROVIDERS, compare
+from .report import markdown_line
+
+HEADER = ["provider", "loss difference", "s per step", "min–max", "÷peer", "peak MB", "÷peer"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="burnish bench loops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--providers",
+        nargs="+",
+        metavar="NAME",
+        default=PROVIDERS,
+        help=f"the peer, and some of {', '.join(PROVIDERS)}",
+    )
+    add("--steps", type=int, default=6, help="the first is not timed")
+    add("--batch_size", type=int, default=8, help="pairs a step")
+    add("--rounds", type=int, default=2, help="in each, everyone runs once, in a process of its own")
+    add("--output", type=Path, default=Path("runs/bench"), help="where loops.json, loops.md and loops.png go")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0; 1 if a loss of ours is not the peer's, or somebody could not run; 2 for a mistake in the arguments."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    unknown = [name for name in options.providers if name not in PROVIDERS]
+    if unknown:
+        nearest = get_close_matches(unknown[0], PROVIDERS, n=1, cutoff=0.0)[0]
+        known = ", ".join(map(repr, PROVIDERS))
+        print(
+            f"burnish bench loops: no provider {unknown[0]!r}, did you mean {nearest!r}? Known are {known}",
+            file=sys.stderr,
+        )
+        return 2
+    if options.steps < 2 or options.rounds < 1 or options.batch_size < 1:
+        print("burnish bench loops: --steps must be >= 2, --rounds and --batch_size >= 1", file=sys.stderr)
+        return 2
+    names = (PEER, *(name for name in PROVIDERS if name in options.providers and name != PEER))
+    try:
+        report = compare(options.steps, options.batch_size, options.rounds, names)
+    except (RuntimeError, ImportError) as error:
+        print(f"burnish bench loops: {error}", file=sys.stderr)
+        return 1
+    report = {"command": shlex.join(["burnish", "bench", "loops", *given])} | report
+    show(report)
+    save(report, options.output)
+    return 0 if all(figure["agrees"] for figure in report["figures"].values()) else 1
+
+
+def cells(report: dict[str, Any]) -> Iterator[list[str]]:
+    """The rows of the table as text."""
+    peer = report["figures"][PEER]
+    for name, figure in report["figures"].items():
+        if not figure["agrees"]:
+            yield [name, f"{figure['loss_difference']:.0e}", "failed", *[""] * 4]
+            continue
+        seconds, peak = figure["seconds_median"], figure["peak_mib"]
+        yield [
+            name,
+            f"{figure['loss_difference']:.0e}",
+            f"{seconds:.3g}",
+            f"{figure['seconds_min']:.3g}–{figure['seconds_max']:.3g}",
+            f"{seconds / peer['seconds_median']:.2f}",
+            f"{peak * 2**20 / 1e6:.0f}",
+            f"{peak / peer['peak_mib']:.2f}",
+        ]
+
+
+def show(report: dict[str, Any]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(HEADER):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for row in cells(report):
+        table.add_row(*row)
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+
+
+def save(report: dict[str, Any], directory: Path) -> None:
+    """``loops.json``, ``loops.md`` and ``loops.png``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "loops.json").write_text(json.dumps(report, indent=1) + "\n")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    setting = f"{report['steps']} steps of {report['batch_size']} pairs, {report['rounds']} rounds"
+    lines = [f"# `{report['command']}`", "", f"{report['machine']}; {versions}; {report['date']}; {setting}.", ""]
+    lines += [markdown_line(HEADER), markdown_line(["---", *["--:"] * (len(HEADER) - 1)])]
+    (directory / "loops.md").write_text("\n".join([*lines, *map(markdown_line, cells(report))]) + "\n")
+    plot(report, directory / "loops.png")
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Time and memory over the peer's, of those whose losses agree."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figures = {name: figure for name, figure in report["figures"].items() if figure["agrees"]}
+    figure = Figure(figsize=(9, 1 + 0.4 * len(figures)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (key, label) in zip(
+        figure.subplots(1, 2, sharey=True), [("seconds_median", "time"), ("peak_mib", "peak memory")], strict=True
+    ):
+        axes.barh(list(figures), [f[key] / report["figures"][PEER][key] for f in figures.values()])
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xlabel(f"{label} ÷ {PEER}'s")
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,67 @@
+"""The table, the JSON and the Markdown say the same."""
+
+import json
+from pathlib import Path
+
+import torch
+from burnish.benchmarks import report
+from matplotlib.image import imread
+
+RESULTS = Path(report.__file__).parent / "results"
+
+
+def test_the_json_holds_what_the_table_and_the_markdown_show(bench, register, capsys, tmp_path):
+    wrong = register("zero", lambda hidden, weight, target: (hidden @ weight.t())[:, 0] * 0)
+    saved = bench("--providers", "naive", "burnish-tiled", wrong, "--outputs", "logprob", "--dead_rows", "0.5")
+    table, markdown = capsys.readouterr().out.splitlines(), (tmp_path / "kernels.md").read_text().splitlines()
+    assert len(saved["cases"]) == 3
+    for case in saved["cases"]:
+        title = report.title(case)
+        assert title in [line.strip() for line in table]
+        assert f"## {title}" in markdown
+        for row in [report.header(case), *report.cells(case)]:
+            assert f"| {' | '.join(row)} |" in markdown
+            assert [part for cell in row for part in cell.split()] in [line.split() for line in table]
+        (reason,) = report.reasons(case)
+        assert reason.startswith("mine:zero failed: logprob is off by")
+        assert f"- {reason}" in markdown
+        assert reason in [line.strip() for line in table]
+
+
+def test_a_row_shows_milliseconds_megabytes_and_the_worst_errors():
+    seconds = {"median": 0.0123456, "min": 0.012, "max": 1.5, "rounds": []}
+    floor = {"6NDV": {"seconds": seconds, "tflops": 0.5}, "8NDV": {"seconds": seconds, "tflops": 0.5}}
+    row = {
+        "provider": "fast",
+        "status": "measured",
+        "errors": {"logprob": 1e-6, "entropy": 3e-6, "d_hidden": 2e-3, "d_weight": 1e-3},
+        "seconds": seconds,
+        "tflops": 123.456,
+        "ratio": {"6NDV": 1.234, "8NDV": 0.9},
+        "extra_bytes": 250e6,
+    }
+    case = {"floor": floor, "products_in": "bfloat16", "rows": [row]}
+    assert report.header(case)[4:7] == ["÷6NDV", "÷8NDV", "÷naive"]
+    kept, twice, shown = report.cells(case)
+    assert kept[:4] == ["6NDV in bfloat16", "12.3", "12–1500", "0.5"]
+    assert twice[0] == "8NDV in bfloat16"
+    assert shown == ["fast", "12.3", "12–1500", "123", "1.23", "0.90", "", "250", "3e-06", "2e-03"]
+
+
+def test_a_title_says_what_was_asked_of_whom():
+    case = {"shape": [64, 32, 257], "dtype": "bfloat16", "outputs": ["logprob", "entropy"], "pass": "train"}
+    assert report.title(case | {"inputs": "random", "dead_rows": 0.0}) == "64x32x257 bfloat16, logprob + entropy, train"
+    title = report.title(case | {"inputs": "smollm2", "dead_rows": 0.8})
+    assert title.endswith("train, smollm2 hidden states, 80% of the rows without a gradient")
+
+
+def test_there_is_a_plot_even_if_everyone_fails(bench, register, tmp_path):
+    wrong = register("zero", lambda hidden, weight, target: (hidden @ weight.t())[:, 0] * 0)
+    assert bench("--providers", wrong, "--outputs", "logprob")["status"] == 1
+    assert imread(tmp_path / "kernels.png").size > 0
+
+
+def test_the_machine_is_named_by_kind_and_versions():
+    found = report.machine(torch.device("cpu"))
+    assert found["versions"]["torch"] == torch.__version__
+    assert json.loads(json.dumps(found)) == found
