@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "orpo": (["--learning_rate", "2e-5"], ["nll", "orpo", "rewards/accuracies"]),
     "cpo": (["--learning_rate", "1e-5", "--loss", "simpo", "--beta", "2"], ["nll", "simpo", "rewards/accuracies"]),
     "reward": (["--learning_rate", "2e-5"], ["bradley_terry", "margin", "accuracy"]),
-    "prm": (["--learning_rate", "5e-5", "--steps", "100"], ["step_loss", "accuracy"]),
+    "prm": (["--learning_rate", "1e-4", "--steps", "240"], ["step_loss", "accuracy"]),
     "distill": (["--learning_rate", "2e-5"], ["distillation"]),
 }
 
@@ -74,7 +74,7 @@ def rows(recipe: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 def run(recipe: str, directory: Path, *flags: str) -> dict[str, Any]:
     """Train one recipe; returns its target metrics on held-out data before and after, and where the model is."""
-    trained = 5 * TRAINED if recipe == "prm" else TRAINED  # its rows are short
+    trained = 12 * TRAINED if recipe == "prm" else TRAINED  # its rows are short
     data = write_jsonl(directory / "data.jsonl", rows(recipe, trained, seed=0))
     held_out = write_jsonl(directory / "held_out.jsonl", rows(recipe, HELD_OUT, seed=1_000_000))
     own, metrics = RUNS[recipe]
