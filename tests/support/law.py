@@ -41,7 +41,14 @@ from datasets import Dataset
 from tiny import in_full_precision, make_classifier, make_examples, make_model
 
 EXAMPLES = 9
-RECIPES = ("sft", "dpo", "orpo", "composition", "kto", "bco", "reward", "ranking", "prm", "distill", "ppo")
+PAIRS = {
+    "dpo": {"dpo": 1.0},
+    "orpo": {"nll": 1.0, "orpo": 0.1},
+    "cpo": {"cpo": 1.0, "nll": 1.0},
+    "simpo": {"simpo": {"gamma": 0.5}, "alpha_po": {"coefficient": 0.5, "gamma": 0.5, "alpha": 0.25}},
+}
+SCORERS = ("reward", "regression", "ranking", "prm")
+RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "ppo")
 
 
 def make_policy(family="llama", seed=0, **options):
@@ -75,6 +82,15 @@ def setup(name, accelerator):
     if name == "reward":
         terms = {**REWARD_TERMS["bradley_terry"], "centering": Term(centering, 0.1)}
         return make_scorer("SEQ_CLS"), pairs, {"margin": importance}, terms, read_scores, ends
+    if name == "regression":
+        return (
+            make_scorer("SEQ_CLS"),
+            single,
+            {"score": importance},
+            REWARD_TERMS["score_regression"],
+            read_scores,
+            ends,
+        )
     if name == "ranking":
         ranks = {"rank": [draw.sample(range(3), 3) for _ in range(EXAMPLES)]}
         return make_scorer("SEQ_CLS"), triples, ranks, REWARD_TERMS["plackett_luce"], read_scores, ends
@@ -98,9 +114,8 @@ def setup(name, accelerator):
     if name == "distill":
         terms = {"distillation": Term(distillation), "nll": Term(nll, 0.5), **ENTROPY}
         return policy, single, {}, terms, policy_tensors(teaching=lesson), {}
-    if name in ("dpo", "orpo"):
-        mix = {"dpo": 1.0} if name == "dpo" else {"nll": 1.0, "orpo": 0.1}
-        terms = {**parse(mix, hyper, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
+    if name in PAIRS:
+        terms = {**parse(PAIRS[name], hyper, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
         return policy, pairs, {}, terms, policy_tensors(reference=reference, pairs=True), {}
     if name == "composition":
         mix = {
