@@ -31,6 +31,7 @@ def run_distill(config: Distill) -> dict[str, float]:
     """Run the recipe; returns the metrics of its last step."""
     known = {**TOKEN_LOSSES, "distillation": distillation}
     terms = {**parse(config.loss, {}, known, weighting=WEIGHTINGS[config.weighting]), **ENTROPY}
+    config.teacher.check(needed="divergence" in needs(terms))
     recipe = open_recipe(config, encode_supervised, train_on=config.train_on)
     teaching, per_token = open_teacher(recipe, config.teacher, needed="divergence" in needs(terms))
     read = policy_tensors(teaching=teaching, outputs=outputs_for(terms))

@@ -100,6 +100,7 @@ def dpo(config: DPO) -> dict[str, float]:
                     f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl"
                 )
         score = partial(f_score, divergence=config.divergence, alpha=config.divergence_alpha)
+    config.teacher.check(needed="divergence" in needs(terms))
     recipe = open_recipe(config, encode_preference)
     _refuse_split_steps(terms, recipe)
     reference, before = open_reference(recipe, config.reference, needed="ref_chosen" in needs(terms))

@@ -67,13 +67,20 @@ class Lesson:
     def divergence(self, logits: Tensor) -> Tensor:
         """[tokens], for a student whose logits [tokens, V] are at hand."""
         if self.top_k is not None:
-            ids, teacher = self.top_k
-            logp = (logits.float() / self.temperature).log_softmax(-1).gather(1, ids)
-            return generalized_jsd(with_tail(logp), with_tail(teacher.to(logp.dtype)), beta=self.beta)[0]
+            return self.from_top_k(self._log_softmax(logits).gather(1, self.top_k[0]))
         assert self.logits is not None
         vocab = min(logits.shape[1], self.logits.shape[1])  # what one of the two has beyond is padding
-        logp, teacher = ((x[:, :vocab].float() / self.temperature).log_softmax(-1) for x in (logits, self.logits))
+        logp, teacher = (self._log_softmax(x[:, :vocab]) for x in (logits, self.logits))
         return generalized_jsd(logp, teacher, beta=self.beta)[0]
+
+    def from_top_k(self, logp: Tensor) -> Tensor:
+        """[tokens], for a student whose log-probs [tokens, k] of the teacher's likeliest tokens are at hand."""
+        assert self.top_k is not None
+        return generalized_jsd(with_tail(logp), with_tail(self.top_k[1].to(logp.dtype)), beta=self.beta)[0]
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        precision = torch.promote_types(logits.dtype, torch.float32)
+        return (logits.to(precision) / self.temperature).log_softmax(-1)
 
 
 def fuse(head: nn.Module, transform: Transform, backend: Backend) -> None:
@@ -116,9 +123,9 @@ def operands(head: nn.Module, transform: Transform) -> Head:
 
 def _divergence(hidden: Tensor, head: Head, lesson: Lesson, backend: Backend) -> Tensor:
     if lesson.top_k is not None:
-        ids, teacher = lesson.top_k
+        ids, _ = lesson.top_k
         logp = linear_gather_logprob(hidden, head, ids, temperature=lesson.temperature, backend=backend)
-        return generalized_jsd(with_tail(logp), with_tail(teacher.to(logp.dtype)), beta=lesson.beta)[0]
+        return lesson.from_top_k(logp)
     assert lesson.hidden is not None and lesson.head is not None
     return linear_divergence(
         hidden,

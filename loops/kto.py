@@ -65,11 +65,12 @@ def run_kto(config: KTO) -> dict[str, float]:
     names = ("beta", "desirable_weight", "undesirable_weight")
     shared = {name: getattr(config, name) for name in names} | config.hyper
     terms = parse(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.hyper)
-    recipe = open_recipe(config, encode_feedback)
-    if "kto" in terms and min(config.batch_size, len(recipe.data)) < 2:
+    config.teacher.check(needed="divergence" in needs(terms))
+    if "kto" in terms and config.batch_size < 2:
         raise ValueError("kto: its z0 comes from the answers to other prompts of a step; use a batch_size of 2 or more")
     if "kto" in terms and config.reference == "precompute":
         raise ValueError("reference: the mismatched answers of kto can't be precomputed; use copy or adapters_off")
+    recipe = open_recipe(config, encode_feedback)
     reference, before = open_reference(recipe, config.reference)
     assert reference is not None
     teaching, told = open_teacher(recipe, config.teacher, needed="divergence" in needs(terms))

@@ -50,9 +50,21 @@ class Teacher:
     temperature: float = 1.0
     """Softmax temperature of both sides."""
 
-    @property
-    def asked_for(self) -> bool:
-        return self.model is not None or self.logprobs is not None
+    def check(self, *, needed: bool) -> None:
+        """Before anything is loaded.
+
+        Raises:
+            ValueError: if a loss needs a teacher and there is none, one is given that no loss needs, or beta is no share.
+        """
+        given = (self.model is not None) + (self.logprobs is not None)
+        if given and not needed:
+            raise ValueError("teacher: no loss of this mix learns from it; add distillation, or leave the teacher out")
+        if needed and given != 1:
+            raise ValueError(
+                "teacher: distillation needs one; give --teacher.model or --teacher.logprobs, one of the two"
+            )
+        if self.divergence == "jsd" and not 0 < self.beta < 1:
+            raise ValueError(f"teacher.beta: must be in (0, 1) for jsd, got {self.beta}")
 
 
 def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
@@ -67,20 +79,17 @@ def open_teacher(recipe: Recipe[Policy], teacher: Teacher, *, needed: bool) -> t
         ValueError: if a loss needs a teacher and there is none, or one is given that no loss needs.
         DataError: if the teacher has other tokens than the student, or was stored for other data.
     """
+    teacher.check(needed=needed)
     if not needed:
-        if teacher.asked_for:
-            raise ValueError("teacher: no loss of this mix learns from it; add distillation, or leave the teacher out")
         return None, lambda data: {}
-    if (teacher.model is None) == (teacher.logprobs is None):
-        raise ValueError("teacher: distillation needs one; give --teacher.model or --teacher.logprobs, one of the two")
-    beta = _beta(teacher)
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": teacher.beta}[teacher.divergence]
     policy, run = recipe.model, recipe.run
     if teacher.logprobs is not None:
         stored = Path(teacher.logprobs)
         return (_told(beta, teacher.temperature), lambda data: load_top_k(stored, data, teacher.temperature))
     assert teacher.model is not None
-    model: Any = AutoModelForCausalLM.from_pretrained(teacher.model, dtype=getattr(torch, run.config.dtype))
     check_same_vocabulary(recipe.tokenizer, AutoTokenizer.from_pretrained(teacher.model))
+    model: Any = AutoModelForCausalLM.from_pretrained(teacher.model, dtype=getattr(torch, run.config.dtype))
     tutor = Policy(model.to(run.accelerator.device), layout=run.config.layout, backend=run.config.backend)
     tutor.requires_grad_(False).eval()
     if teacher.top_k is None:
@@ -176,12 +185,6 @@ def _told(beta: float, temperature: float) -> Teaching:
         return Lesson(beta, temperature, top_k=(ids.long(), logprobs))
 
     return told
-
-
-def _beta(teacher: Teacher) -> float:
-    if teacher.divergence == "jsd" and not 0 < teacher.beta < 1:
-        raise ValueError(f"teacher.beta: must be in (0, 1) for jsd, got {teacher.beta}")
-    return {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": teacher.beta}[teacher.divergence]
 
 
 def _digest(*parts: Any) -> str:
