@@ -54,7 +54,7 @@ class Teacher:
         """Before anything is loaded.
 
         Raises:
-            ValueError: if a loss needs a teacher and there is none, one is given that no loss needs, or beta is no share.
+            ValueError: if a loss needs a teacher and has none, if no loss needs the one given, or if beta is no share.
         """
         given = (self.model is not None) + (self.logprobs is not None)
         if given and not needed:
