@@ -56,9 +56,9 @@ def dpo(model, tmp_path_factory):
 def test_dpo_tells_held_out_pairs_apart(dpo):
     _, (before, after) = dpo
     assert before["eval/dpo"] == pytest.approx(float(torch.tensor(2.0).log()))
-    assert after["eval/rewards/accuracies"] >= 0.6  # chance is 0.5; 0.71 was measured, and one pair is 0.02
-    assert after["eval/dpo"] < 0.66
-    assert after["eval/rewards/margins"] > 0.1
+    assert after["eval/rewards/accuracies"] >= 0.65  # chance is 0.5; 34 of 48 were measured, two may flip by rounding
+    assert after["eval/dpo"] < 0.6
+    assert after["eval/rewards/margins"] > 0.25
 
 
 def test_the_trained_model_reloads_with_the_same_log_probs(dpo):
