@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from torch import Tensor, int64
+from torch import Tensor, float32, float64, int64
 
 
 def check_tensors(who: str, wanted: dict[str, tuple[Tensor, list[int]]]) -> None:
@@ -60,7 +60,33 @@ def check_temperature(who: str, temperature: float | Tensor | None) -> None:
         raise ValueError(f"{who}: every temperature must be > 0, got {temperature.min().item()}")
 
 
-def check_outputs(who: str, outputs: Collection[str]) -> None:
-    unknown = set(outputs) - {"mean_logprob", "log_sum_squares"}
+def check_outputs(who: str, outputs: Collection[str], known: Collection[str], target: Tensor) -> None:
+    unknown = set(outputs) - set(known)
     if unknown:
-        raise ValueError(f"{who}: outputs are 'mean_logprob' and 'log_sum_squares', got {min(unknown)!r}")
+        raise ValueError(f"{who}: outputs are some of {', '.join(known)}, got {min(unknown)!r}")
+    if "rank" in outputs and target.ndim != 1:
+        raise ValueError(f"{who}: a rank is that of one target per row, [N], got {list(target.shape)}")
+
+
+def check_top_k(who: str, top_k: int | None, vocab: int) -> None:
+    if top_k is not None and not 1 <= top_k <= vocab:
+        raise ValueError(f"{who}: top_k must be in [1, {vocab}], got {top_k}")
+
+
+def check_keep(who: str, keep_bytes: int | None) -> None:
+    if keep_bytes is not None and keep_bytes < 0:
+        raise ValueError(f"{who}: keep_bytes must be >= 0, where 0 keeps nothing, got {keep_bytes}")
+
+
+def check_main_grad(who: str, main_grad: Tensor | None, weight: Tensor) -> None:
+    """Raises unless gradients of the weight can be added to the buffer in float32, float64 for a weight in float64."""
+    if main_grad is None:
+        return
+    wanted = float64 if weight.dtype == float64 else float32
+    if main_grad.dtype != wanted or main_grad.shape != weight.shape or main_grad.device != weight.device:
+        given = f"{main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"
+        raise ValueError(
+            f"{who}: main_grad must be {wanted} {list(weight.shape)} on {weight.device} like weight, got {given}"
+        )
+    if main_grad.requires_grad:
+        raise ValueError(f"{who}: main_grad must not require a gradient itself; it is added to in backward")

@@ -1,13 +1,31 @@
 """The language-model head, as the kernels are given it."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # some builds of torch have none
+
 from .checks import check_positive, check_tensors
 
 Adapter = tuple[Tensor, Tensor, float]
+
+
+class Shard(NamedTuple):
+    """One rank's part of a vocabulary that is split over a process group.
+
+    Hidden states and targets, numbered over the whole vocabulary, are the same on all ranks, and so are outputs,
+    upstream gradients and the gradients of what is not split.
+
+    Args:
+        group: the ranks that hold the vocabulary, each token once.
+        start: this rank's rows of W, bias and B are those from here on.
+    """
+
+    group: "ProcessGroup"
+    start: int
 
 
 class Head(NamedTuple):
@@ -19,6 +37,7 @@ class Head(NamedTuple):
         scale: factor on the logits, as in Cohere and Granite (there as a divisor), before the soft cap.
         softcap: bound of the logits, ``cap(s) = softcap·tanh(s/softcap)``, as in Gemma 2.
         adapter: LoRA factors, A ``[r, D]``, B ``[V, r]`` and their scaling. They are never merged into W.
+        shard: where W, bias and B are only a part of the vocabulary.
     """
 
     weight: Tensor
@@ -26,6 +45,7 @@ class Head(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
     adapter: Adapter | None = None
+    shard: Shard | None = None
 
     def detach(self) -> "Head":
         """The same head as a constant."""
@@ -58,3 +78,5 @@ def check_head(who: str, hidden: Tensor, head: Head, prefix: str = "") -> None:
     if head.softcap is not None:
         check_positive(who, f"{prefix}softcap", head.softcap)
     check_positive(who, f"{prefix}scale", head.scale)
+    if head.shard is not None and head.shard.start < 0:
+        raise ValueError(f"{who}: {prefix}shard must start at >= 0, got {head.shard.start}")

@@ -9,23 +9,19 @@ a language-model head. Their gradient for upstream g_p, g_H, g_L, from which the
 
     dz_v = p_v·(g_L − g_p − g_H·(log p_v + entropy)) + 1[v = target]·g_p
 
-Two more, mean_logprob and log_sum_squares, are computed if they are asked for.
 ``reference.py`` is the definition, ``tiled.py`` the same without ``[N, V]`` in memory.
 """
 
-from collections.abc import Callable
-from typing import Literal, TypedDict, Unpack, overload
+from typing import TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from . import reference, tiled
-from .checks import check_outputs, check_rows, checked_vocab
-from .head import Adapter, Head, check_head
-from .reference import Extra, Logprobs, MoreLogprobs
-
-Implementation = Callable[..., MoreLogprobs]
-Backend = Literal["auto", "tiled", "reference"]
+from .backend import Backend, choose
+from .checks import check_keep, check_main_grad, check_outputs, check_rows, check_top_k, checked_vocab
+from .head import Adapter, Head, Shard, check_head
+from .reference import EXTRAS, Extra, Logprobs, MoreLogprobs
 
 
 class Options(TypedDict, total=False):
@@ -36,13 +32,22 @@ class Options(TypedDict, total=False):
     softcap: float | None
     scale: float
     adapter: Adapter | None
+    shard: Shard | None
     vocab: int | None
+    keep_bytes: int | None
+    main_grad: Tensor | None
     backend: Backend
 
 
 @overload
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, target: Tensor, *, outputs: tuple[()] = (), **options: Unpack[Options]
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    outputs: tuple[()] = (),
+    top_k: None = None,
+    **options: Unpack[Options],
 ) -> Logprobs: ...
 @overload
 def linear_logprob(
@@ -51,6 +56,17 @@ def linear_logprob(
     target: Tensor,
     *,
     outputs: tuple[Extra, *tuple[Extra, ...]],
+    top_k: int | None = None,
+    **options: Unpack[Options],
+) -> MoreLogprobs: ...
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    outputs: tuple[Extra, ...] = (),
+    top_k: int,
     **options: Unpack[Options],
 ) -> MoreLogprobs: ...
 def linear_logprob(
@@ -63,8 +79,12 @@ def linear_logprob(
     softcap: float | None = None,
     scale: float = 1.0,
     adapter: Adapter | None = None,
+    shard: Shard | None = None,
     vocab: int | None = None,
     outputs: tuple[Extra, ...] = (),
+    top_k: int | None = None,
+    keep_bytes: int | None = None,
+    main_grad: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Logprobs | MoreLogprobs:
     """``Logprobs(logprob, entropy, logsumexp)`` of the language-model head, see the top of this file.
@@ -83,26 +103,50 @@ def linear_logprob(
         softcap: bound of the logits, as in Gemma 2.
         scale: factor on the logits, as in Cohere and Granite (there as a divisor), before the soft cap.
         adapter: LoRA factors on the head, A ``[r, D]``, B ``[V, r]`` and their scaling. They are never merged into W.
-        vocab: rows of W from here on are padding and have probability 0.
+        shard: where W, bias and B are this rank's part of a vocabulary that is split over a process group.
+        vocab: tokens from here on are padding and have probability 0; counted over the whole vocabulary.
         outputs: what else to compute, and to return in ``MoreLogprobs``, which has these fields after the three:
-            "mean_logprob", (1/n) Σ_v log p_v over the n tokens that are possible (label smoothing), and
-            "log_sum_squares", log Σ_v p_v² (the expected probability of a sample, as in WPO).
-        backend: "auto" is the fastest that runs on the device of ``hidden``; "reference" is differentiable any number
-            of times and materializes ``[N, V]``.
+            "mean_logprob", (1/n) Σ_v log p_v over the n tokens that are possible (label smoothing);
+            "log_sum_squares", log Σ_v p_v² (the expected probability of a sample, as in WPO);
+            "top1", int64, the likeliest token; "rank", int64, how many tokens are likelier than the target.
+        top_k: return the ids and log-probs ``[N, top_k]`` of the likeliest tokens, in ``MoreLogprobs.top_k``.
+        keep_bytes: how many bytes of logits forward may leave for backward, which computes the others again: with a
+            share f of them, (8 − 2f)·NDV operations instead of 8. Default 32 MB, on a GPU 1 GB.
+        main_grad: float32 ``[V, D]``, as optimizers of 16-bit models keep it: the gradient of W is added to it, without
+            rounding, and W gets none.
+        backend: "auto" is the fastest that runs on the device of ``hidden``. "tiled" is torch alone; "triton" has
+            Triton kernels between the matrix products; "fused" one Triton kernel that writes no logits at all in
+            forward, and backward as "triton"; "reference" is differentiable any number of times and materializes
+            ``[N, V]``. Triton needs a GPU, or its interpreter (TRITON_INTERPRET=1), and no float64.
 
     Raises:
         ValueError: if shapes or devices disagree, or a hyper-parameter is out of range.
         IndexError: if a target is outside ``[0, vocab)``.
     """
-    head = Head(weight, bias, scale, softcap, adapter)
-    check_head("linear_logprob", hidden, head)
-    check_rows("linear_logprob", {"hidden": hidden}, temperature, target)
-    check_outputs("linear_logprob", outputs)
-    vocab = checked_vocab("linear_logprob", vocab, len(weight))
-    compute = _implementation(backend)
+    who = "linear_logprob"
+    head = Head(weight, bias, scale, softcap, adapter, shard)
+    check_head(who, hidden, head)
+    check_rows(who, {"hidden": hidden}, temperature, target)
+    check_outputs(who, outputs, EXTRAS, target)
+    check_keep(who, keep_bytes)
+    check_main_grad(who, main_grad, weight)
+    columns = _columns(head, vocab)
+    if shard is None:
+        check_top_k(who, top_k, columns)
+    asked = {"temperature": temperature, "vocab": columns, "outputs": outputs, "top_k": top_k}
     with torch.autocast(hidden.device.type, enabled=False):  # logits are never rounded to 16 bits
-        result = compute(hidden, head, target, temperature=temperature, vocab=vocab, outputs=outputs)
-    return result if outputs else Logprobs(*result[:3])
+        passes = choose(who, backend, hidden)
+        if passes == "reference":
+            if shard is not None or main_grad is not None:
+                raise ValueError(f"{who}: backend='reference' knows neither shards nor main_grad; use another")
+            result = reference.linear_logprob(hidden, head, target, **asked)
+        else:
+            if passes == "fused" and ("rank" in outputs or "top1" in outputs or top_k is not None):
+                raise ValueError(f"{who}: backend='fused' sees no tile of logits to rank; use 'triton' or 'auto'")
+            result = tiled.linear_logprob(
+                hidden, head, target, keep_bytes=keep_bytes, main_grad=main_grad, passes=passes, **asked
+            )
+    return result if outputs or top_k is not None else Logprobs(*result[:3])
 
 
 def linear_gather_logprob(
@@ -128,15 +172,14 @@ def linear_gather_logprob(
         softcap=head.softcap,
         scale=head.scale,
         adapter=head.adapter,
+        shard=head.shard,
         vocab=vocab,
         backend=backend,
     ).logprob
 
 
-def _implementation(backend: Backend) -> Implementation:
-    match backend:
-        case "auto" | "tiled":
-            return tiled.linear_logprob
-        case "reference":
-            return reference.linear_logprob
-    raise ValueError(f"linear_logprob: backend must be 'auto', 'tiled' or 'reference', got {backend!r}")
+def _columns(head: Head, vocab: int | None) -> int:
+    """How many rows of W are not padding; of a shard, of this rank's."""
+    if head.shard is None:
+        return checked_vocab("linear_logprob", vocab, len(head.weight))
+    return len(head.weight) if vocab is None else min(max(vocab - head.shard.start, 0), len(head.weight))

@@ -1,6 +1,7 @@
-"""``linear_logprob`` for those who already hold the logits: a few rows at a time, while they are in the cache.
+"""``linear_logprob`` for those who already hold the logits.
 
-Moved: the logits once forward; the logits once and their gradient once backward.
+Moved: the logits once forward; the logits once and their gradient once backward. By Triton a row in each program; by
+torch a few rows at a time, while they are in the cache.
 """
 
 from typing import Any, overload
@@ -8,10 +9,13 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from .checks import check_outputs, check_rows, check_target, check_temperature, checked_vocab
+from . import reference
+from .backend import Backend, choose
+from .checks import check_outputs, check_rows, check_target, check_temperature, check_top_k, checked_vocab
 from .head import accumulation_dtype
-from .reference import Extra, Logprobs, MoreLogprobs
+from .reference import EXTRAS, Extra, Logprobs, MoreLogprobs, TopK
 from .tiles import (
+    IMPOSSIBLE,
     NEVER,
     OUTPUTS,
     SAVED,
@@ -22,7 +26,6 @@ from .tiles import (
     coefficients,
     finish,
     fold,
-    more_logprobs,
     no_second_derivative,
     per_row,
     pull,
@@ -43,6 +46,8 @@ def logits_logprob(
     temperature: float | Tensor = 1.0,
     vocab: int | None = None,
     outputs: tuple[()] = (),
+    top_k: None = None,
+    backend: Backend = "auto",
 ) -> Logprobs: ...
 @overload
 def logits_logprob(
@@ -52,6 +57,19 @@ def logits_logprob(
     temperature: float | Tensor = 1.0,
     vocab: int | None = None,
     outputs: tuple[Extra, *tuple[Extra, ...]],
+    top_k: int | None = None,
+    backend: Backend = "auto",
+) -> MoreLogprobs: ...
+@overload
+def logits_logprob(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    vocab: int | None = None,
+    outputs: tuple[Extra, ...] = (),
+    top_k: int,
+    backend: Backend = "auto",
 ) -> MoreLogprobs: ...
 def logits_logprob(
     logits: Tensor,
@@ -60,6 +78,8 @@ def logits_logprob(
     temperature: float | Tensor = 1.0,
     vocab: int | None = None,
     outputs: tuple[Extra, ...] = (),
+    top_k: int | None = None,
+    backend: Backend = "auto",
 ) -> Logprobs | MoreLogprobs:
     """``Logprobs(logprob, entropy, logsumexp)`` of softmax(logits / temperature), differentiable once.
 
@@ -68,7 +88,8 @@ def logits_logprob(
         target: int64 ``[N]``, or ``[N, k]`` for k tokens of each row; ``logprob`` has its shape.
         temperature: T > 0, one number or ``[N]``, one per token.
         vocab: columns from here on are padding and have probability 0.
-        outputs: what else to compute, and to return in ``MoreLogprobs``, as in ``linear_logprob``.
+        outputs, top_k: what else to compute, and to return in ``MoreLogprobs``, as in ``linear_logprob``.
+        backend: as in ``linear_logprob``; "fused" is "triton", since there is no product to fuse.
 
     Raises:
         ValueError: if shapes disagree, or a hyper-parameter is out of range.
@@ -76,14 +97,41 @@ def logits_logprob(
     """
     if logits.ndim != 2:
         raise ValueError(f"logits_logprob: logits must be [N, V], got {list(logits.shape)}")
-    check_rows("logits_logprob", {"logits": logits}, temperature, target)
-    check_outputs("logits_logprob", outputs)
-    vocab = checked_vocab("logits_logprob", vocab, logits.shape[1])
-    extras = "mean_logprob" in outputs, "log_sum_squares" in outputs
+    who = "logits_logprob"
+    check_rows(who, {"logits": logits}, temperature, target)
+    check_outputs(who, outputs, EXTRAS, target)
+    vocab = checked_vocab(who, vocab, logits.shape[1])
+    check_top_k(who, top_k, vocab)
+    passes = choose(who, backend, logits)
+    if passes == "reference":
+        result = reference.logits_logprob(
+            logits, target, temperature=temperature, vocab=vocab, outputs=outputs, top_k=top_k
+        )
+        return result if outputs or top_k is not None else Logprobs(*result[:3])
     columns = target if target.ndim == 2 else target[:, None]
-    softmax = _forward(logits, columns, per_row(temperature, logits), vocab, *extras)
-    result = more_logprobs(softmax, target, *extras)
-    return result if outputs else Logprobs(*result[:3])
+    extras = "mean_logprob" in outputs, "log_sum_squares" in outputs
+    constants = vocab, *extras, passes != "torch"
+    logprob, entropy, logsumexp, mean, squares, *_ = _forward(
+        logits, columns, rows := per_row(temperature, logits), *constants
+    )
+    base = Logprobs(logprob.reshape(target.shape), entropy, logsumexp)
+    if not outputs and top_k is None:
+        return base
+    z = logits.detach()[:, :vocab]
+    return MoreLogprobs(
+        *base,
+        mean_logprob=mean if extras[0] else None,
+        log_sum_squares=squares if extras[1] else None,
+        top1=z.argmax(1) if "top1" in outputs else None,
+        rank=(z > z.gather(1, columns)).sum(1) if "rank" in outputs else None,
+        top_k=None if top_k is None else _likeliest(z, top_k, rows, logsumexp.detach()),
+    )
+
+
+def _likeliest(z: Tensor, k: int, temperature: Tensor | None, logsumexp: Tensor) -> TopK:
+    values, ids = z.topk(k)
+    values = values.to(logsumexp.dtype)
+    return TopK(ids, (values if temperature is None else values / temperature[:, None]) - logsumexp[:, None])
 
 
 def _precise(logits: Tensor, rows: slice, vocab: int) -> Tensor:
@@ -93,7 +141,7 @@ def _precise(logits: Tensor, rows: slice, vocab: int) -> Tensor:
 
 @torch.library.custom_op("burnish::logits_logprob", mutates_args=())
 def _forward(
-    logits: Tensor, target: Tensor, temperature: Tensor | None, vocab: int, mean: bool, squares: bool
+    logits: Tensor, target: Tensor, temperature: Tensor | None, vocab: int, mean: bool, squares: bool, triton: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of ``Softmax``."""
     check_target("logits_logprob", target, vocab)
@@ -101,18 +149,27 @@ def _forward(
     transform = Transform.of(1.0, None, temperature, logits)
     like = logits.new_empty(0, dtype=accumulation_dtype(logits.dtype))
     state = State.start(target, like, mean, squares)
+    if triton:
+        from . import triton_tiles
+
+        triton_tiles.fold_(logits[:, :vocab], target, state, transform)
+        return _finished(state)
     for rows in spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile = _precise(logits, rows, vocab)
         compiled = worth_compiling(tile, len(logits) * vocab)
         state.store_(rows, run(fold, tile, target[rows], state.rows(rows), transform.rows(rows), compiled=compiled))
+    return _finished(state)
+
+
+def _finished(state: State) -> Softmax:
     softmax = finish(state)
-    softmax.logprob.masked_fill_(logits.gather(1, target).isneginf(), -torch.inf)
+    softmax.logprob.masked_fill_(softmax.chosen < IMPOSSIBLE, -torch.inf)
     return softmax
 
 
 @_forward.register_fake
 def _(logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *_, mean, squares = rest
+    *_, mean, squares, _ = rest
     return Softmax.empty(target, logits, mean, squares)
 
 
@@ -124,6 +181,7 @@ def _backward(
     target: Tensor,
     temperature: Tensor | None,
     vocab: int,
+    triton: bool,
     needed: list[bool],
 ) -> list[Tensor]:
     """The gradients of logits and temperature, those of them that are needed."""
@@ -131,10 +189,16 @@ def _backward(
     transform = Transform.of(1.0, None, temperature, logits)
     arriving = coefficients(upstream, saved, transform)
     d_logits = torch.empty_like(logits) if needed[0] else None
-    moments = torch.empty_like(saved.shift) if needed[1] else None
+    moments = torch.zeros_like(saved.shift) if needed[1] else None
     if d_logits is not None:
         d_logits[:, vocab:] = 0
-    for rows in spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
+    if triton:
+        from . import triton_tiles
+
+        out = torch.empty_like(logits) if d_logits is None else d_logits
+        known = logits[:, :vocab], target, saved.shift, arriving, transform
+        triton_tiles.pull_(*known, out[:, :vocab], moments=moments)
+    for rows in [] if triton else spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile, here = _precise(logits, rows, vocab), arriving.rows(rows)
         compiled = worth_compiling(tile, len(logits) * vocab)
         rest = saved.shift[rows], here, transform.rows(rows), moments is not None
@@ -151,12 +215,12 @@ def _backward(
 
 @_backward.register_fake
 def _(upstream: list[Tensor | None], softmax: list[Tensor], *rest: Any) -> list[Tensor]:
-    logits, _, temperature, _, needed = rest
+    logits, _, temperature, _, _, needed = rest
     return [torch.empty_like(t) for t, n in zip((logits, temperature), needed, strict=True) if n]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, target, temperature, ctx.vocab, _, _ = inputs
+    logits, target, temperature, ctx.vocab, _, _, ctx.triton = inputs
     ctx.set_materialize_grads(False)  # None for an output nobody used
     ctx.mark_non_differentiable(*output[OUTPUTS:])
     ctx.save_for_backward(*output, logits, target, temperature)
@@ -165,9 +229,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-    grads = iter(_backward(list(upstream[:OUTPUTS]), list(tensors[:SAVED]), *tensors[SAVED:], ctx.vocab, needed))
+    grads = iter(
+        _backward(list(upstream[:OUTPUTS]), list(tensors[:SAVED]), *tensors[SAVED:], ctx.vocab, ctx.triton, needed)
+    )
     d_logits, d_temperature = (next(grads) if n else None for n in needed)
-    return d_logits, None, d_temperature, None, None, None
+    return d_logits, None, d_temperature, *(None,) * 4
 
 
 _forward.register_autograd(_apply_backward, setup_context=_setup_context)

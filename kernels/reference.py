@@ -5,7 +5,7 @@ It materializes ``[N, V]`` and it reads like the equations. Everything else in t
 
 import math
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -22,25 +22,43 @@ class Logprobs(NamedTuple):
     logsumexp: Tensor
 
 
-Extra = Literal["mean_logprob", "log_sum_squares"]
+Extra = Literal["mean_logprob", "log_sum_squares", "top1", "rank"]
+EXTRAS: tuple[Extra, ...] = get_args(Extra)
+
+
+class TopK(NamedTuple):
+    """The likeliest tokens of each row, likeliest first: ids and log-probs, each ``[N, k]``, constants."""
+
+    ids: Tensor
+    logprob: Tensor
 
 
 class MoreLogprobs(NamedTuple):
-    """``Logprobs`` and what else was asked for, each ``[N]`` and differentiable, else None."""
+    """``Logprobs`` and what else was asked for, each ``[N]``, else None. The last three are constants."""
 
     logprob: Tensor
     entropy: Tensor
     logsumexp: Tensor
     mean_logprob: Tensor | None = None
     log_sum_squares: Tensor | None = None
+    top1: Tensor | None = None
+    rank: Tensor | None = None
+    top_k: TopK | None = None
 
 
 def linear_logprob(
-    hidden: Tensor, head: Head, target: Tensor, *, temperature: float | Tensor, vocab: int, outputs: Collection[Extra]
+    hidden: Tensor,
+    head: Head,
+    target: Tensor,
+    *,
+    temperature: float | Tensor,
+    vocab: int,
+    outputs: Collection[Extra],
+    top_k: int | None = None,
 ) -> MoreLogprobs:
     """``logits_logprob`` of the head's logits."""
     logits = head_logits(hidden, head, vocab, accumulation_dtype(hidden.dtype))
-    return logits_logprob(logits, target, temperature=temperature, vocab=vocab, outputs=outputs)
+    return logits_logprob(logits, target, temperature=temperature, vocab=vocab, outputs=outputs, top_k=top_k)
 
 
 def linear_divergence(
@@ -75,10 +93,12 @@ def logits_logprob(
     temperature: float | Tensor,
     vocab: int,
     outputs: Collection[Extra] = (),
+    top_k: int | None = None,
 ) -> MoreLogprobs:
     """log p = log softmax(logits / temperature): its target entries, −Σ p log p, and its normalizer.
 
-    If asked for, the mean of log p over the tokens that are possible, and log Σ p².
+    If asked for, the mean of log p over the tokens that are possible, log Σ p², the likeliest token, how many others
+    are likelier than the target, and the k likeliest.
     """
     check_target("logits_logprob", target, vocab)
     check_temperature("logits_logprob", temperature)
@@ -93,7 +113,15 @@ def logits_logprob(
         normalizer,
         mean_logprob=finite.sum(-1) / (~impossible).sum(-1) if "mean_logprob" in outputs else None,
         log_sum_squares=(2 * logp).logsumexp(-1) if "log_sum_squares" in outputs else None,
+        top1=logits.argmax(-1) if "top1" in outputs else None,
+        rank=(logits > logits.gather(1, columns)).sum(-1) if "rank" in outputs else None,
+        top_k=None if top_k is None else _top_k(logp.detach(), top_k),
     )
+
+
+def _top_k(logp: Tensor, k: int) -> TopK:
+    values, ids = logp.topk(k)
+    return TopK(ids, values)
 
 
 def head_logits(hidden: Tensor, head: Head, vocab: int, dtype: torch.dtype) -> Tensor:

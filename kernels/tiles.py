@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from .head import accumulation_dtype
-from .reference import MoreLogprobs
 
 # A finite −inf: e^(−1e30) is 0 like e^(−inf), but 0·(−1e30) is 0 and 0·(−inf) is NaN.
 NEVER = -1e30
@@ -193,13 +192,6 @@ def finish(state: State) -> Softmax:
         log_sum_squares = squares.log() - 2 * log_total
     extras = mean_logprob, log_sum_squares
     return Softmax(logprob, entropy, shift + log_total, *extras, shift, log_total, chosen, possible)
-
-
-def more_logprobs(softmax: Sequence[Tensor], target: Tensor, mean: bool, squares: bool) -> MoreLogprobs:
-    """What the caller sees, ``logprob`` in the shape of the target."""
-    logprob, entropy, logsumexp, mean_logprob, log_sum_squares, *_ = softmax
-    extras = mean_logprob if mean else None, log_sum_squares if squares else None
-    return MoreLogprobs(logprob.reshape(target.shape), entropy, logsumexp, *extras)
 
 
 def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform: Transform) -> Upstream:

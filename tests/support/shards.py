@@ -1,0 +1,63 @@
+"""``python shards.py OUT``: log-probs and gradients of heads whose vocabulary is split over three gloo ranks."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from burnish.kernels import Shard, linear_logprob, tiled
+from heads import CASES, EXTRAS, head, in_dtype, leaves
+
+BOUNDS = (0, 41, 42, 100)  # the second rank holds a single token
+FORBIDDEN = torch.zeros(100, dtype=torch.float64)
+FORBIDDEN[:60] = -torch.inf
+SPLIT = {
+    **{name: CASES[name] for name in ("plain", "all_logits_large", "rising_over_the_vocabulary", "softcap", "adapter")},
+    "everything": CASES["everything"] | {"outputs": (*EXTRAS, "top1", "rank"), "top_k": 3},
+    "several": CASES["more_of_everything"],
+    "a_shard_without_a_possible_token": head(63, 20, 100, bias=FORBIDDEN, target=torch.arange(63) % 40 + 60),
+}
+
+
+def upstream(name: str, shape: torch.Size) -> torch.Tensor:
+    random = torch.Generator().manual_seed(len(name))
+    return torch.randn(shape, generator=random, dtype=torch.float64)
+
+
+def measured(case: dict, **options) -> dict[str, torch.Tensor]:
+    result = linear_logprob(**case, **options)
+    found = {n: t for n, t in result._asdict().items() if isinstance(t, torch.Tensor)}
+    if result[-1] is not None and len(result) > 3:
+        found |= {"top_ids": result.top_k.ids, "top_logprob": result.top_k.logprob}
+    used = {n: t for n, t in found.items() if t.requires_grad}
+    torch.autograd.backward(list(used.values()), [upstream(n, t.shape) for n, t in used.items()])
+    return {n: t.detach() for n, t in found.items()} | {f"d_{n}": t.grad for n, t in leaves(case).items()}
+
+
+def shard_of(case: dict, rank: int) -> dict:
+    rows = slice(BOUNDS[rank], BOUNDS[rank + 1] if rank < 2 else None)  # the padding is with the last
+    split = {name: case[name][rows].detach().requires_grad_() for name in ("weight", "bias") if name in case}
+    if "adapter" in case:
+        down, up, scaling = case["adapter"]
+        split["adapter"] = (down, up[rows].detach().requires_grad_(), scaling)
+    return case | split
+
+
+def run(rank: int, directory: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3)
+    tiled.ROWS, tiled.COLUMNS, tiled.KEEP = 24, 32, 20_000
+    shard = Shard(dist.group.WORLD, BOUNDS[rank])
+    results = {
+        name: measured(shard_of(in_dtype(case, torch.float64), rank), shard=shard) for name, case in SPLIT.items()
+    }
+    try:
+        linear_logprob(**shard_of(CASES["plain"], rank) | {"target": torch.full((63,), 100)}, shard=shard)
+    except IndexError as error:
+        results["error"] = str(error)
+    torch.save(results, f"{directory}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    torch.multiprocessing.spawn(run, (str(out),), nprocs=3)
