@@ -9,17 +9,17 @@
 ``reference.py`` is the definition, ``tiled_divergence.py`` the same without ``[N, V]`` in memory, with the gradient.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from . import reference, tiled_divergence
-from .checks import check_rows, checked_vocab
+from .backend import choose
+from .checks import check_keep, check_rows, checked_vocab
 from .head import Head, check_head
 
-Backend = Literal["auto", "tiled", "reference"]
+Backend = Literal["auto", "triton", "tiled", "reference"]
 
 
 def linear_divergence(
@@ -31,6 +31,7 @@ def linear_divergence(
     beta: float,
     temperature: float | Tensor = 1.0,
     vocab: int | None = None,
+    keep_bytes: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Generalized Jensen-Shannon divergence ``[N]`` of a student from its teacher, see the top of this file.
@@ -48,8 +49,11 @@ def linear_divergence(
         temperature: T > 0 of both sides, one number or ``[N]``, one per token.
         vocab: rows of either weight from here on are padding and have probability 0. Without it, those beyond the
             smaller of the two vocabularies.
-        backend: "auto" is the fastest that runs on the device; "reference" is differentiable any number of times and
-            materializes ``[N, V]``.
+        keep_bytes: how many bytes of logits, of both heads together, a pass may leave for the next, which computes the
+            others again. Default 64 MB, on a GPU 1 GB.
+        backend: "auto" is the fastest that runs on the device. "tiled" is torch alone; "triton" has Triton kernels
+            between the matrix products, and needs a GPU, or its interpreter (TRITON_INTERPRET=1), and no float64;
+            "reference" is differentiable any number of times and materializes ``[N, V]``.
 
     Raises:
         ValueError: if shapes or devices disagree, or a hyper-parameter is out of range.
@@ -65,23 +69,19 @@ def linear_divergence(
     if not 0 <= beta <= 1:
         raise ValueError(f"{who}: beta must be in [0, 1], got {beta}")
     vocab = checked_vocab(who, vocab, min(len(student.weight), len(teacher.weight)))
-    compute = _implementation(backend)
+    check_keep(who, keep_bytes)
+    if student.shard is not None or teacher.shard is not None:
+        raise ValueError(f"{who}: both heads must hold their whole vocabulary, got a shard; gather its weight before")
+    chosen = choose(who, backend, student_hidden)
+    if chosen == "fused":
+        raise ValueError(f"{who}: backend='fused' is one of linear_logprob alone; use 'triton'")
+    if isinstance(temperature, Tensor):
+        temperature = temperature.detach()
+    given = student_hidden, student, teacher_hidden.detach(), teacher.detach()
     with torch.autocast(student_hidden.device.type, enabled=False):  # logits are never rounded to 16 bits
-        return compute(
-            student_hidden,
-            student,
-            teacher_hidden.detach(),
-            teacher.detach(),
-            beta=beta,
-            temperature=temperature.detach() if isinstance(temperature, Tensor) else temperature,
-            vocab=vocab,
+        if chosen == "reference":
+            return reference.linear_divergence(*given, beta=beta, temperature=temperature, vocab=vocab)
+        passes: tiled_divergence.Passes = "torch" if chosen == "torch" else "triton"
+        return tiled_divergence.linear_divergence(
+            *given, beta=beta, temperature=temperature, vocab=vocab, keep_bytes=keep_bytes, passes=passes
         )
-
-
-def _implementation(backend: Backend) -> Callable[..., Tensor]:
-    match backend:
-        case "auto" | "tiled":
-            return tiled_divergence.linear_divergence
-        case "reference":
-            return reference.linear_divergence
-    raise ValueError(f"linear_divergence: backend must be 'auto', 'tiled' or 'reference', got {backend!r}")

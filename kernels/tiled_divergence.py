@@ -18,24 +18,48 @@ Backward, for the gradient g of D. With d_v = ∂D/∂p_S(v) the softmax gives d
     else                dz = g·(1−β)·eˢ·(s − log M − K)
 
 and from dz to the operands as in tiled.py. Floating-point operations in units of N·V: 2(D_S + D_T) a pass, as much
-again in backward, and 4·D_S for its products; what fits into ``KEEP`` of the logits is computed only once.
+again in backward, and 4·D_S for its products; logits that are kept are computed only once, and rows that no gradient
+arrives at are left out of backward. Products are torch's; the pass between two of them is torch's too
+(divergence_tiles.py), or Triton's (triton_divergence.py).
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .checks import check_temperature
+from .divergence_tiles import LEVEL, fold, mix, pull
 from .head import Head, accumulation_dtype
-from .operands import Gradients, Operands, Tiles, operands, room
+from .operands import Gradients, Operands, Tiles, factors, operands, room
+from .sweeps import live_rows
 from .tiles import NEVER, Transform, no_second_derivative, per_row, run, spans, worth_compiling
 
 ROWS, COLUMNS = 1024, 1024  # 4 MB of float32 for each head: two tiles and their temporaries fit into 32 MB of cache
-KEEP = 2**25  # bytes of logits, of each head, that a pass leaves for the next
+# On a GPU 64 MB for each head, and dc of half of that: a product of 512 blocks of 128 × 256 is four full waves.
+GPU_ROWS, GPU_COLUMNS = 4096, 4096
+KEEP, GPU_KEEP = 2**26, 2**30  # bytes of logits, of both heads together, that a pass leaves for the next
 
+Passes = Literal["torch", "triton"]
 T = TypeVar("T")
+
+
+class Plan(NamedTuple):
+    """How a call is cut into tiles, how many bytes of each head's are kept, and whose passes go over them."""
+
+    rows: int
+    columns: int
+    keep: int
+    passes: str
+
+
+def plan(hidden: Tensor, passes: Passes, keep_bytes: int | None, *, again: bool) -> Plan:
+    """By device and arguments only: the same call always takes the same road. ``again``: another pass will follow."""
+    on_gpu = hidden.device.type == "cuda"
+    rows, columns, keep = (GPU_ROWS, GPU_COLUMNS, GPU_KEEP) if on_gpu else (ROWS, COLUMNS, KEEP)
+    return Plan(rows, columns, (keep if keep_bytes is None else keep_bytes) // 2 if again else 0, passes)
 
 
 def linear_divergence(
@@ -47,40 +71,31 @@ def linear_divergence(
     beta: float,
     temperature: float | Tensor,
     vocab: int,
+    keep_bytes: int | None = None,
+    passes: Passes = "torch",
 ) -> Tensor:
-    """The contract of ``reference.linear_divergence``."""
+    """The contract of ``kernels.linear_divergence``."""
     dtype = accumulation_dtype(student_hidden.dtype)
     trained, fixed = operands(student_hidden, student, dtype), operands(teacher_hidden, teacher, dtype)
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
-    keep = KEEP if graph or 0 < beta < 1 else 0
-    constants = (student.scale, student.softcap, teacher.scale, teacher.softcap, beta, vocab, keep)
-    temperatures = per_row(temperature, student_hidden)
-    divergence: Tensor = _forward(*trained, *fixed, temperatures, *constants)[0]
+    how = plan(student_hidden, passes, keep_bytes, again=graph or 0 < beta < 1)
+    constants = student.scale, student.softcap, teacher.scale, teacher.softcap, beta, vocab
+    divergence: Tensor = _forward(*trained, *fixed, per_row(temperature, student_hidden), *constants, *how)[0]
     return divergence
 
 
-class _Rows(NamedTuple):
-    """What a later pass needs, each ``[n]``: m and log S of both heads; D or, where there is a mixture, K."""
-
-    student_shift: Tensor
-    student_log_total: Tensor
-    teacher_shift: Tensor
-    teacher_log_total: Tensor
-    level: Tensor
-
-    def rows(self, rows: slice) -> "_Rows":
-        return _Rows(*(t[rows] for t in self))
-
-
-class _Pair(NamedTuple):
-    """Both heads and where their tiles of c are; after ``columns``, for a span of the vocabulary."""
+class _Call(NamedTuple):
+    """Both heads, after ``columns`` for a span of the vocabulary, and all else that the loops over tiles need."""
 
     student: Operands
     teacher: Operands
     places: tuple[Tiles, Tiles]
     transforms: tuple[Transform, Transform]
+    beta: float
+    vocab: int
+    plan: Plan
 
-    def columns(self, columns: slice) -> "_Pair":
+    def columns(self, columns: slice) -> "_Call":
         return self._replace(student=self.student.columns(columns), teacher=self.teacher.columns(columns))
 
     def tiles(self, rows: slice, columns: slice, seen: bool) -> tuple[Tensor, Tensor]:
@@ -95,58 +110,9 @@ class _Pair(NamedTuple):
         student, teacher = self.transforms
         return student.rows(rows), teacher.rows(rows)
 
-
-def fold(p: Tensor, q: Tensor, state: Tensor, to_z: Transform, to_w: Transform, gap: bool) -> Tensor:
-    """``[n, 5]``, m_P, S, m_Q, R and G of KL(P‖Q), after one more pair of tiles of c; G only if it is asked for."""
-    shift, total, other_shift, other_total, sum_of_gaps = state.unbind(1)
-    z, w = to_z.tempered(to_z.capped(p)), to_w.tempered(to_w.capped(q))
-    top, other_top = torch.maximum(shift, z.amax(1)), torch.maximum(other_shift, w.amax(1))
-    drop, other_drop = shift - top, other_shift - other_top
-    x, y = z - top[:, None], w - other_top[:, None]
-    weight = x.exp()
-    total_after = total * drop.exp() + weight.sum(1)
-    if gap:
-        sum_of_gaps = (sum_of_gaps + (drop - other_drop) * total) * drop.exp() + weight.mul_(x.sub_(y)).sum(1)
-    other_after = other_total * other_drop.exp() + y.exp_().sum(1)
-    return torch.stack((top, total_after, other_top, other_after, sum_of_gaps), 1)
-
-
-def mix(student: Tensor, teacher: Tensor, known: _Rows, to_z: Transform, to_w: Transform, beta: float) -> Tensor:
-    """``[n, 2]``: Σ eᵗ·(t − log M) and Σ eˢ·(s − log M) over a pair of tiles of c."""
-    s, t = _log_probabilities(student, teacher, known, to_z, to_w)
-    p, q = s.exp(), t.exp()
-    mixture = _log_mixture(p, q, beta)
-    return torch.stack((q.mul_(t.sub_(mixture)).sum(1), p.mul_(s.sub_(mixture)).sum(1)), 1)
-
-
-def pull(
-    student: Tensor, teacher: Tensor, known: _Rows, gain: Tensor, to_z: Transform, to_w: Transform, beta: float
-) -> Tensor:
-    """From a pair of tiles of c, the student's dc; ``gain`` is g·scale/T, in a mixture times 1−β."""
-    s, t = _log_probabilities(student, teacher, known, to_z, to_w)
-    p = s.exp()
-    if beta == 0:
-        dz = p.sub_(t.exp_())
-    elif beta == 1:
-        dz = p.mul_(s.sub_(t).sub_(known.level[:, None]))
-    else:
-        dz = p.mul_(s.sub_(_log_mixture(p, t.exp_(), beta)).sub_(known.level[:, None]))
-    dz.mul_(gain[:, None])
-    return dz if to_z.softcap is None else dz.mul_(1 - (to_z.capped(student) / to_z.softcap).square_())
-
-
-def _log_probabilities(
-    student: Tensor, teacher: Tensor, known: _Rows, to_z: Transform, to_w: Transform
-) -> tuple[Tensor, Tensor]:
-    """s and t, free to be overwritten. Minus m first: large logits cost no digits."""
-    s = to_z.tempered(to_z.capped(student)) - known.student_shift[:, None]
-    t = to_w.tempered(to_w.capped(teacher)) - known.teacher_shift[:, None]
-    return s.sub_(known.student_log_total[:, None]), t.sub_(known.teacher_log_total[:, None])
-
-
-def _log_mixture(p: Tensor, q: Tensor, beta: float) -> Tensor:
-    """log((1−β)p + βq), finite where it underflows: there it is multiplied by zero."""
-    return (p * (1 - beta)).add_(q, alpha=beta).clamp_(min=torch.finfo(p.dtype).tiny).log_()
+    def compiled(self, tile: Tensor) -> bool:
+        """Whether passes over tiles like this are worth compiling: only those of full width are, once for all calls."""
+        return tile.shape[1] == self.plan.columns and worth_compiling(tile, len(self.student.hidden) * self.vocab)
 
 
 @torch.library.custom_op("burnish::tiled_linear_divergence", mutates_args=())
@@ -168,36 +134,64 @@ def _forward(
     teacher_softcap: float | None,
     beta: float,
     vocab: int,
+    rows: int,
+    columns: int,
     keep: int,
+    passes: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The divergence, the fields of ``_Rows`` as columns, and the tiles of student and teacher that are kept."""
+    """The divergence; what later passes know of a row, see divergence_tiles.py; and the tiles of both heads that are kept."""
     check_temperature("linear_divergence", temperature)
-    kept = room(hidden, vocab, COLUMNS, keep), room(hidden, vocab, COLUMNS, keep)
-    transforms = _transforms(hidden, temperature, scale, softcap, teacher_scale, teacher_softcap)
+    how = Plan(rows, columns, keep, passes)
+    kept = room(hidden, vocab, columns, keep), room(hidden, vocab, columns, keep)
     teacher = teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_up
-    pair = _pair((hidden, weight, bias, low, up), teacher, transforms, kept, vocab)
-    known = _first_pass(pair, beta, vocab)
+    constants = scale, softcap, teacher_scale, teacher_softcap
+    call = _call((hidden, weight, bias, low, up), teacher, temperature, constants, kept, beta, vocab, how)
+    known = _first_pass(call)
     if 0 < beta < 1:
-        divergence, level = _second_pass(pair, known, beta, vocab)
-        return divergence, torch.stack((*known[:4], level), 1), *kept
-    return known.level.clone(), torch.stack(known, 1), *kept
+        divergence, known[:, LEVEL] = _second_pass(call, known)
+        return divergence, known, *kept
+    return known[:, LEVEL].clone(), known, *kept
 
 
-def _transforms(like: Tensor, temperature: Tensor | None, *constants: Any) -> tuple[Transform, Transform]:
-    scale, softcap, teacher_scale, teacher_softcap = constants
-    student = Transform.of(scale, softcap, temperature, like)
-    return student, Transform.of(teacher_scale, teacher_softcap, temperature, like)
+@_forward.register_fake
+def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, vocab, _, columns, keep, _ = rest
+    dtype = accumulation_dtype(hidden.dtype)
+    kept = (room(hidden, vocab, columns, keep) for _ in range(2))
+    return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(hidden.shape[0], 5, dtype=dtype), *kept
 
 
-def _pair(
+def _call(
     student: Sequence[Any],
     teacher: Sequence[Any],
-    transforms: tuple[Transform, Transform],
+    temperature: Tensor | None,
+    constants: Sequence[Any],
     kept: Sequence[Tensor],
+    beta: float,
     vocab: int,
-) -> _Pair:
-    own, other = (Operands(hidden.to(kept[0].dtype), *rest) for hidden, *rest in (student, teacher))
-    return _Pair(own, other, (Tiles(kept[0], ROWS, vocab), Tiles(kept[1], ROWS, vocab)), transforms)
+    how: Plan,
+    only: Tensor | None = None,
+) -> _Call:
+    """``only`` ``[live]``: the rows that are worked on, if not all."""
+    exact = kept[0].dtype
+
+    def pick(t: Any) -> Any:
+        return t if t is None or only is None else t[only]
+
+    def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None) -> Operands:
+        hidden = pick(hidden)
+        multiplied = factors(hidden)
+        in_16_bits = multiplied.dtype.itemsize == 2 and exact == torch.float32
+        return Operands(multiplied if in_16_bits else hidden.to(exact), weight, bias, pick(low), up)
+
+    scale, softcap, teacher_scale, teacher_softcap = constants
+    temperature = pick(temperature)
+    transforms = (
+        Transform.of(scale, softcap, temperature, kept[0]),
+        Transform.of(teacher_scale, teacher_softcap, temperature, kept[0]),
+    )
+    places = Tiles(kept[0], how.rows, vocab, only=only), Tiles(kept[1], how.rows, vocab, only=only)
+    return _Call(head(*student), head(*teacher), places, transforms, beta, vocab, how)
 
 
 def _p_and_q(student: T, teacher: T, beta: float) -> tuple[T, T]:
@@ -205,56 +199,59 @@ def _p_and_q(student: T, teacher: T, beta: float) -> tuple[T, T]:
     return (teacher, student) if beta == 0 else (student, teacher)
 
 
-def _first_pass(pair: _Pair, beta: float, vocab: int) -> _Rows:
-    """The normalizers and, where there is no mixture, the divergence."""
-    n = len(pair.student.hidden)
-    state = pair.student.hidden.new_zeros(n, 5)
+def _first_pass(call: _Call) -> Tensor:
+    """The normalizers and, where there is no mixture, the divergence, as columns of ``known``."""
+    n, beta, gap = len(call.student.hidden), call.beta, call.beta in (0, 1)
+    state = call.places[0].kept.new_zeros(n, 5)
     state[:, 0] = state[:, 2] = NEVER
-    for columns in spans(vocab, COLUMNS):
-        part = pair.columns(columns)
-        for rows in spans(n, ROWS):
+    for columns in spans(call.vocab, call.plan.columns):
+        part = call.columns(columns)
+        for rows in spans(n, call.plan.rows):
             p, q = _p_and_q(*part.tiles(rows, columns, seen=False), beta)
             to_z, to_w = _p_and_q(*part.at(rows), beta)
-            compiled = p.shape[1] == COLUMNS and worth_compiling(p, n * vocab)
-            state[rows] = run(fold, p, q, state[rows], to_z, to_w, beta in (0, 1), compiled=compiled)
-    shift, total, other_shift, other_total, gap = state.unbind(1)
-    divergence = gap / total - total.log() + other_total.log()
-    if _is_infinite(*_p_and_q(pair.student, pair.teacher, beta), *_p_and_q(*pair.transforms, beta), vocab):
+            if call.plan.passes == "triton":
+                from . import triton_divergence
+
+                triton_divergence.fold_(state[rows], p, q, to_z, to_w, gap)
+            else:
+                state[rows] = run(fold, p, q, state[rows], to_z, to_w, gap, compiled=call.compiled(p))
+    shift, total, other_shift, other_total, sum_of_gaps = state.unbind(1)
+    divergence = sum_of_gaps / total - total.log() + other_total.log()
+    if _is_infinite(call):
         divergence.fill_(torch.inf)
     student, teacher = _p_and_q((shift, total.log()), (other_shift, other_total.log()), beta)
-    return _Rows(student[0], student[1], teacher[0], teacher[1], divergence)
+    return torch.stack((*student, *teacher, divergence), 1)
 
 
-def _is_infinite(p: Operands, q: Operands, to_z: Transform, to_w: Transform, vocab: int) -> bool:
+def _is_infinite(call: _Call) -> bool:
     """Whether Q forbids a token that P allows. In the tiles −inf is finite, see ``NEVER``, and capped it is anyway."""
-    if q.bias is None or to_w.softcap is not None:
+    p, q = _p_and_q(call.student.bias, call.teacher.bias, call.beta)
+    to_z, to_w = _p_and_q(*call.transforms, call.beta)
+    if q is None or to_w.softcap is not None:
         return False
-    ruled_out = q.bias[:vocab].isneginf()
-    if p.bias is not None and to_z.softcap is None:
-        ruled_out = ruled_out & ~p.bias[:vocab].isneginf()
+    ruled_out = q[: call.vocab].isneginf()
+    if p is not None and to_z.softcap is None:
+        ruled_out = ruled_out & ~p[: call.vocab].isneginf()
     return bool(ruled_out.any())
 
 
-def _second_pass(pair: _Pair, known: _Rows, beta: float, vocab: int) -> tuple[Tensor, Tensor]:
+def _second_pass(call: _Call, known: Tensor) -> tuple[Tensor, Tensor]:
     """D and K of a mixture."""
-    n = len(pair.student.hidden)
-    sums = pair.student.hidden.new_zeros(n, 2)
-    for columns in spans(vocab, COLUMNS):
-        part = pair.columns(columns)
-        for rows in spans(n, ROWS):
-            student, teacher = part.tiles(rows, columns, seen=True)
-            compiled = student.shape[1] == COLUMNS and worth_compiling(student, n * vocab)
-            sums[rows] += run(mix, student, teacher, known.rows(rows), *part.at(rows), beta, compiled=compiled)
+    n, beta = len(call.student.hidden), call.beta
+    sums = known.new_zeros(n, 2)
+    for columns in spans(call.vocab, call.plan.columns):
+        part = call.columns(columns)
+        for rows in spans(n, call.plan.rows):
+            tiles = part.tiles(rows, columns, seen=True)
+            to_z, to_w = part.at(rows)
+            if call.plan.passes == "triton":
+                from . import triton_divergence
+
+                triton_divergence.mix_(sums[rows], *tiles, known[rows], to_z, to_w, beta)
+            else:
+                sums[rows] += run(mix, *tiles, known[rows], to_z, to_w, beta, compiled=call.compiled(tiles[0]))
     from_teacher, from_student = sums.unbind(1)
     return beta * from_teacher + (1 - beta) * from_student, from_student
-
-
-@_forward.register_fake
-def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *_, vocab, keep = rest
-    dtype = accumulation_dtype(hidden.dtype)
-    kept = (room(hidden, vocab, COLUMNS, keep) for _ in range(2))
-    return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(hidden.shape[0], 5, dtype=dtype), *kept
 
 
 @torch.library.custom_op("burnish::tiled_linear_divergence_backward", mutates_args=())
@@ -280,26 +277,62 @@ def _backward(
     teacher_softcap: float | None,
     beta: float,
     vocab: int,
+    rows: int,
+    columns: int,
+    passes: str,
     needed: list[bool],
 ) -> list[Tensor]:
     """The gradients of hidden, weight, bias, low and up, those of them that are needed."""
     student, kept = (hidden, weight, bias, low, up), (student_kept, teacher_kept)
     teacher = teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_up
-    transforms = _transforms(hidden, temperature, scale, softcap, teacher_scale, teacher_softcap)
-    pair = _pair(student, teacher, transforms, kept, vocab)
-    saved, n = _Rows(*known.unbind(1)), len(hidden)
-    gain = upstream * transforms[0].inner(upstream) * (1 - beta if 0 < beta < 1 else 1)
-    whole = Gradients.zeros(pair.student, needed)
-    for columns in spans(vocab, COLUMNS):
-        part, grads = pair.columns(columns), whole.columns(columns, known.dtype)
-        for rows in spans(n, ROWS):
-            tiles = part.tiles(rows, columns, seen=True)
-            compiled = tiles[0].shape[1] == COLUMNS and worth_compiling(tiles[0], n * vocab)
-            dc = run(pull, *tiles, saved.rows(rows), gain[rows], *part.at(rows), beta, compiled=compiled)
-            grads.add_(dc, part.student, rows)
-        whole.store_(columns, grads)
+    constants, how = (scale, softcap, teacher_scale, teacher_softcap), Plan(rows, columns, 0, passes)
+    some = live_rows([upstream], len(hidden))
+    only = None if some is None else some.index
+    call = _call(student, teacher, temperature, constants, kept, beta, vocab, how, only)
+    whole = _gradients(call, *((upstream, known) if only is None else (upstream[only], known[only])), needed)
+    if only is not None:
+        whole = whole._replace(
+            hidden=_spread(whole.hidden, only, len(hidden)), low=_spread(whole.low, only, len(hidden))
+        )
     results = zip(whole, student, strict=True)
     return [grad.to(like.dtype) for grad, like in results if grad is not None and like is not None]
+
+
+def _spread(t: Tensor | None, only: Tensor, n: int) -> Tensor | None:
+    """Back to all n rows; the others have a gradient of 0."""
+    return None if t is None else t.new_zeros(n, t.shape[1]).index_copy_(0, only, t)
+
+
+def _gradients(call: _Call, upstream: Tensor, known: Tensor, needed: Sequence[bool]) -> Gradients:
+    """Their sums over all tiles."""
+    n, beta, whole = len(upstream), call.beta, Gradients.zeros(call.student, needed)
+    gain = upstream * call.transforms[0].inner(upstream) * (1 - beta if 0 < beta < 1 else 1)
+    known = known.clone()
+    known[:, LEVEL].masked_fill_(gain == 0, 0)  # a row that no gradient arrives at has none, even if it diverges
+    unit = _unit(gain, call.student.hidden.dtype)
+    gain = gain / unit
+    buffer = call.student.hidden.new_empty(min(n, call.plan.rows) * min(call.vocab, call.plan.columns))
+    for columns in spans(call.vocab, call.plan.columns):
+        part, grads = call.columns(columns), whole.columns(columns, known.dtype)
+        for rows in spans(n, call.plan.rows):
+            tiles = part.tiles(rows, columns, seen=True)
+            dc = buffer[: tiles[0].numel()].view(tiles[0].shape)
+            here, (to_z, to_w) = (known[rows], gain[rows]), part.at(rows)
+            if call.plan.passes == "triton":
+                from . import triton_divergence
+
+                triton_divergence.pull_(dc, *tiles, *here, to_z, to_w, beta)
+            else:
+                run(pull, dc, *tiles, *here, to_z, to_w, beta, compiled=call.compiled(dc))
+            grads.add_(dc, part.student, rows, unit)
+        whole.store_(columns, grads)
+    return whole
+
+
+def _unit(gain: Tensor, dtype: torch.dtype) -> float:
+    """What dc is a multiple of where it is float16, so that gradients of 1/N do not vanish: a power of 2, exact."""
+    largest = float(gain.abs().max()) if dtype == torch.float16 and gain.numel() else 0.0
+    return 2.0 ** math.floor(math.log2(largest)) if 0 < largest < math.inf else 1.0
 
 
 @_backward.register_fake
@@ -309,15 +342,17 @@ def _(upstream: Tensor, known: Tensor, student_kept: Tensor, teacher_kept: Tenso
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.constants = inputs[11:-1]
+    *constants, _, passes = inputs[11:]
+    ctx.constants = *constants, passes
+    ctx.set_materialize_grads(False)  # else backward would begin with zeros in the size of all that was kept
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:], *inputs[:11])
 
 
-def _apply_backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _apply_backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     needed = list(ctx.needs_input_grad[:5])
-    grads = iter(_backward(upstream, *ctx.saved_tensors, *ctx.constants, needed))
-    return *(next(grads) if n else None for n in needed), *(None,) * 13
+    grads = iter([] if upstream is None else _backward(upstream, *ctx.saved_tensors, *ctx.constants, needed))
+    return *(next(grads, None) if n else None for n in needed), *(None,) * 16
 
 
 _forward.register_autograd(_apply_backward, setup_context=_setup_context)

@@ -64,7 +64,7 @@ class Common:
     """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast)."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
-    backend: Literal["auto", "tiled", "reference"] = "auto"
+    backend: Literal["auto", "triton", "fused", "tiled", "reference"] = "auto"
     """Backend of the log-prob kernel."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more time."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import logits_logprob
+from ..kernels import TopK, logits_logprob
 from .backbone import PROBE, Backbone, evaluating
 from .batch import Batch
 from .head import Backend, CannotFuse, Extra, Lesson, Transform, fuse, operands
@@ -29,6 +29,9 @@ class Outputs(NamedTuple):
     logsumexp: Tensor
     mean_logprob: Tensor | None = None  # over the vocabulary, and log Σ_v p_v², where they are asked for
     log_sum_squares: Tensor | None = None
+    top1: Tensor | None = None  # the likeliest token, and how many are likelier than this one, where they are asked for
+    rank: Tensor | None = None
+    top_k: TopK | None = None
     value: Tensor | None = None  # of the state that the token is chosen in, where the policy has a value head
     divergence: Tensor | None = None  # from the teacher, where there is a lesson
 
@@ -98,13 +101,16 @@ class Policy(Backbone):
             if lesson is not None:
                 # A teacher whose own head is no linear map can only be met with logits.
                 fused = lesson.logits is None
-                divergence = self.head(hidden, lesson=lesson) if fused else lesson.divergence(self._logits(hidden))
+                divergence = (
+                    self.head(hidden, lesson=lesson).divergence if fused else lesson.divergence(self._logits(hidden))
+                )
         else:
             logits = self.own_output(rows)
             logprobs = logits_logprob(logits, batch.target, **how)
             if lesson is not None:
                 divergence = lesson.divergence(logits)
-        return Outputs(**logprobs._asdict(), value=value, divergence=divergence)
+        answers = {name: answer for name, answer in logprobs._asdict().items() if name in Outputs._fields}
+        return Outputs(**answers, value=value, divergence=divergence)
 
     @torch.no_grad()
     def lesson(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> Lesson:

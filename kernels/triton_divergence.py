@@ -1,0 +1,317 @@
+"""The three elementwise passes of divergence_tiles.py over two tiles of logits ``[n, columns]``, each one launch.
+
+    z = cap(scale·c)/T of either head, in float32, with its own scale and soft cap, and the T of the row
+
+    fold_:  x = z_P − m_P,  y = z_Q − m_Q:   S = Σ eˣ,  R = Σ eʸ and, if asked for, G = Σ eˣ·(x − y), brought up to date
+    mix_:   s = z_S − m_S − log S,  t = z_T − m_T − log R,  M = (1−β)·eˢ + β·eᵗ:   += Σ eᵗ·(t − log M), Σ eˢ·(s − log M)
+    pull_:  dz = eˢ − eᵗ,  eˢ·(s − t − D)  or  eˢ·(s − log M − K);   dc = gain·dz·cap′(scale·c)
+
+Moved: 8 bytes a logit are read, and ``pull_`` writes 2 or 4; all else is per row. Nothing is shared between rows, and
+the sums of a row have a fixed order: the same call gives the same bits.
+
+Tiles are float32, kept ones too: near the optimum the gradient is made of s − t alone, which is smaller than the
+rounding of s and t to 16 bits, however well they are centered.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .tiles import Transform
+from .triton_tiles import LOG2E, NEVER, factors, tempered
+
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+KNOWN = tl.constexpr(5)  # columns of ``known`` and of the state of a fold
+
+
+@triton.jit
+def _tile(tile_ptr, stride, row, column, inside, inner, outer, softcap, padding):
+    """``[ROWS, BLOCK]`` of z; what is not inside is ``padding``."""
+    at = tile_ptr + row[:, None].to(tl.int64) * stride + column[None, :]
+    z = tempered(tl.load(at, inside, 0.0), inner, outer, softcap)
+    return tl.where(inside, z, padding)
+
+
+@triton.jit
+def _rows(n, temperature_ptr, scale, softcap, other_scale, other_softcap, ROWS: tl.constexpr):
+    """This program's rows, which of them there are, and ``factors`` ``[ROWS, 1]`` of both heads."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < n
+    at = tl.where(there, row, 0)  # what is past the last row may be read, and is never written
+    inner, outer = factors(temperature_ptr, at[:, None], scale, softcap)
+    other_inner, other_outer = factors(temperature_ptr, at[:, None], other_scale, other_softcap)
+    return at, there, inner, outer, other_inner, other_outer
+
+
+@triton.jit
+def _known(known_ptr, row):
+    """m_S, log S, m_T, log R and the level, D or K, each ``[ROWS, 1]``. m comes off first: it has the digits."""
+    at = known_ptr + row[:, None] * KNOWN
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+
+
+@triton.jit
+def _log_mixture(p, q, beta, rest):
+    """log((1−β)p + βq), finite where it underflows: there it is multiplied by zero."""
+    return tl.log(tl.maximum(rest * p + beta * q, TINY))
+
+
+@triton.jit
+def _fold_kernel(
+    state_ptr,  # [n, 5]: m_P, S, m_Q, R, G
+    p_ptr,  # [n, columns]
+    q_ptr,  # [n, columns]
+    temperature_ptr,  # [n] or None
+    scale,
+    softcap,
+    other_scale,
+    other_softcap,
+    n,
+    columns,
+    p_stride: tl.int64,
+    q_stride: tl.int64,
+    GAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, there, inner, outer, other_inner, other_outer = _rows(
+        n, temperature_ptr, scale, softcap, other_scale, other_softcap, ROWS
+    )
+    state_ptr += row * KNOWN
+    shift, total = tl.load(state_ptr), tl.load(state_ptr + 1)  # [ROWS]
+    other_shift, other_total = tl.load(state_ptr + 2), tl.load(state_ptr + 3)
+    if GAP:
+        gap = tl.load(state_ptr + 4)
+
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)  # [BLOCK]
+        inside = there[:, None] & (column < columns)[None, :]
+        z = _tile(p_ptr, p_stride, row, column, inside, inner, outer, softcap, NEVER)  # [ROWS, BLOCK]
+        w = _tile(q_ptr, q_stride, row, column, inside, other_inner, other_outer, other_softcap, NEVER)
+        top, other_top = tl.maximum(shift, tl.max(z, 1)), tl.maximum(other_shift, tl.max(w, 1))
+        drop, other_drop = shift - top, other_shift - other_top
+        decay, other_decay = tl.exp2(drop * LOG2E), tl.exp2(other_drop * LOG2E)
+        x, y = z - top[:, None], w - other_top[:, None]
+        weight = tl.exp2(x * LOG2E)
+        if GAP:
+            gap = (gap + (drop - other_drop) * total) * decay + tl.sum(weight * (x - y), 1)
+        total = total * decay + tl.sum(weight, 1)
+        other_total = other_total * other_decay + tl.sum(tl.exp2(y * LOG2E), 1)
+        shift, other_shift = top, other_top
+
+    tl.store(state_ptr, shift, there)
+    tl.store(state_ptr + 1, total, there)
+    tl.store(state_ptr + 2, other_shift, there)
+    tl.store(state_ptr + 3, other_total, there)
+    if GAP:
+        tl.store(state_ptr + 4, gap, there)
+
+
+@triton.jit
+def _mix_kernel(
+    sums_ptr,  # [n, 2]
+    student_ptr,  # [n, columns]
+    teacher_ptr,  # [n, columns]
+    known_ptr,  # [n, 5]
+    temperature_ptr,  # [n] or None
+    scale,
+    softcap,
+    other_scale,
+    other_softcap,
+    beta,
+    rest,  # 1 − β, which float32 would round
+    n,
+    columns,
+    student_stride: tl.int64,
+    teacher_stride: tl.int64,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, there, inner, outer, other_inner, other_outer = _rows(
+        n, temperature_ptr, scale, softcap, other_scale, other_softcap, ROWS
+    )
+    shift, log_total, other_shift, other_log_total, _ = _known(known_ptr, row)
+    from_teacher = tl.zeros((ROWS, BLOCK), tl.float32)
+    from_student = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)  # [BLOCK]
+        inside = there[:, None] & (column < columns)[None, :]
+        z = _tile(student_ptr, student_stride, row, column, inside, inner, outer, softcap, NEVER)  # [ROWS, BLOCK]
+        w = _tile(teacher_ptr, teacher_stride, row, column, inside, other_inner, other_outer, other_softcap, NEVER)
+        s, t = (
+            (z - shift) - log_total,
+            (w - other_shift) - other_log_total,
+        )  # minus m first: large logits cost no digits
+        p, q = tl.exp2(s * LOG2E), tl.exp2(t * LOG2E)
+        mixture = _log_mixture(p, q, beta, rest)
+        from_teacher += q * (t - mixture)
+        from_student += p * (s - mixture)
+
+    sums_ptr += row * 2
+    tl.store(sums_ptr, tl.load(sums_ptr) + tl.sum(from_teacher, 1), there)
+    tl.store(sums_ptr + 1, tl.load(sums_ptr + 1) + tl.sum(from_student, 1), there)
+
+
+@triton.jit
+def _pull_kernel(
+    out_ptr,  # [n, columns]
+    student_ptr,  # [n, columns]
+    teacher_ptr,  # [n, columns]
+    known_ptr,  # [n, 5]
+    gain_ptr,  # [n]
+    temperature_ptr,  # [n] or None
+    scale,
+    softcap,
+    other_scale,
+    other_softcap,
+    beta,
+    rest,  # 1 − β, which float32 would round
+    n,
+    columns,
+    out_stride: tl.int64,
+    student_stride: tl.int64,
+    teacher_stride: tl.int64,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, there, inner, outer, other_inner, other_outer = _rows(
+        n, temperature_ptr, scale, softcap, other_scale, other_softcap, ROWS
+    )
+    gain = tl.load(gain_ptr + row)[:, None]  # [ROWS, 1]
+    shift, log_total, other_shift, other_log_total, level = _known(known_ptr, row)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)  # [BLOCK]
+        inside = there[:, None] & (column < columns)[None, :]
+        z = _tile(student_ptr, student_stride, row, column, inside, inner, outer, softcap, shift)  # [ROWS, BLOCK]
+        w = _tile(
+            teacher_ptr, teacher_stride, row, column, inside, other_inner, other_outer, other_softcap, other_shift
+        )
+        s, t = (
+            (z - shift) - log_total,
+            (w - other_shift) - other_log_total,
+        )  # minus m first: large logits cost no digits
+        p = tl.exp2(s * LOG2E)
+        if KIND == "forward":
+            dz = p - tl.exp2(t * LOG2E)
+        elif KIND == "reverse":
+            dz = p * (s - t - level)
+        else:
+            dz = p * (s - _log_mixture(p, tl.exp2(t * LOG2E), beta, rest) - level)
+        dc = dz * gain
+        if softcap is not None:
+            curve = z / outer
+            dc *= 1 - curve * curve
+        offset = row[:, None].to(tl.int64) * out_stride + column[None, :]
+        tl.store(out_ptr + offset, dc.to(out_ptr.dtype.element_ty), inside)
+
+
+class Launch(NamedTuple):
+    rows: int
+    block: int
+    warps: int
+
+
+def launch(n: int, columns: int, device: torch.device) -> Launch:
+    """How many rows a program has, how many of their logits it takes at once, and its warps.
+
+    On a GPU one row and one warp: its sums then need no shared memory, and 32 logits a thread are enough to be on the
+    way. The interpreter runs one program after the other, so there each has many rows.
+    """
+    if device.type == "cpu":
+        return Launch(min(triton.next_power_of_2(n), 64), min(triton.next_power_of_2(columns), 256), 1)
+    return Launch(1, min(max(triton.next_power_of_2(columns), 64), 512), 1)
+
+
+def fold_(state: Tensor, p: Tensor, q: Tensor, to_z: Transform, to_w: Transform, gap: bool) -> None:
+    """``divergence_tiles.fold``, with ``state`` ``[n, 5]`` brought up to date; G only if it is asked for."""
+    n, columns = p.shape
+    rows, block, warps = launch(n, columns, p.device)
+    assert state.is_contiguous()
+    with torch.cuda.device_of(p):
+        _fold_kernel[(triton.cdiv(n, rows),)](
+            state,
+            p,
+            q,
+            *_constants(to_z, to_w),
+            n,
+            columns,
+            p.stride(0),
+            q.stride(0),
+            GAP=gap,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=warps,
+        )
+
+
+def mix_(
+    sums: Tensor, student: Tensor, teacher: Tensor, known: Tensor, to_z: Transform, to_w: Transform, beta: float
+) -> None:
+    """``divergence_tiles.mix``, added to ``sums`` ``[n, 2]``."""
+    n, columns = student.shape
+    rows, block, warps = launch(n, columns, student.device)
+    assert sums.is_contiguous() and known.is_contiguous()
+    with torch.cuda.device_of(student):
+        _mix_kernel[(triton.cdiv(n, rows),)](
+            sums,
+            student,
+            teacher,
+            known,
+            *_constants(to_z, to_w),
+            beta,
+            1 - beta,
+            n,
+            columns,
+            student.stride(0),
+            teacher.stride(0),
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=warps,
+        )
+
+
+def pull_(
+    out: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    known: Tensor,
+    gain: Tensor,
+    to_z: Transform,
+    to_w: Transform,
+    beta: float,
+) -> None:
+    """``divergence_tiles.pull``, written into ``out`` in float32 or 16 bits; it may be the tile of the student."""
+    n, columns = student.shape
+    rows, block, warps = launch(n, columns, student.device)
+    assert known.is_contiguous() and gain.is_contiguous()
+    with torch.cuda.device_of(student):
+        _pull_kernel[(triton.cdiv(n, rows),)](
+            out,
+            student,
+            teacher,
+            known,
+            gain,
+            *_constants(to_z, to_w),
+            beta,
+            1 - beta,
+            n,
+            columns,
+            out.stride(0),
+            student.stride(0),
+            teacher.stride(0),
+            KIND={0.0: "forward", 1.0: "reverse"}.get(beta, "mixture"),
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=warps,
+        )
+
+
+def _constants(to_z: Transform, to_w: Transform) -> tuple[Tensor | float | None, ...]:
+    temperature = None if to_z.temperature is None else to_z.temperature.contiguous()
+    return temperature, to_z.scale, to_z.softcap, to_w.scale, to_w.softcap

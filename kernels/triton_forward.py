@@ -1,0 +1,377 @@
+"""The forward sums of ``linear_logprob`` straight from hidden states and weight: no logit is ever written to memory.
+
+    c = h·Wᵀ + b + u·Bᵀ        z = cap(scale·c)/T        x = z − m        S = Σ eˣ        M = Σ x·eˣ
+
+A program owns a block of rows and a span of the vocabulary. It multiplies out one tile of c at a time, in float32
+registers, folds it into its running sums (the equations of tiles.py), and writes three numbers a row. The spans of a
+row are then merged in a fixed order: no atomics, so the same call gives the same bits.
+
+Moved: programs are ordered so that those which run together share a group of row blocks of 16 MB, which stays in L2,
+and walk through W side by side. h is read once, W once per group: at N = 8192, D = 4096, V = 151936 in bf16 that is
+67 MB + 4 × 1.24 GB, 1.2 ms of HBM time under 14 ms of products. From L2 a tile of 128 × 256 takes (128 + 256)·D
+numbers for 2·128·256·D operations, 85 a byte. Written: 12 bytes a row and span.
+
+Digits: products of 16-bit numbers are exact and summed in float32; those of float32 are computed in float32, never in
+TF32. z is kept in nats, not in units of log 2: at |z| = 1000, rounding z·log₂e would cost 4e-5, and not rounding it
+costs one multiplication a logit. The target's z is picked from the tile, so it has the very bits that went into S.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import tiles
+from .tiles import State, Transform
+from .triton_tiles import finite, tanh
+
+NEVER = tl.constexpr(tiles.NEVER)
+IMPOSSIBLE = tl.constexpr(tiles.IMPOSSIBLE)
+L2_SHARE = 2**24  # bytes of hidden states that stay in the cache while W passes by
+
+
+@triton.jit
+def _block(
+    source, row, column, rows, row_stride, column_stride,
+    D: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, DEPTH]`` of a matrix ``[rows, D]``: zeros past its last column, past its last row anything finite."""
+    if DESCRIBED:
+        block = source.load([row, column])
+    else:
+        i = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+        j = column + tl.arange(0, DEPTH)
+        at = source + i[:, None] * row_stride + j[None, :].to(tl.int64) * column_stride
+        block = tl.load(at) if D % DEPTH == 0 else tl.load(at, mask=j[None, :] < D, other=0.0)
+    return block
+
+
+@triton.jit
+def _logits(c, columns, vocab, bias_ptr, scale, softcap, cooling, RAGGED: tl.constexpr):
+    """z, ``NEVER`` past the end of the vocabulary."""
+    if bias_ptr is not None:
+        c += finite(tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0))[None, :]
+    if scale is not None:
+        c = c * scale
+    if softcap is not None:
+        c = tanh(c) * softcap
+    if cooling is not None:
+        c = c * cooling[:, None]
+    if RAGGED:
+        c = tl.where(columns[None, :] < vocab, c, NEVER)
+    return c
+
+
+@triton.jit
+def _fold(z, top, total, moment, linear, count, squares, MEAN: tl.constexpr, SQUARES: tl.constexpr):
+    """``tiles.fold`` of z ``[rows, columns]``."""
+    grown = tl.maximum(top, tl.max(z, 1))
+    drop = top - grown
+    decay = tl.exp(drop)
+    x = z - grown[:, None]
+    weight = tl.exp(x)
+    moment = (moment + total * drop) * decay + tl.sum(x * weight, 1)
+    total = total * decay + tl.sum(weight, 1)
+    if MEAN:
+        possible = z > IMPOSSIBLE
+        linear += count * drop + tl.sum(tl.where(possible, x, 0.0), 1)
+        count += tl.sum(possible.to(tl.float32), 1)
+    if SQUARES:
+        squares = squares * decay * decay + tl.sum(weight * weight, 1)
+    return grown, total, moment, linear, count, squares
+
+
+@triton.jit
+def _halves(c):
+    """The left and the right half of a tile, in the registers they are in."""
+    return tl.split(tl.permute(tl.reshape(c, [c.shape[0], 2, c.shape[1] // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def _choose_one(chosen_ptr, z, column):
+    """Stores the z of the target of each row that has it here."""
+    hit = tl.arange(0, z.shape[1])[None, :] == column[:, None]
+    tl.store(chosen_ptr, tl.sum(tl.where(hit, z, 0.0), 1), mask=(column >= 0) & (column < z.shape[1]))
+
+
+@triton.jit
+def _choose_many(chosen_ptr, target_ptr, z, first, row, rows, vocab, TARGETS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The same for several targets a row."""
+    for j in range(0, TARGETS, AT_ONCE):
+        k = j + tl.arange(0, AT_ONCE)
+        at = row.to(tl.int64)[:, None] * TARGETS + k[None, :]
+        target = tl.load(target_ptr + at, mask=(row < rows)[:, None] & (k < TARGETS)[None, :], other=-1)
+        inside = (target >= first) & (target < tl.minimum(first + z.shape[1], vocab))
+        column = tl.where(inside, target - first, 0).to(tl.int32)
+        tl.store(chosen_ptr + at, tl.gather(z, column, 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "vocab", "splits", "span", "group"])
+def _forward_kernel(
+    sums_ptr, chosen_ptr, hidden, weight, target_ptr, bias_ptr, low_ptr, up_ptr, temperature_ptr, scale, softcap,
+    rows, vocab, splits, span, group,
+    hidden_stride, hidden_column_stride, weight_stride, weight_column_stride,
+    D: tl.constexpr, RANK: tl.constexpr, TARGETS: tl.constexpr, MEAN: tl.constexpr, SQUARES: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, WIDEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """One block of rows, one span of the vocabulary: ``sums[split, :, row]`` and the targets that are in the span."""
+    QUARTER: tl.constexpr = COLUMNS // 4
+    within = tl.program_id(0) % (group * splits)
+    first_block = tl.program_id(0) // (group * splits) * group
+    blocks = tl.minimum(tl.cdiv(rows, ROWS) - first_block, group)
+    split = within // blocks
+    first_row = (first_block + within % blocks) * ROWS
+    row = first_row + tl.arange(0, ROWS)
+
+    top = tl.full([ROWS], NEVER, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    moment, linear, count, squares = total, total, total, total
+    target = tl.load(target_ptr + row, mask=row < rows, other=-1)
+    target = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)
+    cooling = None
+    if temperature_ptr is not None:
+        cooling = 1 / tl.load(temperature_ptr + row, mask=row < rows, other=1.0)
+
+    for first in tl.range(split * span * COLUMNS, tl.minimum((split + 1) * span * COLUMNS, vocab), COLUMNS):
+        c = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in tl.range(0, D, DEPTH):
+            h = _block(hidden, first_row, k, rows, hidden_stride, hidden_column_stride, D, ROWS, DEPTH, DESCRIBED)
+            w = _block(weight, first, k, vocab, weight_stride, weight_column_stride, D, COLUMNS, DEPTH, DESCRIBED)
+            if WIDEN:
+                h, w = h.to(tl.float32), w.to(tl.float32)
+            c = tl.dot(h, w.T, c, input_precision="ieee")
+        if RANK > 0:
+            for k in tl.range(0, RANK, 16, num_stages=1):
+                u = _block(low_ptr, first_row, k, rows, RANK, 1, RANK, ROWS, 16, False)
+                b = _block(up_ptr, first, k, vocab, RANK, 1, RANK, COLUMNS, 16, False)
+                c = tl.dot(u, b.T, c, input_precision="ieee")
+        present = tl.max(((target >= first) & (target < first + COLUMNS)).to(tl.int32), 0) > 0
+        # Four quarters, one after the other: the temporaries of a whole tile do not fit into the registers.
+        left, right = _halves(c)
+        quarters = _halves(left) + _halves(right)
+        for i in tl.static_range(4):
+            start = first + i * QUARTER
+            z = _logits(quarters[i], start + tl.arange(0, QUARTER), vocab, bias_ptr, scale, softcap, cooling, RAGGED)
+            if TARGETS == 1:
+                if present:
+                    _choose_one(chosen_ptr + row, z, target - start)
+            else:
+                _choose_many(chosen_ptr, target_ptr, z, start, row, rows, vocab, TARGETS, AT_ONCE)
+            top, total, moment, linear, count, squares = _fold(
+                z, top, total, moment, linear, count, squares, MEAN, SQUARES
+            )
+
+    FIELDS: tl.constexpr = 3 + 2 * MEAN + SQUARES
+    at = sums_ptr + (split * FIELDS).to(tl.int64) * rows + row
+    here = row < rows
+    tl.store(at, top, mask=here)
+    tl.store(at + rows, total, mask=here)
+    tl.store(at + 2 * rows, moment, mask=here)
+    if MEAN:
+        tl.store(at + 3 * rows, linear, mask=here)
+        tl.store(at + 4 * rows, count, mask=here)
+    if SQUARES:
+        tl.store(at + (FIELDS - 1) * rows, squares, mask=here)
+
+
+class Launch(NamedTuple):
+    """The tile, and how it is run."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    resident: int  # programs on a multiprocessor at a time
+
+
+def launch(architecture: int | str, dtype: torch.dtype, *, described: bool) -> Launch:
+    """The tile for a compute capability (90), an AMD architecture ("gfx942") or "interpreter".
+
+    ``described`` says whether blocks are copied by descriptors, which need no registers for addresses.
+    """
+    match architecture:
+        case "interpreter":
+            return Launch(32, 64, 16, 1, 1, 1)
+        case _ if dtype == torch.float32:
+            return Launch(64, 128, 16, 8, 2, 1)
+        case int() if described:
+            return Launch(128, 256, 64, 8, 3, 1)
+        case int() if architecture == 80:
+            return Launch(128, 128, 64, 8, 3, 1)
+        case int():  # 99 KB of shared memory on some of these
+            return Launch(128, 128, 32, 8, 3, 1)
+    return Launch(128, 128, 32, 8, 2, 1)
+
+
+def accumulate(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None,
+    low: Tensor | None,
+    up: Tensor | None,
+    transform: Transform,
+    vocab: int,
+    mean: bool,
+    squares: bool,
+) -> State:
+    """``tiles.State`` after the whole vocabulary.
+
+    Args:
+        hidden: h ``[N, D]``, weight: W ``[V, D]``, in 16 bits or float32.
+        target: int64 ``[N, k]``; one outside ``[0, vocab)`` is not here, and its z is 0.
+        bias: ``[V]``. low, up: u ``[N, r]`` and B ``[V, r]``.
+        mean, squares: whether X and n, and Q, are summed up too.
+    """
+    n, width = hidden.shape
+    state = State.start(target, hidden.new_empty(0, dtype=torch.float32), mean, squares)
+    if n == 0 or vocab == 0:
+        return state
+    machine = Machine.of(hidden)
+    low, up = factors(low, up, vocab, exact=machine.architecture == "interpreter" or weight.dtype == torch.float32)
+    hidden, weight = hidden.to(machine.dtype(hidden.dtype)), weight.to(machine.dtype(weight.dtype))
+    widen = hidden.dtype != weight.dtype
+    described = machine.descriptors and not widen and _describable(hidden) and _describable(weight)
+    tile = launch(machine.architecture, torch.float32 if widen else hidden.dtype, described=described)
+    blocks = triton.cdiv(n, tile.rows)
+    splits, span = schedule(blocks, triton.cdiv(vocab, tile.columns), machine.processors * tile.resident)
+    sums = hidden.new_empty(splits, 3 + 2 * mean + squares, n, dtype=torch.float32)
+    scale = transform.scale / (transform.softcap or 1.0)
+    with torch.cuda.device_of(hidden):
+        _forward_kernel[(blocks * splits,)](
+            sums,
+            state.chosen,
+            TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]) if described else hidden,
+            TensorDescriptor.from_tensor(weight[:vocab], [tile.columns, tile.depth]) if described else weight,
+            target.contiguous(),
+            bias if bias is None else bias.to(machine.dtype(bias.dtype)).contiguous(),
+            low,
+            up,
+            None if transform.temperature is None else transform.temperature.contiguous(),
+            None if scale == 1.0 else scale,
+            transform.softcap,
+            n,
+            vocab,
+            splits,
+            span,
+            min(blocks, max(1, L2_SHARE // (tile.rows * width * hidden.element_size()))),
+            *hidden.stride(),
+            *weight.stride(),
+            D=width,
+            RANK=0 if low is None else low.shape[1],
+            TARGETS=target.shape[1],
+            MEAN=mean,
+            SQUARES=squares,
+            RAGGED=vocab % tile.columns != 0,
+            DESCRIBED=described,
+            WIDEN=widen,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            AT_ONCE=min(16, triton.next_power_of_2(target.shape[1])),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return merge(sums, state)
+
+
+def merge(sums: Tensor, state: State) -> State:
+    """``State`` of the whole vocabulary from those of its spans ``[spans, fields, N]``."""
+    top, total, moment, *extras = sums.unbind(1)
+    shift = top.amax(0)
+    drop = top - shift
+    decay = drop.exp()
+    linear, squares = state.linear, state.squares
+    if squares is not None:
+        squares = (extras.pop() * decay.square()).sum(0)
+    if linear is not None:
+        added, count = extras
+        linear = torch.stack(((added + count * drop).sum(0), count.sum(0)), 1)
+    return State(shift, (total * decay).sum(0), ((moment + total * drop) * decay).sum(0), state.chosen, linear, squares)
+
+
+@functools.cache
+def schedule(blocks: int, tiles: int, slots: int) -> tuple[int, int]:
+    """The number of spans that ``tiles`` are cut into, and the tiles in each: what is done first on ``slots`` at once.
+
+    Starting a span costs about an eighth of a tile.
+    """
+
+    def time(span: int) -> int:
+        programs = blocks * -(-tiles // span)
+        return -(-programs // slots) * (8 * span + 1)
+
+    span = min(range(tiles, 0, -1), key=time)
+    return -(-tiles // span), span
+
+
+def factors(low: Tensor | None, up: Tensor | None, vocab: int, *, exact: bool) -> tuple[Tensor | None, Tensor | None]:
+    """u and B as further columns of h and W, padded with zeros to a multiple of 16.
+
+    Beside 16-bit h and W they are sums of bf16 parts, so that tensor cores multiply them, u = u₀ + u₁ + u₂: each part
+    holds 8 bits more, and u·Bᵀ = Σ uᵢ·Bⱼᵀ over i + j < 3, with an error of 2⁻²⁴.
+    """
+    if low is None or up is None:
+        return None, None
+    up = up[:vocab]
+    if exact:
+        columns = [(low.float(), up.float())]
+    else:
+        pairs = itertools.product(enumerate(_parts(low)), enumerate(_parts(up)))
+        columns = [(u, b) for (i, u), (j, b) in pairs if i + j < 3]
+    u, b = (torch.cat(parts, 1) for parts in zip(*columns, strict=True))
+    padding = 0, -u.shape[1] % 16
+    return F.pad(u, padding), F.pad(b, padding)
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """bf16 tensors with the sum x."""
+    parts, rest = [], x.float()
+    for _ in range({torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return parts
+
+
+class Machine(NamedTuple):
+    """Where the kernel is going to run."""
+
+    architecture: int | str
+    processors: int
+    descriptors: bool  # whether blocks are copied by the tensor memory accelerator
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Machine":
+        if triton.knobs.runtime.interpret:
+            return cls("interpreter", 4, True)
+        architecture = triton.runtime.driver.active.get_current_target().arch
+        if tensor.is_cuda:
+            processors = torch.cuda.get_device_properties(tensor.device).multi_processor_count
+        else:  # compiling for a machine that is not there
+            processors = PROCESSORS[architecture]
+        return cls(architecture, processors, isinstance(architecture, int) and architecture >= 90)
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The interpreter does not know bfloat16."""
+        return torch.float32 if self.architecture == "interpreter" and dtype == torch.bfloat16 else dtype
+
+
+PROCESSORS = {80: 108, 90: 132, 100: 148, "gfx942": 304}
+
+
+def _describable(matrix: Tensor) -> bool:
+    """Whether a descriptor can be made of it: rows of consecutive numbers that start at multiples of 16 bytes."""
+    row, column = matrix.stride()
+    aligned = matrix.data_ptr() % 16 == 0 and row * matrix.element_size() % 16 == 0
+    return aligned and column == 1 and row >= matrix.shape[1]

@@ -1,0 +1,151 @@
+"""The Triton backends of ``linear_logprob`` and ``logits_logprob``: on a GPU where there is one, else interpreted."""
+
+from typing import Any
+
+import pytest
+import torch
+from burnish.kernels import linear_logprob, logits_logprob, tiled
+from heads import CASES, EXTRAS, OUTPUTS, assert_as_good_as_the_reference, head, in_dtype, leaves, measure
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def small_tiles_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for prefix in ("", "GPU_"):
+        monkeypatch.setattr(tiled, f"{prefix}ROWS", 10)
+        monkeypatch.setattr(tiled, f"{prefix}COLUMNS", 48)
+
+
+def on_device(case: dict[str, Any]) -> dict[str, Any]:
+    """The case with no more rows than two tiles and a bit: the interpreter is slow."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(move(item) for item in value)
+        return value.to(DEVICE) if isinstance(value, Tensor) else value
+
+    rows = {name: case[name][:23] for name in ("hidden", "target", "temperature") if isinstance(case.get(name), Tensor)}
+    return {name: move(value) for name, value in (case | rows).items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "keep_bytes"), [*((case, 0) for case in CASES), *((case, 2**20) for case in ("plain", "everything"))]
+)
+def test_triton_is_as_close_to_float64_as_the_reference(case: str, keep_bytes: int) -> None:
+    case_with = on_device(CASES[case]) | {"keep_bytes": keep_bytes}
+    assert_as_good_as_the_reference(case_with, torch.float32, "triton")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fused_is_as_close_to_float64_as_the_reference(case: str) -> None:
+    assert_as_good_as_the_reference(on_device(CASES[case]), torch.float32, "fused")
+
+
+@pytest.mark.parametrize("outputs", [(name,) for name in (*OUTPUTS, *EXTRAS)], ids="+".join)
+def test_each_output_alone_has_its_gradient(outputs: tuple[str, ...]) -> None:
+    case = on_device(CASES["more_of_everything"])
+    assert_as_good_as_the_reference(case, torch.float32, "triton", outputs=outputs)
+
+
+@pytest.mark.parametrize("backend", ["triton", "fused"])
+def test_no_tokens_give_a_differentiable_zero(backend: str) -> None:
+    case = in_dtype(on_device(head(0, 20, 100)), torch.float32)
+    sum(output.sum() for output in linear_logprob(**case, backend=backend)).backward()
+    assert all((leaf.grad == 0).all() for leaf in leaves(case).values())
+
+
+@pytest.mark.parametrize("backend", ["triton", "fused"])
+def test_two_runs_give_the_same_bits(backend: str) -> None:
+    once, again = (measure(in_dtype(on_device(CASES["everything"]), torch.float32), backend) for _ in range(2))
+    for name, expected in once.items():
+        torch.testing.assert_close(again[name], expected, rtol=0, atol=0)
+
+
+def test_logits_by_triton_are_as_close_to_float64_as_the_reference() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(63, 107, generator=random) * 4, torch.arange(63)
+    logits[:, 64:80] = -torch.inf
+
+    def measured(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        z = logits.to(DEVICE, dtype, copy=True).requires_grad_()
+        temperature = (torch.arange(63, device=DEVICE, dtype=dtype) / 64 + 0.5).requires_grad_()
+        given: Any = {"temperature": temperature, "vocab": 100, "outputs": EXTRAS, "backend": backend}
+        found = logits_logprob(z, target.to(DEVICE), **given)[:5]
+        torch.autograd.backward(found, [(torch.arange(63, device=DEVICE, dtype=f.dtype) - 31) / 32 for f in found])
+        return [t.double() for t in (*found, z.grad, temperature.grad)]
+
+    exact, plain, ours = measured(torch.float64, "reference"), measured(torch.float32, "reference"), None
+    ours = measured(torch.float32, "triton")
+    for truth, reference, found in zip(exact, plain, ours, strict=True):
+        finite = truth.isfinite()
+        assert torch.equal(truth[~finite], found[~finite])
+        allowed = 2 * (reference - truth)[finite].abs().max() + 1e-6
+        assert (found - truth)[finite].abs().max() <= allowed
+
+
+def test_without_gradients_auto_writes_no_logits() -> None:
+    plain = torch.zeros(3, 4)
+    road = {"keep_bytes": None}
+    assert tiled.plan(plain, "auto", **road, graph=False, ranked=False).passes == "fused"
+    assert tiled.plan(plain, "auto", **road, graph=True, ranked=False).passes == "triton"
+    assert tiled.plan(plain, "auto", **road, graph=False, ranked=True).passes == "triton"
+    assert tiled.plan(plain, "triton", **road, graph=False, ranked=False).keep == 0
+    assert tiled.plan(plain, "triton", **road, graph=True, ranked=False).keep == tiled.KEEP
+
+
+def test_ranks_need_tiles() -> None:
+    case = on_device(in_dtype(CASES["plain"], torch.float32))
+    with pytest.raises(ValueError, match="backend='fused' sees no tile of logits to rank"):
+        linear_logprob(**case, outputs=("rank",), backend="fused")
+
+
+@pytest.mark.parametrize("backend", ["triton", "fused"])
+def test_triton_without_a_gpu_or_in_float64_says_what_to_do(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=f"backend='{backend}' has no float64; use 'tiled' or 'reference'"):
+        linear_logprob(**CASES["plain"], backend=backend)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"runs on a GPU, and the tensors are on cpu; use 'tiled', or Triton's inter"):
+        linear_logprob(**in_dtype(CASES["plain"], torch.float32), backend=backend)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+class TestOnTheGpu:
+    """What the interpreter can't show: 16 bits, memory, and the products of tensor cores."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("backend", ["triton", "fused"])
+    @pytest.mark.parametrize("case", CASES)
+    def test_sixteen_bits_are_as_close_to_float64_as_the_reference(
+        self, case: str, backend: str, dtype: torch.dtype
+    ) -> None:
+        for keep_bytes in (0, 2**20):
+            if not (backend == "fused" and keep_bytes):
+                assert_as_good_as_the_reference(on_device(CASES[case]) | {"keep_bytes": keep_bytes}, dtype, backend)
+
+    @pytest.mark.parametrize("backend", ["triton", "fused"])
+    def test_bfloat16_logprobs_have_five_digits(self, backend: str) -> None:
+        random = torch.Generator("cuda").manual_seed(0)
+        hidden = torch.randn(512, 1024, generator=random, device="cuda").bfloat16()
+        weight = (torch.randn(32768, 1024, generator=random, device="cuda") / 8).bfloat16()
+        target = torch.randint(32768, (512,), generator=random, device="cuda")
+        exact = linear_logprob(hidden.double(), weight.double(), target, backend="reference")
+        ours = linear_logprob(hidden, weight, target, backend=backend)
+        assert (ours.logprob - exact.logprob).abs().max() <= 1e-5
+        assert (ours.entropy - exact.entropy).abs().max() <= 1e-5
+
+    @pytest.mark.parametrize("backend", ["triton", "fused"])
+    def test_logits_are_never_in_memory(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tiled, "GPU_ROWS", 256)
+        monkeypatch.setattr(tiled, "GPU_COLUMNS", 1024)
+        hidden = torch.randn(1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(65536, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        target = torch.randint(65536, (1024,), device="cuda")
+        for _ in range(2):  # the first run compiles
+            hidden.grad = weight.grad = None
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            linear_logprob(hidden, weight, target, keep_bytes=0, backend=backend).logprob.sum().backward()
+        used = torch.cuda.max_memory_allocated() - before
+        assert used <= 2 * weight.nbytes + 8 * 256 * 1024 + 2**22 < 1024 * 65536
