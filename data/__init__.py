@@ -5,6 +5,7 @@ from .batches import Batches, token_cost
 from .encode import (
     encode_feedback,
     encode_preference,
+    encode_prompts,
     encode_ranking,
     encode_scores,
     encode_steps,
@@ -25,6 +26,7 @@ __all__ = [
     "check_same_vocabulary",
     "encode_feedback",
     "encode_preference",
+    "encode_prompts",
     "encode_ranking",
     "encode_scores",
     "encode_steps",

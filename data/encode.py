@@ -26,12 +26,14 @@ from .examples import (
     feedback,
     judged_steps,
     pair,
+    question,
     solution,
 )
 from .layouts import (
     FEEDBACK,
     OPTION_COLUMNS,
     PREFERENCE,
+    PROMPTS,
     RANKING,
     SCORES,
     SOLUTION,
@@ -176,6 +178,25 @@ def encode_ranking(
     return _encode(records, Encoder(tokenizer, chat_template), RANKING, encode, on_bad_row, processes, judgment)
 
 
+def encode_prompts(
+    records: Records | Data,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    max_length: int | None = None,
+    truncation: Truncation = "error",
+    on_bad_row: OnBadRow = "error",
+    chat_template: str | None = None,
+    processes: int | None = None,
+) -> tuple[Dataset, Accounting]:
+    """Prompts that the policy is to answer, as examples without completions, and an int64 column `row`, where each is
+    in the records, whose other columns are for whoever judges the answers.
+
+    ``max_length`` is that of the prompt. The other arguments are those of `encode_supervised`.
+    """
+    encode = partial(question, limit=Limit(max_length, truncation))
+    return _encode(records, Encoder(tokenizer, chat_template), PROMPTS, encode, on_bad_row, processes, rows=True)
+
+
 def encode_steps(
     records: Records | Data,
     tokenizer: "PreTrainedTokenizerBase",
@@ -256,6 +277,7 @@ def _encode(
     processes: int | None,
     judgment: Mapping[str, Column] | None = None,
     columns: Sequence[str] = (),
+    rows: bool = False,
 ) -> tuple[Dataset, Accounting]:
     if on_bad_row not in ("error", "skip"):
         raise ValueError(f"on_bad_row: wanted error or skip, got {on_bad_row!r}")
@@ -266,7 +288,7 @@ def _encode(
     except ValueError as error:
         raise DataError(f"{records.source}: {error}") from None
     made = {**COLUMNS, **(judgment or {}), **NOTES}
-    numeric = _numeric_columns(records, layout, columns, made)
+    numeric = {} if rows else _numeric_columns(records, layout, columns, made)
     settings = {"encode": encode, "layout": layout, "on_bad_row": on_bad_row, "columns": columns}
     fingerprint = _fingerprint(source, encoder, settings)
     try:
@@ -289,12 +311,14 @@ def _encode(
         records,
         judgment=next(iter(judgment or {}), None),
         max_length=encode.keywords["limit"].max_length,
-        unused=[name for name in source.column_names if name not in {*layout, *OPTION_COLUMNS, *numeric}],
+        unused=[] if rows else [n for n in source.column_names if n not in {*layout, *OPTION_COLUMNS, *numeric}],
     )
     if not kept:
         raise DataError(f"{records.source}: no row is left to train on\n{accounting}")
     if len(kept) < len(encoded):
         encoded = encoded.select(kept)
+    if rows:
+        encoded = encoded.add_column("row", encoded["_row"])
     return encoded.remove_columns(list(NOTES)), accounting
 
 

@@ -82,6 +82,26 @@ def demonstration(row: Row, encoder: Encoder, *, train_on: TrainOn, limit: Limit
     return Encoded(cut, truncated=True, shortened=shortened)
 
 
+def question(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
+    """A prompt that is still to be answered. Of one that is too long, nothing is cut unless told so: it would ask
+    something else."""
+    assert row.prompt is not None
+    if isinstance(row.prompt, str):
+        prompt = encoder.plain(row.prompt)
+        if prompt and prompt[-1] == encoder.tokenizer.eos_token_id and prompt[-1] != encoder.tokenizer.bos_token_id:
+            prompt.pop()  # some tokenizers end every text, and this one goes on
+    else:
+        prompt = encoder.chat(row.prompt, row.template_options, generation_prompt=True)
+    if not prompt:
+        raise BadRow(
+            "no prompt", "the prompt has no tokens, so nothing predicts the first one of an answer; fill it in"
+        )
+    excess = limit.excess(Example(prompt, [[]], [[]]))
+    if excess:
+        prompt = prompt[: limit.max_length] if limit.truncation == "keep_start" else prompt[excess:]
+    return Encoded(Example(prompt, [], []), truncated=excess > 0)
+
+
 def answers(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
     """One or more answers to one prompt, all of them trained; no two of them may be the same."""
     assert row.prompt is not None

@@ -6,6 +6,7 @@
     steps        prompt, completions (the steps of one solution), labels (of each step)
     scores       prompt, completion, score
     ranking      prompt, completions (several answers), ranks (of each answer, 0 the best)
+    prompts      prompt, to be answered by the policy; all other columns are for whoever judges its answers
 
 Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list of {role, content});
 a step is plain.
@@ -28,6 +29,7 @@ FEEDBACK: tuple[Layout, ...] = (("prompt", "completion", "label"), *PREFERENCE)
 STEPS: tuple[Layout, ...] = (("prompt", "completions", "labels"),)
 SCORES: tuple[Layout, ...] = (("prompt", "completion", "score"),)
 RANKING: tuple[Layout, ...] = (("prompt", "completions", "ranks"),)
+PROMPTS: tuple[Layout, ...] = (("prompt",),)
 SOLUTION: Layout = ("prompt", "completions")  # steps that are still to be judged
 
 JUDGMENTS = ("label", "labels", "score", "ranks")
@@ -122,6 +124,9 @@ def read_row(record: Mapping[str, Any], layout: Layout) -> Row:
             _check_answers(layout[0], [], value)
         return Row(None, (value,), options)
     prompt = values.pop("prompt", None)
+    if layout in PROMPTS:
+        assert prompt is not None
+        _check_question(prompt)
     if prompt is None or (
         isinstance(prompt, str) and all(isinstance(v, list) for v in values.values()) and "chosen" in values
     ):
@@ -230,6 +235,13 @@ def _message(record: Any, name: str, number: int) -> Message:
     if content is not None and not isinstance(content, str):
         raise BadRow("not text", f"the content of {at} is {_kind(content)}, wanted text; convert it or remove the row")
     return message
+
+
+def _check_question(prompt: Value) -> None:
+    if not prompt:
+        raise BadRow("no prompt", "'prompt' is empty, so nothing predicts the first token; fill it in")
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        raise BadRow("roles", "'prompt' ends with an assistant message, wanted one to answer; remove it")
 
 
 def _check_answers(name: str, prompt: Value, value: Value) -> None:
