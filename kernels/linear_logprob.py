@@ -12,7 +12,7 @@ a language-model head. Their gradient for upstream g_p, g_H, g_L, from which the
 ``reference.py`` is the definition, ``tiled.py`` the same without ``[N, V]`` in memory.
 """
 
-from typing import TypedDict, Unpack, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ def linear_logprob(
     columns = _columns(head, vocab)
     if shard is None:
         check_top_k(who, top_k, columns)
-    asked = {"temperature": temperature, "vocab": columns, "outputs": outputs, "top_k": top_k}
+    asked: Any = {"temperature": temperature, "vocab": columns, "outputs": outputs, "top_k": top_k}
     with torch.autocast(hidden.device.type, enabled=False):  # logits are never rounded to 16 bits
         passes = choose(who, backend, hidden)
         if passes == "reference":

@@ -89,7 +89,7 @@ def gradients(
         whole = whole._replace(weight=main_grad)
     moments = torch.zeros_like(softmax.shift) if needed[5] else None
     space, tops = kept
-    place = Tiles(space, call.rows, call.vocab, tops if call.passes == "triton" else None, some and some.index)
+    place = Tiles(space, call.rows, call.vocab, tops if call.passes == "triton" else None, some and some.rows)
     buffer = head.hidden.new_empty(min(n, call.rows) * min(call.vocab, call.columns) if call.passes != "torch" else 0)
     for columns in spans(call.vocab, call.columns):
         part, grads = head.columns(columns), whole.columns(columns, exact)
@@ -139,7 +139,7 @@ def live_rows(upstream: Sequence[Tensor | None], n: int) -> "Live | None":
 class Live(NamedTuple):
     """Indices ``[live]`` of some of ``n`` rows."""
 
-    index: Tensor
+    rows: Tensor
     n: int
 
 
@@ -149,19 +149,19 @@ def _selected(
     """Of everything that has rows, those."""
 
     def rows(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t[some.index] if t.numel() else t  # what was not asked for is empty
+        return None if t is None else t[some.rows] if t.numel() else t  # what was not asked for is empty
 
-    picked = Softmax(*(t[some.index] if t.numel() else t for t in softmax))
-    head = head._replace(hidden=head.hidden[some.index], low=rows(head.low))
+    picked = Softmax(*(t[some.rows] if t.numel() else t for t in softmax))
+    head = head._replace(hidden=head.hidden[some.rows], low=rows(head.low))
     transform = call.transform._replace(temperature=rows(call.transform.temperature))
-    return [rows(u) for u in upstream], picked, head, target[some.index], call._replace(transform=transform)
+    return [rows(u) for u in upstream], picked, head, target[some.rows], call._replace(transform=transform)
 
 
 def _spread(t: Tensor | None, some: Live | None) -> Tensor | None:
     """Back to all rows; the others have a gradient of 0."""
     if t is None or some is None:
         return t
-    return t.new_zeros(some.n, *t.shape[1:]).index_copy_(0, some.index, t)
+    return t.new_zeros(some.n, *t.shape[1:]).index_copy_(0, some.rows, t)
 
 
 def _unit(upstream: Sequence[Tensor | None], dtype: torch.dtype, scale: float) -> float:

@@ -248,16 +248,15 @@ class Launch(NamedTuple):
     warps: int
 
 
-def launch(columns: int, dtype: torch.dtype) -> Launch:
-    """How many logits of a row a program takes at a time, and with how many warps.
+def launch(columns: int) -> Launch:
+    """How many logits of a row a program takes at a time, and with how many warps: 16 per thread.
 
-    64 bytes of the row per thread are four of its widest loads: with the registers that fold_ and pull_ then need
-    (32 to 64) some 64 kB are under way in each multiprocessor, more than memory needs to be busy.
+    They arrive in two to four of a thread's widest loads and leave the usual passes at 32 to 48 registers, so that some
+    50 (16 bits) to 100 kB (float32) are under way in a multiprocessor, twice what memory needs to be busy; 32 of them
+    took up to 226 registers.
     """
-    warp = 32 * 64 // dtype.itemsize  # logits
-    longest = 8 * warp  # 16 kB: longer, and the three barriers of a block are waited for by more; shorter, more blocks
-    block = min(max(triton.next_power_of_2(columns), 128), longest)  # short rows: no idle warps
-    return Launch(block, max(1, block // warp))
+    block = min(max(triton.next_power_of_2(columns), 128), 4096)  # short rows: no idle warps; long ones: 8 warps
+    return Launch(block, max(1, block // 512))
 
 
 def fold_(
@@ -273,7 +272,7 @@ def fold_(
         return
     shifted, top = kept or (None, None)
     assert all(sums is None or sums.is_contiguous() for sums in (*state, top))
-    targets, (block, warps) = column.shape[1], launch(columns, tile.dtype)
+    targets, (block, warps) = column.shape[1], launch(columns)
     with torch.cuda.device_of(tile):
         _fold_kernel[(n,)](
             *state,
@@ -312,7 +311,7 @@ def pull_(
     n, columns = tile.shape
     if n == 0:
         return
-    block, warps = launch(columns, tile.dtype)
+    block, warps = launch(columns)
     with torch.cuda.device_of(tile):
         _pull_kernel[(n,)](
             out,

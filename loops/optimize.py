@@ -82,7 +82,8 @@ def train_step(
 
     Returns:
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
-        ``skipped``: 1 if the gradient was not finite and no step was taken.
+        ``skipped``: 1 if no step was taken, because the gradient was not finite, or because there was nothing to train
+        on: no token of any loss on any rank.
     """
     denominators = global_denominators(accelerator, micro_batches, expression)
     sums = Sums(expression)
@@ -101,12 +102,13 @@ def train_step(
             # Ranks average their gradients, and the loss is a sum over ranks.
             accelerator.backward(total * accelerator.num_processes)
     grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm))
-    finite = math.isfinite(grad_norm)
-    if finite:
+    trains = any(denominators[name] for name, (coefficient, _) in expression.items() if coefficient)
+    taken = math.isfinite(grad_norm) and trains  # momentum would move the weights even where no gradient does
+    if taken:
         optimizer.step()
     optimizer.zero_grad()
     tokens = sum_over_ranks(accelerator, {"tokens": float(sum(len(batch.target) for batch in micro_batches))})
-    return {**sums.means(accelerator, denominators), "grad_norm": grad_norm, **tokens, "skipped": float(not finite)}
+    return {**sums.means(accelerator, denominators), "grad_norm": grad_norm, **tokens, "skipped": float(not taken)}
 
 
 def global_denominators(
@@ -152,7 +154,7 @@ def optimize(
             accelerator, policy, optimizer, batches(number - 1), objective, expression, max_grad_norm=max_grad_norm
         )
         schedule.step()
-        failures = failures + 1 if metrics["skipped"] else 0
+        failures = 0 if math.isfinite(metrics["grad_norm"]) else failures + 1
         if failures == PATIENCE:
             raise FloatingPointError(
                 f"optimize: the gradient was not finite in {PATIENCE} steps in a row, the last one step {number}: "

@@ -12,9 +12,9 @@ import errno
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import yaml
@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from . import checkpoint
 from .backbone import Backbone
+from .batch import Batch
 from .config import Common
 from .curves import draw_curves
-from .feed import Feed
 from .model import save_model
 from .optimize import Objective, evaluate, optimize
 from .progress import progress
@@ -37,6 +37,19 @@ log = logging.getLogger(__name__)
 
 # What may differ when a run is resumed: none of it changes the steps that were already taken.
 _FREE = {"resume", "steps", "epochs", "eval_every", "save_every", "report_to"}
+
+
+Evaluation = Callable[[int], Mapping[str, float]]
+
+
+@runtime_checkable
+class Steps(Protocol):
+    """This rank's micro-batches of each of so many steps: a `Feed`, or `Experience`."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def __call__(self, step: int) -> Sequence[Batch]: ...
 
 
 class StepMemory(checkpoint.Memory, Protocol):
@@ -88,14 +101,21 @@ class Run:
         self,
         policy: Backbone,
         tokenizer: PreTrainedTokenizerBase,
-        feed: Feed,
+        feed: Steps,
         objective: Objective,
         expression: Expression,
         *,
-        evaluation: Feed | None = None,
+        evaluation: Steps | Evaluation | None = None,
         memory: StepMemory | None = None,
+        report: Callable[[], Mapping[str, float]] = dict,
     ) -> dict[str, float]:
-        """Optimize, evaluate, save and report; returns the metrics of the last step."""
+        """Optimize, evaluate, save and report; returns the metrics of the last step.
+
+        Args:
+            evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
+            memory: what is remembered from step to step, and in checkpoints.
+            report: further metrics of the step that was just taken.
+        """
         config, accelerator = self.config, self.accelerator
         accelerator.wait_for_everyone()  # every rank has looked at the directory before the main process writes to it
         if accelerator.is_main_process:
@@ -115,14 +135,18 @@ class Run:
         start = checkpoint.load_newest(checkpoints, **parts, memory=memory) if config.resume else 0
         journal = Journal(self.directory, start, accelerator)
 
-        def held_out() -> dict[str, float]:
+        def held_out(taken: int) -> dict[str, float]:
             assert evaluation is not None
-            metrics = evaluate(accelerator, prepared, evaluation(0), objective, expression)
+            metrics: Mapping[str, float]
+            if isinstance(evaluation, Steps):
+                metrics = evaluate(accelerator, prepared, evaluation(0), objective, expression)
+            else:
+                metrics = evaluation(taken)
             return {f"eval/{name}": value for name, value in metrics.items()}
 
         metrics: dict[str, float] = {}
         if evaluation is not None and start == 0:
-            journal.write(0, held_out())
+            journal.write(0, held_out(0))
         with progress(feed.steps, start, visible=accelerator.is_main_process) as show:
             for step in optimize(
                 batches=feed,
@@ -133,12 +157,12 @@ class Run:
                 max_grad_norm=config.max_grad_norm,
                 **parts,
             ):
-                metrics = step.metrics
+                metrics = {**step.metrics, **report()}
                 if memory is not None:
                     memory.observe(metrics)
                 last = step.number == feed.steps
                 if evaluation is not None and (last or _due(step.number, config.eval_every)):
-                    metrics = {**metrics, **held_out()}
+                    metrics = {**metrics, **held_out(step.number)}
                 journal.write(step.number, metrics)
                 show(step.number, metrics)
                 if last or _due(step.number, config.save_every):

@@ -145,6 +145,7 @@ def policy_tensors(
     teaching: Callable[[Batch], Lesson] | None = None,
     outputs: tuple[Extra, ...] = (),
     pairs: bool = False,
+    temperature: float = 1.0,
 ) -> Reader:
     """Log-probs and what else the policy says, of tokens, of answers and of pairs, under the names of the objectives.
 
@@ -156,11 +157,13 @@ def policy_tensors(
         outputs: of the log-prob kernel: "mean_logprob" gives ``mean_logp``, for label smoothing; "log_sum_squares"
             gives ``wpo``, the weight of each answer and the product of those of each pair.
         pairs: whether the examples are pairs of a chosen and a rejected answer.
+        temperature: of the policy's softmax, that which answers were sampled at.
     """
     total: Answer = answer or (lambda x, batch: sequence_sum(x, batch.sequence, batch.sequences))
 
     def read(policy: nn.Module, batch: Batch) -> Tensors:
         asked: dict[str, Any] = {"outputs": outputs} if outputs else {}
+        asked |= {"temperature": temperature} if temperature != 1.0 else {}
         said = policy(batch, **asked, **({} if teaching is None else {"lesson": teaching(batch)}))
         tokens = {"logp": said.logprob, "entropy": said.entropy, "logsumexp": said.logsumexp}
         more = {"value": said.value, "divergence": said.divergence, "mean_logp": said.mean_logprob}
