@@ -52,9 +52,9 @@ def operands(hidden: Tensor, head: Head, dtype: torch.dtype) -> Operands:
     low = up = None
     if head.adapter is not None:
         down, up, scaling = head.adapter
-        # Cast once, so that its two gradients are added before they are rounded.
-        hidden = hidden.to(dtype)
-        low = scaling * (hidden @ down.to(dtype).t())
+        if factors(hidden).dtype == dtype:
+            hidden = hidden.to(dtype)  # cast once, so that its two gradients are added before they are rounded
+        low = scaling * (hidden.to(dtype) @ down.to(dtype).t())
     return Operands(hidden, head.weight, head.bias, low, up)
 
 
@@ -160,7 +160,7 @@ class Tiles:
 def room(hidden: Tensor, vocab: int, columns: int, keep: int, dtype: torch.dtype | None = None) -> Tensor:
     """``[tiles, N, columns]``: as many tiles as fit into ``keep`` bytes, but never all of them."""
     dtype = dtype or accumulation_dtype(hidden.dtype)
-    bytes_per_tile = hidden.shape[0] * columns * dtype.itemsize + 1
+    bytes_per_tile = torch.sym_max(hidden.shape[0], 1) * columns * dtype.itemsize  # type: ignore[no-untyped-call]
     tiles = torch.sym_min(  # type: ignore[no-untyped-call]
         max(vocab - 1, 0) // columns, keep // bytes_per_tile
     )

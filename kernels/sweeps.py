@@ -82,7 +82,7 @@ def gradients(
         upstream, softmax, head, target, call = _selected(some, upstream, softmax, head, target, call)
     head = head._replace(hidden=factors(head.hidden))
     n, exact, transform = len(head.hidden), softmax.shift.dtype, call.transform
-    unit = _unit(upstream, head.hidden.dtype, transform.scale)
+    unit = unit_of(upstream, head.hidden.dtype, transform.scale)
     arriving = coefficients([None if u is None else u / unit for u in upstream], softmax, transform)
     whole = Gradients.zeros(head, needed[:5])
     if main_grad is not None and whole.weight is not None:
@@ -119,8 +119,8 @@ def gradients(
     if main_grad is not None:
         whole = whole._replace(weight=None)
     per_row = {"hidden": whole.hidden, "low": whole.low}
-    whole = whole._replace(**{name: _spread(t, some) for name, t in per_row.items()})
-    return [*whole, _spread(moments, some)]
+    whole = whole._replace(**{name: spread(t, some) for name, t in per_row.items()})
+    return [*whole, spread(moments, some)]
 
 
 def live_rows(upstream: Sequence[Tensor | None], n: int) -> "Live | None":
@@ -157,14 +157,14 @@ def _selected(
     return [rows(u) for u in upstream], picked, head, target[some.rows], call._replace(transform=transform)
 
 
-def _spread(t: Tensor | None, some: Live | None) -> Tensor | None:
+def spread(t: Tensor | None, some: Live | None) -> Tensor | None:
     """Back to all rows; the others have a gradient of 0."""
     if t is None or some is None:
         return t
     return t.new_zeros(some.n, *t.shape[1:]).index_copy_(0, some.rows, t)
 
 
-def _unit(upstream: Sequence[Tensor | None], dtype: torch.dtype, scale: float) -> float:
+def unit_of(upstream: Sequence[Tensor | None], dtype: torch.dtype, scale: float = 1.0) -> float:
     """What dc is a multiple of where it is float16, so that gradients of 1/N do not vanish: a power of 2, exact."""
     if dtype != torch.float16:
         return 1.0

@@ -23,7 +23,6 @@ arrives at are left out of backward. Products are torch's; the pass between two 
 (divergence_tiles.py), or Triton's (triton_divergence.py).
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -34,7 +33,7 @@ from .checks import check_temperature
 from .divergence_tiles import LEVEL, fold, mix, pull
 from .head import Head, accumulation_dtype
 from .operands import Gradients, Operands, Tiles, factors, operands, room
-from .sweeps import live_rows
+from .sweeps import live_rows, spread, unit_of
 from .tiles import NEVER, Transform, no_second_derivative, per_row, run, spans, worth_compiling
 
 ROWS, COLUMNS = 1024, 1024  # 4 MB of float32 for each head: two tiles and their temporaries fit into 32 MB of cache
@@ -139,7 +138,7 @@ def _forward(
     keep: int,
     passes: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The divergence; what later passes know of a row, see divergence_tiles.py; and the tiles of both heads that are kept."""
+    """The divergence, what is ``known`` of the rows (divergence_tiles.py), and the tiles of both heads that stay."""
     check_temperature("linear_divergence", temperature)
     how = Plan(rows, columns, keep, passes)
     kept = room(hidden, vocab, columns, keep), room(hidden, vocab, columns, keep)
@@ -287,20 +286,13 @@ def _backward(
     teacher = teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_up
     constants, how = (scale, softcap, teacher_scale, teacher_softcap), Plan(rows, columns, 0, passes)
     some = live_rows([upstream], len(hidden))
-    only = None if some is None else some.index
+    only = None if some is None else some.rows
     call = _call(student, teacher, temperature, constants, kept, beta, vocab, how, only)
     whole = _gradients(call, *((upstream, known) if only is None else (upstream[only], known[only])), needed)
     if only is not None:
-        whole = whole._replace(
-            hidden=_spread(whole.hidden, only, len(hidden)), low=_spread(whole.low, only, len(hidden))
-        )
+        whole = whole._replace(hidden=spread(whole.hidden, some), low=spread(whole.low, some))
     results = zip(whole, student, strict=True)
     return [grad.to(like.dtype) for grad, like in results if grad is not None and like is not None]
-
-
-def _spread(t: Tensor | None, only: Tensor, n: int) -> Tensor | None:
-    """Back to all n rows; the others have a gradient of 0."""
-    return None if t is None else t.new_zeros(n, t.shape[1]).index_copy_(0, only, t)
 
 
 def _gradients(call: _Call, upstream: Tensor, known: Tensor, needed: Sequence[bool]) -> Gradients:
@@ -309,7 +301,7 @@ def _gradients(call: _Call, upstream: Tensor, known: Tensor, needed: Sequence[bo
     gain = upstream * call.transforms[0].inner(upstream) * (1 - beta if 0 < beta < 1 else 1)
     known = known.clone()
     known[:, LEVEL].masked_fill_(gain == 0, 0)  # a row that no gradient arrives at has none, even if it diverges
-    unit = _unit(gain, call.student.hidden.dtype)
+    unit = unit_of([gain], call.student.hidden.dtype)
     gain = gain / unit
     buffer = call.student.hidden.new_empty(min(n, call.plan.rows) * min(call.vocab, call.plan.columns))
     for columns in spans(call.vocab, call.plan.columns):
@@ -327,12 +319,6 @@ def _gradients(call: _Call, upstream: Tensor, known: Tensor, needed: Sequence[bo
             grads.add_(dc, part.student, rows, unit)
         whole.store_(columns, grads)
     return whole
-
-
-def _unit(gain: Tensor, dtype: torch.dtype) -> float:
-    """What dc is a multiple of where it is float16, so that gradients of 1/N do not vanish: a power of 2, exact."""
-    largest = float(gain.abs().max()) if dtype == torch.float16 and gain.numel() else 0.0
-    return 2.0 ** math.floor(math.log2(largest)) if 0 < largest < math.inf else 1.0
 
 
 @_backward.register_fake

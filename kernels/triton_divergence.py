@@ -30,27 +30,27 @@ KNOWN = tl.constexpr(5)  # columns of ``known`` and of the state of a fold
 
 
 @triton.jit
-def _tile(tile_ptr, stride, row, column, inside, inner, outer, softcap, padding):
+def _tile(tile_ptr, stride, row, column, inside, inner, outer, temperature_ptr, softcap, padding):
     """``[ROWS, BLOCK]`` of z; what is not inside is ``padding``."""
     at = tile_ptr + row[:, None].to(tl.int64) * stride + column[None, :]
-    z = tempered(tl.load(at, inside, 0.0), inner, outer, softcap)
+    z = tempered(tl.load(at, inside, 0.0), inner, outer, temperature_ptr, softcap)
     return tl.where(inside, z, padding)
 
 
 @triton.jit
-def _rows(n, temperature_ptr, scale, softcap, other_scale, other_softcap, ROWS: tl.constexpr):
+def _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS: tl.constexpr):
     """This program's rows, which of them there are, and ``factors`` ``[ROWS, 1]`` of both heads."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < n
     at = tl.where(there, row, 0)  # what is past the last row may be read, and is never written
     inner, outer = factors(temperature_ptr, at[:, None], scale, softcap)
-    other_inner, other_outer = factors(temperature_ptr, at[:, None], other_scale, other_softcap)
-    return at, there, inner, outer, other_inner, other_outer
+    inner_w, outer_w = factors(temperature_ptr, at[:, None], scale_w, softcap_w)
+    return at, there, inner, outer, inner_w, outer_w
 
 
 @triton.jit
 def _known(known_ptr, row):
-    """m_S, log S, m_T, log R and the level, D or K, each ``[ROWS, 1]``. m comes off first: it has the digits."""
+    """m_S, log S, m_T, log R and the level, D or K, each ``[ROWS, 1]``."""
     at = known_ptr + row[:, None] * KNOWN
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
@@ -69,8 +69,8 @@ def _fold_kernel(
     temperature_ptr,  # [n] or None
     scale,
     softcap,
-    other_scale,
-    other_softcap,
+    scale_w,
+    softcap_w,
     n,
     columns,
     p_stride: tl.int64,
@@ -79,9 +79,7 @@ def _fold_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, there, inner, outer, other_inner, other_outer = _rows(
-        n, temperature_ptr, scale, softcap, other_scale, other_softcap, ROWS
-    )
+    row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
     state_ptr += row * KNOWN
     shift, total = tl.load(state_ptr), tl.load(state_ptr + 1)  # [ROWS]
     other_shift, other_total = tl.load(state_ptr + 2), tl.load(state_ptr + 3)
@@ -91,8 +89,8 @@ def _fold_kernel(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         inside = there[:, None] & (column < columns)[None, :]
-        z = _tile(p_ptr, p_stride, row, column, inside, inner, outer, softcap, NEVER)  # [ROWS, BLOCK]
-        w = _tile(q_ptr, q_stride, row, column, inside, other_inner, other_outer, other_softcap, NEVER)
+        z = _tile(p_ptr, p_stride, row, column, inside, inner, outer, temperature_ptr, softcap, NEVER)
+        w = _tile(q_ptr, q_stride, row, column, inside, inner_w, outer_w, temperature_ptr, softcap_w, NEVER)
         top, other_top = tl.maximum(shift, tl.max(z, 1)), tl.maximum(other_shift, tl.max(w, 1))
         drop, other_drop = shift - top, other_shift - other_top
         decay, other_decay = tl.exp2(drop * LOG2E), tl.exp2(other_drop * LOG2E)
@@ -121,8 +119,8 @@ def _mix_kernel(
     temperature_ptr,  # [n] or None
     scale,
     softcap,
-    other_scale,
-    other_softcap,
+    scale_w,
+    softcap_w,
     beta,
     rest,  # 1 − β, which float32 would round
     n,
@@ -132,21 +130,16 @@ def _mix_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, there, inner, outer, other_inner, other_outer = _rows(
-        n, temperature_ptr, scale, softcap, other_scale, other_softcap, ROWS
-    )
+    row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
     shift, log_total, other_shift, other_log_total, _ = _known(known_ptr, row)
     from_teacher = tl.zeros((ROWS, BLOCK), tl.float32)
     from_student = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         inside = there[:, None] & (column < columns)[None, :]
-        z = _tile(student_ptr, student_stride, row, column, inside, inner, outer, softcap, NEVER)  # [ROWS, BLOCK]
-        w = _tile(teacher_ptr, teacher_stride, row, column, inside, other_inner, other_outer, other_softcap, NEVER)
-        s, t = (
-            (z - shift) - log_total,
-            (w - other_shift) - other_log_total,
-        )  # minus m first: large logits cost no digits
+        z = _tile(student_ptr, student_stride, row, column, inside, inner, outer, temperature_ptr, softcap, NEVER)
+        w = _tile(teacher_ptr, teacher_stride, row, column, inside, inner_w, outer_w, temperature_ptr, softcap_w, NEVER)
+        s, t = (z - shift) - log_total, (w - other_shift) - other_log_total
         p, q = tl.exp2(s * LOG2E), tl.exp2(t * LOG2E)
         mixture = _log_mixture(p, q, beta, rest)
         from_teacher += q * (t - mixture)
@@ -167,8 +160,8 @@ def _pull_kernel(
     temperature_ptr,  # [n] or None
     scale,
     softcap,
-    other_scale,
-    other_softcap,
+    scale_w,
+    softcap_w,
     beta,
     rest,  # 1 − β, which float32 would round
     n,
@@ -180,22 +173,17 @@ def _pull_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, there, inner, outer, other_inner, other_outer = _rows(
-        n, temperature_ptr, scale, softcap, other_scale, other_softcap, ROWS
-    )
+    row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
     gain = tl.load(gain_ptr + row)[:, None]  # [ROWS, 1]
     shift, log_total, other_shift, other_log_total, level = _known(known_ptr, row)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         inside = there[:, None] & (column < columns)[None, :]
-        z = _tile(student_ptr, student_stride, row, column, inside, inner, outer, softcap, shift)  # [ROWS, BLOCK]
+        z = _tile(student_ptr, student_stride, row, column, inside, inner, outer, temperature_ptr, softcap, shift)
         w = _tile(
-            teacher_ptr, teacher_stride, row, column, inside, other_inner, other_outer, other_softcap, other_shift
+            teacher_ptr, teacher_stride, row, column, inside, inner_w, outer_w, temperature_ptr, softcap_w, other_shift
         )
-        s, t = (
-            (z - shift) - log_total,
-            (w - other_shift) - other_log_total,
-        )  # minus m first: large logits cost no digits
+        s, t = (z - shift) - log_total, (w - other_shift) - other_log_total
         p = tl.exp2(s * LOG2E)
         if KIND == "forward":
             dz = p - tl.exp2(t * LOG2E)

@@ -121,7 +121,7 @@ def _forward_kernel(
     hidden_stride, hidden_column_stride, weight_stride, weight_column_stride,
     D: tl.constexpr, RANK: tl.constexpr, TARGETS: tl.constexpr, MEAN: tl.constexpr, SQUARES: tl.constexpr,
     RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, WIDEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """One block of rows, one span of the vocabulary: ``sums[split, :, row]`` and the targets that are in the span."""
     QUARTER: tl.constexpr = COLUMNS // 4
@@ -141,7 +141,8 @@ def _forward_kernel(
     if temperature_ptr is not None:
         cooling = 1 / tl.load(temperature_ptr + row, mask=row < rows, other=1.0)
 
-    for first in tl.range(split * span * COLUMNS, tl.minimum((split + 1) * span * COLUMNS, vocab), COLUMNS):
+    end = tl.minimum((split + 1) * span * COLUMNS, vocab)
+    for first in tl.range(split * span * COLUMNS, end, COLUMNS, flatten=FLAT):
         c = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in tl.range(0, D, DEPTH):
             h = _block(hidden, first_row, k, rows, hidden_stride, hidden_column_stride, D, ROWS, DEPTH, DESCRIBED)
@@ -191,26 +192,27 @@ class Launch(NamedTuple):
     depth: int
     warps: int
     stages: int
-    resident: int  # programs on a multiprocessor at a time
+    flat: bool  # the next tile's first blocks are fetched while this one is folded
 
 
-def launch(architecture: int | str, dtype: torch.dtype, *, described: bool) -> Launch:
+def launch(architecture: int | str, dtype: torch.dtype, *, aligned: bool, plain: bool) -> Launch:
     """The tile for a compute capability (90), an AMD architecture ("gfx942") or "interpreter".
 
-    ``described`` says whether blocks are copied by descriptors, which need no registers for addresses.
+    ``aligned`` says whether rows start at multiples of 16 bytes; if not, numbers are copied one by one. ``plain``: one
+    target a row and no factors, which need registers and shared memory of their own.
     """
     match architecture:
         case "interpreter":
-            return Launch(32, 64, 16, 1, 1, 1)
+            return Launch(32, 64, 16, 1, 1, False)
         case _ if dtype == torch.float32:
-            return Launch(64, 128, 16, 8, 2, 1)
-        case int() if described:
-            return Launch(128, 256, 64, 8, 3, 1)
-        case int() if architecture == 80:
-            return Launch(128, 128, 64, 8, 3, 1)
-        case int():  # 99 KB of shared memory on some of these
-            return Launch(128, 128, 32, 8, 3, 1)
-    return Launch(128, 128, 32, 8, 2, 1)
+            return Launch(64, 128, 16, 8, 2, False)
+        case _ if not aligned:
+            return Launch(64, 128, 32, 8, 2, False)
+        case 90 | 100 | 103:
+            return Launch(128, 256 if plain else 128, 64, 8, 4, plain)
+        case 80:
+            return Launch(128, 128, 64, 8, 3, plain)
+    return Launch(128, 128, 32, 8, 2, False)  # 64 kB of shared memory
 
 
 def accumulate(
@@ -242,10 +244,12 @@ def accumulate(
     low, up = factors(low, up, vocab, exact=machine.architecture == "interpreter" or weight.dtype == torch.float32)
     hidden, weight = hidden.to(machine.dtype(hidden.dtype)), weight.to(machine.dtype(weight.dtype))
     widen = hidden.dtype != weight.dtype
-    described = machine.descriptors and not widen and _describable(hidden) and _describable(weight)
-    tile = launch(machine.architecture, torch.float32 if widen else hidden.dtype, described=described)
+    aligned = _aligned(hidden) and _aligned(weight)
+    described = machine.descriptors and aligned and not widen
+    plain = low is None and target.shape[1] == 1
+    tile = launch(machine.architecture, torch.float32 if widen else hidden.dtype, aligned=aligned, plain=plain)
     blocks = triton.cdiv(n, tile.rows)
-    splits, span = schedule(blocks, triton.cdiv(vocab, tile.columns), machine.processors * tile.resident)
+    splits, span = schedule(blocks, triton.cdiv(vocab, tile.columns), machine.processors)
     sums = hidden.new_empty(splits, 3 + 2 * mean + squares, n, dtype=torch.float32)
     scale = transform.scale / (transform.softcap or 1.0)
     with torch.cuda.device_of(hidden):
@@ -253,7 +257,7 @@ def accumulate(
             sums,
             state.chosen,
             TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]) if described else hidden,
-            TensorDescriptor.from_tensor(weight[:vocab], [tile.columns, tile.depth]) if described else weight,
+            TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]) if described else weight,
             target.contiguous(),
             bias if bias is None else bias.to(machine.dtype(bias.dtype)).contiguous(),
             low,
@@ -279,6 +283,7 @@ def accumulate(
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             DEPTH=tile.depth,
+            FLAT=tile.flat,
             AT_ONCE=min(16, triton.next_power_of_2(target.shape[1])),
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -370,8 +375,8 @@ class Machine(NamedTuple):
 PROCESSORS = {80: 108, 90: 132, 100: 148, "gfx942": 304}
 
 
-def _describable(matrix: Tensor) -> bool:
-    """Whether a descriptor can be made of it: rows of consecutive numbers that start at multiples of 16 bytes."""
+def _aligned(matrix: Tensor) -> bool:
+    """Whether its rows are consecutive numbers and start at multiples of 16 bytes."""
     row, column = matrix.stride()
-    aligned = matrix.data_ptr() % 16 == 0 and row * matrix.element_size() % 16 == 0
-    return aligned and column == 1 and row >= matrix.shape[1]
+    starts = matrix.data_ptr() % 16 == 0 and row * matrix.element_size() % 16 == 0
+    return starts and column == 1 and row >= matrix.shape[1]

@@ -1,138 +1,35 @@
 """``linear_divergence``: the tiled backend against the definition, and the definition against the equations."""
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import Head, linear_divergence, tiled_divergence, tiles
+from burnish.kernels import Head, linear_divergence, operands, tiled_divergence, tiles
+from burnish.kernels.head import Shard
+from pairs import (
+    BETAS,
+    CASES,
+    arriving,
+    assert_as_good_as_the_reference,
+    biased,
+    in_dtype,
+    leaves,
+    measure,
+    normal,
+    opposed,
+    problem,
+)
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-BETAS = (0.0, 0.1, 0.5, 1.0)
 
-
-@pytest.fixture(params=[0, 20_000], ids=["all_recomputed", "some_kept"])
+@pytest.fixture(params=[0, 40_000], ids=["all_recomputed", "some_kept"])
 def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles in both directions, the last ones ragged, at sizes where float64 references are cheap."""
     monkeypatch.setattr(tiled_divergence, "ROWS", 24)
     monkeypatch.setattr(tiled_divergence, "COLUMNS", 32)
     monkeypatch.setattr(tiled_divergence, "KEEP", request.param)
-
-
-class Normal:
-    """Random numbers in float64, always the same."""
-
-    def __init__(self) -> None:
-        self.random = torch.Generator().manual_seed(0)
-
-    def __call__(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.random, dtype=torch.float64)
-
-    def head(self, width: int, size: int, **changes: Any) -> Head:
-        """Logits of about ±4 for normal hidden states."""
-        return Head(self(size, width) * 4 / width**0.5, **changes)
-
-    def lora(self, width: int, size: int, rank: int = 3) -> tuple[Tensor, Tensor, float]:
-        return self(rank, width), self(size, rank), 0.7
-
-
-normal = Normal()
-
-
-def problem(tokens: int = 63, size: int = 100, **changes: Any) -> dict[str, Any]:
-    """The arguments of ``linear_divergence``: a student of width 20, a teacher of width 12."""
-    heads = {"student": normal.head(20, size), "teacher": normal.head(12, size)}
-    return {"student_hidden": normal(tokens, 20), "teacher_hidden": normal(tokens, 12)} | heads | changes
-
-
-def biased(**biases: Tensor) -> dict[str, Any]:
-    case = problem()
-    return case | {name: case[name]._replace(bias=bias) for name, bias in biases.items()}
-
-
-def opposed() -> dict[str, Any]:
-    """Each is nearly certain, of different tokens."""
-    student, teacher = torch.zeros(100, dtype=torch.float64), torch.zeros(100, dtype=torch.float64)
-    student[7], teacher[91] = 60, 60
-    return biased(student=student, teacher=teacher)
-
-
-def distilled() -> dict[str, Any]:
-    """A student that has nearly arrived."""
-    teacher, hidden = normal.head(20, 100), normal(63, 20)
-    student = teacher._replace(weight=teacher.weight + normal(100, 20) * 1e-3)
-    return problem(student_hidden=hidden, student=student, teacher_hidden=hidden, teacher=teacher)
-
-
-rising = torch.arange(100, dtype=torch.float64) * 3
-CASES = {
-    "plain": problem(),
-    "one_token": problem(tokens=1),
-    "one_column": problem(tokens=5, size=1),
-    "exact_tiles": problem(tokens=48, size=96),
-    "peaked": problem(student_hidden=normal(63, 20) * 10, teacher_hidden=normal(63, 12) * 10),
-    "peaked_on_different_tokens": opposed(),
-    "flat": problem(student_hidden=torch.zeros(63, 20).double(), teacher_hidden=torch.zeros(63, 12).double()),
-    "nearly_equal": distilled(),
-    "all_logits_negative": biased(student=normal(100) - 1000, teacher=normal(100) - 1000),
-    "one_large_one_negative": biased(student=normal(100) + 1000, teacher=normal(100) - 1000),
-    "rising_and_falling_over_the_vocabulary": biased(student=rising, teacher=-rising),
-    "temperature": problem(temperature=0.6),
-    "temperature_per_token": problem(temperature=normal(63).exp()),
-    "softcaps": problem(student=normal.head(20, 100, softcap=3.0), teacher=normal.head(12, 100, softcap=5.0)),
-    "scales": problem(student=normal.head(20, 100, scale=0.25), teacher=normal.head(12, 100, scale=1.7)),
-    "adapters": problem(
-        student=normal.head(20, 100, adapter=normal.lora(20, 100)),
-        teacher=normal.head(12, 100, adapter=normal.lora(12, 100)),
-    ),
-    "padded_vocabularies": problem(student=normal.head(20, 107), teacher=normal.head(12, 103), vocab=100),
-    "everything": problem(
-        student=normal.head(20, 107, bias=normal(107), scale=1.5, softcap=4.0, adapter=normal.lora(20, 107)),
-        teacher=normal.head(12, 103, bias=normal(103), scale=0.8, softcap=6.0, adapter=normal.lora(12, 103)),
-        temperature=normal(63).exp(), vocab=100,
-    ),
-}  # fmt: skip
-
-
-def in_dtype(case: Any, dtype: torch.dtype) -> Any:
-    """Fresh leaves, rounded to ``dtype``, that require gradients: the teacher's too."""
-    if isinstance(case, Tensor):
-        return case.detach().to(dtype).clone().requires_grad_()
-    if isinstance(case, Head):
-        return Head(*(in_dtype(value, dtype) for value in case))
-    if isinstance(case, tuple):
-        return tuple(in_dtype(value, dtype) for value in case)
-    return {name: in_dtype(value, dtype) for name, value in case.items()} if isinstance(case, dict) else case
-
-
-def leaves(case: dict[str, Any], who: str = "student") -> dict[str, Tensor]:
-    head = case[who]
-    adapter = dict(zip(("A", "B"), head.adapter or (), strict=False))
-    found = {"hidden": case[f"{who}_hidden"], "weight": head.weight, "bias": head.bias, **adapter}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def measure(case: dict[str, Any], backend: str, **changes: Any) -> dict[str, Tensor]:
-    """The divergence, and the student's gradients for fixed random upstream gradients, all in float64."""
-    divergence = linear_divergence(**case | {"backend": backend} | changes)
-    random = torch.Generator().manual_seed(1)
-    divergence.backward(torch.randn(len(divergence), generator=random).to(divergence.dtype) / max(len(divergence), 1))
-    grads = {f"d_{name}": leaf.grad for name, leaf in leaves(case).items() if leaf.grad is not None}
-    return {name: t.detach().double() for name, t in ({"divergence": divergence} | grads).items()}
-
-
-def assert_as_good_as_the_reference(case: dict[str, Any], beta: float, dtype: torch.dtype) -> None:
-    """Error against float64 at most twice the reference's own in the same precision, plus 1e-6."""
-    rounded = in_dtype(case, dtype)
-    exact = measure(in_dtype(rounded, torch.float64), "reference", beta=beta)
-    definition = measure(in_dtype(rounded, dtype), "reference", beta=beta)
-    ours = measure(in_dtype(rounded, dtype), "tiled", beta=beta)
-    assert ours.keys() == exact.keys()
-    for name, truth in exact.items():
-        allowed = 2 * (definition[name] - truth).abs().max() + 1e-6
-        assert (ours[name] - truth).abs().max() <= allowed, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -158,8 +55,43 @@ def test_tiles_of_real_size_are_exact_too(beta: float) -> None:
     assert_as_good_as_the_reference(problem(tiled_divergence.ROWS + 7, size), beta, torch.float32)
 
 
+def in_16_bits(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
+    """``operands.multiply_`` as tensor cores do it."""
+    assert a.dtype == b.dtype
+    out.copy_(alpha * (a.to(out.dtype) @ b.to(out.dtype)) + (beta * out if beta else 0))
+
+
+@pytest.fixture
+def products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled_divergence, "factors", lambda hidden: hidden)
+    monkeypatch.setattr(operands, "multiply_", in_16_bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("small_tiles", [40_000], indirect=True, ids=["some_kept"])
+@pytest.mark.usefixtures("small_tiles", "products_of_a_gpu")
+def test_products_of_16_bits_are_closer_to_float64_than_the_usual_ones(
+    case: str, beta: float, dtype: torch.dtype
+) -> None:
+    assert_as_good_as_the_reference(CASES[case], beta, dtype, products="of 16 bits")
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.usefixtures("small_tiles", "products_of_a_gpu")
+def test_a_mean_over_many_tokens_does_not_vanish_in_float16(beta: float) -> None:
+    case = in_dtype(CASES["plain"], torch.float16)
+    case["student"] = in_dtype(case["student"], torch.float32)  # so that its gradient is not rounded to float16
+    weight, upstream = case["student"].weight, arriving(63)
+    large, small = (
+        torch.autograd.grad(linear_divergence(**case, beta=beta), weight, upstream * size)[0] for size in (1, 2.0**-30)
+    )
+    assert torch.equal(large, small * 2.0**30)
+
+
 def probabilities(hidden: Tensor, head: Head, temperature: Any, vocab: int) -> Tensor:
-    weight, bias, scale, softcap, (down, up, scaling) = head
+    weight, bias, scale, softcap, (down, up, scaling), _ = head
     c = scale * (hidden @ (weight + scaling * up @ down).T + bias)
     e = (softcap * torch.tanh(c / softcap) / temperature[:, None])[:, :vocab].exp()
     return e / e.sum(1, keepdim=True)
@@ -332,43 +264,105 @@ def test_precision_is_the_students_and_every_gradient_has_that_of_its_input(back
     assert all(leaf.grad is not None and leaf.grad.dtype == leaf.dtype for leaf in leaves(case).values())
 
 
-def operations(case: dict[str, Any], **options: Any) -> Counter[str]:
-    """How often each torch operation runs, inside the ops too."""
-    with profile(activities=[ProfilerActivity.CPU]) as record:
+def multiplications(case: dict[str, Any], upstream: Tensor | None = None, **options: Any) -> float:
+    """Of the matrix products, inside the ops too, in units of N·V."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
         divergence = linear_divergence(**case, **options)
         if divergence.requires_grad:
-            divergence.sum().backward()
-    return Counter(event.name for event in record.events())
+            divergence.backward(torch.ones_like(divergence) if upstream is None else upstream)
+    found = 0
+    for event in record.events():
+        if event.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            (rows, inner), (_, columns) = (
+                event.input_shapes[:2] if event.name == "aten::mm" else event.input_shapes[1:3]
+            )
+            found += rows * inner * columns
+    return found / (len(case["student_hidden"]) * len(case["student"].weight))
 
 
-@pytest.mark.parametrize(("keep", "computed_again"), [(0, 12), (4 * 48 * 32 + 10, 8)])
+@pytest.fixture(params=[0, 1 / 3], ids=["all_recomputed", "a_third_kept"])
+def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How much of the six tiles of each head in the case "exact_tiles"."""
+    monkeypatch.setattr(tiled_divergence, "ROWS", 24)
+    monkeypatch.setattr(tiled_divergence, "COLUMNS", 32)
+    monkeypatch.setattr(tiled_divergence, "KEEP", 2 * (4 * 48 * 32 + 1) if request.param else 0)
+    return float(request.param)
+
+
 @pytest.mark.parametrize(("beta", "passes"), [(0.0, 1), (0.5, 2), (1.0, 1)])
-def test_a_pass_computes_what_was_not_kept_and_what_is_frozen_costs_nothing(
-    keep: int, computed_again: int, beta: float, passes: int, monkeypatch: pytest.MonkeyPatch
+def test_a_pass_multiplies_what_was_not_kept_and_what_is_frozen_costs_nothing(
+    kept: float, beta: float, passes: int
 ) -> None:
-    case = in_dtype(CASES["exact_tiles"], torch.float32)  # 2 × 3 tiles of each head
-    for name, value in (("ROWS", 24), ("COLUMNS", 32), ("KEEP", keep)):
-        monkeypatch.setattr(tiled_divergence, name, value)
-    trained = operations(case, beta=beta)
-    assert trained["aten::mm"] == 12 + passes * computed_again
-    assert trained["aten::addmm_"] == 12
+    case = in_dtype(CASES["exact_tiles"], torch.float32)  # the teacher's leaves require gradients too
+    student, teacher = 20, 12
+    both, again = student + teacher, (student + teacher) * (1 - kept)
+    assert multiplications(case, beta=beta) == pytest.approx(both + passes * again + 2 * student)
     case["student"] = case["student"].detach()
-    assert operations(case, beta=beta)["aten::addmm_"] == 6
+    assert multiplications(case, beta=beta) == pytest.approx(both + passes * again + student)
     case["student_hidden"] = case["student_hidden"].detach()
-    assert operations(case, beta=beta)["aten::mm"] == 12 + (passes - 1) * computed_again
+    assert multiplications(case, beta=beta) == pytest.approx(both + (passes - 1) * again)
+
+
+@pytest.mark.parametrize(("beta", "passes"), [(0.0, 1), (0.5, 2), (1.0, 1)])
+def test_rows_that_no_gradient_arrives_at_cost_nothing_in_backward(kept: float, beta: float, passes: int) -> None:
+    case, upstream = in_dtype(CASES["exact_tiles"], torch.float32), arriving(48)
+    upstream[1::4] = upstream[2::4] = upstream[3::4] = 0
+    both, again = 32, 32 * (1 - kept)
+    backward = again + 2 * 20
+    found = multiplications(case, upstream, beta=beta)
+    assert found == pytest.approx(both + (passes - 1) * again + backward / 4)
+    assert multiplications(case, torch.zeros(48), beta=beta) == pytest.approx(both + (passes - 1) * again)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.usefixtures("small_tiles")
+def test_gradients_are_those_of_all_rows_however_many_are_left_out(beta: float, share: float) -> None:
+    upstream = arriving(63).double()
+    upstream[torch.arange(63) % 20 < 20 * share] = 0
+    case = CASES["everything"]
+    ours, exact = (measure(in_dtype(case, torch.float64), b, upstream, beta=beta) for b in ("tiled", "reference"))
+    assert ours.keys() == exact.keys()
+    for name, truth in exact.items():
+        torch.testing.assert_close(ours[name], truth, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("left_out", [slice(1), slice(0, None, 2)], ids=["one_row", "half_the_rows"])
+@pytest.mark.usefixtures("small_tiles")
+def test_a_row_that_diverges_spoils_no_gradient_if_none_arrives_at_it(left_out: slice) -> None:
+    case = in_dtype(biased(teacher=forbidding(slice(90, 95))), torch.float32)
+    upstream = torch.zeros(63)
+    found = measure(case, "tiled", upstream, beta=1.0)
+    assert found["divergence"].isposinf().all()
+    assert all((value == 0).all() for name, value in found.items() if name != "divergence")
+    upstream[:] = 1
+    upstream[left_out] = 0
+    assert (measure(case, "tiled", upstream, beta=1.0)["d_hidden"][left_out] == 0).all()
 
 
 def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled_divergence, "ROWS", 100)
     monkeypatch.setattr(tiled_divergence, "COLUMNS", 100)
-    heads = {"student": normal.head(20, 1000, softcap=5.0), "teacher": normal.head(12, 1000)}
-    for keep, largest in ((0, 4 * 1000 * 20), (100_000, 100_000)):  # the gradient of the weight; the tiles kept
-        monkeypatch.setattr(tiled_divergence, "KEEP", keep)
+    tile, weight = 4 * 200 * 100, 4 * 1000 * 25  # of all rows; the gradient of the weight
+    heads = {"student": normal.head(25, 1000, softcap=5.0), "teacher": normal.head(12, 1000)}
+    for keep_bytes, kept in ((0, []), (4 * (tile + 1), [2 * tile] * 2)):
         for beta in (0.0, 0.5):
-            case = in_dtype(problem(200, 1000, temperature=normal(200).exp(), **heads), torch.float32)
+            case = problem(200, 1000, student_hidden=normal(200, 25), temperature=normal(200).exp(), **heads)
+            case = in_dtype(case, torch.float32)
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-                linear_divergence(**case, beta=beta).sum().backward()
-            assert 0 < max(event.self_cpu_memory_usage for event in record.events()) <= largest
+                linear_divergence(**case, beta=beta, keep_bytes=keep_bytes).sum().backward()
+            taken = [event.self_cpu_memory_usage for event in record.events()]
+            assert [size for size in taken if size > tile] == [*kept, weight]
+
+
+def test_as_much_is_kept_as_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = in_dtype(CASES["exact_tiles"], torch.float32)
+    monkeypatch.setattr(tiled_divergence, "ROWS", 24)
+    monkeypatch.setattr(tiled_divergence, "COLUMNS", 32)
+    one = 2 * 4 * 48 * 32  # bytes: a tile of all rows, of either head
+    for keep_bytes, share in ((0, 0), (one - 1, 0), (one, 1 / 3), (2 * one, 2 / 3), (10 * one, 2 / 3), (None, 2 / 3)):
+        found = multiplications(case, beta=0.0, keep_bytes=keep_bytes)
+        assert found == pytest.approx(32 + 32 * (1 - share) + 40), keep_bytes
 
 
 def test_nothing_is_kept_when_no_gradient_is_needed() -> None:
@@ -427,7 +421,7 @@ def test_fullgraph_compile_serves_every_number_of_tokens_with_one_graph(beta: fl
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
-@pytest.mark.parametrize("small_tiles", [20_000], indirect=True, ids=["some_kept"])
+@pytest.mark.parametrize("small_tiles", [40_000], indirect=True, ids=["some_kept"])
 @pytest.mark.usefixtures("small_tiles")
 def test_opcheck() -> None:
     case = in_dtype(CASES["everything"], torch.float32)
@@ -438,14 +432,15 @@ def test_opcheck() -> None:
     frozen = [t.detach() for t in student]
     rest = *(t.detach() for t in teacher), case["temperature"].detach(), 1.5, 4.0, 0.8, 6.0
     for beta in (0.0, 0.5):
-        torch.library.opcheck(tiled_divergence._forward, (*student, *rest, beta, 100, 20_000))
-        divergence, *known = (t.detach() for t in tiled_divergence._forward(*student, *rest, beta, 100, 20_000))
-        inputs = (divergence, *known, *frozen, *rest, beta, 100, [True, False, True, True, True])
+        how = beta, 100, 24, 32, 20_000, "torch"
+        torch.library.opcheck(tiled_divergence._forward, (*student, *rest, *how))
+        divergence, *known = (t.detach() for t in tiled_divergence._forward(*student, *rest, *how))
+        inputs = (divergence, *known, *frozen, *rest, beta, 100, 24, 32, "torch", [True, False, True, True, True])
         torch.library.opcheck(tiled_divergence._backward, inputs)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
-@pytest.mark.parametrize("small_tiles", [20_000], indirect=True, ids=["some_kept"])
+@pytest.mark.parametrize("small_tiles", [40_000], indirect=True, ids=["some_kept"])
 @pytest.mark.usefixtures("small_tiles")
 def test_compiled_tiles_are_as_good_and_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "COMPILE_FROM", 0)
@@ -482,7 +477,13 @@ def test_compiled_tiles_are_as_good_and_compiled_once(monkeypatch: pytest.Monkey
         ({"temperature": torch.tensor([1.0, 0.0, 2.0])}, "every temperature must be > 0, got 0.0"),
         ({"temperature": torch.ones(3, 1)}, r"temperature must be \[3\], got \[3, 1\]"),
         ({"vocab": 101}, r"vocab must be in \[1, 100\], got 101"),
-        ({"backend": "triton"}, "backend must be 'auto', 'tiled' or 'reference', got 'triton'"),
+        ({"keep_bytes": -1}, "keep_bytes must be >= 0, where 0 keeps nothing, got -1"),
+        ({"backend": "fused"}, "backend='fused' is one of linear_logprob alone; use 'triton'"),
+        ({"backend": "cuda"}, "backend must be 'auto'.* got 'cuda'"),
+        (
+            {"student": Head(torch.zeros(100, 20), shard=Shard(None, 0))},  # type: ignore[arg-type]
+            "both heads must hold their whole vocabulary, got a shard; gather its weight before",
+        ),
     ],
 )
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
