@@ -3,13 +3,16 @@
 # From the repository's root, transformers finds this folder when it looks for Hugging Face's package of the name
 # `kernels`. What it then imports stays empty: operators must not be registered a second time.
 if __name__ != "kernels":
+    from .backend import Backend
     from .head import Head, Shard
     from .linear_divergence import linear_divergence
     from .linear_logprob import linear_gather_logprob, linear_logprob
     from .logits_logprob import logits_logprob
-    from .reference import Logprobs, MoreLogprobs, TopK
+    from .reference import Extra, Logprobs, MoreLogprobs, TopK
 
     __all__ = [
+        "Backend",
+        "Extra",
         "Head",
         "Logprobs",
         "MoreLogprobs",

@@ -9,17 +9,13 @@
 ``reference.py`` is the definition, ``tiled_divergence.py`` the same without ``[N, V]`` in memory, with the gradient.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from . import reference, tiled_divergence
-from .backend import choose
+from .backend import Backend, choose
 from .checks import check_keep, check_rows, checked_vocab
 from .head import Head, check_head
-
-Backend = Literal["auto", "triton", "tiled", "reference"]
 
 
 def linear_divergence(
@@ -73,8 +69,6 @@ def linear_divergence(
     if student.shard is not None or teacher.shard is not None:
         raise ValueError(f"{who}: both heads must hold their whole vocabulary, got a shard; gather its weight before")
     chosen = choose(who, backend, student_hidden)
-    if chosen == "fused":
-        raise ValueError(f"{who}: backend='fused' is one of linear_logprob alone; use 'triton'")
     if isinstance(temperature, Tensor):
         temperature = temperature.detach()
     given = student_hidden, student, teacher_hidden.detach(), teacher.detach()

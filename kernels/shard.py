@@ -5,6 +5,8 @@
 and the targets' logits, which one rank has and the others count as 0.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -45,7 +47,7 @@ def combine(state: State, target: Tensor, vocab: int, group: str) -> State:
     if squares is not None:
         parts.append(squares * decay.square())
     sums = sum_over(torch.cat((torch.stack(parts, 1), chosen, inside), 1), group)
-    totals, chosen, holders = sums.split((len(parts), target.shape[1], target.shape[1]), 1)
+    totals, chosen, holders = torch.split(sums, [len(parts), target.shape[1], target.shape[1]], 1)
     if not (holders == 1).all():
         raise IndexError(
             f"linear_logprob: every target must be in the shard of one rank, {int((holders != 1).sum())} of "
@@ -57,4 +59,6 @@ def combine(state: State, target: Tensor, vocab: int, group: str) -> State:
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)
+    resolve: Any = dist.distributed_c10d  # operators take the name of a group, as torch's own collectives do
+    group: dist.ProcessGroup = resolve._resolve_process_group(name)
+    return group

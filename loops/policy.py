@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import TopK, logits_logprob
+from ..kernels import Backend, Extra, TopK, logits_logprob
 from .backbone import PROBE, Backbone, evaluating
 from .batch import Batch
-from .head import Backend, CannotFuse, Extra, Lesson, Transform, fuse, operands
+from .head import CannotFuse, Lesson, Transform, fuse, operands
 from .rows import Layout
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,11 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from ..kernels import Extra
 from ..objectives import PerPair, PerToken, sequence_mean, sequence_sum, wpo_weight
 from . import weights
 from .batch import Batch, Of
-from .head import Extra, Lesson
+from .head import Lesson
 from .optimize import Objective, Stats
 from .weights import Expression, Unit, Weighting
 

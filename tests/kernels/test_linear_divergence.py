@@ -478,7 +478,6 @@ def test_compiled_tiles_are_as_good_and_compiled_once(monkeypatch: pytest.Monkey
         ({"temperature": torch.ones(3, 1)}, r"temperature must be \[3\], got \[3, 1\]"),
         ({"vocab": 101}, r"vocab must be in \[1, 100\], got 101"),
         ({"keep_bytes": -1}, "keep_bytes must be >= 0, where 0 keeps nothing, got -1"),
-        ({"backend": "fused"}, "backend='fused' is one of linear_logprob alone; use 'triton'"),
         ({"backend": "cuda"}, "backend must be 'auto'.* got 'cuda'"),
         (
             {"student": Head(torch.zeros(100, 20), shard=Shard(None, 0))},  # type: ignore[arg-type]

@@ -1,0 +1,25 @@
+"""Conversations with something that answers back.
+
+conversation, turns    one loop: tokens in, tokens out; how turns follow each other under a chat template
+tools, calculator      functions that the policy calls
+single, guess          one turn with a verifier (reasoning-gym); a game of several turns whose optimal play is known
+resolve                the name in a configuration
+"""
+
+from .conversation import Conversations, Environment, Limits, Step
+from .resolve import resolve_environment, turns_for
+from .tools import Tools, check_tool_tags, tool_metrics
+from .turns import Turns
+
+__all__ = [
+    "Conversations",
+    "Environment",
+    "Limits",
+    "Step",
+    "Tools",
+    "Turns",
+    "check_tool_tags",
+    "resolve_environment",
+    "tool_metrics",
+    "turns_for",
+]

@@ -1,0 +1,26 @@
+"""Conversations of one turn, whose only answer is judged by a reward: any task of reasoning-gym, say."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from ..rewards.judge import Row
+from ..rewards.workers import call
+from ..rollouts.sample import Sample
+from .conversation import Step
+from .turns import Message
+
+
+class SingleTurn:
+    """An environment of a reward function ``(row, sample)``, such as ``ReasoningGym()``."""
+
+    def __init__(self, reward: Callable[[Row, Sample], float | Awaitable[float | None] | None]) -> None:
+        self.reward = reward
+        self.row: Row = {}
+
+    def reset(self, row: Row) -> Sequence[Message]:
+        self.row = row
+        prompt: Any = row["prompt"]
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+    async def step(self, answer: Sample) -> Step:
+        return Step(done=True, reward=await call(self.reward, self.row, answer))

@@ -1,0 +1,230 @@
+"""Judging answers: several functions, at the same time, none of which can end the run.
+
+A reward is a function ``(row, sample) -> float | None``, plain or async. A function of several answers,
+``(rows, samples) -> list``, is marked by `batched`. Attributes say more where there is more to say:
+
+    over           "sample", "group" (all answers to a prompt) or "step" (all answers of a call)
+    columns        those that its rows must have
+    concurrency    how many of its calls may run at the same time
+
+What can't be scored is None: masked, counted, and never 0.
+"""
+
+import asyncio
+import difflib
+import logging
+import math
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+from ..rollouts.sample import Sample
+from .workers import OutOfTime, call, within
+
+log = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+Over = Literal["sample", "group", "step"]
+Unscored = Counter[tuple[str, str]]  # (name of the function, reason): answers
+Reason = Literal["none", "nan", "infinite", "not a number", "wrong length", "timeout", "error"]
+
+ADVICE: dict[Reason, str] = {
+    "none": "",
+    "nan": "return None for an answer that can't be scored, and a number otherwise",
+    "infinite": "return finite numbers; clip them where they may grow",
+    "not a number": "return one number per answer, or None: a float, an int, true or false, or a tensor of one element",
+    "wrong length": "a batched function returns one entry per answer, in their order",
+    "timeout": "raise its timeout; or have it run in a process of its own, which can be killed (`isolated`, or "
+    "isolate: true): a plain function goes on in a thread that nothing stops",
+    "error": "the function should return None for an answer that it can't score",
+}
+
+
+@dataclass
+class Weighted:
+    """A reward function with the name that it is logged by.
+
+    Attributes:
+        weight: of its score in the sum.
+        timeout: seconds that one call may take; a batched function's call is for all its answers.
+        reported: the reasons that have been logged, each once.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    weight: float = 1.0
+    timeout: float = 30.0
+    reported: set[str] = field(default_factory=set, repr=False, compare=False)
+    _gates: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ValueError(f"reward {self.name}: its weight must be finite, got {self.weight}")
+        if not self.timeout > 0:
+            raise ValueError(f"reward {self.name}: its timeout must be > 0 seconds, got {self.timeout}")
+
+    @property
+    def gate(self) -> asyncio.Semaphore:
+        """What its calls wait at, those of all `judge`s of this event loop."""
+        places = asyncio.Semaphore(getattr(self.function, "concurrency", 32))
+        return self._gates.setdefault(asyncio.get_running_loop(), places)
+
+
+@dataclass(frozen=True)
+class batched:
+    """Marks a function ``(rows, samples) -> list`` of all answers to a prompt, or of all answers of a call."""
+
+    function: Callable[..., Any]
+    over: Over = "step"
+
+    def __post_init__(self) -> None:
+        if self.over not in ("group", "step"):
+            raise ValueError(f"batched: over must be group or step, got {self.over!r}")
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return getattr(self.function, "columns", ())
+
+    async def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> Any:
+        return await call(self.function, rows, samples)
+
+
+async def judge(rewards: Sequence[Weighted], rows: Sequence[Row], samples: Sequence[Sample]) -> Unscored:
+    """Score every sample by every function, and write ``sample.rewards[name]``.
+
+    Args:
+        rows: of each sample, the row of the data that its prompt came from.
+
+    Returns:
+        How many samples each function left without a score, by reason.
+
+    Raises:
+        ValueError: if a function needs a column that a row does not have, or if two have the same name.
+    """
+    names = [reward.name for reward in rewards]
+    if len(set(names)) < len(names):
+        raise ValueError(f"judge: rewards must have different names, got {', '.join(names)}")
+    if len(rows) != len(samples):
+        raise ValueError(f"judge: wanted one row per sample, {len(samples)}, got {len(rows)}")
+    for columns in {tuple(row) for row in rows}:
+        check_columns(rewards, columns)
+    unscored: Unscored = Counter()
+    await asyncio.gather(*(_judge(reward, rows, samples, unscored) for reward in rewards))
+    return unscored
+
+
+def check_columns(rewards: Sequence[Weighted], columns: Iterable[str]) -> None:
+    """Before anything is sampled: does the data have what the functions read?
+
+    Raises:
+        ValueError: naming the function, the column, and what there is.
+    """
+    there = [str(column) for column in columns]
+    for reward in rewards:
+        for wanted in getattr(reward.function, "columns", ()):
+            if wanted not in there:
+                near = difflib.get_close_matches(wanted, there, n=1)
+                raise ValueError(
+                    f"reward {reward.name}: needs the column '{wanted}', and the rows have ({', '.join(there)}); "
+                    + (f"should '{near[0]}' be '{wanted}'? " if near else "")
+                    + "Rename the column, or tell the reward which one to read"
+                )
+
+
+def score(value: Any) -> tuple[float | None, Reason | None]:
+    """What a reward function returned as a number, or why it is none."""
+    if value is None:
+        return None, "none"
+    if hasattr(value, "item"):  # a tensor, an array, or a scalar of numpy
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):  # of several elements
+            return None, "not a number"
+    if not isinstance(value, Real):
+        return None, "not a number"
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond all floats
+        number = math.inf
+    if math.isnan(number):
+        return None, "nan"
+    return (None, "infinite") if math.isinf(number) else (number, None)
+
+
+async def _judge(reward: Weighted, rows: Sequence[Row], samples: Sequence[Sample], unscored: Unscored) -> None:
+    over: Over = getattr(reward.function, "over", "sample")
+
+    async def ask(members: Sequence[int]) -> None:
+        async with reward.gate:  # waiting costs a call none of its time
+            values = await _values(reward, over, [rows[i] for i in members], [samples[i] for i in members])
+        for i, (value, reason, detail) in zip(members, values, strict=True):
+            samples[i].rewards[reward.name] = value
+            if reason is not None:
+                unscored[reward.name, reason] += 1
+                _report(reward, reason, samples[i], detail)
+
+    await asyncio.gather(*map(ask, _units(over, samples)))
+
+
+def _units(over: Over, samples: Sequence[Sample]) -> list[list[int]]:
+    """Which samples each call is about."""
+    units: dict[int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        units.setdefault({"sample": i, "group": sample.task, "step": 0}[over], []).append(i)
+    return list(units.values())
+
+
+async def _values(
+    reward: Weighted, over: Over, rows: Sequence[Row], samples: Sequence[Sample]
+) -> list[tuple[float | None, Reason | None, str]]:
+    """Of each sample its score, or the reason why it has none and what to say about it."""
+    arguments = (rows[0], samples[0]) if over == "sample" else (rows, samples)
+    reason: Reason
+    try:
+        found = await within(reward.timeout, call(reward.function, *arguments))
+    except OutOfTime as late:
+        reason, detail = "timeout", str(late)
+    except Exception as error:
+        reason, detail = "error", "".join(traceback.format_exception(error)).strip()
+        if isinstance(error, KeyError):
+            detail += f"\nthe row has the columns ({', '.join(map(str, rows[0]))})"
+    else:
+        values = [found] if over == "sample" else _listed(found)
+        if values is not None and len(values) == len(samples):
+            return [(*score(value), _shown(value)) for value in values]
+        reason = "wrong length"
+        detail = f"returned {_shown(found) if values is None else len(values)} for {len(samples)} answers"
+    return [(None, reason, detail)] * len(samples)
+
+
+def _listed(found: Any) -> list[Any] | None:
+    if hasattr(found, "tolist"):
+        found = found.tolist()
+    return list(found) if isinstance(found, list | tuple) else None
+
+
+def _report(reward: Weighted, reason: Reason, sample: Sample, detail: str) -> None:
+    """Once per function and reason: the counts tell the rest."""
+    if reason != "none" and reason not in reward.reported:
+        reward.reported.add(reason)
+        log.warning(
+            "reward %s: answer %d of task %d has no score (%s: %s); it is masked, as are further ones, which are "
+            "counted. %s",
+            reward.name,
+            sample.index,
+            sample.task,
+            reason,
+            detail,
+            ADVICE[reason],
+        )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,147 @@
+"""How long an answer is, and how often it repeats itself.
+
+The length of an answer is the number of tokens that the policy sampled: what tools and users said does not count.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from ..rollouts.sample import Sample
+from .equivalence import MathEquivalence
+from .judge import Row, score
+
+
+def length(sample: Sample) -> int:
+    return sum(sample.trained)
+
+
+@dataclass(frozen=True)
+class LengthTarget:
+    """How far the length is from the one that is wanted: r = −α |n − n*|.
+
+    Args:
+        target: n* tokens.
+        coefficient: α > 0; the paper has 0.0003, beside a reward of 1 for a right answer.
+
+    Paper: Aggarwal and Welleck 2025 (L1), arXiv:2503.04697.
+    """
+
+    target: int
+    coefficient: float = 0.0003
+
+    def __post_init__(self) -> None:
+        if self.target < 0 or not self.coefficient > 0:
+            raise ValueError(
+                f"length: target must be >= 0 and coefficient > 0, got {self.target} and {self.coefficient}"
+            )
+
+    def __call__(self, row: Row, sample: Sample) -> float:
+        return -self.coefficient * abs(length(sample) - self.target)
+
+
+@dataclass(frozen=True)
+class SoftOverlong:
+    """Soft over-long punishment: nothing up to a length, then linearly down to −1 at the limit, and −1 beyond.
+
+        r = 0                      n ≤ L − C
+        r = ((L − C) − n)/C        L − C < n ≤ L
+        r = −1                     n > L
+
+    Args:
+        limit: L, tokens.
+        buffer: C, the tokens before the limit in which the punishment grows; 0 punishes from the limit on.
+
+    Paper: Yu et al. 2025 (DAPO), arXiv:2503.14476, Eq. 13; L = 20480 and C = 4096 there.
+    """
+
+    limit: int
+    buffer: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.buffer <= self.limit or self.limit < 1:
+            raise ValueError(
+                f"soft_overlong: wanted 0 <= buffer <= limit and limit >= 1, got buffer {self.buffer} and limit "
+                f"{self.limit}"
+            )
+
+    def __call__(self, row: Row, sample: Sample) -> float:
+        over = length(sample) - (self.limit - self.buffer)
+        if over <= 0:
+            return 0.0
+        return -1.0 if over > self.buffer else -over / self.buffer
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """The share of n-grams that are repeats of others: r = −p (1 − unique/all), 0 for less than n tokens.
+
+    N-grams are of sampled tokens side by side: none reaches over what a tool or a user said. It is TRL's
+    ``get_repetition_penalty_reward``; the paper charges the repeated tokens one by one.
+
+    Args:
+        n: tokens of an n-gram.
+        penalty: p ≥ 0, of an answer that repeats nothing but itself.
+
+    Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.2.
+    """
+
+    n: int = 3
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or not 0 <= self.penalty < math.inf:
+            raise ValueError(f"repetition: wanted n >= 1 and penalty >= 0, got {self.n} and {self.penalty}")
+
+    def __call__(self, row: Row, sample: Sample) -> float:
+        ngrams = []
+        for sampled, run in groupby(zip(sample.tokens, sample.trained, strict=True), key=lambda pair: pair[1]):
+            tokens = [token for token, _ in run]
+            if sampled:
+                ngrams += [tuple(tokens[i : i + self.n]) for i in range(len(tokens) - self.n + 1)]
+        return -self.penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
+
+
+@dataclass(frozen=True)
+class CosineLength:
+    """A right answer is worth more the shorter it is, a wrong one costs less the longer it tried.
+
+        r = b + ½(a − b)(1 + cos(π min(n/L, 1)))
+
+    from a at no token to b at L tokens, one such pair for right and one for wrong answers.
+
+    The paper has a further penalty for answers that reach the limit, which `SoftOverlong` is for; here, as in TRL, they
+    get b. The default values are TRL's.
+
+    Args:
+        limit: L, tokens.
+        right, wrong: (a, b).
+        correct: the plain function that says whether an answer is right, at 0.5 or more; None is passed on.
+
+    Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.1.
+    """
+
+    limit: int
+    right: tuple[float, float] = (1.0, 0.5)
+    wrong: tuple[float, float] = (-1.0, -0.5)
+    correct: Callable[[Row, Sample], Any] = field(default_factory=MathEquivalence)
+
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise ValueError(f"cosine: limit must be >= 1 token, got {self.limit}")
+        if inspect.iscoroutinefunction(self.correct) or inspect.iscoroutinefunction(type(self.correct).__call__):
+            raise ValueError("cosine: correct must be a plain function; isolate the whole, not what is inside it")
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return getattr(self.correct, "columns", ())
+
+    def __call__(self, row: Row, sample: Sample) -> float | None:
+        value, _ = score(self.correct(row, sample))
+        if value is None:
+            return None
+        start, end = self.right if value >= 0.5 else self.wrong
+        return end + (start - end) * (1 + math.cos(math.pi * min(length(sample) / self.limit, 1.0))) / 2

@@ -1,0 +1,90 @@
+"""From a configuration's names to reward functions.
+
+rewards:
+  math: 1.0                                     # a shipped reward and its weight
+  format: {weight: 0.2, pattern: "Answer: .*"}  # with settings of its own
+  my_module:function: 0.5                       # your own: function, class, or one written for TRL
+  brief: {function: length, target: 100}        # under another name, of which it may be one of several
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..rollouts.sample import Sample
+from .isolated import isolated
+from .judge import Row, Weighted
+from .names import build, find
+from .trl import from_trl, is_trl
+
+SHIPPED = {
+    "math": ".equivalence:MathEquivalence",
+    "exact_match": ".text:ExactMatch",
+    "format": ".text:Format",
+    "length": ".length:LengthTarget",
+    "soft_overlong": ".length:SoftOverlong",
+    "repetition": ".length:Repetition",
+    "cosine": ".length:CosineLength",
+    "reasoning_gym": ".reasoning:ReasoningGym",
+    "environment": ".resolve:environment_reward",
+    "reward_model": ".models:load_reward_model",
+    "prm": ".models:load_prm",
+}
+_FACTORIES = ("reward_model", "prm")
+_ISOLATED = ("math", "cosine")  # sympy may take forever at what a policy makes up
+
+Spec = Mapping[str, float | Mapping[str, Any]]
+
+
+def resolve(spec: Spec, **given: Any) -> list[Weighted]:
+    """The functions that a configuration names.
+
+    Beside what a reward is set up with, there are: ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` (whether it
+    runs in a process of its own, which math and cosine do by default) and ``function`` (what it is, where the name is
+    another).
+
+    Args:
+        given: what a reward may ask for by the name of its parameter, such as ``tokenizer``, the policy's.
+
+    Raises:
+        ValueError: names what there is instead of what is not found.
+    """
+    if not spec:
+        raise ValueError(f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function")
+    rewards = [_weighted(name, value, given) for name, value in spec.items()]
+    names = [reward.name for reward in rewards]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"rewards: two are called {name}; rename one, as in {{other: {{function: {name}}}}}")
+    return rewards
+
+
+def environment_reward(row: Row, sample: Sample) -> float | None:
+    """What the environment of the conversation gave, summed over its turns."""
+    if "environment_reward" not in sample.info:
+        raise ValueError("environment: this answer comes from no environment; name one, or leave this reward out")
+    reward: float | None = sample.info["environment_reward"]
+    return reward
+
+
+def _weighted(name: str, value: float | Mapping[str, Any], given: Mapping[str, Any]) -> Weighted:
+    if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
+        raise ValueError(f"reward {name}: wanted its weight, or a mapping of settings, got {value!r}")
+    settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
+    weight, timeout = float(settings.pop("weight", 1.0)), float(settings.pop("timeout", 30.0))
+    what = str(settings.pop("function", name))
+    isolate = settings.pop("isolate", what in _ISOLATED)
+    function = _function(what, settings, given)
+    if isolate:
+        function = isolated(function)
+    return Weighted(name.rpartition(":")[2], function, weight, timeout)
+
+
+def _function(name: str, settings: dict[str, Any], given: Mapping[str, Any]) -> Any:
+    inner = settings.get("correct")
+    if isinstance(inner, str):  # the reward that another one asks
+        settings["correct"] = _function(inner, {}, given)
+    found = find("reward", name, SHIPPED, __package__)
+    function = build(f"reward {name}", found, settings, factory=name in _FACTORIES, **given)
+    if not callable(function):
+        raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
+    return from_trl(function) if is_trl(function) else function

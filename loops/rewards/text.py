@@ -1,0 +1,127 @@
+"""What an answer looks like, and whether it says exactly what it should."""
+
+import re
+import string
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..rollouts.sample import Sample
+from .judge import Row
+
+Ignored = Literal["case", "punctuation", "articles", "whitespace", "numbers", "unicode"]
+
+THINK = r"<think>(?!.*<think>).*?</think>.*"
+# A sign belongs to a number where nothing that could be subtracted from stands before it.
+_NUMBER = re.compile(r"(?<![\w.])(?:(?<![)\]}%])[-+−])?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?!\w)")
+
+
+@dataclass(frozen=True)
+class Format:
+    """1 where the regular expression matches the whole answer, and 0 otherwise.
+
+    A dot matches every character, newlines too. Without a pattern: reasoning between <think> and </think>, then the
+    answer, as in DeepSeek-R1 (Guo et al. 2025, arXiv:2501.12948) and TRL's ``think_format_reward``. A pattern that can
+    match one text in very many ways, such as (a+)+, may take forever at it and stops the whole program: have one that
+    you are not sure of run in a process of its own (`isolated`, or isolate: true).
+    """
+
+    pattern: str = THINK
+
+    def __post_init__(self) -> None:
+        _compiled("format", self.pattern)
+
+    def __call__(self, row: Row, sample: Sample) -> float:
+        return float(re.fullmatch(self.pattern, sample.text, re.DOTALL) is not None)
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """1 where the answer is the row's, or one of the row's, once both are normalized, and 0 otherwise.
+
+    Args:
+        column: of the right answer, or of a list of them; without one, the answer can't be scored.
+        extract: a regular expression; its last match in the text is the answer, or its first group if it has one. An
+            answer without a match is wrong.
+        ignore: see `normalize`. All of them by default but "unicode".
+
+    Normalization is that of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250) and numbers.
+    """
+
+    column: str = "answer"
+    extract: str = r"(?s).*"
+    ignore: Sequence[Ignored] = ("case", "punctuation", "articles", "whitespace", "numbers")
+
+    def __post_init__(self) -> None:
+        _compiled("exact_match", self.extract)
+        unknown = sorted(set(self.ignore) - set(get_args(Ignored)))
+        if unknown:
+            raise ValueError(
+                f"exact_match: ignore knows {', '.join(get_args(Ignored))}, got {', '.join(map(repr, unknown))}"
+            )
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return (self.column,)
+
+    def __call__(self, row: Row, sample: Sample) -> float | None:
+        accepted = row[self.column]
+        if accepted is None or accepted == []:
+            return None
+        accepted = accepted if isinstance(accepted, list | tuple) else [accepted]
+        matches = [match for match in re.finditer(self.extract, sample.text) if match.end() > match.start()]
+        if not matches:
+            return 0.0
+        said = matches[-1][1 if matches[-1].re.groups else 0] or ""
+        return float(normalize(said, self.ignore) in {normalize(str(answer), self.ignore) for answer in accepted})
+
+
+def normalize(text: str, ignore: Sequence[Ignored]) -> str:
+    """The text without the differences that don't count.
+
+    unicode        compatibility forms (NFKC): full-width digits, ligatures
+    case           capitals
+    numbers        how a number is written: 42.0 is 42, 1,000 is 1000, and −5 is -5
+    articles       a, an, the
+    punctuation    all of it, outside of numbers; and so the signs around a formula ($42$) or a bold word (**42**)
+    whitespace     how much of it, and where the text begins and ends
+    """
+    if "unicode" in ignore:
+        text = unicodedata.normalize("NFKC", text)
+    if "case" in ignore:
+        text = text.casefold()
+    if "numbers" in ignore:
+        pieces: list[str] = []
+        start = 0
+        for match in _NUMBER.finditer(text):
+            between = _words(text[start : match.start()], ignore)
+            # 1,2 is not 12
+            pieces += [between if between or not pieces else " ", _number(match[0])]
+            start = match.end()
+        text = "".join([*pieces, _words(text[start:], ignore)])
+    else:
+        text = _words(text, ignore)
+    return " ".join(text.split()) if "whitespace" in ignore else text
+
+
+def _words(text: str, ignore: Sequence[Ignored]) -> str:
+    if "punctuation" in ignore:
+        text = "".join(c for c in text if c not in string.punctuation and unicodedata.category(c)[0] != "P")
+    if "articles" in ignore:
+        text = re.sub(r"\b(a|an|the)\b", " ", text)
+    return text
+
+
+def _number(text: str) -> str:
+    whole, _, fraction = text.lstrip("+-−").replace(",", "").partition(".")
+    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
+    number = f"{whole}.{fraction}" if fraction else whole
+    return f"-{number}" if text[0] in "-−" and number != "0" else number
+
+
+def _compiled(who: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{who}: {pattern!r} is no regular expression: {error}") from error

@@ -1,0 +1,38 @@
+"""What every source of answers promises: the trainer's own module, a server, or a store of old ones."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from .sample import Request, Sample
+
+
+class SourceError(RuntimeError):
+    """The source can't give what is asked for; says what is wrong and what to do."""
+
+
+class RolloutSource(Protocol):
+    """Tokens in, tokens out.
+
+    A sample's tokens are those that were drawn and its log-probs those of the distribution that they were drawn from.
+    Its seed is a hash of (key, task, index, turn), so that the same request under the same weights gives the same
+    tokens, whatever else is under way. ``tests/support/conformance.py`` is this contract as tests.
+    """
+
+    async def sample(self, request: Request) -> list[Sample]:
+        """The answers asked for, in the order of ``request.indices``. Requests may run at the same time."""
+        ...
+
+    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """From now on, draw from these weights. Requests under way go on, and their spans say where they changed.
+
+        ``weights`` are the parameters by the names that transformers gives them, adapters merged; it is read once.
+        """
+        ...
+
+    async def version(self) -> int | None:
+        """Of the weights that the source draws from; None where it does not know, as after a restart."""
+        ...
+
+    async def close(self) -> None: ...

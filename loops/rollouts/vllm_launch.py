@@ -1,0 +1,197 @@
+"""Start a vLLM server with the flags that training needs, watch over it, and end it with this process."""
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import vllm_files
+from .source import SourceError
+from .vllm_http import Http
+
+_PLUGIN = "burnish_vllm_files"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM can be told of
+
+
+class Launched:
+    """A server in a process group of its own; see `launch`.
+
+    Attributes:
+        url: stays the same when it is restarted.
+        log: what it has printed.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], url: str, log: Path, patience: float) -> None:
+        self.url, self.log = url, log
+        self._command, self._environment, self._patience = command, environment, patience
+        self._plugin = Path(tempfile.mkdtemp(prefix="burnish-vllm-"))
+        _lay_out(self._plugin)
+        paths = [str(self._plugin), environment.get("PYTHONPATH", "")]
+        self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self._process: subprocess.Popen[bytes] | None = None
+        _RUNNING.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the leader of its process group; None if it is not running."""
+        running = self._process is not None and self._process.poll() is None
+        return self._process.pid if running and self._process is not None else None
+
+    def restart(self) -> None:
+        """End it if it runs, start it, and wait until it is healthy.
+
+        Raises:
+            SourceError: with the end of its log, if it dies or takes longer than its patience.
+        """
+        self.kill()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
+        http = Http(self.url, concurrency=1, timeout=5)
+        waited = 0.0
+        try:
+            while not http.alive():
+                ended = None
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    ended = self._process.wait(0.5)
+                waited += 0.5
+                if ended is not None or waited > self._patience:
+                    raise SourceError(f"vllm: the server did not start ({self._why(ended)}); its log, {self.log}, ends "
+                                      f"with:\n{_tail(self.log)}")  # fmt: skip
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            http.close()
+
+    def revive(self) -> None:
+        """`restart` it if it has died; a server that runs is left alone."""
+        if self.pid is None:
+            self.restart()
+
+    def kill(self) -> None:
+        """SIGKILL it and all of its workers."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self._plugin, ignore_errors=True)
+        _RUNNING.discard(self)
+
+    def __enter__(self) -> "Launched":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _why(self, ended: int | None) -> str:
+        return f"not healthy after {self._patience:g} s" if ended is None else f"it ended with status {ended}"
+
+
+def launch(
+    model: str | Path,
+    *,
+    log: str | Path,
+    dtype: str,
+    python: str | Path = sys.executable,
+    max_model_len: int | None = None,
+    backend: str = vllm_files.BACKEND,
+    lora_rank: int = 0,
+    adapters: int = 4,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    patience: float = 600.0,
+) -> Launched:
+    """A healthy server of a model; whoever can reach its port can change its weights, so keep that port private.
+
+    It ends with this process, unless that is killed with SIGKILL.
+
+    Args:
+        log: file that its output is added to.
+        dtype: that it computes in; the trainer's.
+        python: of the environment that vLLM is installed in; burnish need not be there.
+        backend: of weight updates, ``"burnish_files"`` or ``"nccl"``.
+        lora_rank: of the largest adapter, for a server that is given adapters instead of weights; 0 for none.
+        adapters: that can be there at once: two more than the oldest age of samples.
+        port: 0 takes a free one.
+        flags: further ones of vLLM's API server.
+        environment: further variables.
+        patience: seconds it may take to start.
+
+    Raises:
+        SourceError: with the end of its log, if it does not start.
+    """
+    port = port or _free_port(host)
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start a CPU build
+    options: dict[str, Any] = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "dtype": dtype,
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+        "max-model-len": max_model_len,
+        "weight-transfer-config": None if lora_rank else json.dumps({"backend": backend}),
+        "max-lora-rank": min(rank for rank in _RANKS if rank >= lora_rank) if lora_rank else None,
+        "max-loras": adapters if lora_rank else None,
+    }
+    command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    command += ["--enable-scale-out", *(["--enable-lora"] if lora_rank else []), *flags]
+    switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    log = Path(log).resolve()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    launched = Launched(
+        command, {**os.environ, **switches, **(environment or {})}, f"http://{host}:{port}", log, patience
+    )
+    try:
+        launched.restart()
+    except BaseException:
+        launched.close()
+        raise
+    return launched
+
+
+def _lay_out(directory: Path) -> None:
+    """The plugin as a distribution of its own, for an environment that has no burnish."""
+    shutil.copy(vllm_files.__file__, directory / f"{_PLUGIN}.py")
+    info = directory / f"{_PLUGIN}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        f"[vllm.general_plugins]\n{vllm_files.BACKEND} = {_PLUGIN}:{vllm_files.register.__name__}\n"
+    )
+
+
+def _tail(path: Path, lines: int = 30) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as free:
+        free.bind((host, 0))
+        return int(free.getsockname()[1])
+
+
+_RUNNING: set[Launched] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    for launched in list(_RUNNING):
+        launched.close()

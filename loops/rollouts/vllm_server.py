@@ -1,0 +1,128 @@
+"""Answers from a vLLM server, over HTTP.
+
+The server runs in an environment of its own and is started by `launch`, or by hand with the same flags. Whatever could
+make its log-probs others than the trainer's is looked at when the source is made, and again after every restart.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from .checks import check_request
+from .sample import Request, Sample
+from .source import SourceError
+from .vllm_answer import FINISH, VERSIONS, made, parameters
+from .vllm_checks import Expected, check_model, check_server
+from .vllm_http import Http, SourceLost
+from .vllm_updates import Updates
+
+log = logging.getLogger(__name__)
+
+
+class VLLMServer:
+    """A source that is a server, which may die and come back.
+
+    Args:
+        url: ``http://host:port``.
+        config: of the model that is trained.
+        tokenizer: of the model that is trained.
+        updates: how weights get there, see `burnish.loops.rollouts.vllm_updates`.
+        dtype: that the server is to compute in; the trainer's, or else log-probs differ.
+        concurrency: answers under way at once. More of them wait here.
+        timeout: seconds that one answer may take.
+        patience: seconds to wait for a server that is starting.
+        revive: called when the server is gone, such as ``Launched.revive``.
+        versions: of vLLM, to be tried at your own risk.
+
+    Raises:
+        SourceError: at once, if there is no such server, or it is not what is needed; says what to change.
+    """
+
+    overlaps = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        updates: Updates,
+        dtype: Literal["float32", "bfloat16", "float16"],
+        concurrency: int = 64,
+        timeout: float = 600.0,
+        patience: float = 120.0,
+        revive: Callable[[], None] | None = None,
+        versions: tuple[str, ...] = VERSIONS,
+    ) -> None:
+        self.config: Any = config.get_text_config()
+        self.tokenizer = tokenizer
+        self.updates = updates
+        self.dtype = dtype
+        self.context = 0
+        self.vocab = max(self.config.vocab_size, len(tokenizer))
+        self._patience, self._revive, self._versions = patience, revive, versions
+        self._expected, self._meeting = Expected(config), threading.Lock()
+        self._http = Http(url, concurrency=concurrency, timeout=timeout)
+        try:
+            self._meet()
+        except BaseException:
+            self._http.close()
+            raise
+
+    async def sample(self, request: Request) -> list[Sample]:
+        check_request(request, vocab=self.vocab, context=self.context)
+        answers = [asyncio.ensure_future(self._answer(request, index)) for index in request.indices]
+        try:
+            return await asyncio.gather(*answers)
+        finally:
+            for answer in answers:
+                answer.cancel()
+
+    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        given = self._expected.all_of(weights) if self.updates.merged else weights
+        await self.updates.publish(self._http, given, version)
+
+    async def version(self) -> int | None:
+        """Waits for a server that is down, or revives it. None after a restart, and then the server is checked anew."""
+        try:
+            version = await self.updates.version(self._http)
+        except SourceLost as error:
+            log.warning("%s", error)
+            version = None
+        if version is None:
+            await asyncio.to_thread(self._meet)
+        return version
+
+    async def close(self) -> None:
+        self._http.close()
+
+    def _meet(self) -> None:
+        with self._meeting:
+            if self._revive is not None and not self._http.alive():
+                self._revive()
+            self._http.wait(self._patience)
+            self.context = check_server(self._http, self.updates.settings, self.dtype, self._versions)
+            check_model(self._http, self.config, self.tokenizer, self.vocab)
+
+    async def _answer(self, request: Request, index: int) -> Sample:
+        how = parameters(request.sampling, request.seed(index))
+        with self.updates.model() as model:
+            asked = {"model": model, "token_ids": list(request.prompt), "sampling_params": how}
+            answer = await self._http.ask("/inference/v1/generate", asked)
+            try:
+                choice = answer["choices"][0]
+                content = choice["logprobs"]["content"]
+                labels = choice["weight_versions"] or []
+                tokens, logprobs = choice["token_ids"], [float(entry["logprob"]) for entry in content]
+                drawn = [entry["token_id"] for entry in content]
+                finish = FINISH[choice["finish_reason"]]
+            except (LookupError, TypeError, ValueError) as error:
+                raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._http.url} vLLM "
+                                  f"{' or '.join(self._versions)}? It says {str(answer)[:200]}") from error  # fmt: skip
+            spans = self.updates.spans(labels, model)
+        return made(request, index, tokens, drawn, logprobs, finish, spans, self.tokenizer)

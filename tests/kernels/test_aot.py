@@ -1,0 +1,54 @@
+"""Every Triton kernel is compiled for GPUs that are not here, and costs no more than was committed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+TOOL = Path(__file__).parents[1] / "support" / "aot.py"
+CASE = "sm_90 forward bf16 plain"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is compiled once in this file."""
+    return tmp_path_factory.mktemp("triton")
+
+
+def run(cache: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
+    return subprocess.run([sys.executable, TOOL, *options], env=environment, capture_output=True, text=True)
+
+
+def test_every_kernel_is_within_its_budget_on_every_architecture(cache: Path) -> None:
+    result = run(cache)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+def test_what_is_over_the_budget_is_red(cache: Path, tmp_path: Path) -> None:
+    """One register less, then no figure at all, then those of another triton, which say nothing."""
+    budget = tmp_path / "budget.json"
+    options = "--only", CASE, "--budget", budget
+    assert run(cache, *options, "--update").returncode == 0
+    now = json.loads(budget.read_text())
+    registers = now["figures"][CASE]["registers"]
+    now["figures"][CASE]["registers"] -= 1
+
+    budget.write_text(json.dumps(now))
+    result = run(cache, *options)
+    wanted = f"{CASE}: registers are {registers}, the budget is {registers - 1}; if worth it, run with --update"
+    assert result.returncode == 1 and wanted in result.stdout.splitlines()
+
+    budget.write_text(json.dumps(now | {"figures": {}}))
+    result = run(cache, *options)
+    assert result.returncode == 1 and f"{CASE}: has no budget; run with --update" in result.stdout.splitlines()
+
+    budget.write_text(json.dumps(now | {"triton": "0"}))
+    result = run(cache, *options)
+    assert result.returncode == 0 and "The budget is from triton 0" in result.stdout

@@ -1,0 +1,311 @@
+"""The loop: sampled tokens stay as they are, others are context, and limits hold."""
+
+import asyncio
+import logging
+import time
+
+import pytest
+from burnish.loops.environments import Conversations, Limits, Step
+from burnish.loops.rollouts.sample import Sample, Span, check_sample
+from burnish.loops.rollouts.source import SourceError
+
+PROMPT = [{"role": "user", "content": "Begin."}]
+ROW = {"prompt": PROMPT}
+
+
+class Echo:
+    """Says what it hears, two times, and then ends; a reward of 0.5 each time."""
+
+    def __init__(self, ends_after=3, reward=0.5):
+        self.ends_after, self.reward, self.heard = ends_after, reward, []
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, answer):
+        self.heard.append(answer.text)
+        return Step(f"you said {answer.text}", len(self.heard) == self.ends_after, self.reward, {"heard": 1})
+
+
+@pytest.fixture
+def talk(turns):
+    def run(source, make, request, *, row=ROW, turns=turns, limit=8, **limits):
+        conversations = Conversations(source, make, lambda task: row, turns, Limits(limit, **limits))
+        return asyncio.run(conversations.sample(request)), conversations
+
+    return run
+
+
+def test_a_conversation_is_one_sample_of_what_was_sampled_and_said(tokenizer, turns, scripted, request_for, talk):
+    source = scripted(tokenizer, ["he 10", "in", "end"])
+    (sample,), _ = talk(source, Echo, request_for(5, task=2))
+    check_sample(sample)
+
+    pieces = []
+    for text, reply in (("he 10", "you said he 10"), ("in", "you said in"), ("end", None)):
+        answer = [*tokenizer(text)["input_ids"], turns.end]
+        pieces.append((answer, True))
+        if reply:
+            pieces.append((turns.suffix([{"role": "user", "content": reply}])[1:], False))
+    assert (sample.task, sample.index, sample.finish) == (2, 5, "stop")
+    assert sample.prompt == turns.prompt(PROMPT)
+    assert sample.tokens == [token for tokens, _ in pieces for token in tokens]
+    assert sample.trained == [sampled for tokens, sampled in pieces for _ in tokens]
+    expected = []
+    for i, (tokens, sampled) in enumerate(pieces):
+        expected += [-(i // 2 + 1) - t / 100 if sampled else 0.0 for t in range(len(tokens))]
+    assert sample.logprobs == expected
+    assert sample.text == "he 10\nin\nend"
+
+
+def test_it_is_what_the_template_renders_of_the_messages(tokenizer, turns, scripted, request_for, talk):
+    (sample,), _ = talk(scripted(tokenizer, ["he 10", "in", "end"]), Echo, request_for())
+    rendered = turns.encoder.chat([*PROMPT, *sample.info["messages"]], {})
+    assert rendered[: len(sample.prompt) + len(sample.tokens)] == [*sample.prompt, *sample.tokens]
+    assert [message["role"] for message in sample.info["messages"]] == ["assistant", "user"] * 2 + ["assistant"]
+
+
+def test_each_turn_is_asked_with_everything_so_far(tokenizer, scripted, request_for, talk):
+    source = scripted(tokenizer, ["he", "in", "end"])
+    (sample,), _ = talk(source, Echo, request_for(3, task=7, temperature=0.5))
+    whole = [*sample.prompt, *sample.tokens]
+    assert [request.turn for request in source.asked] == [0, 1, 2]
+    for request in source.asked:
+        assert (request.task, request.indices, request.key, request.sampling.temperature) == (7, [3], 11, 0.5)
+        assert list(request.prompt) == whole[: len(request.prompt)]
+    assert len({request.seed(3) for request in source.asked}) == 3
+    begins = [len(request.prompt) for request in source.asked]
+    starts = [t for t, sampled in enumerate(sample.trained) if sampled and (t == 0 or not sample.trained[t - 1])]
+    assert begins == [len(sample.prompt) + start for start in starts]
+
+
+def test_sampled_tokens_are_never_tokenized_again(tokenizer, turns, scripted, request_for, talk):
+    """A policy may write "he" in two tokens where the tokenizer has one."""
+
+    class Spells(scripted):
+        async def sample(self, request):
+            (sample,) = await super().sample(request)
+            tokens = [tokenizer.convert_tokens_to_ids(letter) for letter in ("h", "e")]
+            sample.tokens = [*tokens, turns.end]
+            sample.trained, sample.logprobs, sample.spans = [True] * 3, [-1.0] * 3, [Span(0, 0, 3)]
+            sample.text = "he"
+            return [sample]
+
+    (sample,), _ = talk(Spells(tokenizer, ["he"] * 3), Echo, request_for())
+    spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in ("h", "e")]
+    assert sample.tokens[:2] == spelled != tokenizer("he")["input_ids"]
+
+
+def test_spans_follow_their_tokens(tokenizer, turns, scripted, request_for, talk):
+    (sample,), _ = talk(scripted(tokenizer, ["abc", "defgh", "end"]), Echo, request_for())
+    first = len("abc") + 1
+    gap = len(turns.suffix([{"role": "user", "content": "you said abc"}])) - 1
+    assert sample.spans[:4] == [
+        Span(3, 0, 2),
+        Span(4, 2, first),
+        Span(3, first + gap, first + gap + 3),
+        Span(4, first + gap + 3, first + gap + 6),
+    ]
+    covered = {t for span in sample.spans for t in range(span.start, span.end)}
+    assert covered == {t for t, sampled in enumerate(sample.trained) if sampled}
+
+
+def test_conversations_of_a_group_run_at_the_same_time_and_keep_their_order(tokenizer, scripted, request_for, talk):
+    under_way, most = 0, 0
+
+    class Waits(Echo):
+        async def step(self, answer):
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await asyncio.sleep(0.05 / (answer.index + 1))
+            under_way -= 1
+            return super().step(answer)
+
+    samples, _ = talk(scripted(tokenizer, lambda index, turn: f"{index}.{turn}"), Waits, request_for(4, 1, 2))
+    assert [sample.index for sample in samples] == [4, 1, 2] and most == 3
+    assert [sample.text for sample in samples] == [f"{i}.0\n{i}.1\n{i}.2" for i in (4, 1, 2)]
+
+
+def test_rewards_and_counts_add_up_over_the_turns(tokenizer, scripted, request_for, talk):
+    (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), Echo, request_for())
+    assert sample.info["environment_reward"] == 1.5 and sample.info["turn_rewards"] == [0.5] * 3
+    assert sample.info["turns"] == 3 and sample.info["heard"] == 3
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), "good"])
+def test_no_reward_is_none_and_not_0(reward, tokenizer, scripted, request_for, talk):
+    (sample,), conversations = talk(scripted(tokenizer, ["a"]), lambda: Echo(1, reward), request_for())
+    assert sample.info["environment_reward"] is None
+    assert sum(conversations.failures.values()) == (0 if reward is None else 1)
+
+
+@pytest.mark.parametrize(("most", "finish"), [(1, "length"), (2, "length"), (3, "stop"), (8, "stop")])
+def test_no_more_turns_than_the_limit(most, finish, tokenizer, scripted, request_for, talk):
+    (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), Echo, request_for(), limit=most)
+    assert sample.info["turns"] == min(most, 3) and sample.finish == finish and sample.trained[-1]
+    assert sample.info["environment_reward"] == 0.5 * min(most, 3)
+
+
+@pytest.mark.parametrize("tokens", range(1, 90, 4))
+def test_no_more_tokens_than_the_limit_and_no_reply_without_an_answer(tokens, tokenizer, scripted, request_for, talk):
+    (sample,), _ = talk(scripted(tokenizer, ["abc", "defgh", "end"]), Echo, request_for(), tokens=tokens)
+    check_sample(sample)
+    assert len(sample.tokens) <= tokens and sample.trained[-1]
+    assert sample.finish == ("stop" if sample.info["turns"] == 3 and sample.text.endswith("end") else "length")
+
+
+def test_a_turn_that_is_cut_is_judged_and_is_the_last(tokenizer, scripted, request_for, talk):
+    source = scripted(tokenizer, ["abcdefgh", "b", "c"])
+    (sample,), _ = talk(source, Echo, request_for(max_tokens=4))
+    assert sample.finish == "length" and len(sample.tokens) == 4 and sample.info["turn_rewards"] == [0.5]
+
+
+def test_the_templates_end_token_stops_a_turn(tokenizer, turns, scripted, request_for, talk):
+    source = scripted(tokenizer, ["a", "b", "c"])
+    talk(source, Echo, request_for(stop=(9,)))
+    assert {request.sampling.stop for request in source.asked} == {(9, turns.end)}
+
+
+def test_another_end_token_that_was_sampled_stands_for_the_templates(tokenizer, turns, scripted, request_for, talk):
+    other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    source = scripted(tokenizer, ["a", "b", "c"], end="<|endoftext|>")
+    (sample,), _ = talk(source, Echo, request_for(stop=(other,)))
+    suffix = turns.suffix([{"role": "user", "content": "you said a"}])
+    assert sample.tokens[1 : 2 + len(suffix) - 1] == [other, *suffix[1:]]
+
+
+def test_an_answer_without_an_end_token_is_ended_by_the_templates(tokenizer, turns, scripted, request_for, talk):
+    (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"], end=None), Echo, request_for())
+    assert sample.tokens[1] == turns.end and sample.trained[:2] == [True, False]
+
+
+def test_an_environment_may_speak_in_tokens(tokenizer, scripted, request_for, talk):
+    class Tokens(Echo):
+        def reset(self, row):
+            return [5, 6]
+
+        def step(self, answer):
+            self.heard.append(answer.tokens)
+            return Step([7, 8], done=len(self.heard) == 2, reward=1)
+
+    (sample,), _ = talk(scripted(tokenizer, ["a", "b"], end=None), Tokens, request_for(), turns=None)
+    a, b = (tokenizer(letter)["input_ids"][0] for letter in "ab")
+    assert (sample.prompt, sample.tokens, sample.trained) == ([5, 6], [a, 7, 8, b], [True, False, False, True])
+
+
+def test_messages_need_a_chat_template(tokenizer, scripted, request_for, talk):
+    with pytest.raises(ValueError, match="it speaks in messages; give Conversations the turns of a chat template"):
+        talk(scripted(tokenizer, ["a"]), Echo, request_for(), turns=None)
+
+
+def _fails(self, answer):
+    raise RuntimeError("the board fell off the table")
+
+
+def _hangs(self, answer):
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(("step", "kind"), [(_fails, "error"), (_hangs, "timeout")])
+def test_an_environment_that_fails_aborts_its_conversation_alone(
+    step, kind, tokenizer, scripted, request_for, talk, caplog
+):
+    class Sometimes(Echo):
+        def step(self, answer):
+            if answer.index == 1 and len(self.heard) == 1:
+                return step(self, answer)
+            return super().step(answer)
+
+    begun = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        samples, conversations = talk(scripted(tokenizer, ["a", "b", "c"]), Sometimes, request_for(0, 1), seconds=0.3)
+    assert time.monotonic() - begun < 5
+    assert [sample.finish for sample in samples] == ["stop", "aborted"]
+    assert [sample.info["environment_reward"] for sample in samples] == [1.5, None]
+    assert samples[1].text == "a\nb" and conversations.failures == {kind: 1}
+    check_sample(samples[1])
+    assert f"environment: {kind} in step (task 0, answer 1)" in caplog.text
+
+
+def test_a_conversation_whose_source_gives_up_is_aborted(tokenizer, scripted, request_for, talk):
+    (sample,), conversations = talk(scripted(tokenizer, ["a"], finish="aborted"), Echo, request_for())
+    assert sample.finish == "aborted" and sample.info["environment_reward"] is None and not conversations.failures
+
+
+def test_a_row_that_cannot_be_reset_is_named(tokenizer, scripted, request_for, talk):
+    with pytest.raises(ValueError, match=r"reset failed at the row of task 4: KeyError\('prompt'\)"):
+        talk(scripted(tokenizer, ["a"]), Echo, request_for(task=4), row={})
+
+
+def test_conversations_of_one_task_must_begin_alike(tokenizer, scripted, request_for, talk):
+    begun = iter(range(9))
+
+    class Moody(Echo):
+        def reset(self, row):
+            return [{"role": "user", "content": str(next(begun))}]
+
+    with pytest.raises(ValueError, match="conversations of task 0 begin with different prompts"):
+        talk(scripted(tokenizer, ["a"] * 3), Moody, request_for(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: type("Silent", (Echo,), {"step": lambda self, answer: Step()})(), "said nothing and is not done"),
+        (lambda: type("Blank", (Echo,), {"reset": lambda self, row: []})(), "gave task 0 an empty prompt"),
+    ],
+)
+def test_an_environment_must_say_something(make, message, tokenizer, scripted, request_for, talk):
+    with pytest.raises(ValueError, match=message):
+        talk(scripted(tokenizer, ["a"]), make, request_for())
+
+
+def test_a_source_that_answers_something_else_is_an_error(tokenizer, scripted, request_for, talk):
+    class Mixed(scripted):
+        async def sample(self, request):
+            (sample,) = await super().sample(request)
+            sample.index += 1
+            return [sample]
+
+    with pytest.raises(SourceError, match=r"asked for answer 0 of task 0, got \[\(0, 1\)\]"):
+        talk(Mixed(tokenizer, ["a"]), Echo, request_for())
+
+
+def test_log_probs_of_another_length_are_an_error(tokenizer, scripted, request_for, talk):
+    class Short(scripted):
+        async def sample(self, request):
+            (sample,) = await super().sample(request)
+            sample.logprobs.pop()
+            return [sample]
+
+    with pytest.raises(ValueError, match="logprobs must have one entry per token"):
+        talk(Short(tokenizer, ["a"]), Echo, request_for())
+
+
+def test_an_answer_longer_than_asked_for_is_an_error(tokenizer, scripted, request_for, talk):
+    class Long(scripted):
+        async def sample(self, request):
+            (sample,) = await super().sample(request)
+            return [Sample(0, 0, sample.prompt, [1] * 9, [True] * 9, [-1.0] * 9, [Span(0, 0, 9)], "stop")]
+
+    with pytest.raises(SourceError, match="at most 5 tokens, got 9"):
+        talk(Long(tokenizer, ["a"]), Echo, request_for(max_tokens=5))
+
+
+def test_weights_and_versions_are_the_sources(tokenizer, scripted, turns):
+    source = scripted(tokenizer, [])
+    conversations = Conversations(source, Echo, lambda task: ROW, turns)
+
+    async def through():
+        await conversations.publish([], 7)
+        version = await conversations.version()
+        await conversations.close()
+        return version
+
+    assert asyncio.run(through()) == 4 and source.published == 7 and source.closed
+
+
+def test_limits_are_above_zero():
+    with pytest.raises(ValueError, match="limits: all must be > 0, got 0, 4096 and 60"):
+        Limits(turns=0)

@@ -1,0 +1,214 @@
+"""Tools: calls found in the text, mistakes said back, and nothing evaluated that should not be."""
+
+import asyncio
+import time
+
+import pytest
+from burnish.loops.environments import (
+    Conversations,
+    Tools,
+    check_tool_tags,
+    resolve_environment,
+    tool_metrics,
+    turns_for,
+)
+from burnish.loops.environments.calculator import calculator
+from burnish.loops.environments.tools import parse_calls
+
+
+def call(name, **arguments):
+    import json
+
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def wait(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return "waited"
+
+
+def sleep(seconds: float) -> dict:
+    """Sleep.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return {"slept": seconds}
+
+
+def step(tools, said, text):
+    return asyncio.run(tools.step(said(text)))
+
+
+@pytest.fixture
+def tools():
+    return Tools([calculator, wait, sleep], seconds=0.3)
+
+
+def test_a_call_is_answered_in_the_role_tool(tools, said):
+    found = step(tools, said, f"I compute {call('calculator', expression='17 * 23')}")
+    assert found.said == [{"role": "tool", "name": "calculator", "content": "391"}]
+    assert not found.done and found.counts == {"tool_calls": 1, "tool_failures": 0}
+
+
+def test_an_answer_without_a_call_ends_the_conversation(tools, said):
+    assert step(tools, said, "It is 391.").done
+    assert step(tools, said, "").done
+
+
+def test_several_calls_are_made_at_once_and_answered_in_order(tools, said):
+    text = call("wait", seconds=0.2) + call("sleep", seconds=0.2) + call("calculator", expression="1/0")
+    begun = time.monotonic()
+    found = step(tools, said, text)
+    assert time.monotonic() - begun < 0.39
+    assert [message["content"] for message in found.said] == [
+        "waited",
+        '{"slept": 0.2}',
+        "error: ZeroDivisionError: division by zero",
+    ]
+    assert found.counts == {"tool_calls": 3, "tool_failures": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<tool_call>{'name': 1}</tool_call>", "error: the call is not JSON: Expecting property name"),
+        ('<tool_call>{"name": "calculator"', "error: a call must end with </tool_call>"),
+        ("<tool_call>[1]</tool_call>", 'error: a call is an object with "name" and "arguments"'),
+        ('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>', 'error: "arguments" must be an object'),
+        ('<tool_call>{"name": "calculator", "arguments": "{"}</tool_call>', "error: the arguments are not JSON"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: the call is not JSON"),
+        (call("calculater", expression="1"), "error: no tool 'calculater', did you mean calculator?"),
+        (call("xyz"), "error: no tool 'xyz', there are calculator, wait, sleep"),
+        (call("calculator"), "error: calculator: missing a required argument: 'expression'"),
+        (call("calculator", expression="1", precision=2), "error: calculator: got an unexpected keyword argument"),
+        (call("wait", seconds=60), "error: wait took longer than 0.3 s"),
+        (call("sleep", seconds=1), "error: sleep took longer than 0.3 s"),
+    ],
+)
+def test_what_is_wrong_with_a_call_is_said_back_and_counted(text, message, tools, said):
+    found = step(tools, said, text)
+    (reply,) = found.said
+    assert reply["content"].startswith(message), reply
+    assert not found.done and found.counts == {"tool_calls": 1, "tool_failures": 1}
+
+
+def test_arguments_may_be_json_within_json():
+    (found,) = parse_calls('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>')
+    assert (found.name, found.arguments, found.problem) == ("f", {"x": 1}, "")
+
+
+def test_an_unclosed_call_does_not_swallow_the_next():
+    first, second = parse_calls('<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call> and so on')
+    assert first.problem and (second.name, second.problem) == ("g", "")
+
+
+def test_a_long_result_is_cut(said):
+    def noisy() -> str:
+        """Make noise."""
+        return "x" * 100
+
+    found = step(Tools([noisy], longest=10), said, call("noisy"))
+    assert found.said[0]["content"] == "x" * 10 + "... (cut)"
+
+
+def test_schemas_come_from_signatures_and_docstrings(tools):
+    schema = tools.schemas[0]["function"]
+    assert schema["name"] == "calculator" and schema["parameters"]["required"] == ["expression"]
+    assert schema["parameters"]["properties"]["expression"]["type"] == "string"
+
+
+def test_a_function_that_cannot_be_described_is_refused():
+    def vague(x):
+        return x
+
+    with pytest.raises(ValueError, match=r"tools: vague can't be described to the model.*type hint"):
+        Tools([vague])
+    with pytest.raises(ValueError, match="names must differ, got calculator, calculator"):
+        Tools([calculator, calculator])
+
+
+def test_tags_that_decoding_would_drop_are_refused(byte_tokenizer):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<tool_call>"])
+    check_tool_tags(tokenizer)
+    hidden = byte_tokenizer()
+    hidden.add_tokens(["<tool_call>"], special_tokens=True)
+    with pytest.raises(ValueError, match="tools: <tool_call> is a special token of this tokenizer"):
+        check_tool_tags(hidden)
+
+
+def test_metrics_have_the_peers_names(tokenizer, turns, scripted, request_for):
+    scripts = {0: [call("calculator", expression="6 * 7"), "42"], 1: [call("nothing"), "41"], 2: ["40"]}
+    make = resolve_environment({"tools": {"tools": ["calculator"], "role": "user"}})
+    source = scripted(tokenizer, lambda index, turn: scripts[index][turn])
+    conversations = Conversations(source, make, lambda task: {"prompt": [{"role": "user", "content": "?"}]}, turns)
+    samples = asyncio.run(conversations.sample(request_for(0, 1, 2)))
+    assert [sample.info["turns"] for sample in samples] == [2, 2, 1]
+    assert tool_metrics(samples) == {"tools/call_frequency": 2 / 3, "tools/failure_frequency": 1 / 2}
+    assert tool_metrics(samples[2:]) == {"tools/call_frequency": 0.0} and tool_metrics([]) == {}
+    assert samples[0].info["messages"][1] == {"role": "user", "name": "calculator", "content": "42"}
+
+
+def test_tools_are_described_in_the_prompt(byte_tokenizer, templates_of_the_peer):
+    tokenizer = byte_tokenizer((templates_of_the_peer / "qwen2_5.jinja").read_text())
+    turns = turns_for(resolve_environment({"tools": {"tools": ["calculator"]}}), tokenizer)
+    prompt = tokenizer.decode(turns.prompt([{"role": "user", "content": "?"}]))
+    assert '"name": "calculator"' in prompt and "Compute an arithmetic expression" in prompt
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("(17 + 4) * 2", "42"),
+        ("2**10", "1024"),
+        ("2^10", "1024"),
+        ("-7 // 2", "-4"),
+        ("7 % 4", "3"),
+        ("1/4", "0.25"),
+        (" 3 ", "3"),
+        ("1.5e3", "1500.0"),
+        ("+-+5", "-5"),
+        ("10**400 - 10**400", "0"),
+    ],
+)
+def test_the_calculator_computes(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').system('true')",
+        "().__class__",
+        "x",
+        "True",
+        "'a' * 9",
+        "[1] * 9",
+        "1 if 1 else 2",
+        "1 < 2",
+        "(lambda: 1)()",
+        "f'{1}'",
+        "1j",
+        "(-8) ** 0.5",
+        "9**9**9**9",
+        "9**-9**9",
+        "10**999 * 10**999",
+        "1 << 99999999999",
+        "",
+        "1 +",
+        "1" * 2000,
+        "(" * 500 + "1" + ")" * 500,
+    ],
+)
+def test_the_calculator_refuses_everything_else_at_once(expression):
+    begun = time.monotonic()
+    with pytest.raises((ValueError, SyntaxError, MemoryError, RecursionError)):
+        calculator(expression)
+    assert time.monotonic() - begun < 1

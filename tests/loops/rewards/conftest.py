@@ -1,0 +1,42 @@
+"""Answers to judge."""
+
+import asyncio
+
+import pytest
+from burnish.loops.rollouts.sample import Sample, Span
+
+
+def make(text="", *, task=0, index=0, tokens=None, trained=None, prompt=(1,), finish="stop", **info):
+    tokens = list(range(len(text.split()))) if tokens is None else list(tokens)
+    return Sample(
+        task=task,
+        index=index,
+        prompt=list(prompt),
+        tokens=tokens,
+        trained=[True] * len(tokens) if trained is None else list(trained),
+        logprobs=[-1.0] * len(tokens),
+        spans=[Span(0, 0, len(tokens))],
+        finish=finish,
+        text=text,
+        info=info,
+    )
+
+
+@pytest.fixture
+def answer():
+    return make
+
+
+@pytest.fixture
+def groups():
+    """Two tasks of two answers each, and their rows."""
+    samples = [make(f"answer {i}", task=i // 2, index=i % 2) for i in range(4)]
+    return [{"answer": str(sample.task), "prompt": "?"} for sample in samples], samples
+
+
+@pytest.fixture
+def judging():
+    """`judge`, run to its end."""
+    from burnish.loops.rewards import judge
+
+    return lambda *arguments: asyncio.run(judge(*arguments))

@@ -1,0 +1,183 @@
+"""Functions in processes of their own: they can be killed, and their crashes are nobody else's."""
+
+import asyncio
+import importlib
+import os
+import sys
+import time
+
+import pytest
+from burnish.loops.rewards import Weighted, isolated
+from burnish.loops.rewards.isolated import ProcessError
+from burnish.loops.rewards.serve import postpone
+from burnish.loops.rewards.workers import OutOfTime, within
+
+MODULE = """
+import os, time
+
+def pid(*arguments):
+    return os.getpid()
+
+def double(x):
+    print("functions may print")
+    return 2 * x
+
+async def later(x):
+    return x + 1
+
+def fails(x):
+    raise KeyError("pepper")
+
+def spin(x):
+    while x:
+        pass
+    return "did not spin"
+
+def holds_the_interpreter(x):
+    import re
+    return re.fullmatch("(a+)+b", "a" * x) is None
+
+def crashes(x):
+    os._exit(7)
+
+def unpicklable(x):
+    return lambda: x
+
+def has_torch(row, sample):
+    import sys
+    assert sample.index == 0
+    return "torch" in sys.modules
+
+def by_index(row, sample):
+    if sample.index == 1:
+        time.sleep(60)
+    return float(sample.index)
+by_index.columns = ("answer",)
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("own")
+    (directory / "own_rewards.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        import own_rewards
+
+        yield own_rewards
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def test_it_runs_elsewhere_and_stays_there(functions):
+    there = isolated(functions.pid)
+    assert run(there()) == run(there()) != os.getpid()
+
+
+def test_it_returns_what_the_function_does(functions):
+    assert run(isolated(functions.double)(21)) == 42
+    assert run(isolated(functions.later)(41)) == 42
+
+
+def test_its_exception_comes_with_the_traceback_there(functions):
+    with pytest.raises(ProcessError, match=r"in fails\n(.|\n)*KeyError: 'pepper'"):
+        run(isolated(functions.fails)(0))
+
+
+@pytest.mark.parametrize(("name", "forever", "short"), [("spin", 1, 0), ("holds_the_interpreter", 60, 3)])
+def test_a_call_out_of_time_is_killed_and_the_next_one_works(name, forever, short, functions):
+    function = isolated(getattr(functions, name))
+
+    async def twice():
+        await function(short)
+        (child,) = function._idle
+        with pytest.raises(OutOfTime):
+            await within(0.3, function(forever))
+        for _ in range(100):
+            if child.process.poll() is not None:
+                break
+            await asyncio.sleep(0.02)
+        assert child.process.poll() == -9
+        return await function(short)
+
+    assert run(twice())
+
+
+def test_a_crash_is_an_error_and_the_next_call_works(functions):
+    crashing = isolated(functions.crashes)
+    for _ in range(2):
+        with pytest.raises(ProcessError, match="ended with code 7"):
+            run(crashing(0))
+
+
+def test_a_result_that_cannot_be_sent_is_an_error(functions):
+    with pytest.raises(ProcessError, match="pickle"):
+        run(isolated(functions.unpicklable)(0))
+
+
+def test_as_many_calls_as_processes_run_at_once(functions):
+    there = isolated(functions.pid, processes=2)
+
+    async def both():
+        return await asyncio.gather(there(), there())
+
+    assert len(set(run(both()))) == 2
+
+
+def test_a_judge_masks_what_was_killed(functions, groups, judging):
+    reward = Weighted("slow", isolated(functions.by_index), timeout=30)
+    rows, samples = groups
+    judging([reward], rows[:1], samples[:1])  # starting a process takes longer than what follows
+    reward.timeout = 0.5
+    begun = time.monotonic()
+    assert judging([reward], rows[:2], samples[:2]) == {("slow", "timeout"): 1}
+    assert [sample.rewards["slow"] for sample in samples[:2]] == [0.0, None]
+    assert time.monotonic() - begun < 5
+
+
+def test_its_process_starts_without_torch(functions, answer, judging):
+    """Or it would take hundreds of megabytes, and seconds, for a function that compares texts."""
+    sample = answer()
+    assert judging([Weighted("torch", isolated(functions.has_torch))], [{}], [sample]) == {}
+    assert sample.rewards == {"torch": 0.0}
+
+
+def test_a_postponed_package_runs_when_something_of_it_is_asked_for(tmp_path, monkeypatch):
+    package = tmp_path / "heavy_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .light import value\nloaded = value + 1")
+    (package / "light.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "heavy_package", None)  # so that it is taken out again
+    del sys.modules["heavy_package"]
+    postpone("heavy_package")
+    light = importlib.import_module("heavy_package.light")
+    heavy = sys.modules["heavy_package"]
+    assert light.value == 1 and "loaded" not in vars(heavy)
+    assert heavy.loaded == 2
+    with pytest.raises(AttributeError):
+        _ = heavy.missing
+
+
+def test_it_keeps_what_the_function_says_of_itself(functions):
+    assert isolated(functions.by_index).columns == ("answer",)
+    assert isolated(functions.by_index, processes=3).concurrency == 3
+
+
+def test_what_no_other_process_can_import_is_refused():
+    with pytest.raises(ValueError, match=r"<lambda> can't be sent to another process.*no lambda"):
+        isolated(lambda row, sample: 1.0)
+
+    def script(row, sample):
+        return 1.0
+
+    script.__module__ = "__main__"
+    with pytest.raises(ValueError, match=r"script that runs.*move it to a module"):
+        isolated(script)
+
+
+def test_there_is_at_least_one_process(functions):
+    with pytest.raises(ValueError, match="processes must be >= 1, got 0"):
+        isolated(functions.double, processes=0)

@@ -1,0 +1,126 @@
+"""What a step logs of its rewards, and what it warns of."""
+
+import asyncio
+import logging
+import statistics
+
+import pytest
+import torch
+from burnish.loops.rewards import Watch, Weighted, batched, judge, judged, reward_metrics
+
+A, B = Weighted("a", lambda row, sample: 0, weight=1.0), Weighted("b", lambda row, sample: 0, weight=0.5)
+
+
+@pytest.fixture
+def scored(answer):
+    def make(*rows, tasks=None):
+        tasks = tasks or [i // 2 for i in range(len(rows))]
+        samples = []
+        for i, (scores, task) in enumerate(zip(rows, tasks, strict=True)):
+            sample = answer(index=i, task=task)
+            sample.rewards = dict(zip("ab", scores, strict=False))
+            samples.append(sample)
+        return samples
+
+    return make
+
+
+def test_the_matrix_is_what_objectives_take(scored):
+    reward, group, weight = judged([A, B], scored((1, 2), (None, 4)))
+    torch.testing.assert_close(reward, torch.tensor([[1, 2], [torch.nan, 4]], dtype=torch.float64), equal_nan=True)
+    assert group.tolist() == [0, 0] and weight.tolist() == [1.0, 0.5]
+
+
+def test_a_sample_that_was_not_judged_is_an_error(answer):
+    with pytest.raises(ValueError, match="reward a: answer 0 of task 0 was not judged"):
+        judged([A], [answer()])
+
+
+def test_metrics_have_the_names_and_values_of_the_peer(scored):
+    samples = scored((1, 2), (0, None), (3, 0), (3, 0))
+    metrics = reward_metrics([A, B], samples, judge_nothing())
+    total = [2.0, 0.0, 3.0, 3.0]
+    expected = {
+        "rewards/a/mean": 7 / 4,
+        "rewards/a/std": statistics.stdev([1, 0, 3, 3]),
+        "rewards/a/unscored": 0,
+        "rewards/b/mean": 2 / 3,
+        "rewards/b/std": statistics.stdev([2, 0, 0]),
+        "rewards/b/unscored": 1,
+        "reward": statistics.mean(total),
+        "reward_std": statistics.stdev(total),
+        "frac_reward_zero_std": 0.5,
+        "frac_unscored": 0.0,
+        "zero_std_groups": 1,
+    }
+    assert metrics == pytest.approx(expected)
+
+
+def judge_nothing():
+    return asyncio.run(judge([], [], []))
+
+
+def test_reasons_are_counted_by_name(answer):
+    reward = Weighted("r", batched(lambda rows, samples: [None, float("nan"), None, 1.0]))
+    samples = [answer(index=i) for i in range(4)]
+    metrics = reward_metrics([reward], samples, asyncio.run(judge([reward], [{}] * 4, samples)))
+    assert metrics["rewards/r/unscored"] == 3
+    assert metrics["rewards/r/unscored/none"] == 2 and metrics["rewards/r/unscored/nan"] == 1
+    assert metrics["rewards/r/mean"] == 1.0 and metrics["rewards/r/std"] == 0.0
+
+
+def test_what_nobody_scored_is_left_out_and_nothing_is_nan(scored):
+    metrics = reward_metrics([A], scored((None,), (None,)), judge_nothing())
+    assert metrics == {
+        "rewards/a/unscored": 2,
+        "reward_std": 0,
+        "frac_reward_zero_std": 0,
+        "frac_unscored": 1,
+        "zero_std_groups": 0,
+    }
+    assert reward_metrics([A], [], judge_nothing()) == {"rewards/a/unscored": 0}
+
+
+def test_an_exploding_score_is_reported_once_with_what_to_do(scored, caplog):
+    watch = Watch(factor=100.0, patience=3)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert watch([A], scored((1.0,), (0.5,))) == []
+        (problem,) = watch([A], scored((150.0,), (0.5,)))
+        assert watch([A], scored((1e9,), (0.5,))) == []
+    assert "reward a: a score of size 150, where 1 was usual; clip it" in problem
+    assert [record.getMessage() for record in caplog.records] == [problem]
+
+
+def test_growth_within_the_factor_is_not_reported(scored):
+    watch = Watch(factor=100.0, patience=3)
+    assert [watch([A], scored((float(scale),), (0.0,))) for scale in (1, 1, 1, 99, 99)] == [[]] * 5
+
+
+def test_a_reward_that_another_drowns_is_reported(scored):
+    watch = Watch(factor=100.0, patience=2)
+    quiet = scored((1000.0, 1.0), (0.0, 0.0))  # with a weight of one half, 2000 times apart
+    assert watch([A, B], quiet) == []
+    (problem,) = watch([A, B], quiet)
+    assert problem.startswith("reward b: varies by 0.353553 where a varies by 707.107")
+    assert "normalize_then_sum" in problem
+    assert watch([A, B], quiet) == []
+
+
+def test_rewards_of_like_size_are_not_reported(scored):
+    watch = Watch(factor=100.0, patience=1)
+    assert watch([A, B], scored((50.0, 1.0), (0.0, 0.0))) == []
+
+
+def test_a_function_that_never_scores_is_reported(scored):
+    watch = Watch(patience=3)
+    silent = scored((None,), (None,))
+    assert watch([A], silent) == watch([A], silent) == []
+    (problem,) = watch([A], silent)
+    assert "reward a: gave no score in 3 steps in a row" in problem
+
+
+def test_a_score_in_between_breaks_the_silence(scored):
+    watch = Watch(patience=2)
+    for scores in (None, 1.0, None):
+        assert watch([A], scored((scores,))) == []

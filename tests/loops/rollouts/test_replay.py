@@ -1,0 +1,148 @@
+"""Stored samples come back as they were."""
+
+import asyncio
+import dataclasses
+
+import pytest
+from burnish.loops.rollouts.record import from_record, to_record
+from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
+from burnish.loops.rollouts.sample import Request, Sample, Sampling, Span
+from burnish.loops.rollouts.sampler import Sampler
+from burnish.loops.rollouts.source import SourceError
+
+
+def answer(task, index, length=3):
+    """A conversation of a sort: its second token was said by others."""
+    return Sample(
+        task=task,
+        index=index,
+        prompt=[task + 1, 2],
+        tokens=[index + t for t in range(length)],
+        trained=[t != 1 for t in range(length)],
+        logprobs=[-0.1 * (t != 1) - 1e-17 for t in range(length)],
+        spans=[Span(task, 0, 1), Span(task + 1, 1, length)],
+        finish="stop",
+        text="naïve\n",
+        rewards={"right": 1 / 3, "format": None},
+        info={"asked": [1, {"by": "us"}]},
+    )
+
+
+STORED = [answer(task, index) for task in range(4) for index in range(2)]
+
+
+def asked(task=0, indices=(0, 1), prompt=None, max_tokens=5):
+    return Request(task, prompt or [task + 1, 2], list(indices), Sampling(max_tokens), key=0)
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "samples.parquet"])
+def test_what_is_written_is_read(name, tmp_path):
+    path = tmp_path / "run" / name
+    with SampleWriter(path) as writer:
+        writer.write(STORED[:3])
+        writer.write([])
+        writer.write(STORED[3:])
+    read = list(read_samples(path))
+    assert read == STORED
+    assert all(type(span) is Span for sample in read for span in sample.spans)
+
+
+def test_lines_are_appended_and_read_while_they_are_written(tmp_path):
+    for part in (STORED[:2], STORED[2:]):
+        writer = SampleWriter(tmp_path / "samples.jsonl")
+        writer.write(part)
+        assert list(read_samples(tmp_path / "samples.jsonl"))[-1] == part[-1]
+        writer.close()
+    assert list(read_samples(tmp_path / "samples.jsonl")) == STORED
+
+
+def test_half_a_line_at_the_end_is_left_out_and_one_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    with SampleWriter(path) as writer:
+        writer.write(STORED)
+    whole = path.read_text()
+    path.write_text(whole[:-9])
+    assert list(read_samples(path)) == STORED[:-1]
+    path.write_text(whole[:40] + "\n" + whole[40:])
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        list(read_samples(path))
+
+
+def test_samples_are_read_one_at_a_time(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    with SampleWriter(path) as writer:
+        writer.write(STORED)
+    path.write_text(path.read_text() + "damaged\n")
+    samples = read_samples(path)
+    assert [next(samples) for _ in STORED] == STORED
+    with pytest.raises(ValueError, match="line 9"):
+        next(samples)
+
+
+def test_a_sample_that_does_not_agree_with_itself_is_named(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    with SampleWriter(path) as writer:
+        writer.write([STORED[0], dataclasses.replace(STORED[1], logprobs=[-1.0])])
+    with pytest.raises(ValueError, match=r"sample number 2 .* logprobs must have one entry per token, 3, got 1"):
+        list(read_samples(path))
+
+
+def test_a_record_of_other_fields_is_refused():
+    record = to_record(STORED[0])
+    for wrong in ({k: v for k, v in record.items() if k != "spans"}, record | {"reward": 1}):
+        with pytest.raises(ValueError, match=r"missing or unknown: reward|missing or unknown: spans"):
+            from_record(wrong)
+
+
+def test_answers_come_back_with_their_versions_and_log_probs():
+    source = ReplaySource([answer(task, index) for task in range(4) for index in range(2)])
+    given = asyncio.run(source.sample(asked(2, indices=[1, 0])))
+    assert given == [STORED[5], STORED[4]]
+    given[0].rewards["right"] = 0.0
+    given[0].info["asked"] = None
+    assert asyncio.run(source.sample(asked(2, indices=[1]))) == [answer(2, 1)]
+
+
+def test_of_two_with_one_name_the_later_counts():
+    later = dataclasses.replace(STORED[0], text="again")
+    assert asyncio.run(ReplaySource([*STORED, later]).sample(asked(indices=[0]))) == [later]
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (asked(9), "answer 0 of task 9 is not stored; what is: tasks 0 to 3"),
+        (asked(indices=[0, 2]), "answer 2 of task 0 is not stored"),
+        (asked(prompt=[9]), "task 0 was stored with another prompt"),
+        (asked(max_tokens=2), "set max_tokens >= 3, got 2"),
+        (asked(indices=[]), "indices"),
+    ],
+)
+def test_what_is_not_there_is_an_error(request_, says):
+    with pytest.raises(ValueError, match=says):
+        asyncio.run(ReplaySource(STORED).sample(request_))
+
+
+def test_old_answers_can_be_trained_on_at_any_step(tmp_path):
+    """Stored versions are those of another run: their age is no matter of this one's."""
+    options = {"groups_per_step": 2, "group_size": 2, "sampling": Sampling(max_tokens=5), "key": 0, "max_age": 0}
+    with Sampler(ReplaySource(STORED), lambda task: [task + 1, 2], lambda: (), **options) as sampler:
+        taken = []
+        for step in range(2):
+            sampler.publish(step)
+            taken += [sample for group in sampler.take(step) for sample in group]
+    assert taken == STORED
+
+
+def test_it_is_of_the_version_that_is_published_and_ends_when_closed():
+    async def life(source):
+        assert await source.version() is None
+        await source.publish(iter(()), 3)
+        assert await source.version() == 3
+        await source.close()
+        with pytest.raises(SourceError, match="closed"):
+            await source.sample(asked())
+        with pytest.raises(SourceError, match="closed"):
+            await source.publish(iter(()), 4)
+
+    asyncio.run(life(ReplaySource(STORED)))

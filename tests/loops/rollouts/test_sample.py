@@ -1,0 +1,74 @@
+"""What a sample promises, and what it is refused for."""
+
+import dataclasses
+
+import pytest
+from burnish.loops.rollouts.sample import Request, Sample, Sampling, Span, check_sample
+
+
+def asked(**changes):
+    return Request(**{"task": 3, "prompt": [1], "indices": [0], "sampling": Sampling(5), "key": 7, **changes})
+
+
+GOOD = Sample(2, 1, [5], [6, 7, 8], [True, False, True], [-1.0, 0.0, -2.0], [Span(4, 0, 1), Span(3, 2, 3)], "stop")
+
+
+def test_a_seed_depends_on_key_task_index_and_turn_and_on_nothing_else():
+    seeds = {
+        asked(**{name: value}).seed(index)
+        for name in ("key", "task", "turn")
+        for value in (10, 11, 101)
+        for index in (0, 1)
+    }
+    assert len(seeds) == 18
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    other = asked(prompt=[9, 9], indices=[4, 5], sampling=Sampling(9, 0.5))
+    assert other.seed(0) == asked().seed(0) == 582134548833555883
+
+
+def test_digits_of_neighbors_are_not_run_together():
+    assert asked(task=1, key=11).seed(1) != asked(task=11, key=1).seed(1)
+    assert asked(task=1).seed(11) != asked(task=11).seed(1) != asked(task=1, turn=1).seed(1)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"max_tokens": 0}, "max_tokens: must be >= 1, got 0"),
+        ({"temperature": -0.1}, "temperature: must be >= 0, got -0.1"),
+        ({"top_p": 0.0}, r"top_p: must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -1}, "top_k: must be >= 0, where 0 keeps all, got -1"),
+    ],
+)
+def test_sampling_that_makes_no_sense_is_refused(how, says):
+    with pytest.raises(ValueError, match=says):
+        Sampling(**{"max_tokens": 1, **how})
+
+
+def test_the_oldest_version_need_not_be_the_first():
+    assert GOOD.oldest == 3
+
+
+def test_a_whole_sample_passes_and_so_does_a_hair_above_0():
+    check_sample(GOOD, vocab=9)
+    check_sample(dataclasses.replace(GOOD, logprobs=[1e-4, 0.0, -1.0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"logprobs": [-1.0, 0.0]}, "logprobs must have one entry per token, 3, got 2"),
+        ({"trained": [True] * 4}, "trained must have one entry per token, 3, got 4"),
+        ({"prompt": []}, "its prompt is empty"),
+        ({"tokens": [6, 9, 8]}, r"token ids must be in \[0, 9\), got 9"),
+        ({"tokens": [6, -1, 8]}, r"token ids must be in \[0, 9\)"),
+        ({"logprobs": [-1.0, 0.0, float("nan")]}, "log-probs must be <= 0, got nan"),
+        ({"logprobs": [-1.0, 0.0, 0.1]}, "log-probs must be <= 0, got 0.1"),
+        ({"spans": [Span(4, 0, 1)]}, "no version is known for token 2, which was sampled"),
+        ({"spans": [Span(4, 0, 2)], "trained": [True] * 3}, "no version is known for token 2"),
+    ],
+)
+def test_parts_that_do_not_agree_are_refused(change, says):
+    with pytest.raises(ValueError, match=f"sample 1 of task 2: .*{says}"):
+        check_sample(dataclasses.replace(GOOD, **change), vocab=9)

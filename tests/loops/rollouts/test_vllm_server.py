@@ -1,0 +1,148 @@
+"""A real vLLM server on the CPU: the contract of every source, and what is particular to a server that dies."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import vllm_model
+from burnish.loops.rollouts.sample import Request, Sampling
+from burnish.loops.rollouts.source import SourceError
+from burnish.loops.rollouts.vllm_http import SourceLost
+from burnish.loops.rollouts.vllm_server import VLLMServer
+from burnish.loops.rollouts.vllm_updates import Adapters, Files
+from conformance import Conformance, Subject
+from peft import LoraConfig
+from transformers import AutoConfig, AutoTokenizer
+from vllm_servers import CONTEXT, TOLERANCE, VOCABULARY, connect, furthest, start
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def server(directory):
+    with start(directory) as server:
+        yield server
+
+
+def weights(version):
+    return vllm_model.make_model(VOCABULARY, seed=version).state_dict()
+
+
+class TestServer(Conformance):
+    @pytest.fixture(autouse=True)
+    def _keep(self, server, directory):
+        self.server, self.directory = server, directory
+
+    async def open(self):
+        source = connect(self.server, Files(self.directory / "files"), self.directory / "model")
+
+        async def restart():
+            await asyncio.to_thread(self.server.restart)
+
+        subject = Subject(
+            source=source,
+            model=vllm_model.make_model(VOCABULARY),
+            weights=weights,
+            tolerance=TOLERANCE,
+            vocab=VOCABULARY,
+            context=CONTEXT,
+            restart=restart,
+            long=200,
+            draws=300,
+        )
+        await subject.publish(1)
+        return subject
+
+
+def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_same_tokens(server, directory):
+    request = Request(5, [5, 6, 7], range(4), Sampling(200), key=3)
+
+    async def run():
+        source = connect(server, Files(directory / "files"), directory / "model")
+        await source.publish(weights(3).items(), 3)
+        undisturbed = await source.sample(request)
+        under_way = asyncio.create_task(source.sample(request))
+        await asyncio.sleep(0.5)
+        os.killpg(server.pid, signal.SIGKILL)
+        with pytest.raises(SourceLost):
+            await under_way
+        assert await source.version() is None, "it is revived, with the weights that it was started with"
+        with pytest.raises(SourceLost, match="not from published ones"):
+            await source.sample(request)
+        await source.publish(weights(3).items(), 3)
+        again = await source.sample(request)
+        await source.close()
+        assert [sample.tokens for sample in again] == [sample.tokens for sample in undisturbed]
+        assert furthest(again, vllm_model.make_model(VOCABULARY, seed=3)) < TOLERANCE
+
+    asyncio.run(run())
+
+
+def test_an_update_cut_off_in_the_middle_is_repaired_by_the_next_trainer(server, directory, monkeypatch):
+    monkeypatch.setattr("burnish.loops.rollouts.vllm_updates._PART", 1)  # a file for each tensor
+
+    def dying():
+        for count, item in enumerate(weights(6).items()):
+            if count == 8:
+                raise KeyboardInterrupt
+            yield item
+
+    async def run():
+        dead = connect(server, Files(directory / "files"), directory / "model")
+        with pytest.raises(KeyboardInterrupt):
+            await dead.publish(dying(), 6)
+        heir = connect(server, Files(directory / "files"), directory / "model")
+        assert await heir.version() is None
+        await heir.publish(weights(7).items(), 7)
+        samples = await heir.sample(Request(0, [5], range(4), Sampling(40), key=1))
+        assert furthest(samples, vllm_model.make_model(VOCABULARY, seed=7)) < TOLERANCE
+        await dead.close()
+        await heir.close()
+
+    asyncio.run(run())
+
+
+def test_bfloat16_weights_and_those_of_a_deeper_model(server, directory):
+    """What is published is cast; a server that has more layers than the trainer would keep some of them."""
+
+    async def run():
+        source = connect(server, Files(directory / "files"), directory / "model")
+        half = {name: tensor.bfloat16() for name, tensor in weights(2).items()}
+        await source.publish(half.items(), 1)
+        samples = await source.sample(Request(0, [5], range(4), Sampling(20), key=1))
+        model = vllm_model.make_model(VOCABULARY)
+        model.load_state_dict(half)
+        assert furthest(samples, model) < TOLERANCE
+        await source.close()
+        shallow = vllm_model.make_model(VOCABULARY, layers=1)
+        config, tokenizer = shallow.config, AutoTokenizer.from_pretrained(directory / "model")
+        with pytest.raises(SourceError, match="num_hidden_layers=2, the trainer's model has 1"):
+            VLLMServer(server.url, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32")
+
+    asyncio.run(run())
+
+
+def test_wrong_flags_of_a_real_server_are_named(server, directory):
+    with pytest.raises(SourceError, match="--enable-lora"):
+        connect(server, Adapters(directory, LoraConfig()), directory / "model")
+    with pytest.raises(SourceError, match=r"is version .*, but 9\.9 are known to work"):
+        connect(server, Files(directory), directory / "model", versions=("9.9",))
+    config, tokenizer = (auto.from_pretrained(directory / "model") for auto in (AutoConfig, AutoTokenizer))
+    with pytest.raises(SourceError, match="the trainer in bfloat16; restart it with --dtype bfloat16"):
+        VLLMServer(server.url, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="bfloat16")
+    config.vocab_size = 300
+    with pytest.raises(SourceError, match="smaller than the trainer's, of 300"):
+        VLLMServer(server.url, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32")
+    config.vocab_size = VOCABULARY
+    tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
+    with pytest.raises(SourceError, match="the tokenizer of"):
+        VLLMServer(server.url, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32")
+
+
+def test_a_server_that_does_not_start_shows_the_end_of_its_log(tmp_path):
+    with pytest.raises(SourceError, match=r"it ended with status 2\); its log, .* ends with:\n[\s\S]*no-such-flag"):
+        start(tmp_path, flags=["--no-such-flag"])

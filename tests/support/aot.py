@@ -1,0 +1,267 @@
+"""What the Triton kernels cost on GPUs that are not here: ``python tests/support/aot.py [--update]``.
+
+Compiles every kernel of ``burnish.kernels`` as it would be launched on each architecture, and compares its registers,
+spills and shared memory with a committed budget. The functions that launch the kernels are called as always, with
+tensors that have no memory and a driver that only says which GPU it would be, so tiles and specialization are real.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.10 has another default
+
+import torch
+import triton
+from burnish.kernels import triton_divergence, triton_forward, triton_tiles
+from burnish.kernels.tiles import State, Transform, Upstream
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+BUDGET = Path(__file__).parents[1] / "kernels" / "aot_budget.json"
+MODULES: tuple[ModuleType, ...] = (triton_tiles, triton_divergence, triton_forward)
+
+
+class Architecture(NamedTuple):
+    target: GPUTarget
+    shared: int  # bytes that one program may have
+
+
+ARCHITECTURES = {
+    "sm_80": Architecture(GPUTarget("cuda", 80, 32), 166_912),
+    "sm_90": Architecture(GPUTarget("cuda", 90, 32), 232_448),
+    "sm_100": Architecture(GPUTarget("cuda", 100, 32), 232_448),
+    "gfx942": Architecture(GPUTarget("hip", "gfx942", 64), 65_536),
+}
+Figures = dict[str, int]
+launched: set[Any] = set()
+
+
+class AbsentGPU:
+    """A driver, as far as compiling needs one."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+def absent(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def rows(n: int, wanted: bool) -> Tensor | None:
+    return absent(n) if wanted else None
+
+
+def forward(dtype: torch.dtype, width: int, full: bool, targets: int = 1) -> None:
+    n, size, rank = 8192, 151936, 16
+    triton_forward.accumulate(
+        absent(n, width, dtype=dtype),
+        absent(size, width, dtype=dtype),
+        absent(n, targets, dtype=torch.int64),
+        bias=absent(size, dtype=dtype) if full else None,
+        low=absent(n, rank) if full else None,
+        up=absent(size, rank, dtype=dtype) if full else None,
+        transform=transform(n, full),
+        vocab=size - 100 if full else size,
+        mean=full,
+        squares=full,
+    )
+
+
+def transform(n: int, full: bool) -> Transform:
+    return Transform(0.5, 30.0, absent(n)) if full else Transform(1.0, None, None)
+
+
+def fold(dtype: torch.dtype, full: bool) -> None:
+    n, columns = 2048, 4096
+    target = absent(n, 7 if full else 1, dtype=torch.int64)
+    state = State.start(target, absent(0), full, full)
+    kept = (absent(n, columns, dtype=torch.bfloat16), absent(n)) if full else None
+    triton_tiles.fold_(absent(n, columns, dtype=dtype), target, state, transform(n, full), kept)
+
+
+def pull(dtype: torch.dtype, full: bool) -> None:
+    n, columns, k = 2048, 4096, 7 if full else 1
+    upstream = Upstream(absent(n), *(rows(n, full) for _ in range(3)), absent(n, k))
+    triton_tiles.pull_(
+        absent(n, columns, dtype=dtype), absent(n, k, dtype=torch.int64), absent(n), upstream, transform(n, full),
+        absent(n, columns, dtype=torch.bfloat16), top=rows(n, full), moments=rows(n, full),
+    )  # fmt: skip
+
+
+def divergence_fold(full: bool) -> None:
+    n, tile = 2048, absent(2048, 4096)
+    triton_divergence.fold_(absent(n, 5), tile, tile, transform(n, full), transform(n, full), True)
+
+
+def divergence_mix(full: bool) -> None:
+    n, tile = 2048, absent(2048, 4096)
+    triton_divergence.mix_(absent(n, 2), tile, tile, absent(n, 5), transform(n, full), transform(n, full), 0.5)
+
+
+def divergence_pull(full: bool, beta: float) -> None:
+    n, tile, out = 2048, absent(2048, 4096), absent(2048, 4096, dtype=torch.bfloat16)
+    both = transform(n, full), transform(n, full)
+    triton_divergence.pull_(out, tile, tile, absent(n, 5), absent(n), *both, beta)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "forward bf16 plain": lambda: forward(torch.bfloat16, 4096, False),
+    "forward bf16 several targets": lambda: forward(torch.bfloat16, 4096, False, targets=16),
+    "forward bf16 everything": lambda: forward(torch.bfloat16, 2048, True, targets=7),
+    "forward bf16 unaligned": lambda: forward(torch.bfloat16, 2047, False),
+    "forward fp32 plain": lambda: forward(torch.float32, 2048, False),
+    "fold bf16 plain": lambda: fold(torch.bfloat16, False),
+    "fold fp32 plain": lambda: fold(torch.float32, False),
+    "fold fp32 everything": lambda: fold(torch.float32, True),
+    "pull bf16 plain": lambda: pull(torch.bfloat16, False),
+    "pull fp32 plain": lambda: pull(torch.float32, False),
+    "pull fp32 everything": lambda: pull(torch.float32, True),
+    "divergence fold plain": lambda: divergence_fold(False),
+    "divergence fold everything": lambda: divergence_fold(True),
+    "divergence mix everything": lambda: divergence_mix(True),
+    "divergence pull forward KL plain": lambda: divergence_pull(False, 0.0),
+    "divergence pull reverse KL plain": lambda: divergence_pull(False, 1.0),
+    "divergence pull mixture everything": lambda: divergence_pull(True, 0.5),
+}
+
+
+@contextmanager
+def compiling_only(architecture: Architecture) -> Iterator[list[Any]]:
+    """Every launch inside is a compilation for that architecture; they are collected."""
+    compiled: list[Any] = []
+    launch = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        launched.add(self)
+        compiled.append(launch(self, *args, grid=grid, warmup=True, **kwargs))
+        return compiled[-1]
+
+    driver.set_active(AbsentGPU(architecture.target))
+    for kernel in kernels():
+        kernel.device_caches.clear()
+    JITFunction.run = run
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = launch
+
+
+def kernels() -> list[Any]:
+    found = itertools.chain.from_iterable(vars(module).values() for module in MODULES)
+    return [f for f in found if isinstance(f, JITFunction) and f.__name__.endswith("_kernel")]
+
+
+def figures(kernel: Any) -> Figures:
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
+        vector, accumulator, spills = (
+            int(re.search(rf"\.{name}: +(\d+)", text)[1]) for name in ("vgpr_count", "agpr_count", "vgpr_spill_count")
+        )
+        return {"registers": vector + accumulator, "spills": spills, "shared": kernel.metadata.shared}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = disassembled("-res-usage", file.name)
+        code = disassembled("-sass", file.name)
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
+    return {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "spills": spills, "shared": kernel.metadata.shared}
+
+
+def disassembled(option: str, path: str) -> str:
+    tool = triton.knobs.nvidia.cuobjdump.path
+    return subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+
+
+def measured(only: str) -> dict[str, Figures | str]:
+    """The figures of each case on each architecture, or why it does not compile; printed as they come."""
+    found: dict[str, Figures | str] = {}
+    for (name, architecture), (case, call) in itertools.product(ARCHITECTURES.items(), CASES.items()):
+        label = f"{name} {case}"
+        if only in label:
+            start = time.process_time()
+            try:
+                with compiling_only(architecture) as compiled:
+                    call()
+                (kernel,) = compiled
+                found[label] = figures(kernel)
+                numbers = " ".join(f"{figure} {number:6}" for figure, number in found[label].items())
+            except TritonError as error:
+                found[label] = numbers = str(error)
+            print(f"{label:42} {numbers} {time.process_time() - start:5.1f} s", flush=True)
+    return found
+
+
+def complaints(found: dict[str, Figures | str], committed: dict[str, Any]) -> Iterator[str]:
+    """What is not as it must be, or worse than was committed."""
+    same = committed["triton"] == triton.__version__
+    if not same:
+        print(
+            f"The budget is from triton {committed['triton']} and this is {triton.__version__}: compared with nothing"
+        )
+    for label, now in found.items():
+        name = label.split()[0]
+        if isinstance(now, str):
+            yield f"{label}: does not compile: {now}"
+            continue
+        if now["shared"] > ARCHITECTURES[name].shared:
+            yield f"{label}: shared is {now['shared']} bytes, {name} has {ARCHITECTURES[name].shared}"
+        if name == "sm_90" and "pull" not in label and now["spills"]:
+            yield f"{label}: spills are {now['spills']}, a forward kernel must have none on sm_90"
+        if same and label not in committed["figures"]:
+            yield f"{label}: has no budget; run with --update"
+        for figure, most in committed["figures"].get(label, {}).items() if same else ():
+            if now[figure] > most:
+                yield f"{label}: {figure} are {now[figure]}, the budget is {most}; if worth it, run with --update"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Registers, spills and shared memory of every Triton kernel.")
+    parser.add_argument("--update", action="store_true", help="write what is found into the budget")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the cases with this in their name")
+    parser.add_argument("--budget", type=Path, default=BUDGET, metavar="FILE")
+    options = parser.parse_args()
+    if triton.knobs.runtime.interpret:
+        raise SystemExit("aot: TRITON_INTERPRET must not be set, interpreted kernels are not compiled")
+    found = measured(options.only)
+    if options.update:
+        figures = {label: now for label, now in found.items() if not isinstance(now, str)}
+        if options.only and options.budget.exists():
+            figures = json.loads(options.budget.read_text())["figures"] | figures
+        options.budget.write_text(json.dumps({"triton": triton.__version__, "figures": figures}, indent=1) + "\n")
+    wrong = list(complaints(found, json.loads(options.budget.read_text())))
+    if not options.only:
+        wrong += [f"{kernel.__module__}.{kernel.__name__}: no case" for kernel in kernels() if kernel not in launched]
+    print(*wrong, sep="\n")
+    print(f"{len(found)} compiled, {len(wrong)} complaints")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
