@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 _STEP = 64  # columns that are added at once
@@ -59,7 +59,7 @@ class Slots(Cache):  # type: ignore[misc]
         self.row = self.length
         self.width = 0  # columns that the next step reads
 
-    def extend(self, filled: DynamicCache, lengths: Sequence[int], copies: Sequence[int]) -> None:
+    def extend(self, filled: Any, lengths: Sequence[int], copies: Sequence[int]) -> None:
         """Append ``copies[i]`` rows, each with the first ``lengths[i]`` columns of row i of another cache."""
         if not self.layers:
             self.layers = [_Layer(self, layer.keys, layer.values) for layer in filled.layers]
