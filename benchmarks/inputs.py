@@ -1,14 +1,15 @@
-"""What is measured: shapes, and the hidden states, head, targets and upstream gradients of one."""
+"""What the head is measured on: shapes, and the hidden states, weights, targets and upstream gradients of one."""
 
 import importlib
 import inspect
 import math
-from difflib import get_close_matches
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .operation import Inputs, Settings
 from .real_model import smollm2
 
 SPREAD = 3.0  # standard deviation of the random logits, in nats
@@ -23,9 +24,6 @@ class Shape(NamedTuple):
     tokens: int
     width: int
     vocab: int
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self))
 
     @property
     def flops(self) -> int:
@@ -42,49 +40,38 @@ NAMED: dict[str, tuple[Shape, ...]] = {
 }
 
 
-def parse_shapes(names: list[str]) -> list[Shape]:
-    """Names, or sizes such as 2048x576x49152, tokens × width × vocabulary.
-
-    Raises:
-        ValueError: if one is neither.
-    """
-    return [shape for name in names for shape in NAMED.get(name) or (_sizes(name),)]
-
-
-def _sizes(name: str) -> Shape:
-    parts = name.replace(",", "x").split("x")
-    if len(parts) == 3 and all(part.isdecimal() and int(part) > 0 for part in parts):
-        return Shape(*map(int, parts))
-    nearest = get_close_matches(name, NAMED, n=1, cutoff=0.5)
-    hint = f", did you mean {nearest[0]!r}?" if nearest else ";"
-    wanted = f"tokens x width x vocabulary as in 2048x576x49152, or one of {', '.join(NAMED)}"
-    raise ValueError(f"no shape {name!r}{hint} wanted {wanted}")
-
-
-class Inputs(NamedTuple):
-    hidden: Tensor  # [N, D]
-    weight: Tensor  # [V, D]
-    target: Tensor  # [N]
-    upstream: dict[str, Tensor]  # of each output, [N]; of the loss, a number
-
-    @property
-    def shape(self) -> Shape:
-        tokens, width = self.hidden.shape
-        return Shape(tokens, width, len(self.weight))
-
-
-def random_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, dead_rows: float = 0.0) -> Inputs:
+def random_inputs(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    dead_rows: float = 0.0,
+    settings: Settings | None = None,
+) -> Inputs:
     """The same at every call, on the same kind of device. One target is in the last column."""
-    random = torch.Generator(device).manual_seed(0)
     tokens, width, vocab = shape
-    hidden = torch.randn(tokens, width, generator=random, device=device).to(dtype)
-    weight = torch.randn(vocab, width, generator=random, device=device).mul_(SPREAD / math.sqrt(width)).to(dtype)
+    random = torch.Generator(device).manual_seed(0)
+    hidden, weight = random_head(tokens, width, vocab, dtype, random)
     target = torch.randint(vocab, (tokens,), generator=random, device=device)
     target[-1] = vocab - 1
-    return Inputs(hidden, weight, target, _upstream(tokens, dead_rows, device))
+    return _inputs(hidden, weight, target, dead_rows)
 
 
-def smollm2_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, dead_rows: float = 0.0) -> Inputs:
+def random_head(
+    tokens: int, width: int, vocab: int, dtype: torch.dtype, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Hidden states and weights whose logits have the spread of a language model's."""
+    hidden = torch.randn(tokens, width, generator=random, device=random.device)
+    weight = torch.randn(vocab, width, generator=random, device=random.device).mul_(SPREAD / math.sqrt(width))
+    return hidden.to(dtype), weight.to(dtype)
+
+
+def smollm2_inputs(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    dead_rows: float = 0.0,
+    settings: Settings | None = None,
+) -> Inputs:
     """SmolLM2-135M-Instruct reads source text: its last hidden states, its head, and the tokens that follow.
 
     Raises:
@@ -98,25 +85,36 @@ def smollm2_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, dead_
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.to(device)
     weight: Tensor = model.get_output_embeddings().weight.detach()
-    if shape[1:] != (weight.shape[1], len(weight)):
-        raise ValueError(f"smollm2 has width and vocabulary {weight.shape[1]}x{len(weight)}, got the shape {shape}")
+    tokens, *head = shape
+    if head != [weight.shape[1], len(weight)]:
+        wanted, given = f"{weight.shape[1]}x{len(weight)}", "x".join(map(str, shape))
+        raise ValueError(f"smollm2 has width and vocabulary {wanted}, got the shape {given}")
     text = "\n".join(inspect.getsource(importlib.import_module(name)) for name in TEXT)
-    text = text[: 16 * shape.tokens]  # a token has fewer letters
-    ids = torch.tensor(tokenizer(text)["input_ids"][: shape.tokens + 1], device=device)
-    if len(ids) <= shape.tokens:
-        raise ValueError(f"the text has {len(ids) - 1} targets, got the shape {shape}")
+    text = text[: 16 * tokens]  # a token has fewer letters
+    ids = torch.tensor(tokenizer(text)["input_ids"][: tokens + 1], device=device)
+    if len(ids) <= tokens:
+        raise ValueError(f"the text has {len(ids) - 1} targets, got {tokens}")
     with torch.no_grad():
         hidden = torch.cat([model.model(row[None]).last_hidden_state[0] for row in torch.split(ids[:-1], CONTEXT)])
-    return Inputs(hidden.to(dtype), weight.to(dtype), ids[1:], _upstream(shape.tokens, dead_rows, device))
+    return _inputs(hidden.to(dtype), weight.to(dtype), ids[1:], dead_rows)
 
 
 INPUTS = {"random": random_inputs, "smollm2": smollm2_inputs}
 
 
-def _upstream(tokens: int, dead_rows: float, device: torch.device) -> dict[str, Tensor]:
+def _inputs(hidden: Tensor, weight: Tensor, target: Tensor, dead_rows: float) -> Inputs:
+    shape = Shape(len(hidden), hidden.shape[1], len(weight))
+    upstream = per_token_upstream(("logprob", "entropy", "logsumexp"), shape.tokens, dead_rows, hidden.device)
+    return Inputs(
+        shape, {"hidden": hidden, "weight": weight, "target": target}, per_row=("hidden", "target"), upstream=upstream
+    )
+
+
+def per_token_upstream(
+    outputs: Sequence[str], tokens: int, dead_rows: float, device: torch.device
+) -> dict[str, Tensor]:
     """Gradients as of a mean over tokens. Of a dead row, such as one with advantage 0, they are all 0."""
     random = torch.Generator(device).manual_seed(1)
     alive = torch.randperm(tokens, generator=random, device=device) >= round(dead_rows * tokens)
-    outputs = ("logprob", "entropy", "logsumexp")
     per_token = {o: torch.randn(tokens, generator=random, device=device) * alive / tokens for o in outputs}
     return {"loss": torch.ones((), device=device), **per_token}

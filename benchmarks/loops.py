@@ -1,7 +1,7 @@
-"""Our recipe against the peer's trainer, on the same model, pairs and steps: ``burnish bench loops``.
+"""Our recipe against the peer's trainer, on the same model, examples and steps: ``burnish bench loops``.
 
-SmolLM2-135M-Instruct learns by DPO from conversational pairs in float32, see ``dpo_vs_trl.py``. Losses first: who is
-not within 1e-4 of the peer's is shown as failed, and its time and memory are not compared.
+SmolLM2-135M-Instruct, or the model of a directory, learns from conversations in float32, see ``trainers.py``. Losses
+first: who is not within 1e-4 of the peer's is shown as failed, and its time and memory are not compared.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .dpo_vs_trl import PEER, PROVIDERS, compare
-from .report import markdown_line
+from .report import table as markdown_table
+from .trainers import PEER, RECIPES, compare
 
 HEADER = ["provider", "loss difference", "s per step", "min–max", "÷peer", "peak MB", "÷peer"]
 
@@ -28,15 +28,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="burnish bench loops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--providers",
-        nargs="+",
-        metavar="NAME",
-        default=PROVIDERS,
-        help=f"the peer, and some of {', '.join(PROVIDERS)}",
-    )
+    add("--recipe", choices=RECIPES, default="dpo")
+    names = "; ".join(f"{name}: {', '.join(recipe.names())}" for name, recipe in RECIPES.items())
+    add("--providers", nargs="+", metavar="NAME", help=f"the peer, and some of the recipe's: {names}")
+    add("--model", type=Path, help="directory of another model")
     add("--steps", type=int, default=6, help="the first is not timed")
-    add("--batch_size", type=int, default=8, help="pairs a step")
+    add("--batch_size", type=int, default=8, help="examples a step")
     add("--rounds", type=int, default=2, help="in each, everyone runs once, in a process of its own")
     add("--output", type=Path, default=Path("runs/bench"), help="where loops.json, loops.md and loops.png go")
     return parser
@@ -46,10 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0; 1 if a loss of ours is not the peer's, or somebody could not run; 2 for a mistake in the arguments."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
-    unknown = [name for name in options.providers if name not in PROVIDERS]
+    known_names = RECIPES[options.recipe].names()
+    asked = options.providers or known_names
+    unknown = [name for name in asked if name not in known_names]
     if unknown:
-        nearest = get_close_matches(unknown[0], PROVIDERS, n=1, cutoff=0.0)[0]
-        known = ", ".join(map(repr, PROVIDERS))
+        nearest = get_close_matches(unknown[0], known_names, n=1, cutoff=0.0)[0]
+        known = ", ".join(map(repr, known_names))
         print(
             f"burnish bench loops: no provider {unknown[0]!r}, did you mean {nearest!r}? Known are {known}",
             file=sys.stderr,
@@ -58,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.steps < 2 or options.rounds < 1 or options.batch_size < 1:
         print("burnish bench loops: --steps must be >= 2, --rounds and --batch_size >= 1", file=sys.stderr)
         return 2
-    names = (PEER, *(name for name in PROVIDERS if name in options.providers and name != PEER))
+    names = (PEER, *(name for name in known_names if name in asked and name != PEER))
     try:
-        report = compare(options.steps, options.batch_size, options.rounds, names)
+        report = compare(options.recipe, options.steps, options.batch_size, options.rounds, names, options.model)
     except (RuntimeError, ImportError) as error:
         print(f"burnish bench loops: {error}", file=sys.stderr)
         return 1
@@ -105,10 +104,11 @@ def save(report: dict[str, Any], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "loops.json").write_text(json.dumps(report, indent=1) + "\n")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    setting = f"{report['steps']} steps of {report['batch_size']} pairs, {report['rounds']} rounds"
-    lines = [f"# `{report['command']}`", "", f"{report['machine']}; {versions}; {report['date']}; {setting}.", ""]
-    lines += [markdown_line(HEADER), markdown_line(["---", *["--:"] * (len(HEADER) - 1)])]
-    (directory / "loops.md").write_text("\n".join([*lines, *map(markdown_line, cells(report))]) + "\n")
+    load = "load {before} before, {after} after".format_map(report["load"])
+    setting = f"{report['model']}, {report['steps']} steps of {report['batch_size']}, {report['rounds']} rounds, {load}"
+    machine = report["gpu"] or report["machine"]
+    lines = [f"# `{report['command']}`", "", f"{machine}; {versions}; {report['date']}; {setting}.", ""]
+    (directory / "loops.md").write_text("\n".join([*lines, *markdown_table(HEADER, cells(report))]) + "\n")
     plot(report, directory / "loops.png")
 
 

@@ -1,9 +1,7 @@
 """How it is measured: the gate against float64, then rounds in which everyone runs once, then memory.
 
-Three passes: "forward" alone; "train", with the gradients of hidden states and head; "frozen", without the head's.
-The floor of each is the time of its matrix products alone, in units of N·D·V floating-point operations:
-
-    forward 2        frozen 4 if the logits are kept, 6 if they are computed again        train 6 and 8
+A pass is "forward", without gradients, or one with the gradients of some of the inputs. Its floor is the time of what
+it can't do without, such as the matrix products alone.
 """
 
 import ctypes
@@ -15,110 +13,143 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .inputs import Inputs, Shape, random_inputs
-from .providers import Outputs, Provider, find, naive
+from .operation import Inputs, Mark, Operation, Outputs, Products, Provider, Settings, Step, named
+from .rounding import rounded_products
 
-PASSES = ("forward", "train", "frozen")
-
-Mark = Callable[[], None]
+Given = tuple[tuple[int, ...], torch.dtype, float, Settings]
 
 
-def _no_mark() -> None:
+def no_mark() -> None:
     pass
 
 
 class Outcome(NamedTuple):
-    """What a pass gives; gradients it does not have are None."""
+    """What a pass gives; gradients are named after their inputs, ``d_hidden``."""
 
     outputs: dict[str, Tensor]
-    d_hidden: Tensor | None
-    d_weight: Tensor | None
+    gradients: dict[str, Tensor]
 
     def tensors(self) -> dict[str, Tensor]:
-        gradients = {"d_hidden": self.d_hidden, "d_weight": self.d_weight}
-        return self.outputs | {name: grad for name, grad in gradients.items() if grad is not None}
+        return self.outputs | self.gradients
 
 
-def run(provider: Provider, inputs: Inputs, outputs: Outputs, kind: str, mark: Mark = _no_mark) -> Outcome:
+def run(
+    operation: Operation, provider: Provider, inputs: Inputs, outputs: Outputs, kind: str, mark: Mark = no_mark
+) -> Outcome:
     """One pass; ``mark`` is set between forward and backward."""
-    hidden = inputs.hidden.detach().requires_grad_(kind != "forward")
-    weight = inputs.weight.detach().requires_grad_(kind == "train")
-    with torch.set_grad_enabled(kind != "forward"):
-        results = provider(hidden, weight, inputs.target, outputs)
+    wanted = operation.passes[kind]
+    tensors = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.tensors.items()}
+    with torch.set_grad_enabled(bool(wanted)):
+        results = operation.compute(provider, tensors, outputs, inputs)
     mark()
-    if kind != "forward":
+    if wanted:
         upstream = [inputs.upstream[o].to(r.dtype) for o, r in zip(outputs, results, strict=True)]
         torch.autograd.backward(results, upstream)
-    return Outcome({o: r.detach() for o, r in zip(outputs, results, strict=True)}, hidden.grad, weight.grad)
+    gradients = {f"d_{name}": grad for name in wanted if (grad := tensors[name].grad) is not None}
+    return Outcome({o: r.detach() for o, r in zip(outputs, results, strict=True)}, gradients)
 
 
-def step(provider: Provider, inputs: Inputs, outputs: Outputs, kind: str, mark: Mark) -> None:
+def step(operation: Operation, provider: Provider, inputs: Inputs, outputs: Outputs, kind: str, mark: Mark) -> None:
     """``run`` as it is timed: what it gives is freed before the last mark."""
-    run(provider, inputs, outputs, kind, mark)
+    run(operation, provider, inputs, outputs, kind, mark)
 
 
-def plain(inputs: Inputs, outputs: Outputs, dtype: torch.dtype, logits_at_once: int) -> Outcome:
-    """A "train" pass of the naive formula in ``dtype``, a few rows at a time."""
-    per_token = ("logprob",) if outputs == ("loss",) else outputs
-    upstream = inputs.upstream
-    if outputs == ("loss",):
-        upstream = {"logprob": torch.full_like(inputs.target, -1 / len(inputs.target), dtype=torch.float64)}
-    weight = inputs.weight.detach().to(dtype).requires_grad_()
-    d_weight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32))
-    found: dict[str, list[Tensor]] = {output: [] for output in per_token}
-    d_hidden = []
-    for start in range(0, len(inputs.target), rows_at_once := max(1, logits_at_once // len(weight))):
+def plain(operation: Operation, inputs: Inputs, outputs: Outputs, dtype: torch.dtype, numbers_at_once: int) -> Outcome:
+    """The definition in ``dtype`` with the gradients of the "train" pass, a few rows at a time."""
+    name, sign = operation.mean
+    loss = outputs == ("loss",)
+    parts, upstream = outputs, inputs.upstream
+    count = len(inputs.tensors[inputs.per_row[0]]) if inputs.per_row else 1
+    if loss:
+        parts, upstream = (name,), {name: torch.full((count,), sign / count, dtype=torch.float64, device=inputs.device)}
+    wanted = operation.passes["train"]
+    whole = {
+        name: _cast(x, dtype).requires_grad_(name in wanted)
+        for name, x in inputs.tensors.items()
+        if name not in inputs.per_row
+    }
+    sums = {x: torch.zeros_like(whole[x], dtype=_at_least_32(dtype)) for x in wanted if x in whole}
+    values: dict[str, list[Tensor]] = {output: [] for output in parts}
+    pieces: dict[str, list[Tensor]] = {x: [] for x in wanted if x not in whole}
+    for start in range(0, count, rows_at_once := max(1, numbers_at_once // inputs.shape[-1])):
         rows = slice(start, start + rows_at_once)
-        hidden = inputs.hidden[rows].detach().to(dtype).requires_grad_()
-        results = naive(hidden, weight, inputs.target[rows], per_token)
-        gradients = [upstream[o][rows].to(r.dtype) for o, r in zip(per_token, results, strict=True)]
-        for output, result in zip(per_token, results, strict=True):
-            found[output].append(result.detach())
-        dh, dw = torch.autograd.grad(results, (hidden, weight), gradients)
-        d_hidden.append(dh)
-        d_weight += dw
-    values = {output: torch.cat(parts) for output, parts in found.items()}
-    if outputs == ("loss",):
-        values = {"loss": -values["logprob"].mean()}
-    return Outcome(values, torch.cat(d_hidden), d_weight.to(dtype))
+        tensors = {
+            name: whole[name] if name in whole else _cast(x[rows], dtype).requires_grad_(name in wanted)
+            for name, x in inputs.tensors.items()
+        }
+        results = operation.definition(*tensors.values(), parts, **inputs.settings)
+        above = []
+        for output, result in zip(parts, results, strict=True):
+            values[output].append(result.detach())
+            above.append((upstream[output][rows] if inputs.per_row else upstream[output]).to(result.dtype))
+        leaves = [tensors[name] for name in wanted]
+        for name, grad in zip(wanted, torch.autograd.grad(results, leaves, above, allow_unused=True), strict=True):
+            if grad is None:
+                continue
+            if name in sums:
+                sums[name] += grad
+            else:
+                pieces[name].append(grad)
+    gradients = {name: total.to(dtype) for name, total in sums.items()}
+    gradients |= {name: torch.cat(grads) for name, grads in pieces.items() if grads}
+    found = {output: torch.cat(x) if inputs.per_row else x[0] for output, x in values.items()}
+    if loss:
+        found = {"loss": sign * found[operation.mean[0]].mean()}
+    return Outcome(found, operation.collect(inputs, {f"d_{name}": grad for name, grad in gradients.items()}))
 
 
-def exact(inputs: Inputs, outputs: Outputs) -> Outcome:
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().to(dtype) if x.is_floating_point() else x.detach()
+
+
+def _at_least_32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def exact(operation: Operation, inputs: Inputs, outputs: Outputs) -> Outcome:
     """What everyone is held to."""
-    return plain(inputs, outputs, torch.float64, 2**26)
+    return plain(operation, inputs, outputs, torch.float64, 2**26)
 
 
-def limits(inputs: Inputs, outputs: Outputs, truth: Outcome) -> dict[str, float]:
-    """2 × the error of the naive formula in the dtype of the inputs, its results rounded to that dtype, + 1e-6."""
-    dtype = inputs.hidden.dtype
-    found = plain(inputs, outputs, dtype, 2**29)
+def limits(operation: Operation, inputs: Inputs, outputs: Outputs, truth: Outcome) -> dict[str, float]:
+    """2 × the error of the definition in the dtype of the inputs, its results rounded to that dtype, + 1e-6.
+
+    On a CPU, products in 16 bits are computed in float32 and rounded: the same digits, and not a hundred times slower.
+    """
+    dtype = inputs.dtype
+    with rounded_products(dtype if inputs.device.type == "cpu" and dtype.itemsize == 2 else None):
+        found = plain(operation, inputs, outputs, dtype, 2**29)
     rounded = found._replace(outputs={name: value.to(dtype) for name, value in found.outputs.items()})
     return {name: 2 * error + 1e-6 for name, error in errors(rounded, truth).items()}
 
 
 def errors(found: Outcome, truth: Outcome) -> dict[str, float]:
     """The largest error: of outputs in nats, of gradients as a share of the largest entry."""
-    return {name: _error(name, tensor, truth.tensors()[name]) for name, tensor in found.tensors().items()}
+    expected = truth.tensors()
+    return {name: _error(name, tensor, expected[name]) for name, tensor in found.tensors().items()}
 
 
 def _error(name: str, found: Tensor, truth: Tensor) -> float:
-    error = (found.double() - truth).abs().max()
+    """Some rows at a time: of a head with its gradient in float64 there is to be no second copy."""
+    rows = max(1, 2**26 // max(1, truth[:1].numel())) if truth.ndim else 1
+    pairs = zip(torch.split(found, rows), torch.split(truth, rows), strict=True) if truth.ndim else ((found, truth),)
+    error = torch.stack([(f.double() - t).abs().max() for f, t in pairs]).max()
     return float(error / truth.abs().max() if name.startswith("d_") else error)
 
 
-def gate(found: dict[str, float], limits: dict[str, float], kind: str) -> str | None:
-    """Why a provider is not timed; None if it gives all that the pass is to give, within the limits."""
-    absent = {"forward": {"d_hidden", "d_weight"}, "frozen": {"d_weight"}}.get(kind, set())
-    for name in limits.keys() - absent:
-        if name not in found:
+def gate(found: dict[str, float], limits: dict[str, float], gradients: set[str]) -> str | None:
+    """Why a provider is not timed; None if it gives the outputs and the gradients of the pass within the limits."""
+    for name in limits:
+        if name not in found and (name in gradients or not name.startswith("d_")):
             return f"{name} is missing"
     shares = {name: math.inf if math.isnan(error) else error / limits[name] for name, error in found.items()}
     name = max(shares, key=shares.__getitem__)
@@ -127,7 +158,7 @@ def gate(found: dict[str, float], limits: dict[str, float], kind: str) -> str | 
     return None
 
 
-def timed(step: Callable[[Mark], object], device: torch.device) -> list[float]:
+def timed(step: Step, device: torch.device) -> list[float]:
     """Seconds from one mark to the next; the first is set before the step, the last after it."""
     if device.type != "cuda":
         times = [time.perf_counter()]
@@ -156,69 +187,80 @@ def turns(names: list[str], rounds: int) -> Iterator[list[str]]:
 
 
 def interleave(
-    steps: dict[str, Callable[[Mark], object]], rounds: int, device: torch.device
+    steps: dict[str, Step],
+    rounds: int,
+    device: torch.device,
+    notice: Callable[[str], None] = lambda name: None,
+    stumbled: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, list[list[float]]]:
-    """For every step the spans between its marks, round by round, after one round to warm up."""
+    """For every step the spans between its marks, round by round, after one round to warm up.
+
+    Before a turn ``notice`` is told who is next. Whoever raises is handed to ``stumbled`` and takes no further part.
+    """
     taken: dict[str, list[list[float]]] = {name: [] for name in steps}
     for names in turns(list(steps), rounds + 1):
         for name in names:
-            taken[name].append(timed(steps[name], device))
+            if name not in taken:
+                continue
+            notice(name)
+            try:
+                taken[name].append(timed(steps[name], device))
+            except Exception as error:
+                if stumbled is None:
+                    raise
+                stumbled(name, error)
+                del taken[name]
     return {name: spans[1:] for name, spans in taken.items()}
 
 
-def products(inputs: Inputs, kind: str, dtype: torch.dtype) -> dict[str, Callable[[Mark], object]]:
-    """The matrix products of a pass, each on its own, into memory that is there already."""
-    hidden, weight = inputs.hidden.to(dtype), inputs.weight.to(dtype)
-    logits = hidden @ weight.t()
-    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
-    steps: dict[str, Callable[[Mark], object]] = {
-        "logits": lambda _: torch.mm(hidden, weight.t(), out=logits),
-        "d_hidden": lambda _: torch.mm(logits, weight, out=d_hidden),
-        "d_weight": lambda _: torch.mm(logits.t(), hidden, out=d_weight),
-    }
-    wanted = {"forward": ["logits"], "frozen": ["logits", "d_hidden"], "train": list(steps)}[kind]
-    return {name: steps[name] for name in wanted}
-
-
-def fastest_dtype(inputs: Inputs) -> torch.dtype:
-    """In which the products are fastest: of 16-bit inputs it may be float32, on a CPU without units for 16 bits."""
-    if inputs.hidden.device.type != "cpu" or inputs.hidden.dtype.itemsize > 2:
-        return inputs.hidden.dtype
-    small = inputs._replace(hidden=inputs.hidden[:128], weight=inputs.weight[:2048])
+def fastest_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In which products are fastest: of 16-bit inputs it may be float32, on a CPU without units for 16 bits."""
+    if device.type != "cpu" or dtype.itemsize > 2:
+        return dtype
     tried: dict[torch.dtype, float] = {}
-    for dtype in (inputs.hidden.dtype, torch.float32):
-        taken = interleave(products(small, "train", dtype), 2, inputs.hidden.device)
-        tried[dtype] = sum(sum(span) for spans in taken.values() for span in spans)
+    for candidate in (dtype, torch.float32):
+        a, b = torch.randn(64, 512).to(candidate), torch.randn(512, 512).to(candidate)
+        step = partial(_three_products, a, b)
+        tried[candidate] = sum(sum(span) for span in interleave({"three": step}, 2, device)["three"])
     return min(tried, key=tried.__getitem__)
 
 
-def floors(taken: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Seconds of each round in the products alone, named by cost: the logits kept, and the logits computed twice."""
-    kept = [sum(parts) for parts in zip(*taken.values(), strict=True)]
-    if len(taken) == 1:
-        return {"2NDV": kept}
-    twice = [seconds + logits for seconds, logits in zip(kept, taken["logits"], strict=True)]
-    return {f"{2 * len(taken)}NDV": kept, f"{2 * len(taken) + 2}NDV": twice}
+def _three_products(a: Tensor, b: Tensor, mark: Mark) -> None:
+    """In the layouts of a pass."""
+    torch.mm(a, b.t())
+    torch.mm(a, b)
+    torch.mm(b, a.t())
 
 
-def ratio(seconds: list[float], other: list[float]) -> float:
+def floors(products: Products, taken: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """For each way to do the pass its seconds in every round, and its floating-point operations."""
+    found = {}
+    for name, counts in products.floors.items():
+        rounds = zip(*([count * s for s in taken[step]] for step, count in counts.items()), strict=True)
+        flops = sum(count * products.flops.get(step, 0) for step, count in counts.items())
+        found[name] = {"rounds": [sum(parts) for parts in rounds], "flops": flops}
+    return found
+
+
+def ratio(seconds: Sequence[float], other: Sequence[float]) -> float:
     """The median over rounds: whatever else the machine did in a round has hit both."""
     return median(s / o for s, o in zip(seconds, other, strict=True))
 
 
-def extra_bytes(name: str, inputs: Inputs, outputs: Outputs, passes: Sequence[str]) -> dict[str, int | None]:
+def extra_bytes(
+    operation: Operation, name: str, inputs: Inputs, outputs: Outputs, passes: Sequence[str], dead_rows: float
+) -> dict[str, int | None]:
     """Peak of each pass beyond its inputs, gradients included, when it is not the first; None where it can't be told.
 
     On a CPU it is the memory of a process of its own, so that what the allocator keeps from others does not count, with
     random inputs of the same shape.
     """
-    if inputs.hidden.device.type == "cuda":
-        return {kind: _allocated_bytes(find(name), inputs, outputs, kind) for kind in passes}
+    if inputs.device.type == "cuda":
+        return {kind: _allocated_bytes(operation, name, inputs, outputs, kind) for kind in passes}
     if not passes or not Path("/proc/self/clear_refs").exists():
         return dict.fromkeys(passes)
-    dead_rows = float((inputs.upstream["logprob"] == 0).float().mean())
-    given = inputs.shape, inputs.hidden.dtype, dead_rows
-    arguments = name, given, outputs, passes, torch.get_num_threads()
+    given = inputs.shape, inputs.dtype, dead_rows, inputs.settings
+    arguments = operation.name, name, given, outputs, passes, torch.get_num_threads()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         try:
             return process.submit(_resident_bytes, *arguments).result()
@@ -226,32 +268,38 @@ def extra_bytes(name: str, inputs: Inputs, outputs: Outputs, passes: Sequence[st
             return dict.fromkeys(passes)
 
 
-def _allocated_bytes(provider: Provider, inputs: Inputs, outputs: Outputs, kind: str) -> int:
-    run(provider, inputs, outputs, kind)
-    gc.collect()
-    torch.cuda.synchronize(inputs.hidden.device)
-    before = torch.cuda.memory_allocated(inputs.hidden.device)
-    torch.cuda.reset_peak_memory_stats(inputs.hidden.device)
-    run(provider, inputs, outputs, kind)
-    torch.cuda.synchronize(inputs.hidden.device)
-    return torch.cuda.max_memory_allocated(inputs.hidden.device) - before
+def _allocated_bytes(operation: Operation, name: str, inputs: Inputs, outputs: Outputs, kind: str) -> int | None:
+    provider = operation.find(name)
+    try:
+        run(operation, provider, inputs, outputs, kind)
+        gc.collect()
+        torch.cuda.synchronize(inputs.device)
+        before = torch.cuda.memory_allocated(inputs.device)
+        torch.cuda.reset_peak_memory_stats(inputs.device)
+        run(operation, provider, inputs, outputs, kind)
+        torch.cuda.synchronize(inputs.device)
+    except torch.OutOfMemoryError:
+        return None
+    return torch.cuda.max_memory_allocated(inputs.device) - before
 
 
 def _resident_bytes(
-    name: str, given: tuple[Shape, torch.dtype, float], outputs: Outputs, passes: Sequence[str], threads: int
+    operation_name: str, name: str, given: Given, outputs: Outputs, passes: Sequence[str], threads: int
 ) -> dict[str, int | None]:
     torch.set_num_threads(threads)
-    provider, (shape, dtype, dead_rows) = find(name), given
-    inputs = random_inputs(shape, dtype, torch.device("cpu"), dead_rows)
+    operation = named(operation_name)
+    shape, dtype, dead_rows, settings = given
+    provider = operation.find(name)
+    inputs = next(iter(operation.inputs.values()))(shape, dtype, torch.device("cpu"), dead_rows, settings)
     found: dict[str, int | None] = {}
     for kind in passes:
-        run(provider, inputs, outputs, kind)
+        run(operation, provider, inputs, outputs, kind)
         gc.collect()
         if platform.libc_ver()[0] == "glibc":
             ctypes.CDLL(None).malloc_trim(0)  # what this pass left to the allocator would be missing from the next
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        run(provider, inputs, outputs, kind)
+        run(operation, provider, inputs, outputs, kind)
         found[kind] = _resident("VmHWM") - before
     return found
 

@@ -1,66 +1,25 @@
-"""Who is measured: ways from hidden states to the log-probabilities of one target per token, each behind one adapter.
+"""Who computes the language-model head: ways from hidden states to the log-probabilities of one target per token.
 
-A provider is a name, a function, what the function can be asked for, and whether it runs here. To measure another one,
-name an object of your own as ``module:object``: a ``Provider``, or a function ``(hidden, weight, target) -> logprob``.
+Each is behind one adapter, ``(hidden, weight, target, outputs) -> tuple``; see ``operation.py`` for how to add
+yours.
 """
 
 import functools
 import importlib
-import importlib.util
-import os
-import sys
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import linear_logprob, logits_logprob
-from ..kernels.linear_logprob import Backend
+from ..kernels.backend import Backend
+from . import ours
+from .operation import Outputs, Provider, needs
 
-Outputs = tuple[str, ...]
 OUTPUTS = ("loss", "logprob", "entropy", "logsumexp")
-
-
-def _nothing(device: torch.device) -> None:
-    return None
-
-
-@dataclass(frozen=True)
-class Provider:
-    """One row of every table.
-
-    Args:
-        name: as on the command line.
-        compute: ``compute(hidden [N, D], weight [V, D], target [N], outputs)`` returns the outputs in the order in
-            which they are named, differentiable with respect to hidden and weight: "logprob", "entropy" and
-            "logsumexp" ``[N]``, or "loss", the mean of −logprob, for those who give nothing per token.
-        gives: what it can be asked for. Whoever gives "logprob" also takes part where "loss" is asked for.
-        missing: why it can't run on a device here, such as a package that is not installed; None if it can.
-    """
-
-    name: str
-    compute: Callable[[Tensor, Tensor, Tensor, Outputs], tuple[Tensor, ...]]
-    gives: Outputs = ("logprob",)
-    missing: Callable[[torch.device], str | None] = _nothing
-
-    def can_give(self, outputs: Outputs) -> bool:
-        return set(outputs) <= set(self.gives) or (outputs == ("loss",) and "logprob" in self.gives)
-
-    def __call__(self, hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs) -> tuple[Tensor, ...]:
-        """The outputs, each of its right shape."""
-        if outputs == ("loss",) and "loss" not in self.gives:
-            (logprob,) = self(hidden, weight, target, ("logprob",))
-            return (-logprob.mean(dtype=torch.promote_types(logprob.dtype, torch.float32)),)
-        results = self.compute(hidden, weight, target, outputs)
-        wanted = torch.Size([]) if outputs == ("loss",) else target.shape
-        for name, result in zip(outputs, results, strict=True):
-            if result.shape != wanted:
-                raise ValueError(f"{self.name}: {name} must be {list(wanted)}, got {list(result.shape)}")
-        return results
 
 
 def naive(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs) -> tuple[Tensor, ...]:
@@ -80,26 +39,31 @@ def naive(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs) -> t
     return tuple(found)
 
 
-def compiled(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs) -> tuple[Tensor, ...]:
-    # Every shape and pass is a graph of its own, and there are more of them than the compiler's limit.
-    with torch._dynamo.config.patch(recompile_limit=1024):
-        return _compiled_naive()(hidden, weight, target, outputs)
+def recompiling(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """The function compiled: every shape and pass is a graph of its own, and there are more than the usual limit."""
+
+    @functools.cache
+    def fast() -> Callable[..., tuple[Tensor, ...]]:
+        return torch.compile(function, dynamic=False)
+
+    def compute(*arguments: Any, **settings: Any) -> tuple[Tensor, ...]:
+        with torch._dynamo.config.patch(recompile_limit=1024):
+            return fast()(*arguments, **settings)
+
+    return compute
 
 
-@functools.cache
-def _compiled_naive() -> Callable[..., tuple[Tensor, ...]]:
-    return torch.compile(naive, dynamic=False)
+compiled = recompiling(naive)
 
 
-def ours(name: str, **options: Any) -> Provider:
+def adapter(options: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
     """``linear_logprob`` with these keyword arguments."""
 
     def compute(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs) -> tuple[Tensor, ...]:
         result = linear_logprob(hidden, weight, target, **options)
         return tuple(getattr(result, output) for output in outputs)
 
-    missing = _on_gpu if options.get("backend") == "triton" else _nothing
-    return Provider(name, compute, ("logprob", "entropy", "logsumexp"), missing)
+    return compute
 
 
 def our_logits(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs) -> tuple[Tensor, ...]:
@@ -137,8 +101,8 @@ def liger(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs) -> t
 
 
 def liger_scaled(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs) -> tuple[Tensor, ...]:
-    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-    function = module.LigerFusedLinearScaledCrossEntropyFunction
+    # From the package, not from its module: so a backend that the user has selected takes its place.
+    function = importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
     if "entropy" not in outputs:
         return (-function.apply(hidden, weight, target),)
     nll, entropy = function.apply(hidden, weight, target, return_entropy=True)
@@ -146,10 +110,26 @@ def liger_scaled(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Output
     return tuple(found[output] for output in outputs)
 
 
-def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs, *, impl: str) -> tuple[Tensor]:
+def _liger_scaled_missing(device: torch.device) -> str | None:
+    if reason := needs("liger_kernel.ops.fused_linear_scaled_cross_entropy", gpu=True)(device):
+        return reason
+    if torch.cuda.get_device_capability(device) == (9, 0):  # elsewhere it is a formula in torch, 512 tokens at a time
+        return needs("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90", gpu=True)(device)
+    return None
+
+
+def cut_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs, *, exact: bool
+) -> tuple[Tensor]:
+    """``exact`` skips nothing in backward, and sums gradients in float32 where the release can do so."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     loss = outputs == ("loss",)
-    nll: Tensor = function(hidden, weight, target, reduction="mean" if loss else "none", impl=impl)
+    options: dict[str, Any] = {"reduction": "mean" if loss else "none", "impl": "cce"}
+    if exact and "accum_e_fp32" in inspect.signature(function).parameters:
+        options["impl"] = "cce_exact"
+    elif exact:  # up to 25.1
+        options["filter_eps"] = None
+    nll: Tensor = function(hidden, weight, target, **options)
     return (nll if loss else -nll,)
 
 
@@ -157,81 +137,26 @@ def quack(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Outputs) -> t
     return (importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy(hidden, weight, target),)
 
 
-def _on_gpu(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else f"runs on a GPU only, this is {device.type}"
-
-
-def needs(module: str, *, gpu: bool) -> Callable[[torch.device], str | None]:
-    """For ``Provider.missing``: a package that has to be importable, and maybe a GPU."""
-    package = module.partition(".")[0]
-
-    def missing(device: torch.device) -> str | None:
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed"
-        if gpu and (reason := _on_gpu(device)):
-            return reason
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # whatever a package that does not fit this machine raises
-            return f"{module} can't be imported: {first_line(error)}"
-        return None
-
-    return missing
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
 _FUSED = ("loss", "logprob")
-_SCALED = "liger_kernel.ops.fused_linear_scaled_cross_entropy"
 _CUT = needs("cut_cross_entropy", gpu=True)
 
-# "auto" is one of the other backends, and measured under its name.
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
         Provider("naive", naive, OUTPUTS[1:]),
         Provider("compiled", compiled, OUTPUTS[1:]),
-        *(ours(f"burnish-{backend}", backend=backend) for backend in get_args(Backend) if backend != "auto"),
+        *ours.providers(linear_logprob, Backend, adapter, OUTPUTS[1:]),
         Provider("burnish-logits", our_logits, OUTPUTS[1:]),
         Provider("torch", torch_fused, _FUSED, _torch_has_it),
         Provider("trl", trl, ("logprob", "entropy"), needs("trl.kernels.chunked_logprob", gpu=False)),
         Provider("liger", liger, _FUSED, needs("liger_kernel.transformers.functional", gpu=True)),
-        Provider("liger-scaled", liger_scaled, ("logprob", "entropy"), needs(_SCALED, gpu=True)),
-        Provider("cce", functools.partial(cut_cross_entropy, impl="cce"), _FUSED, _CUT),
-        Provider("cce-exact", functools.partial(cut_cross_entropy, impl="cce_exact"), _FUSED, _CUT),
+        Provider("liger-scaled", liger_scaled, ("logprob", "entropy"), _liger_scaled_missing),
+        Provider("cce", functools.partial(cut_cross_entropy, exact=False), _FUSED, _CUT),
+        Provider("cce-exact", functools.partial(cut_cross_entropy, exact=True), _FUSED, _CUT),
         Provider("quack", quack, ("loss",), needs("quack.linear_cross_entropy", gpu=True)),
     )
 }
 
 
-def find(name: str) -> Provider:
-    """The provider of that name, or the object at ``module:object``.
-
-    Raises:
-        ValueError: if there is none, with the nearest name or with what went wrong.
-    """
-    if ":" in name:
-        return _load(name)
-    if name not in PROVIDERS:
-        nearest = get_close_matches(name, PROVIDERS, n=1, cutoff=0.0)[0]
-        known = ", ".join(PROVIDERS)
-        raise ValueError(f"no provider {name!r}, did you mean {nearest!r}? Known are {known}, and your module:object")
-    return PROVIDERS[name]
-
-
-def _load(name: str) -> Provider:
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # a console script does not look where it is called, `python -m` does
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"provider {name!r} can't be loaded: {first_line(error)}") from error
-    if isinstance(found, Provider):
-        return found
-    if not callable(found):
-        raise ValueError(f"provider {name!r} must be a Provider or a function, got {type(found).__name__}")
-    return Provider(name, lambda hidden, weight, target, outputs: (found(hidden, weight, target),))
+def find_more(name: str) -> Provider | None:
+    return ours.with_budget(name, linear_logprob, Backend, adapter, OUTPUTS[1:])

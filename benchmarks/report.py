@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import math
+import os
 import platform
 from collections.abc import Iterable, Iterator
 from datetime import date
@@ -14,7 +15,23 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "trl",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+)
+
+RULE = (
+    "Held to float64 in every value and every gradient, of all rows; allowed is twice the error of the definition in "
+    "the dtype of the inputs, + 1e-6. Times are medians over interleaved rounds; MB is the peak above the inputs, "
+    "gradients included."
+)
+TARGET_HEADER = ["target", "found", "wanted", ""]
 
 Case = dict[str, Any]
 Report = dict[str, Any]
@@ -34,10 +51,16 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cpu": _processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "load": load(),
         "python": platform.python_version(),
         "versions": versions,
         "date": date.today().isoformat(),
     }
+
+
+def load() -> float | None:
+    """Processes that wanted a core in the last minute, others' included; None where the system does not tell."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def _processor() -> str:
@@ -47,9 +70,12 @@ def _processor() -> str:
 
 
 def title(case: Case) -> str:
-    parts = [f"{'x'.join(map(str, case['shape']))} {case['dtype']}", " + ".join(case["outputs"]), case["pass"]]
+    operation = "" if case["operation"] == "kernels" else f"{case['operation']} "
+    settings = [f"{name} {value:g}" for name, value in case["settings"].items()]
+    shape = "x".join(map(str, case["shape"]))
+    parts = [f"{operation}{shape} {case['dtype']}", " + ".join(case["outputs"]), *settings, case["pass"]]
     if case["inputs"] != "random":
-        parts.append(f"{case['inputs']} hidden states")
+        parts.append(f"{case['inputs']} inputs")
     if case["dead_rows"]:
         parts.append(f"{case['dead_rows']:.0%} of the rows without a gradient")
     return ", ".join(parts)
@@ -57,19 +83,21 @@ def title(case: Case) -> str:
 
 def header(case: Case) -> list[str]:
     floors = [f"÷{name}" for name in case["floor"]]
-    return ["provider", "ms", "min–max", "TFLOP/s", *floors, "÷naive", "MB", "error", "of gradients"]
+    return ["provider", "ms", "min–max", "TFLOP/s", *floors, f"÷{case['baseline']}", "MB", "error", "of gradients"]
 
 
 def cells(case: Case) -> Iterator[list[str]]:
-    """The rows of a table as text: the products alone, then whoever was measured, then whoever was not."""
+    """The rows of a table as text: the floors, then whoever was measured, then whoever was not."""
+    others = len(case["floor"]) + 2
     for name, floor in case["floor"].items():
-        yield [f"{name} in {case['products_in']}", *_time(floor), *[""] * (len(case["floor"]) + 4)]
+        yield [f"{name} in {case['products_in']}", *_time(floor), *[""] * (others + 2)]
     for row in sorted(case["rows"], key=lambda row: row["status"] != "measured"):
         errors = [_worst(row["errors"], gradients=False), _worst(row["errors"], gradients=True)]
         if row["status"] != "measured":
-            yield [row["provider"], row["status"], *[""] * (len(case["floor"]) + 4), *errors]
+            yield [row["provider"], row["status"], "", "", *[""] * others, *errors]
             continue
-        ratios = [f"{row['ratio'][name]:.2f}" if name in row["ratio"] else "" for name in (*case["floor"], "naive")]
+        against = (*case["floor"], case["baseline"])
+        ratios = [f"{row['ratio'][name]:.2f}" if name in row["ratio"] else "" for name in against]
         memory = "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 1e6:.0f}"
         yield [row["provider"], *_time(row), *ratios, memory, *errors]
 
@@ -77,7 +105,7 @@ def cells(case: Case) -> Iterator[list[str]]:
 def _time(row: dict[str, Any]) -> list[str]:
     milliseconds = (1000 * row["seconds"][k] for k in ("median", "min", "max"))
     middle, least, most = (f"{t:.0f}" if t >= 100 else f"{t:.3g}" for t in milliseconds)
-    return [middle, f"{least}–{most}", f"{row['tflops']:.3g}"]
+    return [middle, f"{least}–{most}", "" if row["tflops"] is None else f"{row['tflops']:.3g}"]
 
 
 def _worst(errors: dict[str, float], *, gradients: bool) -> str:
@@ -103,27 +131,40 @@ def show(case: Case, console: Console) -> None:
 def markdown(report: Report) -> str:
     machine = report["machine"]
     where = f"{machine.get('gpu', machine['cpu'])}, {machine['threads']} threads"
+    where += "" if machine["load"] is None else f", load {machine['load']} before"
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines = [f"# `{report['command']}`", "", f"{where}; {versions}; {machine['date']}; {report['rounds']} rounds.", ""]
+    lines = [f"# `{report['command']}`", "", f"{where}; {versions}; {machine['date']}.", "", RULE, ""]
     lines += [f"- {name} is not measured: {reason}" for name, reason in report["unavailable"].items()]
+    if report.get("targets"):
+        lines += ["", *table(TARGET_HEADER, target_cells(report["targets"]))]
     for case in report["cases"]:
-        head = header(case)
-        lines += ["", f"## {title(case)}", "", markdown_line(head), markdown_line(["---", *["--:"] * (len(head) - 1)])]
-        lines += [*map(markdown_line, cells(case)), "", *(f"- {reason}" for reason in reasons(case))]
+        lines += ["", f"## {title(case)}", "", *table(header(case), cells(case)), ""]
+        lines += [f"- {reason}" for reason in reasons(case)]
     return "\n".join(lines) + "\n"
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
+    """In Markdown."""
+    yield from (markdown_line(head), markdown_line(["---", *["--:"] * (len(head) - 1)]))
+    yield from map(markdown_line, rows)
+
+
+def target_cells(targets: Iterable[dict[str, Any]]) -> Iterator[list[str]]:
+    for target in targets:
+        met = "" if target["met"] is None else "met" if target["met"] else "missed"
+        yield [target["what"], target["found"], target["wanted"], met]
 
 
 def markdown_line(parts: Iterable[str]) -> str:
     return f"| {' | '.join(part.replace('|', '&#124;') for part in parts)} |"
 
 
-def save(report: Report, directory: Path) -> None:
-    """``kernels.json``, ``kernels.md`` and ``kernels.png``."""
+def save(report: Report, directory: Path, name: str) -> None:
+    """``name.json`` and ``name.md``."""
     directory.mkdir(parents=True, exist_ok=True)
     strict = json.loads(json.dumps(report), parse_constant=str)  # NaN, the error of a failure, is no JSON
-    (directory / "kernels.json").write_text(json.dumps(strict, indent=1, allow_nan=False) + "\n")
-    (directory / "kernels.md").write_text(markdown(report))
-    plot(report, directory / "kernels.png")
+    (directory / f"{name}.json").write_text(json.dumps(strict, indent=1, allow_nan=False) + "\n")
+    (directory / f"{name}.md").write_text(markdown(report))
 
 
 def plot(report: Report, path: Path) -> None:
@@ -133,9 +174,11 @@ def plot(report: Report, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
+    if not report["cases"]:
+        return
     panels: dict[str, list[Case]] = {}
     for case in report["cases"]:
-        panels.setdefault(title(case).partition(" ")[2], []).append(case)
+        panels.setdefault(title(case).replace("x".join(map(str, case["shape"])) + " ", ""), []).append(case)
     names = list(dict.fromkeys(row["provider"] for case in report["cases"] for row in case["rows"]))
     colors = {name: colormaps["tab20"](k % 20) for k, name in enumerate(names)}
     shapes = max(len(cases) for cases in panels.values())

@@ -19,7 +19,9 @@ def sequence_length(sequence: SequenceIds, sequences: int) -> SequenceLengths:
 def sequence_sum(x: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSequence:
     """Σ_t x_t over each sequence; of log-probabilities, log π(y|x) of the whole answer."""
     same_shape("sequence_sum", x=x, sequence=sequence)
-    return x.new_zeros(sequences).index_add(0, sequence, x)
+    # Token after token, a float32 sum over an answer of hundreds loses digits that a ratio of policies would show.
+    exact = torch.float32 if x.device.type == "mps" else torch.float64
+    return x.new_zeros(sequences, dtype=exact).index_add(0, sequence, x.to(exact)).to(x.dtype)
 
 
 def sequence_mean(x: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSequence:

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers import cache_utils
 
 _STEP = 64  # columns that are added at once
+_untyped: Any = cache_utils  # its attributes are optional tensors of several kinds of layers
 
 
-class _Layer(DynamicLayer):  # type: ignore[misc]
+class _Layer(_untyped.DynamicLayer):  # type: ignore[misc]
     """One layer: [rows, heads, columns, d], of which the first rows and columns are in use."""
 
     def __init__(self, slots: "Slots", like: Tensor, values_like: Tensor) -> None:
@@ -43,7 +43,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]
             setattr(self, name, new)
 
 
-class Slots(Cache):  # type: ignore[misc]
+class Slots(_untyped.Cache):  # type: ignore[misc]
     """A cache whose rows are of different lengths, join at any time, and leave.
 
     A row's tokens stand in its first columns, at the positions that they have in its text; what lies beyond is masked.
@@ -52,9 +52,10 @@ class Slots(Cache):  # type: ignore[misc]
         length: int64 [rows], tokens that are cached for each row.
     """
 
+    layers: list[Any]  # of `_Layer`, once there is something to hold
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(layers=[])
-        self.layers: list[Any] = []  # of `_Layer`, once there is something to hold
         self.length = torch.zeros(0, dtype=torch.int64, device=device)
         self.row = self.length
         self.width = 0  # columns that the next step reads

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from burnish.benchmarks.kernels import main
+from burnish.benchmarks.__main__ import main
 
 
 @pytest.fixture
@@ -26,11 +26,12 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """The saved report of ``burnish bench kernels`` at a tiny shape, and under "status" its exit status."""
+    """The saved report of ``burnish bench`` at a tiny shape, and under "status" its exit status."""
 
-    def run(*arguments: str) -> dict[str, Any]:
+    def run(*arguments: str, benchmark: str = "kernels") -> dict[str, Any]:
         fixed = ["--shapes", "tiny", "--rounds", "2", "--no-memory", "--device", "cpu", "--output", str(tmp_path)]
-        status = main([*fixed, *arguments])
-        return {**json.loads((tmp_path / "kernels.json").read_text()), "status": status}
+        status = main([benchmark, *fixed, *arguments])
+        (found,) = tmp_path.glob("*.json")
+        return {**json.loads(found.read_text()), "status": status}
 
     return run

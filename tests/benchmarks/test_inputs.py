@@ -2,21 +2,23 @@
 
 import pytest
 import torch
-from burnish.benchmarks.inputs import SPREAD, Shape, parse_shapes, random_inputs, smollm2_inputs
+from burnish.benchmarks.inputs import SPREAD, Shape, random_inputs, smollm2_inputs
+from burnish.benchmarks.kernels import OPERATION
 from burnish.benchmarks.real_model import Unavailable, smollm2
 
 CPU = torch.device("cpu")
 
 
 def test_a_shape_is_a_name_or_three_sizes():
-    assert parse_shapes(["tiny", "100x64x1031", "smollm2"]) == [(64, 32, 257), (100, 64, 1031), (2048, 576, 49152)]
+    shapes = OPERATION.parse_shapes(["tiny", "100x64x1031", "smollm2"])
+    assert shapes == [(64, 32, 257), (100, 64, 1031), (2048, 576, 49152)]
 
 
 def test_random_inputs_are_the_same_at_every_call_and_reach_the_last_column():
     one, two = (random_inputs(Shape(256, 64, 1031), torch.float32, CPU) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(one[:3], two[:3], strict=True))
-    assert one.target[-1] == 1030
-    assert (one.hidden @ one.weight.t()).std().item() == pytest.approx(SPREAD, rel=0.05)
+    assert all(torch.equal(one.tensors[name], two.tensors[name]) for name in ("hidden", "weight", "target"))
+    assert one.tensors["target"][-1] == 1030
+    assert (one.tensors["hidden"] @ one.tensors["weight"].t()).std().item() == pytest.approx(SPREAD, rel=0.05)
 
 
 def test_a_dead_row_has_no_gradient_from_any_output():
@@ -33,7 +35,8 @@ def test_real_hidden_states_predict_their_targets():
         pytest.skip(str(reason))
     inputs = smollm2_inputs(Shape(40, 576, 49152), torch.float32, CPU)
     assert inputs.shape == (40, 576, 49152)
-    logp = (inputs.hidden @ inputs.weight.t()).log_softmax(-1).gather(1, inputs.target[:, None])[:, 0]
+    hidden, weight, target = inputs.tensors.values()
+    logp = (hidden @ weight.t()).log_softmax(-1).gather(1, target[:, None])[:, 0]
     assert logp.mean() > -6  # the next token; any other is at −log 49152 = −10.8 or below
     with pytest.raises(ValueError, match="smollm2 has width and vocabulary 576x49152, got the shape 64x32x257"):
         smollm2_inputs(Shape(64, 32, 257), torch.float32, CPU)

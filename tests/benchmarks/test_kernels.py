@@ -7,14 +7,20 @@ import pytest
 import torch
 from burnish.benchmarks.__main__ import main
 from burnish.benchmarks.inputs import NAMED
-from burnish.benchmarks.providers import PROVIDERS, Provider, naive
+from burnish.benchmarks.operation import Provider, with_triton
+from burnish.benchmarks.providers import PROVIDERS, naive
 from burnish.benchmarks.report import cells as report_rows
 
+CPU = torch.device("cpu")
 LOGPROB = ["--outputs", "logprob", "--passes", "train"]
 
 
 def plain(hidden, weight, target):
     return naive(hidden, weight, target, ("logprob",))[0]
+
+
+# Compiled, or interpreted: they have tests of their own.
+SLOW = {"compiled", *(name for name, provider in PROVIDERS.items() if provider.missing is with_triton)}
 
 
 def rows(report):
@@ -131,7 +137,7 @@ def test_if_nobody_can_be_measured_the_command_fails(bench):
 
 
 def test_everyone_here_passes_the_gate_in_everything_it_gives(bench):
-    names = [name for name, p in PROVIDERS.items() if p.missing(torch.device("cpu")) is None and name != "compiled"]
+    names = [name for name, p in PROVIDERS.items() if p.missing(CPU) is None and name not in SLOW]
     assert {"naive", "burnish-tiled", "burnish-reference", "burnish-logits", "trl"} <= set(names)
     outputs = ["loss", "logprob", "logprob+entropy", "logprob+entropy+logsumexp"]
     report = bench("--providers", *names, "--rounds", "1", "--outputs", *outputs)
@@ -141,6 +147,15 @@ def test_everyone_here_passes_the_gate_in_everything_it_gives(bench):
     assert by_outputs["loss",] == by_outputs["logprob",] == set(names)
     assert "trl" in by_outputs["logprob", "entropy"] and "torch" not in by_outputs["logprob", "entropy"]
     assert "trl" not in by_outputs["logprob", "entropy", "logsumexp"]
+
+
+@pytest.mark.skipif(with_triton(CPU) is not None, reason="Triton is not interpreted here")
+def test_our_triton_backends_pass_the_gate_in_every_mode(bench):
+    names = sorted(SLOW - {"compiled"})
+    assert {"burnish-triton", "burnish-triton-recompute", "burnish-triton-4GiB", "burnish-fused"} <= set(names)
+    arguments = ["--shapes", "20x8x61", "--outputs", "logprob+entropy", "--passes", "train", "--rounds", "1"]
+    report = bench("--providers", *names, *arguments)
+    assert {name: row["status"] for name, row in rows(report).items()} == dict.fromkeys(names, "measured")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
@@ -166,7 +181,7 @@ def test_rates_and_ratios_follow_from_the_seconds(bench):
         other = next(row for row in case["rows"] if row["provider"] == "naive")
         for row in case["rows"]:
             seconds = row["seconds"]["rounds"]
-            assert len(seconds) == report["rounds"] == 2
+            assert len(seconds) == case["rounds"] == 2
             assert row["tflops"] == pytest.approx(int(costs[case["pass"]][0][0]) * ndv / median(seconds) / 1e12)
             for name, against in [*case["floor"].items(), ("naive", other)]:
                 expected = median(s / o for s, o in zip(seconds, against["seconds"]["rounds"], strict=True))
@@ -212,6 +227,5 @@ def test_an_unknown_benchmark_is_told_the_nearest(capsys):
 
 
 def test_the_grid_is_that_of_the_study():
-    assert {str(shape) for shape in NAMED["grid"]} == {
-        f"{n}x{d}x{v}" for n in (8192, 16384) for d in (2048, 4096) for v in (128256, 151936, 262144)
-    }
+    sizes = [(n, d, v) for n in (8192, 16384) for d in (2048, 4096) for v in (128256, 151936, 262144)]
+    assert list(NAMED["grid"]) == sizes

@@ -1,10 +1,18 @@
 """Who can be asked, and for what."""
 
 import sys
+from typing import Literal
+from unittest import mock
 
 import pytest
 import torch
-from burnish.benchmarks.providers import PROVIDERS, Provider, find, naive, needs
+from burnish.benchmarks import ours
+from burnish.benchmarks.inputs import random_inputs
+from burnish.benchmarks.kernels import OPERATION
+from burnish.benchmarks.operation import Provider, needs
+from burnish.benchmarks.providers import PROVIDERS, naive
+from burnish.kernels import linear_logprob
+from burnish.kernels.backend import Backend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -14,9 +22,9 @@ def test_a_users_module_is_found_where_the_command_is_called(tmp_path, monkeypat
     (tmp_path / "my_heads.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", ".")])
-    provider = find("my_heads:zero")
+    provider = OPERATION.find("my_heads:zero")
     assert provider.name == "my_heads:zero"
-    (logprob,) = provider(torch.ones(3, 2), torch.ones(5, 2), torch.zeros(3, dtype=torch.int64), ("logprob",))
+    (logprob,) = provider.compute(torch.ones(3, 2), torch.ones(5, 2), torch.zeros(3, dtype=torch.int64), ("logprob",))
     assert torch.equal(logprob, torch.zeros(3))
 
 
@@ -32,12 +40,41 @@ def test_a_package_that_is_broken_or_wants_a_gpu_says_so(tmp_path, monkeypatch):
 
 def test_whoever_gives_logprob_can_be_asked_for_the_loss_and_nothing_more():
     provider = Provider("naive", naive)
-    assert provider.can_give(("loss",)) and provider.can_give(("logprob",))
-    assert not provider.can_give(("logprob", "entropy"))
-    assert not PROVIDERS["quack"].can_give(("logprob",))
+    assert OPERATION.can_give(provider, ("loss",)) and OPERATION.can_give(provider, ("logprob",))
+    assert not OPERATION.can_give(provider, ("logprob", "entropy"))
+    assert not OPERATION.can_give(PROVIDERS["quack"], ("logprob",))
 
 
 def test_an_output_of_the_wrong_shape_is_an_error_not_a_broadcast():
+    inputs = random_inputs((3, 2, 5), torch.float32, CPU)
     provider = Provider("mean", lambda hidden, weight, target, outputs: (hidden.mean(),))
     with pytest.raises(ValueError, match=r"mean: logprob must be \[3\], got \[\]"):
-        provider(torch.ones(3, 2), torch.ones(5, 2), torch.zeros(3, dtype=torch.int64), ("logprob",))
+        OPERATION.compute(provider, inputs.tensors, ("logprob",), inputs)
+
+
+def test_every_backend_of_ours_is_measured_and_the_one_that_keeps_logits_in_each_mode():
+    backends = Literal["auto", "triton", "fused", "tiled"]
+
+    def function(hidden, *, backend, keep_bytes=None):
+        raise NotImplementedError
+
+    found = ours.providers(function, backends, lambda options: lambda *_: options, ("logprob",))
+    assert {provider.name: provider.compute() for provider in found} == {
+        "burnish-triton": {"backend": "triton"},
+        "burnish-triton-recompute": {"backend": "triton", "keep_bytes": 0},
+        "burnish-triton-4GiB": {"backend": "triton", "keep_bytes": 2**32},
+        "burnish-fused": {"backend": "fused"},
+        "burnish-tiled": {"backend": "tiled"},
+    }
+
+
+def test_any_budget_of_ours_can_be_named():
+    def options(name):
+        adapter = mock.Mock(side_effect=lambda options: lambda *_: options)
+        found = ours.with_budget(name, linear_logprob, Backend, adapter, ("logprob",))
+        return found and found.compute()
+
+    assert options("burnish-tiled-3MiB") == {"backend": "tiled", "keep_bytes": 3 * 2**20}
+    assert options("burnish-tiled-recompute") == {"backend": "tiled", "keep_bytes": 0}
+    assert options("burnish-quick-3MiB") is None and options("burnish-tiled-3") is None
+    assert OPERATION.find("burnish-tiled-3MiB").name == "burnish-tiled-3MiB"

@@ -40,7 +40,7 @@ def test_a_row_shows_milliseconds_megabytes_and_the_worst_errors():
         "ratio": {"6NDV": 1.234, "8NDV": 0.9},
         "extra_bytes": 250e6,
     }
-    case = {"floor": floor, "products_in": "bfloat16", "rows": [row]}
+    case = {"floor": floor, "products_in": "bfloat16", "baseline": "naive", "rows": [row]}
     assert report.header(case)[4:7] == ["÷6NDV", "÷8NDV", "÷naive"]
     kept, twice, shown = report.cells(case)
     assert kept[:4] == ["6NDV in bfloat16", "12.3", "12–1500", "0.5"]
@@ -49,10 +49,21 @@ def test_a_row_shows_milliseconds_megabytes_and_the_worst_errors():
 
 
 def test_a_title_says_what_was_asked_of_whom():
-    case = {"shape": [64, 32, 257], "dtype": "bfloat16", "outputs": ["logprob", "entropy"], "pass": "train"}
-    assert report.title(case | {"inputs": "random", "dead_rows": 0.0}) == "64x32x257 bfloat16, logprob + entropy, train"
+    case = {
+        "operation": "kernels",
+        "shape": [64, 32, 257],
+        "dtype": "bfloat16",
+        "outputs": ["logprob", "entropy"],
+        "settings": {},
+        "pass": "train",
+        "inputs": "random",
+        "dead_rows": 0.0,
+    }
+    assert report.title(case) == "64x32x257 bfloat16, logprob + entropy, train"
     title = report.title(case | {"inputs": "smollm2", "dead_rows": 0.8})
-    assert title.endswith("train, smollm2 hidden states, 80% of the rows without a gradient")
+    assert title.endswith("train, smollm2 inputs, 80% of the rows without a gradient")
+    other = case | {"operation": "divergence", "outputs": ["divergence"], "settings": {"beta": 0.5}}
+    assert report.title(other) == "divergence 64x32x257 bfloat16, divergence, beta 0.5, train"
 
 
 def test_there_is_a_plot_even_if_everyone_fails(bench, register, tmp_path):

@@ -1,0 +1,210 @@
+"""Time, memory and error of the divergence of two language-model heads: ``burnish bench divergence``.
+
+Of student and teacher, straight from their hidden states, with the gradients of the student: forward KL (``--beta 0``),
+reverse KL (1) and the mixture between. The gate and the rules are those of ``burnish bench kernels``; the floor is the
+matrix products alone, with the logits of both heads computed once, and as often as without keeping any. In its name
+D is the mean of the two widths.
+"""
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import Head, linear_divergence
+from ..kernels.backend import Backend
+from . import harness, ours
+from .inputs import per_token_upstream, random_head
+from .operation import Inputs, Operation, Outputs, Products, Provider, Settings, needs
+from .providers import recompiling
+
+OUTPUTS = ("loss", "divergence")
+PASSES = {"forward": (), "train": ("student_hidden", "student_weight"), "frozen": ("student_hidden",)}
+
+
+class Shape(NamedTuple):
+    """N tokens, the widths of student and teacher, vocabulary V."""
+
+    tokens: int
+    student: int
+    teacher: int
+    vocab: int
+
+
+def shape(sizes: tuple[int, ...]) -> Shape:
+    """Of three sizes the second is both widths."""
+    return Shape(sizes[0], sizes[1], sizes[1], sizes[2]) if len(sizes) == 3 else Shape(*sizes)
+
+
+NAMED = {
+    "tiny": (Shape(64, 24, 32, 257),),
+    "small": (Shape(512, 576, 576, 49152),),
+    "smollm2": (Shape(2048, 576, 576, 49152),),
+    "large": (Shape(8192, 4096, 4096, 151936),),
+    "grid": tuple(Shape(8192, s, 4096, v) for s in (2048, 4096) for v in (128256, 151936)),
+}
+
+
+def random_inputs(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    dead_rows: float = 0.0,
+    settings: Settings | None = None,
+) -> Inputs:
+    """The same at every call, on the same kind of device."""
+    tokens, student, teacher, vocab = shape
+    random = torch.Generator(device).manual_seed(0)
+    heads = (random_head(tokens, width, vocab, dtype, random) for width in (student, teacher))
+    names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
+    tensors = dict(zip(names, (x for head in heads for x in head), strict=True))
+    upstream = per_token_upstream(("divergence",), tokens, dead_rows, device)
+    return Inputs(Shape(*shape), tensors, ("student_hidden", "teacher_hidden"), upstream, settings or {"beta": 0.0})
+
+
+def naive(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    outputs: Outputs,
+    *,
+    beta: float,
+) -> tuple[Tensor, ...]:
+    """Two log_softmax: the logits in the dtype of the model, the rest in float32."""
+    heads = (student_hidden, student_weight), (teacher_hidden, teacher_weight)
+    logits = [hidden @ weight.t() for hidden, weight in heads]
+    dtype = torch.promote_types(logits[0].dtype, torch.float32)
+    s, t = (x.log_softmax(-1, dtype=dtype) for x in logits)
+    if beta == 0:
+        return (_kl(t, s),)
+    if beta == 1:
+        return (_kl(s, t),)
+    m = torch.logaddexp(s + math.log1p(-beta), t + math.log(beta))
+    return (beta * _kl(t, m) + (1 - beta) * _kl(s, m),)
+
+
+def _kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
+
+
+compiled = recompiling(naive)
+
+
+def adapter(options: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """``linear_divergence`` with these keyword arguments."""
+
+    def compute(
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        outputs: Outputs,
+        *,
+        beta: float,
+    ) -> tuple[Tensor, ...]:
+        student, teacher = Head(student_weight), Head(teacher_weight)
+        return (linear_divergence(student_hidden, student, teacher_hidden, teacher, beta=beta, **options),)
+
+    return compute
+
+
+def trl(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    outputs: Outputs,
+    *,
+    beta: float,
+) -> tuple[Tensor, ...]:
+    function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
+    found, _ = function.apply(student_hidden, student_weight, None, teacher_hidden, teacher_weight, None, beta)
+    return (found,)
+
+
+def liger(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    outputs: Outputs,
+    *,
+    beta: float,
+    accumulate: torch.dtype | None,
+) -> tuple[Tensor, ...]:
+    """Only the mean over tokens; by default it adds up the gradient of the head in the dtype of the head."""
+    function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_jsd
+    heads = student_hidden, student_weight, teacher_hidden, teacher_weight
+    return (function(*heads, jsd_beta=beta, accum_dtype=accumulate),)
+
+
+_LIGER = needs("liger_kernel.ops.fused_linear_jsd", gpu=True)
+
+PROVIDERS: dict[str, Provider] = {
+    provider.name: provider
+    for provider in (
+        Provider("naive", naive, OUTPUTS[1:]),
+        Provider("compiled", compiled, OUTPUTS[1:]),
+        *ours.providers(linear_divergence, Backend, adapter, OUTPUTS[1:]),
+        Provider("trl", trl, OUTPUTS[1:], needs("trl.kernels.chunked_divergence", gpu=False)),
+        Provider("liger", functools.partial(liger, accumulate=None), ("loss",), _LIGER),
+        Provider("liger-float32", functools.partial(liger, accumulate=torch.float32), ("loss",), _LIGER),
+    )
+}
+
+
+def products(inputs: Inputs, kind: str, dtype: torch.dtype) -> Products:
+    """The matrix products of a pass, into memory that is there already."""
+    tokens, s, t, vocab = inputs.shape
+    s_hidden, s_weight, t_hidden, t_weight = (x.to(dtype) for x in inputs.tensors.values())
+    logits = torch.empty(tokens, vocab, dtype=dtype, device=inputs.device)
+    torch.mm(s_hidden, s_weight.t(), out=logits)
+    d_hidden, d_weight = torch.empty_like(s_hidden), torch.empty_like(s_weight)
+    steps = {
+        "student": lambda _: torch.mm(s_hidden, s_weight.t(), out=logits),
+        "teacher": lambda _: torch.mm(t_hidden, t_weight.t(), out=logits),
+        "d_student_hidden": lambda _: torch.mm(logits, s_weight, out=d_hidden),
+        "d_student_weight": lambda _: torch.mm(logits.t(), s_hidden, out=d_weight),
+    }
+    wanted = ["student", "teacher", *(f"d_{name}" for name in PASSES[kind])]
+    flops = {name: 2 * tokens * vocab * (t if name == "teacher" else s) for name in wanted}
+    once = dict.fromkeys(wanted, 1)
+    # The normalizers of a mixture stand inside a logarithm: without kept logits they need a pass of their own.
+    passes = (kind != "forward") + (2 if 0 < inputs.settings["beta"] < 1 else 1)
+    ways = [once, once | {"student": passes, "teacher": passes}]
+    unit = tokens * vocab * (s + t) / 2
+    floors = {f"{sum(flops[name] * count for name, count in way.items()) / unit:.3g}NDV": way for way in ways}
+    return Products({name: steps[name] for name in wanted}, flops, floors)
+
+
+def find_more(name: str) -> Provider | None:
+    return ours.with_budget(name, linear_divergence, Backend, adapter, OUTPUTS[1:])
+
+
+OPERATION = Operation(
+    name="divergence",
+    providers=PROVIDERS,
+    find_more=find_more,
+    definition=naive,
+    baseline="naive",
+    outputs=OUTPUTS,
+    alone=("loss",),
+    asked=lambda gpu: [*(["loss"] if gpu else []), "divergence"],
+    mean=("divergence", 1),
+    passes=PASSES,
+    shapes=NAMED,
+    sizes="tokens x width x vocabulary, or tokens x student's x teacher's width x vocabulary",
+    shape=shape,
+    inputs={"random": random_inputs},
+    products=products,
+    settings={"beta": (0.0, 0.5)},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return harness.main(OPERATION, arguments, __doc__)

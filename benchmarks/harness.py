@@ -1,0 +1,275 @@
+"""One benchmark from its arguments to its report, for any ``Operation``."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from functools import lru_cache, partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+
+from . import measure
+from .isolation import Failure, LostDevice, Notice, Room, check_device
+from .operation import Inputs, Operation, Outputs, Settings, first_line, named
+from .real_model import Unavailable
+from .report import Case, Report, machine, plot, save, show
+
+Row = dict[str, Any]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Asked(NamedTuple):
+    """One case before it is measured; all of it travels to another process."""
+
+    operation: str
+    inputs: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    dead_rows: float
+    settings: tuple[tuple[str, float], ...]
+    outputs: Outputs
+    passes: tuple[str, ...]
+    rounds: int
+    memory: bool
+    threads: int
+
+
+def parser(operation: Operation, description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"burnish bench {operation.name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    known = f"some of {', '.join(operation.providers)}, or your module:object"
+    outputs = f"what is asked for, of {', '.join(operation.outputs)}; joined by +"
+    add = parser.add_argument
+    on_gpu = torch.cuda.is_available()
+    add("--providers", nargs="+", metavar="NAME", help=known)
+    add("--shapes", nargs="+", metavar="SHAPE", help=f"{operation.sizes}; or {', '.join(operation.shapes)}")
+    add("--dtypes", nargs="+", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
+    add("--outputs", nargs="+", metavar="A+B", help=outputs)
+    add("--passes", nargs="+", choices=operation.passes, default=list(operation.passes), help="what is timed")
+    add("--inputs", choices=operation.inputs, default=next(iter(operation.inputs)), help="where tensors come from")
+    add("--dead_rows", nargs="+", type=float, default=[0.0], help="share of the rows whose upstream gradients are 0")
+    for name, values in operation.settings.items():
+        add(f"--{name}", nargs="+", type=float, default=list(values), help=f"{values} unless something else is said")
+    add("--rounds", type=int, default=5, help="in each, everyone runs once")
+    add("--device", default="cuda" if on_gpu else "cpu")
+    add("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory")
+    add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; so on a GPU")
+    add("--patience", type=float, default=600, help="seconds for one provider at a time, if isolated")
+    add("--output", type=Path, default=Path("runs/bench"), help="where the JSON, the Markdown and the plot go")
+    return parser
+
+
+def main(operation: Operation, arguments: Sequence[str] | None, description: str | None) -> int:
+    """Returns 0; 1 if one of ours has failed, or nothing could be measured; 2 for a mistake in the arguments."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser(operation, description).parse_args(given)
+    command = shlex.join(["burnish", "bench", operation.name, *given])
+    try:
+        report = new_report(command, options.device)
+        bench(operation, options, report, operation.name)
+        plot(report, options.output / f"{operation.name}.png")
+    except (ValueError, Unavailable, LostDevice) as error:
+        print(f"burnish bench {operation.name}: {error}", file=sys.stderr)
+        return 2
+    return status(report)
+
+
+def status(report: Report) -> int:
+    rows = [row for case in report["cases"] for row in case["rows"]]
+    bad = [row for row in rows if row["status"] in ("failed", "lost") and row["provider"].startswith("burnish")]
+    return 1 if bad or not any(row["status"] == "measured" for row in rows) else 0
+
+
+def new_report(command: str, device: str) -> Report:
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here")
+    return {"command": command, "machine": machine(torch.device(device)), "unavailable": {}, "cases": []}
+
+
+def bench(operation: Operation, options: argparse.Namespace, report: Report, name: str) -> None:
+    """Measures case by case, each added to the report, shown and saved as ``name.json`` when it is done.
+
+    Raises:
+        ValueError: for what is wrong with the options, before anything is measured.
+    """
+    on_gpu = options.device.startswith("cuda")
+    if options.rounds < 1 or not all(0 <= share < 1 for share in options.dead_rows):
+        raise ValueError("--rounds must be >= 1, and --dead_rows in [0, 1)")
+    providers = {name: operation.find(name) for name in options.providers or operation.providers}
+    outputs = [operation.parse_outputs(text) for text in options.outputs or operation.asked(on_gpu)]
+    dtypes = options.dtypes or (["bfloat16"] if on_gpu else ["float32"])
+    shapes = operation.parse_shapes(options.shapes or [("large" if on_gpu else "small")])
+    console = Console()
+    console.width = max(console.width, 132)  # a table that wraps can still be read, one that is cut can't
+    device = torch.device(options.device)
+    if reason := operation.needed(device):
+        raise ValueError(f"{reason}, and everyone is held to it")
+    missing = {name: reason for name, provider in providers.items() if (reason := provider.missing(device))}
+    for who, reason in missing.items():
+        if report["unavailable"].setdefault(who, reason) is not None:
+            console.print(f"{who} is not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
+    here = {name: provider for name, provider in providers.items() if name not in missing}
+    values = product(*(getattr(options, setting) for setting in operation.settings))
+    settings = [tuple(zip(operation.settings, each, strict=True)) for each in values]
+    isolate = on_gpu if options.isolate is None else options.isolate
+    with closing(Room(measured, options.patience)) as room:
+        for shape, dtype, dead_rows, each in product(shapes, dtypes, options.dead_rows, settings):
+            for wanted in outputs:
+                if dead_rows and wanted[0] in operation.alone:  # it has one upstream gradient for all rows
+                    continue
+                able = [name for name, provider in here.items() if operation.can_give(provider, wanted)]
+                passes = tuple(options.passes)
+                asked = Asked(
+                    operation.name, options.inputs, tuple(shape), dtype, options.device, dead_rows, each, wanted,
+                    passes, options.rounds, options.memory, torch.get_num_threads(),
+                )  # fmt: skip
+                if isolate:
+                    try:
+                        cases, lost = room((asked,), able)
+                    except Failure as error:
+                        what = f"{operation.name} {'x'.join(map(str, shape))} {dtype} {'+'.join(wanted)}"
+                        console.print(f"{what} is not measured: {error}", markup=False, soft_wrap=True)
+                        report["unavailable"][what] = str(error)
+                        continue
+                else:
+                    cases, lost = measured(asked, able, lambda name: None), {}
+                for case in cases:
+                    case["rows"] += [
+                        {"provider": w, "status": "lost", "reason": r, "errors": {}} for w, r in lost.items()
+                    ]
+                    report["cases"].append(case)
+                    show(case, console)
+                save(report, options.output, name)
+
+
+@lru_cache(1)
+def _inputs(asked: Asked) -> Inputs:
+    make = named(asked.operation).inputs[asked.inputs]
+    return make(asked.shape, DTYPES[asked.dtype], torch.device(asked.device), asked.dead_rows, dict(asked.settings))
+
+
+def measured(asked: Asked, names: Sequence[str], notice: Notice) -> list[Case]:
+    """A case for each pass, with a row for each provider: judged, and timed unless it has failed."""
+    torch.set_num_threads(asked.threads)
+    operation, outputs = named(asked.operation), asked.outputs
+    inputs = _inputs(asked._replace(outputs=(), passes=(), rounds=0))
+    judged = judge(operation, names, inputs, outputs, asked.passes, notice)
+    if inputs.device.type == "cuda":
+        torch.cuda.empty_cache()  # what held the truth is not for providers to find
+    cases = []
+    for kind, rows in judged.items():
+        case = timing(operation, rows, inputs, outputs, kind, asked.rounds, notice)
+        settings: Settings = dict(asked.settings)
+        cases.append(
+            {
+                "operation": asked.operation,
+                "shape": list(asked.shape),
+                "dtype": asked.dtype,
+                "inputs": asked.inputs,
+                "dead_rows": asked.dead_rows,
+                "settings": settings,
+                "rounds": asked.rounds,
+                **case,
+            }
+        )
+    for name in names if asked.memory else []:
+        notice(name)
+        passed = [kind for kind, rows in judged.items() if rows[name]["status"] == "measured"]
+        for kind, size in measure.extra_bytes(operation, name, inputs, outputs, passed, asked.dead_rows).items():
+            judged[kind][name]["extra_bytes"] = size
+    return cases
+
+
+def judge(
+    operation: Operation, names: Sequence[str], inputs: Inputs, outputs: Outputs, passes: Sequence[str], notice: Notice
+) -> dict[str, dict[str, Row]]:
+    """For each pass, each provider's errors, and the reason if it has failed."""
+    truth = measure.exact(operation, inputs, outputs)
+    limits = measure.limits(operation, inputs, outputs, truth)
+    judged: dict[str, dict[str, Row]] = {kind: {} for kind in passes}
+    for kind, name in product(passes, names):
+        notice(name)
+        row: Row = {"provider": name, "status": "measured", "errors": {}}
+        gradients = {f"d_{x}" for x in operation.passes[kind]}
+        try:
+            found = measure.run(operation, operation.find(name), inputs, outputs, kind)
+            found = found._replace(gradients=operation.collect(inputs, found.gradients))
+            row["errors"] = measure.errors(found, truth)
+            if reason := measure.gate(row["errors"], limits, gradients):
+                row |= {"status": "failed", "reason": reason}
+        except Exception as error:  # a provider may raise whatever it likes, and the others go on
+            row |= failure(error, inputs.device)
+        judged[kind][name] = row
+    return judged
+
+
+def failure(error: Exception, device: torch.device) -> Row:
+    """What is said of a provider who has raised; `LostDevice` if nobody can run any more."""
+    reason = first_line(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return {"status": "out of memory", "reason": reason}
+    try:
+        check_device(device)
+    except LostDevice as lost:
+        raise LostDevice(reason) from lost
+    return {"status": "failed", "reason": reason}
+
+
+def timing(
+    operation: Operation,
+    rows: dict[str, Row],
+    inputs: Inputs,
+    outputs: Outputs,
+    kind: str,
+    rounds: int,
+    notice: Notice,
+) -> Case:
+    """One pass: what can't be avoided alone, and the figures of those who have not failed, added to their rows."""
+    passed = [name for name, row in rows.items() if row["status"] == "measured"]
+    dtype = measure.fastest_dtype(inputs.dtype, inputs.device)
+    alone = operation.products(inputs, kind, dtype)
+
+    steps = {name: partial(measure.step, operation, operation.find(name), inputs, outputs, kind) for name in passed}
+
+    def stumbled(name: str, error: Exception) -> None:
+        rows[name] |= failure(error, inputs.device)
+
+    spans = measure.interleave(alone.steps | steps, rounds, inputs.device, notice, stumbled)
+    seconds = {name: [sum(span) for span in found] for name, found in spans.items()}
+    floors = measure.floors(alone, seconds)
+    against = {name: floor["rounds"] for name, floor in floors.items()}
+    if operation.baseline in seconds:
+        against[operation.baseline] = seconds[operation.baseline]
+    flops = next(iter(floors.values()))["flops"]
+    for name in seconds.keys() & set(passed):
+        rows[name] |= {
+            "seconds": summary(seconds[name]),
+            "backward": summary([span[1] for span in spans[name]]) if operation.passes[kind] else None,
+            "tflops": flops / median(seconds[name]) / 1e12 if flops else None,
+            "ratio": {other: measure.ratio(seconds[name], theirs) for other, theirs in against.items()},
+            "extra_bytes": None,
+        }
+    floor = {
+        name: {
+            "seconds": summary(found["rounds"]),
+            "tflops": found["flops"] / median(found["rounds"]) / 1e12 if found["flops"] else None,
+        }
+        for name, found in floors.items()
+    }
+    shown = {"outputs": list(outputs), "pass": kind, "products_in": str(dtype).removeprefix("torch.")}
+    return {**shown, "baseline": operation.baseline, "floor": floor, "rows": list(rows.values())}
+
+
+def summary(seconds: list[float]) -> dict[str, Any]:
+    return {"median": median(seconds), "min": min(seconds), "max": max(seconds), "rounds": seconds}
