@@ -139,7 +139,7 @@ def _forward(
     check_temperature("linear_logprob", temperature)
     if group is None:
         check_target("linear_logprob", target, vocab)
-    target = target - start
+    target = _from(start, target)
     transform = Transform.of(scale, softcap, temperature, hidden)
     head = Operands(factors(hidden), weight, bias, low, up)
     kept, tops = _space(hidden, vocab, columns, keep, passes)
@@ -203,7 +203,9 @@ def _backward(
     """The gradients of hidden, weight, bias, low, up and temperature, those of them that are needed."""
     call = Call(Transform.of(scale, softcap, temperature, hidden), vocab, rows, columns, passes, group)
     head = Operands(hidden, weight, bias, low, up)
-    return _needed(gradients(upstream, Softmax(*softmax), kept, head, target - start, call, needed), head, temperature)
+    return _needed(
+        gradients(upstream, Softmax(*softmax), kept, head, _from(start, target), call, needed), head, temperature
+    )
 
 
 @_backward.register_fake
@@ -236,21 +238,29 @@ def _backward_into(
     columns: int,
     passes: str,
     needed: list[bool],
-) -> list[Tensor]:
-    """``_backward``, but the gradient of the weight is added to ``main_grad``, and not returned."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``_backward`` of all but the weight, empty where not needed; that of the weight is added to ``main_grad``."""
     call = Call(Transform.of(scale, softcap, temperature, hidden), vocab, rows, columns, passes, group)
     head = Operands(hidden, weight, bias, low, up)
-    found = gradients(upstream, Softmax(*softmax), kept, head, target - start, call, needed, main_grad)
-    return _needed(found, head, temperature)
+    found = gradients(upstream, Softmax(*softmax), kept, head, _from(start, target), call, needed, main_grad)
+    inputs = (hidden, bias, low, up, temperature)
+    pairs = zip((found[0], *found[2:]), inputs, strict=True)
+    first, second, third, fourth, fifth = (
+        hidden.new_empty(0) if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs
+    )
+    return first, second, third, fourth, fifth
 
 
 @_backward_into.register_fake
-def _(main_grad: Tensor, *rest: Any) -> list[Tensor]:
-    *_, hidden, _, _, bias, low, up, temperature = rest[:10]
-    needed = [n and i != 1 for i, n in enumerate(rest[-1])]
-    return [
-        t.new_empty(t.shape) for t, n in zip((hidden, hidden, bias, low, up, temperature), needed, strict=True) if n
-    ]
+def _(main_grad: Tensor, upstream: list[Tensor | None], softmax: list[Tensor], kept: list[Tensor], *rest: Any) -> Any:
+    hidden, _, _, bias, low, up, temperature, *_, needed = rest
+    inputs = zip((hidden, bias, low, up, temperature), (needed[0], *needed[2:]), strict=True)
+    return tuple(t.new_empty(t.shape) if n and t is not None else hidden.new_empty(0) for t, n in inputs)
+
+
+def _from(start: int, target: Tensor) -> Tensor:
+    """The targets as this rank numbers them."""
+    return target - start if start else target
 
 
 def _needed(grads: list[Tensor | None], head: Operands, temperature: Tensor | None) -> list[Tensor]:
@@ -272,8 +282,9 @@ def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, 
     needed = [ctx.needs_input_grad[i] for i in (0, 1, 3, 4, 5, 6)]
     saved = list(upstream[:OUTPUTS]), list(tensors[:SAVED]), list(tensors[SAVED : SAVED + 2]), *tensors[SAVED + 2 :]
     if ctx.main_grad is not None and needed[1]:
-        grads = iter(_backward_into(ctx.main_grad, *saved, *ctx.constants, needed))
+        found = _backward_into(ctx.main_grad, *saved, *ctx.constants, needed)
         needed[1] = False
+        grads = iter([grad for grad, n in zip(found, (needed[0], *needed[2:]), strict=True) if n])
     else:
         grads = iter(_backward(*saved, *ctx.constants, needed))
     hidden, weight, *others = (next(grads) if n else None for n in needed)
