@@ -73,7 +73,8 @@ class isolated:
 class _Child:
     def __init__(self, pickled: bytes) -> None:
         self.connection, theirs = Pipe()
-        packages = [__package__.rpartition(".")[0], __package__]
+        loops = __package__.rpartition(".")[0]
+        packages = [loops, __package__, f"{loops}.rollouts"]
         command = [sys.executable, "-P", str(Path(__file__).with_name("serve.py")), str(theirs.fileno()), *packages]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.process = subprocess.Popen(

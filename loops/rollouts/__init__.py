@@ -1,1 +1,42 @@
-"""Where answers come from: the policy samples them, and each says which weights said which token."""
+"""Where answers come from: the policy samples them, and each says which weights said which token.
+
+sample, source            one answer, what was asked for, and what every source promises
+embedded                  the trainer's own module (generate, memory, slots, reader, draw: its parts)
+vllm_server, vllm_engine  vLLM over HTTP, or in this process (vllm_launch starts a server, vllm_updates gives it weights)
+replay, record            stored samples
+sampler                   groups for every step, of bounded age, none lost and none twice
+"""
+
+from .embedded import DetachedSource, EmbeddedSource
+from .replay import ReplaySource, SampleWriter, read_samples
+from .sample import Request, Sample, Sampling, Span, check_sample
+from .sampler import Ledger, Sampler
+from .source import RolloutSource, SourceError
+from .vllm_engine import VLLMEngine, start_engine
+from .vllm_launch import launch
+from .vllm_server import VLLMServer
+from .vllm_updates import Adapters, Files, Nccl
+
+__all__ = [
+    "Adapters",
+    "DetachedSource",
+    "EmbeddedSource",
+    "Files",
+    "Ledger",
+    "Nccl",
+    "ReplaySource",
+    "Request",
+    "RolloutSource",
+    "Sample",
+    "SampleWriter",
+    "Sampler",
+    "Sampling",
+    "SourceError",
+    "Span",
+    "VLLMEngine",
+    "VLLMServer",
+    "check_sample",
+    "launch",
+    "read_samples",
+    "start_engine",
+]
