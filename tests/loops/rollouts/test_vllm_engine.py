@@ -1,5 +1,6 @@
 """vLLM in this process: runs where the tests' own environment has vLLM, as the one of its server tests may."""
 
+import functools
 import os
 import sys
 
@@ -30,7 +31,9 @@ def llm(tmp_path_factory):
     return start_engine(path, dtype="float32", max_model_len=CONTEXT, max_num_seqs=32, enforce_eager=True), path
 
 
+@functools.cache
 def weights(version):
+    """The same tensors whenever asked: the engine's thread draws from the global generator that would make them."""
     return vllm_model.make_model(VOCABULARY, seed=version).state_dict()
 
 

