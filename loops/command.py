@@ -83,6 +83,30 @@ def _distill() -> tuple[type, Callable[..., Any]]:
     return Distill, run_distill
 
 
+def _grpo() -> tuple[type, Callable[..., Any]]:
+    from .grpo import GRPO, run_grpo
+
+    return GRPO, run_grpo
+
+
+def _rloo() -> tuple[type, Callable[..., Any]]:
+    from .grpo import RLOO, run_grpo
+
+    return RLOO, run_grpo
+
+
+def _ppo() -> tuple[type, Callable[..., Any]]:
+    from .ppo import PPO, run_ppo
+
+    return PPO, run_ppo
+
+
+def _online_dpo() -> tuple[type, Callable[..., Any]]:
+    from .online_dpo import OnlineDPO, run_online_dpo
+
+    return OnlineDPO, run_online_dpo
+
+
 def _demo() -> tuple[type, Callable[..., Any]]:
     from .demo import Demo, demo
 
@@ -99,6 +123,10 @@ _RECIPES: dict[str, Callable[[], tuple[type, Callable[..., Any]]]] = {
     "reward": _reward,
     "prm": _prm,
     "distill": _distill,
+    "grpo": _grpo,
+    "rloo": _rloo,
+    "ppo": _ppo,
+    "online_dpo": _online_dpo,
     "demo": _demo,
 }
 
@@ -111,13 +139,17 @@ _LINES = {
     "reward": "a reward model, from pairs, scores or rankings",
     "prm": "a process reward model, from solutions whose steps are labeled",
     "distill": "training on a teacher's distribution of the next token: another model, or its stored top-k",
+    "grpo": "reinforcement learning from rewards: grpo, dr_grpo, dapo, cispo, gspo, gmpo, sapo, vespo, dppo",
+    "rloo": "reinforcement learning from rewards, against the mean of the other answers",
+    "ppo": "reinforcement learning from rewards with a value function",
+    "online_dpo": "preference training on pairs of the policy's own answers",
     "bench": "measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right",
     "demo": "train a small model from scratch, offline, in three minutes",
 }
 
 
 def _usage() -> str:
-    lines = "\n".join(f"  {name:7} {line}" for name, line in _LINES.items())
+    lines = "\n".join(f"  {name:10} {line}" for name, line in _LINES.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
 

@@ -102,7 +102,7 @@ def dpo(config: DPO) -> dict[str, float]:
         score = partial(f_score, divergence=config.divergence, alpha=config.divergence_alpha)
     config.teacher.check(needed="divergence" in needs(terms))
     recipe = open_recipe(config, encode_preference)
-    _refuse_split_steps(terms, recipe)
+    refuse_split_steps(terms, recipe)
     reference, before = open_reference(recipe, config.reference, needed="ref_chosen" in needs(terms))
     teaching, told = open_teacher(recipe, config.teacher, needed="divergence" in needs(terms))
     how: dict[str, Any] = {"answer": answer, "score": score, "outputs": outputs_for(terms), "pairs": True}
@@ -135,7 +135,8 @@ def _desensitized(x: Tensor, batch: Batch, *, alpha: float) -> Tensor:
     return length_desensitized_sum(x, batch.sequence, public[batch.example], alpha=alpha)
 
 
-def _refuse_split_steps(terms: Terms, recipe: Recipe[Policy]) -> None:
+def refuse_split_steps(terms: Terms, recipe: Recipe[Policy]) -> None:
+    """Raises if a loss couples all pairs of a step, and they are not all in one micro-batch on one rank."""
     coupled = sorted(_STEP_COUPLED & terms.keys())
     if coupled and (recipe.run.config.micro_tokens is not None or recipe.run.accelerator.num_processes > 1):
         raise ValueError(

@@ -40,20 +40,23 @@ class Sums:
     def __init__(self, expression: Expression) -> None:
         self.expression = expression
         self.sums: dict[str, Tensor] = {}  # metric -> Σ w·x of this rank
+        self.weights: dict[str, Tensor] = {}  # loss -> Σ w, which for `fixed_length` is not its denominator
         self.term: dict[str, str] = {}  # metric -> the loss whose weights it shares
 
     def add(self, name: str, weight: Tensor, loss: Tensor, stats: Stats) -> None:
+        self.weights[name] = self.weights.get(name, weight.new_zeros(())) + weight.sum()
         for metric, value in {name: loss.detach(), **stats}.items():
             # The same stat of two losses is the same number (both log rewards, say): the first one is kept.
             if self.term.setdefault(metric, name) == name:
                 self.sums[metric] = self.sums.get(metric, weight.new_zeros(())) + (weight * value).sum()
 
     def means(self, accelerator: Accelerator, denominators: Mapping[str, float]) -> dict[str, float]:
-        """The metrics over all ranks, with ``loss``, their weighted total, first."""
+        """The metrics over all ranks, with ``loss``, their weighted total, first. A stat is a mean by the weights."""
         totals = sum_over_ranks(accelerator, {metric: float(value) for metric, value in self.sums.items()})
+        weights = sum_over_ranks(accelerator, {name: float(weight) for name, weight in self.weights.items()})
         counted = {name for name, (coefficient, _) in self.expression.items() if coefficient or denominators[name]}
         means = {
-            metric: total / (denominators[self.term[metric]] or 1.0)
+            metric: total / ((denominators if metric in self.expression else weights)[self.term[metric]] or 1.0)
             for metric, total in totals.items()
             if self.term[metric] in counted  # what is only measured, and had nothing to measure, is left out
         }
@@ -82,8 +85,8 @@ def train_step(
 
     Returns:
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
-        ``skipped``: 1 if no step was taken, because the gradient was not finite, or because there was nothing to train
-        on: no token of any loss on any rank.
+        ``skipped``: 1 if no step was taken, because the gradient was not finite, or because it was 0 everywhere: no
+        token on any rank, or none that teaches anything.
     """
     denominators = global_denominators(accelerator, micro_batches, expression)
     sums = Sums(expression)
@@ -102,8 +105,7 @@ def train_step(
             # Ranks average their gradients, and the loss is a sum over ranks.
             accelerator.backward(total * accelerator.num_processes)
     grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm))
-    trains = any(denominators[name] for name, (coefficient, _) in expression.items() if coefficient)
-    taken = math.isfinite(grad_norm) and trains  # momentum would move the weights even where no gradient does
+    taken = math.isfinite(grad_norm) and grad_norm > 0  # momentum would move the weights even where no gradient does
     if taken:
         optimizer.step()
     optimizer.zero_grad()

@@ -130,7 +130,7 @@ def open_run(
 
 
 def open_reference(
-    recipe: Recipe[Policy], how: ReferenceKind, *, needed: bool = True
+    recipe: Recipe[Policy], how: ReferenceKind, *, needed: bool = True, temperature: float = 1.0
 ) -> tuple[Reference | None, PerToken]:
     """The policy as it is before the first step, frozen; and the columns that it reads where it was precomputed.
 
@@ -138,6 +138,7 @@ def open_reference(
         how: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in the
             run directory; auto is adapters_off where there are some, and otherwise copy.
         needed: whether any loss takes a reference; none is made otherwise.
+        temperature: of its softmax, where it is not precomputed: that of the policy it is compared with.
     """
     if not needed:
         return None, lambda data: {}
@@ -154,8 +155,8 @@ def open_reference(
 
         return column("ref_logprob"), columns
     if how == "adapters_off" or (how == "auto" and recipe.run.config.lora.r > 0):
-        return _computed_alike(adapters_off(policy), accelerator), lambda data: {}
-    return _computed_alike(frozen_copy(policy), accelerator), lambda data: {}
+        return _computed_alike(adapters_off(policy, temperature=temperature), accelerator), lambda data: {}
+    return _computed_alike(frozen_copy(policy, temperature=temperature), accelerator), lambda data: {}
 
 
 def _computed_alike(reference: Reference, accelerator: Accelerator) -> Reference:

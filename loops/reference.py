@@ -21,19 +21,20 @@ from .policy import Policy
 Reference = Callable[[Batch], Tensor]
 
 
-def frozen_copy(policy: Policy) -> Reference:
-    """The policy as it is now, copied and frozen: as much memory again as its weights."""
+def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
+    """The policy as it is now, copied and frozen: as much memory again as its weights. Its softmax has the temperature
+    of the policy that it is compared with."""
     frozen = copy.deepcopy(policy).requires_grad_(False).eval()
 
     def reference(batch: Batch) -> Tensor:
         with torch.no_grad():
-            logprob: Tensor = frozen(batch).logprob
+            logprob: Tensor = frozen(batch, temperature=temperature).logprob
         return logprob
 
     return reference
 
 
-def adapters_off(policy: Policy) -> Reference:
+def adapters_off(policy: Policy, *, temperature: float = 1.0) -> Reference:
     """The base model under the policy's own adapters: no memory, and no copy that could drift.
 
     Raises:
@@ -45,7 +46,7 @@ def adapters_off(policy: Policy) -> Reference:
 
     def reference(batch: Batch) -> Tensor:
         with torch.no_grad(), model.disable_adapter():
-            logprob: Tensor = policy(batch).logprob
+            logprob: Tensor = policy(batch, temperature=temperature).logprob
         return logprob
 
     return reference

@@ -87,11 +87,7 @@ def open_teacher(recipe: Recipe[Policy], teacher: Teacher, *, needed: bool) -> t
     if teacher.logprobs is not None:
         stored = Path(teacher.logprobs)
         return (_told(beta, teacher.temperature), lambda data: load_top_k(stored, data, teacher.temperature))
-    assert teacher.model is not None
-    check_same_vocabulary(recipe.tokenizer, AutoTokenizer.from_pretrained(teacher.model))
-    model: Any = AutoModelForCausalLM.from_pretrained(teacher.model, dtype=getattr(torch, run.config.dtype))
-    tutor = Policy(model.to(run.accelerator.device), layout=run.config.layout, backend=run.config.backend)
-    tutor.requires_grad_(False).eval()
+    tutor = load_teacher(recipe, teacher)
     if teacher.top_k is None:
 
         def live(batch: Batch) -> Lesson:
@@ -116,6 +112,20 @@ def open_teacher(recipe: Recipe[Policy], teacher: Teacher, *, needed: bool) -> t
         return load_top_k(path, data, teacher.temperature)
 
     return _told(beta, teacher.temperature), columns
+
+
+def load_teacher(recipe: Recipe[Policy], teacher: Teacher) -> Policy:
+    """The teacher's model, frozen.
+
+    Raises:
+        DataError: if it has other tokens than the student.
+    """
+    assert teacher.model is not None
+    config, accelerator = recipe.run.config, recipe.run.accelerator
+    check_same_vocabulary(recipe.tokenizer, AutoTokenizer.from_pretrained(teacher.model))
+    model: Any = AutoModelForCausalLM.from_pretrained(teacher.model, dtype=getattr(torch, config.dtype))
+    tutor = Policy(model.to(accelerator.device), layout=config.layout, backend=config.backend)
+    return tutor.requires_grad_(False).eval()
 
 
 @torch.no_grad()

@@ -56,9 +56,9 @@ def test_a_coefficient_of_zero_measures_without_training(policy):
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, policy.parameters(), strict=True))
 
 
-def test_a_step_without_a_single_unit_is_zero_and_not_nan(policy):
+def test_a_step_without_a_single_unit_is_skipped_and_not_nan(policy):
     metrics = train_step(Accelerator(), policy, sgd(policy), [collate([])], NLL, EXPRESSION, max_grad_norm=1.0)
-    assert (metrics["loss"], metrics["grad_norm"], metrics["skipped"]) == (0.0, 0.0, 0.0)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["skipped"]) == (0.0, 0.0, 1.0)
 
 
 def poisoned(policy, batch):

@@ -4,22 +4,38 @@ Prints a JSON object: loss, metrics and a flat gradient, float64.
 """
 
 import json
+import os
 import random
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
+import pytest
 import torch
 from accelerate import Accelerator
 from burnish.data import Batches, Example
+from burnish.loops import surrogate
+from burnish.loops.config import Lora
 from burnish.loops.dpo import PAIR_LOSSES
 from burnish.loops.feed import Feed
+from burnish.loops.grpo import GRPO, RLOO, run_grpo
 from burnish.loops.kto import FEEDBACK_LOSSES, RunningMean, feedback_metrics, prepare_feedback
+from burnish.loops.online import Players
 from burnish.loops.optimize import train_step
 from burnish.loops.policy import Policy
+from burnish.loops.ppo import PPO, run_ppo
 from burnish.loops.reference import frozen_copy
 from burnish.loops.reward import TERMS as REWARD_TERMS
 from burnish.loops.reward import read_scores
+from burnish.loops.rewards import Watch, Weighted
+from burnish.loops.rewards.judge import Unscored
+from burnish.loops.rollouts.replay import ReplaySource
+from burnish.loops.rollouts.sample import Sample, Span
+from burnish.loops.rollouts.sampler import Sampler
 from burnish.loops.scorer import Scorer, ends_marked
 from burnish.loops.sft import TOKEN_LOSSES
 from burnish.loops.teacher import distillation
@@ -40,6 +56,7 @@ from burnish.objectives import centering, clipped_surrogate, entropy_bonus, kl_e
 from datasets import Dataset
 from tiny import in_full_precision, make_classifier, make_examples, make_model
 
+EXACT = 1e-12
 EXAMPLES = 9
 PAIRS = {
     "dpo": {"dpo": 1.0},
@@ -49,6 +66,28 @@ PAIRS = {
 }
 SCORERS = ("reward", "regression", "ranking", "prm")
 RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "ppo")
+
+GROUPS, ANSWERS, LONGEST = 5, 3, 8
+# What all share: two epochs of two minibatches, of which the third step is looked at, so that a rollout is split and
+# the order of its second epoch is drawn.
+STEP = 2
+_SPLIT = {"model": "", "data": "", "output": "", "batch_size": GROUPS, "group_size": ANSWERS, "max_tokens": LONGEST}
+_SPLIT |= {"rewards": {"right": 1.0, "brief": 0.3}, "steps": 4, "rollout_epochs": 2, "minibatches": 2}
+_SPLIT |= {"mask_truncated": True, "temperature": 0.7}
+_WIDE = {"clip_low": 0.95, "clip_high": 9.0}  # the scripted sampler is far from the policy
+ONLINE = {
+    "grpo": GRPO(**_SPLIT, hyper=_WIDE, beta=0.1),
+    "grpo_token_mean": GRPO(**_SPLIT, variant="dapo", varied=False, hyper=_WIDE, scale="batch"),
+    "grpo_fixed_length": GRPO(**_SPLIT, variant="dr_grpo", hyper=_WIDE, loss={"clipped_surrogate": 1, "nll": 0.1}),
+    "grpo_corrected": GRPO(**_SPLIT, old="recomputed", correction="tis", beta=0.1, kl_in="reward"),
+    "gdpo": GRPO(**_SPLIT, combine="normalize", hyper=_WIDE),
+    "gspo": GRPO(**_SPLIT, variant="gspo", hyper=_WIDE),
+    "gspo_corrected": GRPO(**_SPLIT, variant="gspo", old="recomputed", correction="sequence_tis"),
+    "rloo": RLOO(**_SPLIT, old="recomputed"),
+    "ppo_online": PPO(
+        **_SPLIT, missing_eos_penalty=0.5, hyper=_WIDE, loss={"clipped_surrogate": 1, "entropy_bonus": 0.1}
+    ),
+}
 
 
 def make_policy(family="llama", seed=0, **options):
@@ -147,8 +186,88 @@ def setup(name, accelerator):
     return policy, single, columns, terms, policy_tensors(reference=reference), {}
 
 
+def scripted(seed=3):
+    """Answers that nobody sampled, with every reason to leave one out: no score, given up, cut."""
+    draw = random.Random(seed)
+    samples = []
+    for task in range(GROUPS):
+        prompt = [draw.randrange(3, 60) for _ in range(draw.randint(1, 9))]
+        for index in range(ANSWERS):
+            tokens = [draw.randrange(3, 60) for _ in range(draw.randint(1, LONGEST))]
+            trained = [draw.random() < 0.8 for _ in tokens[:-1]] + [True]
+            logprobs = [-draw.uniform(3, 5) for _ in tokens]
+            span = [Span(0, 0, len(tokens))]
+            finish = {(0, 1): "aborted", (3, 2): "length"}.get((task, index), "stop")
+            score = None if (task, index) == (1, 0) else draw.choice([0.0, 0.5, 1.0])
+            rewards = {"right": score, "brief": None if score is None else draw.random()}
+            samples.append(Sample(task, index, prompt, tokens, trained, logprobs, span, finish, rewards=rewards))
+    return samples
+
+
+def replaying(samples, config):
+    """A sampler that gives back these answers."""
+    prompts = {sample.task: sample.prompt for sample in samples}
+    return Sampler(
+        ReplaySource(samples),
+        prompts.__getitem__,
+        list,
+        groups_per_step=config.batch_size,
+        group_size=config.group_size,
+        sampling=config.sampling,
+        key=0,
+        max_age=0,
+    )
+
+
+def handed_over(config, policy, reference, samples, accelerator):
+    """What a recipe gives to `Run.train`, by name, where answers, reference and policy are these."""
+    caught = {}
+
+    def train(policy, tokenizer, feed, objective, expression, *, report, **options):
+        caught.update(feed=feed, objective=objective, expression=expression, report=report)
+        return {}
+
+    run = SimpleNamespace(accelerator=accelerator, config=SimpleNamespace(lora=Lora()), train=train, directory=Path())
+    recipe = SimpleNamespace(model=policy, tokenizer=None, run=run, data=range(GROUPS), eval_data=None)
+    sampler = replaying(samples, config) if accelerator.is_main_process else None
+    rewards = [Weighted(name, None, weight) for name, weight in config.rewards.items()]
+    players = Players(recipe, rewards, sampler, Unscored(), Watch(), None)
+    run_recipe, module = (run_ppo, "ppo") if isinstance(config, PPO) else (run_grpo, "grpo")
+
+    def opened(*arguments, needed, **options):
+        return (reference if needed else None), None
+
+    with (
+        patch(f"burnish.loops.{module}.open_players", lambda *arguments: players),
+        patch.object(surrogate, "open_reference", opened),
+        patch("burnish.loops.experience.Experience.close", lambda self: None),
+        patch("burnish.loops.ppo.save_file"),
+    ):
+        run_recipe(config)
+    return caught
+
+
+def online_step(config, layout, accelerator, samples):
+    torch.manual_seed(5)
+    head = torch.nn.Linear(32, 1, dtype=torch.float64) if isinstance(config, PPO) else None
+    policy = make_policy(value_head=head)
+    policy.layout = layout
+    reference = frozen_copy(make_policy(seed=1), temperature=config.temperature)
+    caught = handed_over(config, policy, reference, samples, accelerator)
+    mine = caught["feed"](STEP)
+    caught["feed"].close()
+    result = stepped(accelerator, policy, mine, caught["objective"], caught["expression"])
+    result["metrics"] |= {name: value for name, value in caught["report"]().items() if name not in _OF_THE_SAMPLER}
+    return result
+
+
+_OF_THE_SAMPLER = ("sampling/seconds", "sampling/retries")
+
+
 def one_step(name, layout, micro_tokens):
     accelerator = Accelerator(cpu=True)
+    if name in ONLINE:
+        return online_step(replace(ONLINE[name], micro_tokens=micro_tokens), layout, accelerator, scripted())
     model, examples, columns, terms, read, options = setup(name, accelerator)
     model.layout = layout
     data = Dataset.from_dict({**{field: [getattr(e, field) for e in examples] for field in Example._fields}, **columns})
@@ -162,24 +281,45 @@ def one_step(name, layout, micro_tokens):
         ranks=accelerator.num_processes,
     )
     feed = Feed(data, batches, rank=accelerator.process_index, columns=list(columns), **options)
-    mine = feed(0)
+    return stepped(accelerator, model, feed(0), compose(terms, read), expression(terms))
+
+
+def stepped(accelerator, model, mine, objective, expression):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    objective = compose(terms, read)
-    metrics = train_step(
-        accelerator, prepared, optimizer, mine, objective, expression(terms), max_grad_norm=float("inf")
-    )
+    metrics = train_step(accelerator, prepared, optimizer, mine, objective, expression, max_grad_norm=float("inf"))
     # Plain SGD with learning rate 1: the step is the gradient.
     gradient = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters(), strict=True)])
     return {"micro_batches": len(mine), "metrics": metrics, "gradient": gradient, "rank": accelerator.process_index}
 
 
+def assert_same(result, expected):
+    assert result["metrics"].keys() == expected["metrics"].keys()
+    for name, value in expected["metrics"].items():
+        assert result["metrics"][name] == pytest.approx(value, rel=EXACT, abs=EXACT), name
+    gradient = torch.as_tensor(result["gradient"], dtype=torch.float64)
+    assert float(gradient.abs().max()) > 1e-6
+    torch.testing.assert_close(gradient, expected["gradient"], rtol=EXACT, atol=EXACT)
+
+
+def run_ranks(ranks, output, kind, *settings):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*command, __file__, str(output), kind, *settings],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
-    output, *settings = sys.argv[1:]
+    output, kind, *settings = sys.argv[1:]
     results = {}
-    for name in RECIPES:
+    for name in {"offline": RECIPES, "online": ONLINE}[kind]:
         for setting in settings:
             layout, micro_tokens = setting.split(":")
             result = one_step(name, layout, int(micro_tokens) if micro_tokens else None)

@@ -1,0 +1,81 @@
+"""What the tests of online recipes share: a small model on disk, prompts, judges, and runs that stop in the middle.
+
+Run on its own, with the fields of `GRPO` as JSON, it is one rank of several.
+"""
+
+import json
+import sys
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from burnish.loops.grpo import GRPO, run_grpo
+from tiny import save_model, sums, write_rows
+
+
+def even(row, sample):
+    """The share of even token ids: every random model knows how to do better."""
+    return sum(token % 2 == 0 for token in sample.tokens) / len(sample.tokens)
+
+
+def alike(row, sample):
+    return 1.0
+
+
+def unknown(row, sample):
+    return None
+
+
+def alike_in_the_end(row, sample):
+    """All of a group the same from the third rollout of four prompts on."""
+    return even(row, sample) if sample.task < 8 else 1.0
+
+
+def prepare(directory):
+    """Fields of a configuration that names a model and data in this directory."""
+    model = save_model(directory / "start")
+    rows = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in sums(20)]
+    return {
+        "model": str(model),
+        "data": str(write_rows(directory / "prompts.jsonl", rows)),
+        "rewards": {"online:even": 1.0},
+        "batch_size": 4,
+        "group_size": 4,
+        "max_tokens": 6,
+        "steps": 2,
+        "learning_rate": 1e-3,
+        "show_every": 0,
+    }
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def stored(directory):
+    return [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+
+
+class Killed(BaseException):
+    """In place of SIGKILL, so that many deaths fit into one process."""
+
+
+@contextmanager
+def dying_in_step(number):
+    """The process dies when the answers of this step (from 1) are drawn and written, and it has not been taken."""
+    module = sys.modules["burnish.loops.optimize"]  # the package has a function of that name
+    step, taken = module.train_step, 0
+
+    def die(*arguments, **options):
+        nonlocal taken
+        taken += 1
+        if taken == number:
+            raise Killed
+        return step(*arguments, **options)
+
+    with patch.object(module, "train_step", die):
+        yield
+
+
+if __name__ == "__main__":
+    with patch("burnish.loops.run.draw_curves"):
+        run_grpo(GRPO(**json.loads(sys.argv[1])))
