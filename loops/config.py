@@ -1,7 +1,7 @@
 """What every recipe can be told: one frozen dataclass, whose fields are the YAML keys and the command-line flags."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,10 @@ class Common:
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
     backend: Literal["auto", "triton", "fused", "tiled", "reference"] = "auto"
     """Backend of the log-prob kernel."""
+    keep_bytes: int | None = None
+    """Logits that the log-prob kernel keeps from forward to backward, in bytes; 0 computes all of them again, and null
+    is 32 MB on a CPU and 1 GB on a GPU."""
+
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more time."""
     attention: str | None = None
@@ -82,3 +86,8 @@ class Common:
     """Low-rank adapters."""
     quantize: Literal["4bit", "8bit"] | None = None
     """Load the frozen base model quantized by bitsandbytes; needs adapters."""
+
+    @property
+    def kernel(self) -> dict[str, Any]:
+        """What a policy is to do with its head."""
+        return {"layout": self.layout, "backend": self.backend, "keep_bytes": self.keep_bytes}

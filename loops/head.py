@@ -134,12 +134,15 @@ class _Replicated:
 _REPLICATED = {kind: type(kind.__name__, (_Replicated, kind), {}) for kind in (Logprobs, MoreLogprobs, Divergence)}
 
 
-def fuse(head: nn.Module, transform: Transform, backend: Backend) -> None:
+def fuse(head: nn.Module, transform: Transform, backend: Backend, keep_bytes: int | None = None) -> None:
     """Teach ``head`` to answer ``head(hidden, target=..., temperature=...)`` with `Logprobs`, and
     ``head(hidden, lesson=...)`` with the `Divergence` from a teacher.
 
     If its vocabulary is split over ranks, by torch's `ColwiseParallel` or the tensor parallelism of transformers, every
     rank gets the answer for the whole vocabulary.
+
+    Args:
+        backend, keep_bytes: as of the kernels.
 
     Raises:
         CannotFuse: if the head is not a linear layer, plain or wrapped by peft or bitsandbytes.
@@ -147,15 +150,15 @@ def fuse(head: nn.Module, transform: Transform, backend: Backend) -> None:
     _parts(head)
     own = vars(head).get("forward")  # hooks of accelerate and tensor parallelism of transformers put one there
     if isinstance(own, functools.partial) and own.func is _forward:  # fused before
-        own = own.args[3]
+        own = own.args[-1]
     # A partial, not a closure: a copy of the head, or one that was pickled, calls itself.
-    head.forward = functools.partial(_forward, head, transform, backend, own)
+    head.forward = functools.partial(_forward, head, transform, {"backend": backend, "keep_bytes": keep_bytes}, own)
 
 
 def _forward(
     head: nn.Module,
     transform: Transform,
-    backend: Backend,
+    road: dict[str, Any],
     own: Callable[..., Tensor] | None,
     hidden: Tensor,
     *args: Any,
@@ -187,10 +190,10 @@ def _forward(
         given = _given(parts, transform, _local)._replace(shard=shard)
     result: Any
     if lesson is not None:
-        result = Divergence(_divergence(here, given, lesson, backend))
+        result = Divergence(_divergence(here, given, lesson, road))
     else:
         compute = linear_logprob
-        result = compute(here, target=target, backend=backend, **how, **given._asdict())
+        result = compute(here, target=target, **road, **how, **given._asdict())
         result = result._replace(logprob=result.logprob.clone())  # it is a view, which FSDP warns about
     return result if here is hidden else _REPLICATED[type(result)](*result)
 
@@ -255,10 +258,10 @@ def _shard(weight: Tensor, hidden: Tensor, *, parallel: bool) -> Shard | None:
     return Shard(mesh.get_group(), min(mesh.get_local_rank() * size, len(weight)))
 
 
-def _divergence(hidden: Tensor, head: Head, lesson: Lesson, backend: Backend) -> Tensor:
+def _divergence(hidden: Tensor, head: Head, lesson: Lesson, road: dict[str, Any]) -> Tensor:
     if lesson.top_k is not None:
         ids, _ = lesson.top_k
-        logp = linear_gather_logprob(hidden, head, ids, temperature=lesson.temperature, backend=backend)
+        logp = linear_gather_logprob(hidden, head, ids, temperature=lesson.temperature, backend=road["backend"])
         return lesson.from_top_k(logp)
     assert lesson.hidden is not None and lesson.head is not None
     return linear_divergence(
@@ -268,7 +271,7 @@ def _divergence(hidden: Tensor, head: Head, lesson: Lesson, backend: Backend) ->
         lesson.head,
         beta=lesson.beta,
         temperature=lesson.temperature,
-        backend=backend,
+        **road,
     )
 
 

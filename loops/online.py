@@ -241,7 +241,7 @@ def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | No
     rows = load(config.data).dataset
     for data in (rows, *([load(config.eval_data).dataset] if config.eval_data else [])):
         check_columns(rewards, data.column_names)
-    make = make_policy or (lambda model: Policy(model, layout=config.layout, backend=config.backend))
+    make = make_policy or (lambda model: Policy(model, **config.kernel))
     recipe = open_run(config, encode_prompts, make, load_model)
     order, unscored = order_of(config, recipe.data), Unscored()
 

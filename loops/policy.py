@@ -43,7 +43,7 @@ class Policy(Backbone):
         model: a `transformers` causal language model, plain or wrapped by peft. Its head is taught to fuse in place;
             its parameters, their names and its own ``forward`` stay as they are.
         layout: ``"auto"`` takes the first of shared, packed and padded rows that this model is shown to keep apart.
-        backend: of `burnish.kernels.linear_logprob`.
+        backend, keep_bytes: of `burnish.kernels.linear_logprob`.
         value_head: a module from hidden states [tokens, D] to values [tokens, 1], trained along with the model.
 
     Raises:
@@ -57,11 +57,12 @@ class Policy(Backbone):
         *,
         layout: Layout | Literal["auto"] = "auto",
         backend: Backend = "auto",
+        keep_bytes: int | None = None,
         value_head: nn.Module | None = None,
     ) -> None:
         super().__init__(model)
         self.value_head = value_head
-        self.fused = self._try_fusing(backend)
+        self.fused = self._try_fusing(backend, keep_bytes)
         if value_head is not None and not self.fused:
             raise ValueError(
                 f"policy: the head of {type(self.plain).__name__} can't be fused, and so no value head added"
@@ -140,7 +141,7 @@ class Policy(Backbone):
         return logits
 
     @torch.no_grad()
-    def _try_fusing(self, backend: Backend) -> bool:
+    def _try_fusing(self, backend: Backend, keep_bytes: int | None) -> bool:
         rows = self.arranged(PROBE[:1], "padded")
         target = torch.tensor([4, 5, 6, 7, 5, 3, 2], device=self.device)
         try:
@@ -148,7 +149,7 @@ class Policy(Backbone):
                 raise CannotFuse("it has no output embedding")
             with evaluating(self.model):
                 logits = self.own_output(rows)
-                fuse(self.head, self.transform, backend)
+                fuse(self.head, self.transform, backend, keep_bytes)
                 fused = self.head(self.hidden(rows), target=target).logprob
             expected = logits.double().log_softmax(-1).gather(1, target[:, None])[:, 0]
             # Rounding of the logits to their own dtype is the only difference there may be.

@@ -107,7 +107,7 @@ def with_values(model: nn.Module, config: PPO) -> Policy:
                 f"{width}; take one that was trained with this model"
             )
         head.load_state_dict(state)
-    return Policy(model, layout=config.layout, backend=config.backend, value_head=head)
+    return Policy(model, **config.kernel, value_head=head)
 
 
 def ppo_terms(config: PPO) -> dict[str, Term]:

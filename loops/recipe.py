@@ -92,9 +92,7 @@ class Recipe(Generic[Model]):
 
 def open_recipe(config: Common, encode: Encode, **options: Any) -> Recipe[Policy]:
     """Open the run, encode its data with ``encode(records, tokenizer, ..., **options)``, and load its policy."""
-    return open_run(
-        config, encode, lambda model: Policy(model, layout=config.layout, backend=config.backend), load_model, **options
-    )
+    return open_run(config, encode, lambda model: Policy(model, **config.kernel), load_model, **options)
 
 
 def open_run(

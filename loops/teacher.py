@@ -124,7 +124,7 @@ def load_teacher(recipe: Recipe[Policy], teacher: Teacher) -> Policy:
     config, accelerator = recipe.run.config, recipe.run.accelerator
     check_same_vocabulary(recipe.tokenizer, AutoTokenizer.from_pretrained(teacher.model))
     model: Any = AutoModelForCausalLM.from_pretrained(teacher.model, dtype=getattr(torch, config.dtype))
-    tutor = Policy(model.to(accelerator.device), layout=config.layout, backend=config.backend)
+    tutor = Policy(model.to(accelerator.device), **config.kernel)
     return tutor.requires_grad_(False).eval()
 
 
