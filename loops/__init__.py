@@ -8,7 +8,10 @@ weights, optimize   a loss is a dot product; one step; the generator of steps
 reference, teacher  log-probs of the frozen reference policy; what a teacher says
 checkpoint, run     whole or not there; the run directory
 model, feed         models and data in and out
+rollouts/, rewards/, environments/    answers that the policy samples, their judges, and what answers back
+experience          from sampled answers to micro-batches
 recipe              what recipes share: sft, dpo, kto, cpo, reward, prm, distill; copy and edit
+online, surrogate   what those share that sample: grpo (and rloo), ppo, online_dpo
 config, command     fields, YAML and flags
 """
 
