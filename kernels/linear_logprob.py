@@ -111,7 +111,7 @@ def linear_logprob(
             "top1", int64, the likeliest token; "rank", int64, how many tokens are likelier than the target.
         top_k: return the ids and log-probs ``[N, top_k]`` of the likeliest tokens, in ``MoreLogprobs.top_k``.
         keep_bytes: how many bytes of logits forward may leave for backward, which computes the others again: with a
-            share f of them, (8 − 2f)·NDV operations instead of 8. Default 32 MB, on a GPU 1 GB.
+            share f of them, (8 − 2f)·NDV operations instead of 8. Default 96 MB, on a GPU 1 GB.
         main_grad: float32 ``[V, D]``, as optimizers of 16-bit models keep it: the gradient of W is added to it, without
             rounding, and W gets none.
         backend: "auto" is the fastest that runs on the device of ``hidden``. "tiled" is torch alone; "triton" has

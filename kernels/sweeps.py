@@ -21,7 +21,7 @@ from .tiles import (
     add_target_,
     coefficients,
     fold,
-    pull,
+    pull_into,
     run,
     spans,
     temperature_gradient,
@@ -90,7 +90,7 @@ def gradients(
     moments = torch.zeros_like(softmax.shift) if needed[5] else None
     space, tops = kept
     place = Tiles(space, call.rows, call.vocab, tops if call.passes == "triton" else None, some and some.rows)
-    buffer = head.hidden.new_empty(min(n, call.rows) * min(call.vocab, call.columns) if call.passes != "torch" else 0)
+    buffer = head.hidden.new_empty(min(n, call.rows) * min(call.vocab, call.columns))  # of dc
     for columns in spans(call.vocab, call.columns):
         part, grads = head.columns(columns), whole.columns(columns, exact)
         for rows in spans(n, call.rows):
@@ -99,12 +99,12 @@ def gradients(
                 part.logits(rows, tile)
             column, shift, here = target[rows] - columns.start, softmax.shift[rows], arriving.rows(rows)
             moment = None if moments is None else moments[rows]
+            dc = buffer[: tile.numel()].view(tile.shape)
             if call.passes == "torch":
-                dc = _pull(tile, column, shift, here, transform.rows(rows), moment, _compiled(tile, call, n))
+                _pull(tile, column, shift, here, transform.rows(rows), moment, dc, _compiled(tile, call, n))
             else:
                 from . import triton_tiles
 
-                dc = buffer[: tile.numel()].view(tile.shape)
                 source, top = old or (tile, None)
                 rest = shift, here, transform.rows(rows), dc
                 triton_tiles.pull_(source, column, *rest, top=top, moments=moment)
@@ -179,13 +179,13 @@ def _pull(
     upstream: Upstream,
     transform: Transform,
     moments: Tensor | None,
+    out: Tensor,
     compiled: bool,
-) -> Tensor:
-    dc, moment = run(pull, tile, shift, upstream, transform, moments is not None, compiled=compiled)
-    add_target_(dc, column, upstream.gain)
+) -> None:
+    moment = run(pull_into, tile, shift, upstream, transform, moments is not None, out, compiled=compiled)
+    add_target_(out, column, upstream.gain)
     if moments is not None and moment is not None:
         moments += moment
-    return dc
 
 
 def _compiled(tile: Tensor, call: Call, n: int) -> bool:

@@ -43,7 +43,7 @@ from .tiles import (
 Passes = Literal["auto", "torch", "triton", "fused"]
 
 ROWS, COLUMNS = 1024, 2048  # 8 MB of float32: a tile and its temporaries fit into 32 MB of cache
-KEEP = 2**25  # bytes of logits that forward leaves for backward
+KEEP = 3 * 2**25  # bytes of logits that forward leaves for backward: an eighth of naive memory in all, see README.md
 # On a GPU: 128 MB of float32, and dc of half of that. Products this large run at the rate of the tensor cores.
 GPU_ROWS, GPU_COLUMNS, GPU_KEEP = 4096, 8192, 2**30
 

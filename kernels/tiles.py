@@ -242,6 +242,15 @@ def pull(
     return dz if steepness is None else dz.mul_(steepness), moment
 
 
+def pull_into(
+    tile: Tensor, shift: Tensor, upstream: Upstream, transform: Transform, moments: bool, out: Tensor
+) -> Tensor | None:
+    """``pull`` with dc written to ``out``: a fresh tile each time would let the heap grow by several."""
+    dc, moment = pull(tile, shift, upstream, transform, moments)
+    out.copy_(dc)
+    return moment
+
+
 def add_target_(tile: Tensor, column: Tensor, gain: Tensor | None) -> None:
     """``tile[i, column[i, j]] += gain[i, j]`` where the column is in this tile."""
     if gain is not None:

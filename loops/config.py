@@ -68,7 +68,7 @@ class Common:
     """Backend of the log-prob kernel."""
     keep_bytes: int | None = None
     """Logits that the log-prob kernel keeps from forward to backward, in bytes; 0 computes all of them again, and null
-    is 32 MB on a CPU and 1 GB on a GPU."""
+    is 96 MB on a CPU and 1 GB on a GPU."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more time."""
