@@ -9,6 +9,7 @@ from torch import Tensor
 from .sample import Sampling
 
 _ELEMENTS = 1 << 24  # logits that are turned into probabilities at once
+_ELEMENTS_CPU = 1 << 19  # beyond which memory is mapped, and given back, for every token anew
 
 
 class Drawn(NamedTuple):
@@ -31,7 +32,8 @@ def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[Sampling])
     A row of temperature 0 takes its likeliest token, and its log-prob is that of temperature 1.
     """
     precision = torch.promote_types(logits.dtype, torch.float32)
-    size = max(1, _ELEMENTS // logits.shape[1])
+    elements = _ELEMENTS_CPU if logits.device.type == "cpu" else _ELEMENTS
+    size = max(1, elements // logits.shape[1])
     parts = [
         _draw(logits[i : i + size].to(precision), uniform[i : i + size], sampling[i : i + size])
         for i in range(0, len(logits), size)
@@ -50,14 +52,16 @@ def _draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[Sampling]
         top_k = column([how.top_k * bool(how.temperature) for how in sampling])
         top_p = column([how.top_p if how.temperature else 1.0 for how in sampling])
         logits = _likeliest(logits, top_k, top_p)
-    logprob = logits.log_softmax(-1)
-    cumulative = logprob.exp().cumsum(-1, dtype=torch.float64)
-    threshold = column(list(uniform)) * cumulative[:, -1:]
+    highest = logits.amax(-1, keepdim=True)
+    cumulative = (logits - highest).exp_().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    threshold = column(list(uniform)) * total
     token = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[1] - 1)
     if any(how.temperature == 0 for how in kinds):
         greedy = column([how.temperature for how in sampling]) == 0
         token = torch.where(greedy, logits.argmax(-1, keepdim=True), token)
-    return Drawn(token[:, 0], logprob.gather(1, token)[:, 0])
+    logprob = (logits.gather(1, token) - highest).double() - total.log()
+    return Drawn(token[:, 0], logprob[:, 0].to(logits.dtype))
 
 
 def _likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

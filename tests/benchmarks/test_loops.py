@@ -1,12 +1,20 @@
 """`burnish bench loops`: what it makes of the losses, seconds and memory of each process."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from burnish.benchmarks import trainers
 from burnish.benchmarks.__main__ import main
 from burnish.benchmarks.trainers import RECIPES
 from matplotlib.image import imread
+
+
+def measured(factor, steps, **rest):
+    seconds = {name: [scale * factor] * (steps - 1) for name, scale in (("seconds", 8), ("processor_seconds", 15))}
+    return {"losses": [0.0] * steps, "whole": True, "imported_mib": 100, "peak_mib": 1000 * factor, **seconds, **rest}
 
 
 @pytest.fixture
@@ -19,9 +27,7 @@ def processes(monkeypatch):
         assert len(data.read_text().splitlines()) == steps * batch_size
         order.append((recipe, provider, model.name))
         off = 1e-3 if provider == "burnish precompute" else 1e-6 if provider == "burnish" else 0.0
-        seconds = [100.0, *[8 * factors[provider]] * (steps - 1)]
-        measured = [{"loss": 0.6 + off, "seconds": s} for s in seconds]
-        return {"steps": measured, "peak_mib": 1000 * factors[provider]}
+        return measured(factors[provider], steps, losses=[0.6 + off] * steps)
 
     monkeypatch.setattr(trainers, "in_own_process", run)
     return order
@@ -32,10 +38,10 @@ def bench(directory, *arguments):
     return main(["loops", *fixed, *arguments])
 
 
-def test_time_and_memory_are_shares_of_the_peers_and_the_first_step_is_not_timed(processes, tmp_path, capsys):
+def test_time_and_memory_are_shares_of_the_peers(processes, tmp_path, capsys):
     assert bench(tmp_path, "--providers", "burnish") == 0
     assert processes == [("dpo", "trl", "model"), ("dpo", "burnish", "model")] * 2  # the peer in any case, in turns
-    row = ["burnish", "1e-06", "2", "2–2", "0.25", "262", "0.25"]
+    row = ["burnish", "1e-06", "2", "2–2", "0.25", "3.75", "0.25", "262", "0.25", "105"]
     assert row in [line.split() for line in capsys.readouterr().out.splitlines()]
     assert f"| {' | '.join(row)} |" in (tmp_path / "loops.md").read_text().splitlines()
     report = json.loads((tmp_path / "loops.json").read_text())
@@ -47,6 +53,60 @@ def test_time_and_memory_are_shares_of_the_peers_and_the_first_step_is_not_timed
 def test_whose_losses_are_not_the_peers_has_failed_and_is_not_compared(processes, tmp_path, capsys):
     assert bench(tmp_path) == 1
     assert ["burnish", "precompute", "1e-03", "failed"] in [x.split() for x in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture
+def samplers(monkeypatch):
+    """Stands in for processes of grpo, by provider: gradient and answers of a step, and whether answers are whole."""
+    gradients = {"trl": [3.0, 4.0], "burnish": [3.0, 4.00001], "burnish by groups": [3.0, 4.0]}
+    answers = {name: [[5, 6], [7]] for name in gradients}
+    cut = {name: True for name in (*gradients, "trl without checkpointing")}
+
+    def run(recipe, provider, model, data, batch_size, steps, *evidence):
+        for directory in evidence:
+            torch.save(torch.tensor(gradients[provider]), directory / f"{provider}.pt")
+            if provider != "trl":
+                lines = [json.dumps({"tokens": tokens}) for tokens in answers[provider]]
+                (directory / provider).mkdir()
+                (directory / provider / "samples.jsonl").write_text("\n".join(lines))
+            else:
+                assert any(directory.glob("*/samples.jsonl"))  # ours draw before the peer is given the answers
+        return measured(1.0, steps, whole=cut[provider])
+
+    monkeypatch.setattr(trainers, "in_own_process", run)
+    grpo = replace(RECIPES["grpo"], model=lambda given, directory: given, rows=lambda pairs: pairs)
+    monkeypatch.setitem(RECIPES, "grpo", grpo)
+    return SimpleNamespace(gradients=gradients, answers=answers, cut=cut)
+
+
+def differences(directory):
+    figures = json.loads((directory / "loops.json").read_text())["figures"]
+    return {name: (figure["difference"], figure["agrees"]) for name, figure in figures.items()}
+
+
+def test_who_draws_answers_agrees_by_the_gradient_of_one_step_on_the_same(samplers, tmp_path):
+    assert bench(tmp_path, "--recipe", "grpo") == 0
+    assert differences(tmp_path) == {
+        "trl": (0.0, True),
+        "trl without checkpointing": (None, True),
+        "burnish": (pytest.approx(2e-6, rel=0.1), True),
+        "burnish by groups": (0.0, True),
+    }
+    samplers.gradients["burnish"][1] = 4.0003
+    assert bench(tmp_path, "--recipe", "grpo") == 1
+    assert differences(tmp_path)["burnish"] == (pytest.approx(6e-5, rel=0.1), False)
+
+
+def test_who_draws_fewer_tokens_than_the_others_has_failed(samplers, tmp_path):
+    samplers.cut["trl without checkpointing"] = False
+    assert bench(tmp_path, "--recipe", "grpo") == 1
+    assert [agrees for _, agrees in differences(tmp_path).values()] == [True, False, True, True]
+
+
+def test_ours_are_to_draw_the_same_answers(samplers, tmp_path, capsys):
+    samplers.answers["burnish by groups"] = [[5, 6], [8]]
+    assert bench(tmp_path, "--recipe", "grpo") == 1
+    assert "burnish and burnish by groups did not draw the same answers" in capsys.readouterr().err
 
 
 def test_a_mistake_is_named_with_the_fix(processes, tmp_path, capsys):

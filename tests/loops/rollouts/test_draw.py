@@ -61,7 +61,7 @@ def test_rows_do_not_depend_on_their_company(monkeypatch):
     numbers = torch.rand(12).tolist()
     alone = [draw(logits[i : i + 1], numbers[i : i + 1], hows[i : i + 1]) for i in range(12)]
     together = draw(logits, numbers, hows)
-    monkeypatch.setattr(module, "_ELEMENTS", 120)
+    monkeypatch.setattr(module, "_ELEMENTS_CPU", 120)
     for found in (together, draw(logits, numbers, hows)):
         assert found.token.tolist() == [row.token.item() for row in alone]
         torch.testing.assert_close(found.logprob, torch.cat([row.logprob for row in alone]), rtol=0, atol=1e-14)

@@ -1,0 +1,80 @@
+"""What GRPO is compared on, and a step of both sides on the same answers."""
+
+import json
+
+import pytest
+import torch
+from burnish.benchmarks.sampled import SAMPLES, Answers, distance, drawn, questions, talkative, vowels, whole
+from burnish.benchmarks.trainers import run_provider
+from tiny import save_model, sums, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def pairs(*asked):
+    return [{"prompt": [{"content": text}], "chosen": [{"content": f"to {text[:9]}"}]} for text in asked]
+
+
+def test_each_question_follows_others_that_are_answered():
+    rows = list(questions(iter(pairs("a?", "b?", "x" * 300))))
+    texts = [row["prompt"][0]["content"] for row in rows]
+    assert len(rows) == 3 and not any("x" in text for text in texts)
+    assert texts[0].count("Question: ") == 7 and texts[0].endswith("Question: a?\nAnswer:")
+    assert texts[0].startswith("Question: a?\nAnswer: to a?\n\nQuestion: b?\nAnswer: to b?\n\n")
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Whose end token is not the last of its special ones."""
+    given = save_model(tmp_path / "given" / "small")
+    tokenizer = AutoTokenizer.from_pretrained(given)
+    tokenizer.unk_token = "Z"
+    tokenizer.save_pretrained(given)
+    return given
+
+
+def test_a_talkative_model_has_the_same_weights_and_another_end(model, tmp_path):
+    target = talkative(model, tmp_path)
+    tokenizer, end = AutoTokenizer.from_pretrained(target), AutoTokenizer.from_pretrained(model).unk_token_id
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (model, target))
+    assert tokenizer.eos_token_id == after.config.eos_token_id == after.generation_config.eos_token_id == end
+    assert tokenizer.pad_token_id == after.generation_config.pad_token_id == 1 != end
+    torch.testing.assert_close(after.state_dict(), before.state_dict(), rtol=0, atol=0)
+
+
+def test_the_reward_is_the_share_of_vowels():
+    assert vowels([[{"content": "A b, e!"}], [{"content": "12"}]]) == [2 / 3, 0.0]
+
+
+def test_answers_are_whole_if_hardly_one_has_ended_early():
+    lines = [{"completions/mean_length": mean} for mean in (64.0, 63.0)]
+    assert whole(lines, Answers(8, 64)) and not whole([*lines, {"completions/mean_length": 62.0}], Answers(8, 64))
+
+
+@pytest.mark.filterwarnings("default")  # the peer's own
+def test_grpo_and_trl_take_the_same_step_on_the_same_answers(model, tmp_path):
+    target = talkative(model, tmp_path)
+    data, evidence = write_rows(tmp_path / "rows.jsonl", questions(iter(sums(4)))), tmp_path / "evidence"
+    evidence.mkdir()
+    ours, theirs = (run_provider("grpo", name, target, data, 2, 1, evidence) for name in ("burnish", "trl"))
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
+    assert distance(evidence / "burnish.pt", evidence / "trl.pt") < 1e-5
+    answers = drawn(evidence / "burnish" / SAMPLES)
+    assert len(answers) == 16 and len(set(answers)) == 16
+
+    # On other answers the gradient is another one.
+    samples = [json.loads(line) for line in (evidence / "burnish" / SAMPLES).read_text().splitlines()]
+    samples[3]["tokens"] = samples[4]["tokens"]
+    write_rows(evidence / "burnish" / SAMPLES, samples)
+    (evidence / "trl.pt").rename(evidence / "first.pt")
+    run_provider("grpo", "trl", target, data, 2, 1, evidence)
+    assert distance(evidence / "trl.pt", evidence / "first.pt") > 1e-3
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_two_are_to_ask_the_same_prompts(model, tmp_path):
+    target = talkative(model, tmp_path)
+    data = write_rows(tmp_path / "rows.jsonl", questions(iter(sums(4))))
+    (tmp_path / "burnish").mkdir()
+    write_rows(tmp_path / "burnish" / SAMPLES, [{"prompt": [1, 2], "tokens": [3], "logprobs": [-1.0]}] * 16)
+    with pytest.raises(RuntimeError, match="the two sides ask other prompts"):
+        run_provider("grpo", "trl", target, data, 1, 1, tmp_path)
