@@ -240,8 +240,17 @@ def _message(record: Any, name: str, number: int) -> Message:
 def _check_question(prompt: Value) -> None:
     if not prompt:
         raise BadRow("no prompt", "'prompt' is empty, so nothing predicts the first token; fill it in")
-    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        raise BadRow("roles", "'prompt' ends with an assistant message, wanted one to answer; remove it")
+    if isinstance(prompt, str):
+        return
+    role, content = prompt[-1]["role"], prompt[-1].get("content") or ""
+    if role not in ("user", "tool"):
+        raise BadRow(
+            "roles",
+            f"'prompt' ends with a message of the role {role}, wanted a user's or a tool's, which is to be answered; "
+            "add it, or remove what comes after it",
+        )
+    if role == "user" and not content.strip():
+        raise BadRow("empty", f"'prompt' message {len(prompt)}, the user's, is empty; fill it in or remove the row")
 
 
 def _check_answers(name: str, prompt: Value, value: Value) -> None:

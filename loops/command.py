@@ -159,12 +159,11 @@ def _run(name: str, arguments: list[str]) -> int:
     import transformers
 
     config_class, recipe = _RECIPES[name]()
-    config = parse(name, config_class, arguments)
     if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        recipe(config)
+        recipe(parse(name, config_class, arguments))
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         if os.environ.get("BURNISH_TRACEBACK") or not _is_ours(error):
             raise

@@ -19,10 +19,10 @@ from ..objectives import sampled_reverse_kl
 from .batch import Batch
 from .experience import Experience
 from .feed import Feed
-from .online import Sampled, check_sampled, open_sampler, open_store
 from .policy import Policy
 from .recipe import Recipe, open_recipe
 from .rewards import judged
+from .sampling import Sampled, check_sampled, open_sampler, open_store
 from .sft import TOKEN_LOSSES, WEIGHTINGS
 from .teacher import Teacher, distillation, load_teacher, open_teacher
 from .terms import (
@@ -110,6 +110,11 @@ def distill_terms(config: Distill) -> dict[str, Term]:
             )
         return terms
     check_sampled(config)
+    if sampled and (config.top_p < 1 or config.top_k):
+        raise ValueError(
+            "top_p, top_k: sampled_reverse_kl is a policy gradient, biased where answers are drawn from a part of the "
+            "distribution; draw from all of it, or use the loss distillation"
+        )
     if config.teacher.model is None or config.teacher.top_k is not None:
         raise ValueError(
             "on_policy: what the student will say is not known before, so no teacher can have been asked about it; "

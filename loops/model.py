@@ -30,8 +30,18 @@ log = logging.getLogger(__name__)
 
 
 def load_tokenizer(config: Common) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the chat template that the configuration names, if any."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model)
+    """The model's tokenizer, with the chat template that the configuration names, if any.
+
+    Raises:
+        ValueError: if there is none, most likely because there is no such model.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model: {config.model} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
+            f"that can be reached; check the name. {error}"
+        ) from error
     if config.chat_template is not None:
         tokenizer.chat_template = Path(config.chat_template).read_text()
     return tokenizer
@@ -65,8 +75,10 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     """A model to train: in the configured precision, quantized and with adapters where asked for, without dropout.
 
     Raises:
-        ValueError: if a quantized model is to be trained without adapters.
+        ValueError: if a quantized model is to be trained without adapters, or they have no possible rank.
     """
+    if config.lora.r < 0:
+        raise ValueError(f"lora.r: must be >= 0, where 0 trains the model itself, got {config.lora.r}")
     adapters = config.lora.r > 0
     if config.quantize and not adapters:
         raise ValueError(

@@ -1,61 +1,33 @@
 """What recipes have in common that train on answers which the policy samples: from a configuration to `Experience`."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
-from peft import PeftModel
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor, nn
 
 from ..data import Batches, encode_prompts, load
-from .config import Common
+from .environments import Conversations, Limits, resolve_environment, tool_metrics, turns_for
 from .experience import Experience, Rollout, Store
-from .model import load_model, load_tokenizer, merged
+from .model import load_model, load_tokenizer
 from .policy import Policy
 from .recipe import Recipe, open_run
 from .rewards import Watch, Weighted, check_columns, judge, judged, resolve, reward_metrics
-from .rewards.judge import Unscored
+from .rewards.judge import Row, Unscored
 from .rewards.resolve import SHIPPED
-from .rollouts.embedded import DetachedSource, EmbeddedSource
-from .rollouts.replay import SampleWriter, read_samples
-from .rollouts.sample import Request, Sample, Sampling
-from .rollouts.sampler import Group, Sampler, Tasks
+from .rollouts.embedded import EmbeddedSource
+from .rollouts.sample import Request, Sample
+from .rollouts.sampler import Group, Sampler
+from .rollouts.source import RolloutSource
 from .run import Evaluation
+from .sampling import Sampled, check_sampled, open_sampler, open_store, stop_tokens
 from .terms import Reader, Terms, compose, expression
 
-_SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and letters of one
-
-
-@dataclass(frozen=True)
-class Sampled(Common):
-    """How answers are sampled."""
-
-    group_size: int = 8
-    """Answers to each prompt."""
-    max_tokens: int = 256
-    """Tokens of an answer."""
-    temperature: float = 1.0
-    """Of the softmax that answers are drawn from; the log-probs that train are at this temperature too."""
-    top_p: float = 1.0
-    """Share of the probability that answers are drawn from."""
-    top_k: int = 0
-    """Number of tokens that answers are drawn from; 0 is all."""
-    cache_bytes: int = 2 << 30
-    """Keys and values that the policy holds at once while it samples."""
-    show_every: int = 10
-    """Rollouts between two of which a few answers are shown; 0 shows none."""
-
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k)
+Converse = Callable[[RolloutSource, Callable[[int], Row]], RolloutSource]
 
 
 @dataclass(frozen=True)
@@ -73,7 +45,13 @@ class Online(Sampled):
     truncation: Literal["keep_start", "keep_end", "error"] = "error"
     """What becomes of a longer prompt: its start or its end is kept, or it is an error."""
     rewards: dict[str, float | dict[str, Any]] = field(default_factory=dict)
-    """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function."""
+    """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function; none is
+    {environment: 1.0} where there is an environment."""
+    environment: str | dict[str, dict[str, Any]] | None = None
+    """What the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your own as
+    module:Environment; null for single answers."""
+    limits: Limits = field(default_factory=Limits)
+    """Of a conversation; max_tokens is that of one turn."""
     max_age: int = 0
     """How many rollouts behind the weights of its step an answer may be; above 0, answers are drawn while training."""
     rollout_epochs: int = 1
@@ -83,7 +61,7 @@ class Online(Sampled):
     mask_truncated: bool = False
     """Leave out answers that were cut at max_tokens."""
     eval_temperature: float = 0.0
-    """Temperature of the answers to `eval_data`; 0 takes the likeliest token."""
+    """Temperature of the answers to `eval_data`, which the policy itself draws; 0 takes the likeliest token."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +74,7 @@ class Players:
     unscored: Unscored
     watch: Watch
     store: Store | None
+    converse: Converse
 
     def experience(self, config: Online, **options: Any) -> Experience:
         """The micro-batches of every step; ``options`` are further ones of `Experience`."""
@@ -166,12 +145,15 @@ class Players:
         return evaluate
 
     async def _evaluated(self, config: Online, data: Dataset, rows: Dataset) -> dict[str, float]:
-        source = EmbeddedSource(
-            self.recipe.model,
-            self.recipe.tokenizer,
-            cache_bytes=config.cache_bytes,
-            context=self.recipe.run.accelerator.autocast,
-            version=0,
+        source = self.converse(
+            EmbeddedSource(
+                self.recipe.model,
+                self.recipe.tokenizer,
+                cache_bytes=config.cache_bytes,
+                context=self.recipe.run.accelerator.autocast,
+                version=0,
+            ),
+            lambda task: rows[data[task]["row"]],
         )
         sampling = replace(config.sampling, stop=stop_tokens(self.recipe), temperature=config.eval_temperature)
 
@@ -187,44 +169,13 @@ class Players:
 
     def report(self, rollout: Rollout) -> Mapping[str, float]:
         """Metrics of the rewards of a rollout; on the main process they are watched, too."""
-        metrics = reward_metrics(self.rewards, rollout.samples, self.unscored)
+        metrics = {**reward_metrics(self.rewards, rollout.samples, self.unscored), **spoken(rollout.samples)}
         self.unscored.clear()
         if self.sampler is None:
             return metrics
         self.watch(self.rewards, rollout.samples)
         waited, self.sampler.waited = self.sampler.waited, 0.0
         return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.sampler.counts["retries"])}
-
-
-class Samples:
-    """``samples.jsonl``, and a few of each so many rollouts on the screen."""
-
-    def __init__(self, path: Path, show_every: int) -> None:
-        self.path, self.show_every, self.rollouts = path, show_every, 0
-        self.console = Console()
-
-    def keep(self, tasks: int) -> None:
-        partial = self.path.with_suffix(".partial.jsonl")
-        partial.unlink(missing_ok=True)
-        with SampleWriter(partial) as writer:
-            for sample in read_samples(self.path) if self.path.exists() else ():
-                if sample.task < tasks:
-                    writer.write([sample])
-        partial.replace(self.path)
-
-    def write(self, samples: list[Sample]) -> None:
-        with SampleWriter(self.path) as writer:
-            writer.write(samples)
-        if self.show_every and self.rollouts % self.show_every == 0:
-            self._show(samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN])
-        self.rollouts += 1
-
-    def _show(self, samples: Sequence[Sample]) -> None:
-        table = Table("task", "answer", "rewards", title=f"rollout {self.rollouts}", title_justify="left")
-        for sample in samples:
-            scores = ", ".join(f"{name} {'none' if s is None else f'{s:.3g}'}" for name, s in sample.rewards.items())
-            table.add_row(str(sample.task), Text(sample.text[:_LONGEST]), scores)
-        self.console.print(table)
 
 
 def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | None = None) -> Players:
@@ -237,64 +188,54 @@ def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | No
         ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
     """
     check_online(config)
-    rewards = resolve(config.rewards, tokenizer=load_tokenizer(config))
+    rewards = resolve(config.rewards or {"environment": 1.0}, tokenizer=load_tokenizer(config))
     rows = load(config.data).dataset
-    for data in (rows, *([load(config.eval_data).dataset] if config.eval_data else [])):
-        check_columns(rewards, data.column_names)
+    for source in filter(None, (config.data, config.eval_data)):
+        check_columns(rewards, load(source).dataset.column_names, source)
     make = make_policy or (lambda model: Policy(model, **config.kernel))
     recipe = open_run(config, encode_prompts, make, load_model)
     order, unscored = order_of(config, recipe.data), Unscored()
+    converse = open_conversations(config, recipe)
+
+    def row(task: int) -> Row:
+        found: Row = rows[recipe.data[order(task)]["row"]]
+        return found
 
     async def scored(group: Group) -> None:
-        row = rows[recipe.data[order(group[0].task)]["row"]]
         for sample in group:
             if not sample.text:
                 drawn = [token for token, own in zip(sample.tokens, sample.trained, strict=True) if own]
                 sample.text = str(recipe.tokenizer.decode(drawn, skip_special_tokens=True))
-        unscored.update(await judge(rewards, [row] * len(group), group))
+        unscored.update(await judge(rewards, [row(group[0].task)] * len(group), group))
 
     sampler = open_sampler(
-        config, recipe, lambda task: recipe.data[order(task)]["prompt"], judge=scored, max_age=config.max_age
+        config,
+        recipe,
+        lambda task: recipe.data[order(task)]["prompt"],
+        converse=lambda source: converse(source, row),
+        judge=scored,
+        max_age=config.max_age,
     )
-    return Players(recipe, rewards, sampler, unscored, Watch(), open_store(config, recipe))
+    return Players(recipe, rewards, sampler, unscored, Watch(), open_store(config, recipe), converse)
 
 
-def open_sampler(config: Sampled, recipe: Recipe[Policy], tasks: Tasks, **options: Any) -> Sampler | None:
-    """On the main process: what draws the answers to ``tasks``; ``options`` are those of `Sampler`."""
-    accelerator = recipe.run.accelerator
-    if not accelerator.is_main_process:
-        return None
-    # A copy samples where the policy itself is being trained meanwhile.
-    kind = DetachedSource if options.get("max_age") else EmbeddedSource
-    return Sampler(
-        kind(recipe.model, recipe.tokenizer, cache_bytes=config.cache_bytes, context=accelerator.autocast),
-        tasks,
-        lambda: named_weights(recipe.model),
-        groups_per_step=config.batch_size,
-        group_size=config.group_size,
-        sampling=replace(config.sampling, stop=stop_tokens(recipe)),
-        key=config.seed,
-        **options,
-    )
+def open_conversations(config: Online, recipe: Recipe[Policy]) -> Converse:
+    """From a source of answers to one of conversations about the rows of tasks, if there is an environment."""
+    if config.environment is None:
+        return lambda source, row: source
+    make = resolve_environment(config.environment)
+    # Without a template only environments that speak in token ids are understood.
+    turns = turns_for(make, recipe.tokenizer) if recipe.tokenizer.chat_template else None
+    return lambda source, row: Conversations(source, make, row, turns, config.limits)
 
 
-def open_store(config: Sampled, recipe: Recipe[Policy]) -> Store | None:
-    if not recipe.run.accelerator.is_main_process:
-        return None
-    return Samples(recipe.run.directory / "samples.jsonl", config.show_every)
-
-
-def check_sampled(config: Sampled) -> None:
-    """Before anything is loaded.
-
-    Raises:
-        ValueError: if answers can't be sampled as configured.
-    """
-    _ = config.sampling
-    if config.temperature == 0:
-        raise ValueError("temperature: at 0 every answer to a prompt is the same, wanted > 0, such as 1.0")
-    if config.group_size < 1:
-        raise ValueError(f"group_size: must be >= 1, got {config.group_size}")
+def spoken(samples: Sequence[Sample]) -> dict[str, float]:
+    """Of conversations: how many turns they took, how many the environment ended early, and the tools' metrics."""
+    turns = [sample.info["turns"] for sample in samples if "turns" in sample.info]
+    if not turns:
+        return {}
+    aborted = sum(sample.finish == "aborted" for sample in samples)
+    return {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted), **tool_metrics(samples)}
 
 
 def check_online(config: Online) -> None:
@@ -304,8 +245,8 @@ def check_online(config: Online) -> None:
         ValueError: if answers can't be sampled, or not be learned from, as configured.
     """
     check_sampled(config)
-    for name in ("batch_size", "rollout_epochs", "minibatches"):
-        if getattr(config, name) < 1:
+    for name in ("steps", "epochs", "batch_size", "rollout_epochs", "minibatches"):
+        if getattr(config, name) is not None and getattr(config, name) < 1:
             raise ValueError(f"{name}: must be >= 1, got {getattr(config, name)}")
     if config.minibatches > config.batch_size:
         raise ValueError(
@@ -314,7 +255,9 @@ def check_online(config: Online) -> None:
         )
     if config.max_age < 0:
         raise ValueError(f"max_age: must be >= 0, got {config.max_age}")
-    if not config.rewards:
+    if config.environment is not None:
+        resolve_environment(config.environment)
+    elif not config.rewards:
         raise ValueError(
             f"rewards: none is named, so nothing could be learned; give at least one, such as --rewards "
             f"'{{exact_match: 1.0}}'. There are {', '.join(SHIPPED)}, or your own as module:function"
@@ -332,19 +275,3 @@ def order_of(config: Online, data: Dataset) -> Callable[[int], int]:
         [1] * len(data), batch_size=1, micro_tokens=None, seed=config.seed, shuffle=config.shuffle, steps=2**40
     )
     return lambda task: endless.indices(task)[0]
-
-
-def stop_tokens(recipe: Recipe[Policy]) -> tuple[int, ...]:
-    """Those that the model was made to end with, and the tokenizer's."""
-    known = getattr(recipe.model.plain.generation_config, "eos_token_id", None)
-    own: Any = recipe.tokenizer.eos_token_id
-    ids = {own, *(known if isinstance(known, list) else [known])} - {None}
-    if not ids:
-        raise ValueError("stop: neither the tokenizer nor the model has an end token; set tokenizer.eos_token")
-    return tuple(sorted(ids))
-
-
-def named_weights(policy: Policy) -> Iterable[tuple[str, Tensor]]:
-    """Of the model as it is now, under the names of transformers, adapters added in."""
-    model: Any = merged(policy.model) if isinstance(policy.model, PeftModel) else policy.model
-    yield from model.state_dict().items()

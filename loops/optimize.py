@@ -8,6 +8,7 @@ The gradient of a step is the same for every split into micro-batches and ranks:
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -155,7 +156,10 @@ def optimize(
         metrics = train_step(
             accelerator, policy, optimizer, batches(number - 1), objective, expression, max_grad_norm=max_grad_norm
         )
-        schedule.step()
+        with warnings.catch_warnings():
+            # Where the first step is skipped, torch thinks that the two come in the wrong order.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            schedule.step()
         failures = 0 if math.isfinite(metrics["grad_norm"]) else failures + 1
         if failures == PATIENCE:
             raise FloatingPointError(

@@ -15,6 +15,7 @@ from .backbone import PROBE, Backbone, evaluating
 from .batch import Batch
 from .head import CannotFuse, Lesson, Transform, fuse, operands
 from .rows import Layout
+from .scorer import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Outputs(NamedTuple):
     top1: Tensor | None = None  # the likeliest token, and how many are likelier than this one, where they are asked for
     rank: Tensor | None = None
     top_k: TopK | None = None
-    value: Tensor | None = None  # of the state that the token is chosen in, where the policy has a value head
+    value: Tensor | None = None  # of the state that the token is chosen in, where the policy has values
     divergence: Tensor | None = None  # from the teacher, where there is a lesson
 
 
@@ -45,6 +46,7 @@ class Policy(Backbone):
         layout: ``"auto"`` takes the first of shared, packed and padded rows that this model is shown to keep apart.
         backend, keep_bytes: of `burnish.kernels.linear_logprob`.
         value_head: a module from hidden states [tokens, D] to values [tokens, 1], trained along with the model.
+        critic: the values come from a model of their own instead, which is trained along with this one.
 
     Raises:
         ValueError: if a named layout lets this model's sequences see each other, or if there is a value head and the
@@ -59,15 +61,20 @@ class Policy(Backbone):
         backend: Backend = "auto",
         keep_bytes: int | None = None,
         value_head: nn.Module | None = None,
+        critic: Scorer | None = None,
     ) -> None:
         super().__init__(model)
-        self.value_head = value_head
+        self.value_head, self.critic = value_head, critic
         self.fused = self._try_fusing(backend, keep_bytes)
         if value_head is not None and not self.fused:
             raise ValueError(
                 f"policy: the head of {type(self.plain).__name__} can't be fused, and so no value head added"
             )
         self.layout: Layout = self.choose_layout(layout, self.hidden if self.fused else self.own_output)
+
+    @property
+    def has_values(self) -> bool:
+        return self.value_head is not None or self.critic is not None
 
     @property
     def head(self) -> Any:
@@ -93,7 +100,8 @@ class Policy(Backbone):
         """
         rows = self.arranged(batch.examples, self.layout)
         how: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
-        value = divergence = None
+        value = None if self.critic is None else self.critic(batch).score
+        divergence = None
         if self.fused:
             hidden = self.hidden(rows)
             logprobs = self.head(hidden, target=batch.target, **how)

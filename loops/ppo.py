@@ -1,15 +1,15 @@
 """Proximal policy optimization: a value function says how good a state is, so that one answer to a prompt is enough.
 
     r_t          −β log π_old/π_ref of token t, and at the last token the reward of the answer
-    V            a linear head on the policy's own backbone, zero at first; it is trained along with the policy
+    V            a linear head, zero at first, on the policy's own backbone, or on a model of its own
     A_t, R_t     generalized advantage estimates and returns, from the values of the policy that begins the rollout
     loss         clipped surrogate of A, whitened over all tokens of the rollout, + c · clipped squared error of V to R
 
-The paper's critic may be a model of its own; sharing the backbone needs no second one, and c keeps it from ruling it.
+Sharing the backbone needs no second model, and c keeps the values from ruling it; `value_model` is the paper's critic.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,14 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from ..objectives import gae, kl_estimate, kl_penalized_reward, sequence_sum, value_loss, whiten
 from .experience import Rollout
+from .model import load_classifier, load_tokenizer, save_model
 from .online import missing_end, open_players
 from .policy import Policy
+from .scorer import Critic
 from .surrogate import PolicyGradient, surrogate_terms, train_policy
 from .terms import Term, needs
 
@@ -50,6 +53,9 @@ class PPO(PolicyGradient):
     """Weight of the loss of the values."""
     value_clip: float = 0.2
     """How far a value may move from that at the start of the rollout before its loss stops falling."""
+    value_model: str | None = None
+    """Name or directory of a model of its own for the values, such as a reward model or the critic that an earlier run
+    left, critic/model in its directory; null puts a value head on the policy."""
     value_head: str | None = None
     """The value head that an earlier run left, value_head.safetensors in its directory; null begins at 0."""
     missing_eos_penalty: float = 0.0
@@ -81,19 +87,24 @@ def run_ppo(config: PPO) -> dict[str, float]:
         in_reward=True,
         report=partial(objective_metrics, config=config),
     )
-    head = players.recipe.model.value_head
-    if players.recipe.run.accelerator.is_main_process and head is not None:
+    recipe = players.recipe
+    head, critic = recipe.model.value_head, recipe.model.critic
+    if recipe.run.accelerator.is_main_process and critic is not None:
+        save_model(critic, recipe.tokenizer, recipe.run.directory / "critic")
+    if recipe.run.accelerator.is_main_process and head is not None:
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-        save_file(state, players.recipe.run.directory / "value_head.safetensors")
+        save_file(state, recipe.run.directory / "value_head.safetensors")
     return metrics
 
 
 def with_values(model: nn.Module, config: PPO) -> Policy:
-    """A policy with a value head.
+    """A policy with a value head, or with a critic.
 
     Raises:
-        ValueError: if the one that is to be loaded belongs to a model of another width.
+        ValueError: if the value head that is to be loaded belongs to a model of another width.
     """
+    if config.value_model is not None:
+        return Policy(model, **config.kernel, critic=open_critic(config).to(next(model.parameters()).device))
     wrapped: Any = model
     plain = wrapped.get_base_model() if hasattr(model, "get_base_model") else wrapped
     width = plain.config.get_text_config().hidden_size
@@ -110,6 +121,21 @@ def with_values(model: nn.Module, config: PPO) -> Policy:
     return Policy(model, **config.kernel, value_head=head)
 
 
+def open_critic(config: PPO) -> Critic:
+    """The model for the values; where its head is new, it begins at 0."""
+    assert config.value_model is not None
+    own = replace(config, model=config.value_model)
+    critic = Critic(load_classifier(own, "SEQ_CLS", {0: "value"}), layout=config.layout)
+    if critic.plain.config.pad_token_id is None:
+        critic.plain.config.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
+    before = AutoConfig.from_pretrained(config.value_model).architectures or []
+    if not any("SequenceClassification" in name for name in before):
+        with torch.no_grad():
+            for parameter in critic.head.parameters():
+                parameter.zero_()
+    return critic
+
+
 def ppo_terms(config: PPO) -> dict[str, Term]:
     """The losses of this configuration.
 
@@ -118,6 +144,8 @@ def ppo_terms(config: PPO) -> dict[str, Term]:
     """
     if config.value_coefficient < 0:
         raise ValueError(f"value_coefficient: must be >= 0, got {config.value_coefficient}")
+    if config.value_head is not None and config.value_model is not None:
+        raise ValueError("value_head: value_model has a head of its own; give one of the two")
     if config.value_head is not None and not Path(config.value_head).exists():
         raise ValueError(f"value_head: {config.value_head}: no such file; a run of ppo leaves one in its directory")
     nothing = torch.zeros(0)

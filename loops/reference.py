@@ -24,7 +24,8 @@ Reference = Callable[[Batch], Tensor]
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
     """The policy as it is now, copied and frozen: as much memory again as its weights. Its softmax has the temperature
     of the policy that it is compared with."""
-    frozen = copy.deepcopy(policy).requires_grad_(False).eval()
+    no_critic = {id(policy.critic): None}
+    frozen = copy.deepcopy(policy, no_critic).requires_grad_(False).eval()
 
     def reference(batch: Batch) -> Tensor:
         with torch.no_grad():

@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -78,6 +79,7 @@ class Run:
             log_with=config.report_to,
             project_dir=config.output,
         )
+        self.accelerator.gradient_state._set_sync_gradients(True)  # one that died between two micro-batches
         set_seed(config.seed)
         self._check_directory()
 
@@ -145,9 +147,9 @@ class Run:
             return {f"eval/{name}": value for name, value in metrics.items()}
 
         metrics: dict[str, float] = {}
-        if evaluation is not None and start == 0:
-            journal.write(0, held_out(0))
-        with progress(feed.steps, start, visible=accelerator.is_main_process) as show:
+        with closing(journal), progress(feed.steps, start, visible=accelerator.is_main_process) as show:
+            if evaluation is not None and start == 0:
+                journal.write(0, held_out(0))
             for step in optimize(
                 batches=feed,
                 objective=objective,
@@ -167,7 +169,6 @@ class Run:
                 show(step.number, metrics)
                 if last or _due(step.number, config.save_every):
                     checkpoint.save(checkpoints, step.number, **parts, memory=memory)
-        journal.close()
         if accelerator.is_main_process:
             self._finish(accelerator.unwrap_model(prepared), tokenizer)
         accelerator.wait_for_everyone()

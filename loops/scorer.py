@@ -77,6 +77,14 @@ class Scorer(Backbone):
             raise ValueError(f"scorer: {type(self.plain).__name__} scores are not its head on its last hidden states")
 
 
+class Critic(Scorer):
+    """Values of states: a scorer that reads each trained token where it is chosen, one position before it stands."""
+
+    def __init__(self, model: nn.Module, *, layout: Layout | Literal["auto"] = "auto") -> None:
+        super().__init__(model, layout=layout)  # the head is checked where transformers reads it
+        self.read = "before"
+
+
 def ends_marked(example: Example, pad: int | None) -> Example:
     """The example with one mark per completion: on the token where `transformers` reads a sequence classifier.
 

@@ -201,7 +201,7 @@ def measures(config: PolicyGradient, model: Policy, reference: Reference | None)
     """
     several = config.rollout_epochs * config.minibatches > 1
     # Of a rollout that is trained on once, π_old is the policy itself, from the very pass that trains it.
-    if not (config.old == "recomputed" and several) and reference is None and model.value_head is None:
+    if not (config.old == "recomputed" and several) and reference is None and not model.has_values:
         return None
 
     def measured(batch: Batch) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ policy sampled are trained and have log-probs. Nothing that was sampled is token
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,17 +58,14 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a conversation; ``Sampling.max_tokens`` is the limit of one turn, and a turn that is cut by it is the last.
-
-    Attributes:
-        turns: answers of the policy.
-        tokens: after the prompt, those of the environment included.
-        seconds: that one call of the environment may take.
-    """
+    """Of a conversation; ``Sampling.max_tokens`` is the limit of one turn, and a turn that is cut by it is the last."""
 
     turns: int = 8
+    """Answers of the policy."""
     tokens: int = 4096
+    """After the prompt, those of the environment included."""
     seconds: float = 60.0
+    """That one call of the environment may take."""
 
     def __post_init__(self) -> None:
         if self.turns < 1 or self.tokens < 1 or not self.seconds > 0:
@@ -97,6 +95,14 @@ class Conversations:
     turns: Turns | None = None
     limits: Limits = Limits()
     failures: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.source.overlaps
+
+    @property
+    def stored(self) -> bool:
+        return self.source.stored
 
     async def sample(self, request: Request) -> list[Sample]:
         """One conversation for each of ``request.indices``, all at the same time.
@@ -141,7 +147,7 @@ class Conversations:
                 break
             said = self._said(step, answer, request)
             whole.finish = "length"
-            if turn + 1 == self.limits.turns or len(whole.tokens) + len(said) >= self.limits.tokens:
+            if turn + 1 == self.limits.turns or len(said) >= self._left(whole):
                 break
             _append_context(whole, said)
             whole.info["messages"] += _messages(step.said)
@@ -156,11 +162,25 @@ class Conversations:
         prompt = list(opening) if _is_tokens(opening) else self._turns().prompt(opening)
         if not prompt:
             raise ValueError(f"environment: reset gave task {request.task} an empty prompt; say something first")
+        if len(prompt) >= self._context:
+            raise ValueError(
+                f"environment: reset gave task {request.task} a prompt of {len(prompt)} tokens, which leaves nothing "
+                f"of the model's context of {self._context} for answers; say less"
+            )
         return prompt
+
+    @property
+    def _context(self) -> float:
+        known: int | None = getattr(self.source, "context", None)
+        return math.inf if known is None else known
+
+    def _left(self, whole: Sample) -> int:
+        """Tokens that the conversation may still grow by, within its limit and the model's context."""
+        return int(min(self.limits.tokens, self._context - len(whole.prompt))) - len(whole.tokens)
 
     async def _answer(self, request: Request, whole: Sample, turn: int) -> Sample:
         """One more turn of the policy, within what is left of the conversation."""
-        room = min(request.sampling.max_tokens, self.limits.tokens - len(whole.tokens))
+        room = min(request.sampling.max_tokens, self._left(whole))
         stop = request.sampling.stop
         if self.turns is not None and self.turns.end not in stop:
             stop = (*stop, self.turns.end)

@@ -2,12 +2,16 @@
 
 import importlib
 import logging
+import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..rollouts.sample import Sample
 from .judge import Row
+
+_FRACTION = re.compile(r"(?<!\d)[¼-¾⅐-⅞]")  # behind a digit it is part of a mixed number
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class MathEquivalence:
 
 
 def _parse(library: Any, text: str) -> list[Any]:
+    text = _FRACTION.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]).replace("⁄", "/"), text.replace("−", "-"))
     kinds = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
     expressions: list[Any] = library.parse(text, kinds, parsing_timeout=None, raise_on_error=True)
     return expressions

@@ -27,15 +27,19 @@ from .workers import OutOfTime, call, within
 
 log = logging.getLogger(__name__)
 
+_OURS = (__file__, call.__code__.co_filename)  # frames that say nothing to whoever wrote a reward
+
 Row = Mapping[str, Any]
 Over = Literal["sample", "group", "step"]
 Unscored = Counter[tuple[str, str]]  # (name of the function, reason): answers
 Reason = Literal["none", "nan", "infinite", "not a number", "wrong length", "timeout", "error"]
 
+_LARGEST = 3.4e38  # what float32 holds, so that neither sums nor squares overflow in float64
+
 ADVICE: dict[Reason, str] = {
     "none": "",
     "nan": "return None for an answer that can't be scored, and a number otherwise",
-    "infinite": "return finite numbers; clip them where they may grow",
+    "infinite": "return numbers that float32 can hold; clip them where they may grow",
     "not a number": "return one number per answer, or None: a float, an int, true or false, or a tensor of one element",
     "wrong length": "a batched function returns one entry per answer, in their order",
     "timeout": "raise its timeout; or have it run in a process of its own, which can be killed (`isolated`, or "
@@ -119,7 +123,7 @@ async def judge(rewards: Sequence[Weighted], rows: Sequence[Row], samples: Seque
     return unscored
 
 
-def check_columns(rewards: Sequence[Weighted], columns: Iterable[str]) -> None:
+def check_columns(rewards: Sequence[Weighted], columns: Iterable[str], source: str = "the data") -> None:
     """Before anything is sampled: does the data have what the functions read?
 
     Raises:
@@ -131,9 +135,9 @@ def check_columns(rewards: Sequence[Weighted], columns: Iterable[str]) -> None:
             if wanted not in there:
                 near = difflib.get_close_matches(wanted, there, n=1)
                 raise ValueError(
-                    f"reward {reward.name}: needs the column '{wanted}', and the rows have ({', '.join(there)}); "
-                    + (f"should '{near[0]}' be '{wanted}'? " if near else "")
-                    + "Rename the column, or tell the reward which one to read"
+                    f"reward {reward.name}: needs the column '{wanted}', and {source} has ({', '.join(there)}); "
+                    + (f"should '{near[0]}' be '{wanted}'? Rename" if near else "rename")
+                    + " the column, or tell the reward which one to read"
                 )
 
 
@@ -154,7 +158,7 @@ def score(value: Any) -> tuple[float | None, Reason | None]:
         number = math.inf
     if math.isnan(number):
         return None, "nan"
-    return (None, "infinite") if math.isinf(number) else (number, None)
+    return (None, "infinite") if abs(number) > _LARGEST else (number, None)
 
 
 async def _judge(reward: Weighted, rows: Sequence[Row], samples: Sequence[Sample], unscored: Unscored) -> None:
@@ -191,7 +195,10 @@ async def _values(
     except OutOfTime as late:
         reason, detail = "timeout", str(late)
     except Exception as error:
-        reason, detail = "error", "".join(traceback.format_exception(error)).strip()
+        where = error.__traceback__
+        while where and where.tb_next and where.tb_frame.f_code.co_filename in _OURS:
+            where = where.tb_next
+        reason, detail = "error", "".join(traceback.format_exception(error.with_traceback(where))).strip()
         if isinstance(error, KeyError):
             detail += f"\nthe row has the columns ({', '.join(map(str, rows[0]))})"
     else:

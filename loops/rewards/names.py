@@ -24,7 +24,7 @@ def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
     """
     module, colon, attribute = shipped.get(name, name).partition(":")
     if not colon:
-        raise ValueError(nearest(f"{kind}: no", name, shipped) + ". Your own is named module:function")
+        raise ValueError(nearest(f"{kind}: no", name, shipped) + " (your own is named module:function)")
     if name not in shipped and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a console script does not look there
     try:

@@ -78,11 +78,11 @@ def reward_metrics(rewards: Sequence[Weighted], samples: Sequence[Sample], unsco
 
 @dataclass
 class Watch:
-    """Reports, once each, rewards whose scale or silence spoils a run.
+    """Reports, once each, rewards whose scale or silence spoils a run, and answers that nothing can be learned from.
 
     Args:
         factor: by how much a score must exceed what was usual, or one reward's spread another's.
-        patience: steps of which the usual is learned, and steps in a row without a score.
+        patience: steps of which the usual is learned, and steps in a row without a score, a difference, or an end.
     """
 
     factor: float = 100.0
@@ -90,34 +90,49 @@ class Watch:
     reported: set[str] = field(default_factory=set)
     _largest: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     _spread: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _silent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _lasting: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def __call__(self, rewards: Sequence[Weighted], samples: Sequence[Sample]) -> list[str]:
         """What is new to say after this step; it is logged as well."""
         problems: dict[str, str] = {}
-        matrix = judged(rewards, samples).reward
+        matrix, group, weight = judged(rewards, samples)
         for reward, column in zip(rewards, matrix.unbind(1), strict=True):
             scores = column[~column.isnan()]
-            problems |= self._silence(reward.name, len(scores), len(samples))
+            problems |= self._lasts(
+                f"reward {reward.name}: gave no score",
+                "so it teaches nothing; the metrics rewards/<name>/unscored/... say why, and the first time was logged",
+                now=len(scores) == 0 < len(samples),
+            )
             if len(scores):
                 problems |= self._explosion(reward.name, scores.abs().max().item())
             if len(scores) > 1:
                 self._spread[reward.name].append(abs(reward.weight) * scores.std().item())
         problems |= self._drowned()
+        compared = len(set(group.tolist())) < len(group)  # unless each answer is the only one to its prompt
+        problems |= self._lasts(
+            "rewards: all answers to a prompt were worth the same",
+            "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier prompts,"
+            " a reward that tells more answers apart, a higher temperature or a larger group_size",
+            now=compared and group_stats(total_reward(matrix, weight), group)["frac_reward_zero_std"].item() == 1,
+        )
+        problems |= self._lasts(
+            "max_tokens: every answer was cut before its end",
+            "so none is whole; allow more tokens, and see that the tokenizer's end token is the one that the model was "
+            "made to end with",
+            now=len(samples) > 0 and all(sample.finish == "length" for sample in samples),
+        )
         new = {kind: problem for kind, problem in problems.items() if kind not in self.reported}
         self.reported |= set(new)
         for problem in new.values():
             log.warning("%s", problem)
         return list(new.values())
 
-    def _silence(self, name: str, scores: int, samples: int) -> dict[str, str]:
-        self._silent[name] = 0 if scores or not samples else self._silent[name] + 1
-        if self._silent[name] < self.patience:
+    def _lasts(self, what: str, advice: str, *, now: bool) -> dict[str, str]:
+        """What to say once it has been so for ``patience`` steps in a row."""
+        self._lasting[what] = self._lasting[what] + 1 if now else 0
+        if self._lasting[what] < self.patience:
             return {}
-        return {
-            f"silent {name}": f"reward {name}: gave no score in {self.patience} steps in a row, so it teaches nothing; "
-            f"the metrics rewards/{name}/unscored/... say why, and the first failure was logged"
-        }
+        return {what: f"{what} in {self.patience} steps in a row, {advice}"}
 
     def _explosion(self, name: str, largest: float) -> dict[str, str]:
         before = self._largest[name]
@@ -145,7 +160,7 @@ class Watch:
         return {
             f"drowned {quiet}": f"reward {quiet}: varies by {means[quiet]:g} where {loud} varies by {means[loud]:g}, "
             f"weights included, so that {loud} decides alone; change the weights, or normalize each reward before "
-            "summing (normalize_then_sum)"
+            "summing (combine: normalize; in code, normalize_then_sum)"
         }
 
 

@@ -11,7 +11,7 @@ from .embedded import DetachedSource, EmbeddedSource
 from .replay import ReplaySource, SampleWriter, read_samples
 from .sample import Request, Sample, Sampling, Span, check_sample
 from .sampler import Ledger, Sampler
-from .source import RolloutSource, SourceError
+from .source import RolloutSource, SourceError, SourceLost
 from .vllm_engine import VLLMEngine, start_engine
 from .vllm_launch import launch
 from .vllm_server import VLLMServer
@@ -32,6 +32,7 @@ __all__ = [
     "Sampler",
     "Sampling",
     "SourceError",
+    "SourceLost",
     "Span",
     "VLLMEngine",
     "VLLMServer",

@@ -39,7 +39,7 @@ class EmbeddedSource:
         version: of the weights at the start; None where they have none yet.
     """
 
-    overlaps = False  # whether the trainer may train while answers are under way
+    overlaps = stored = False
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class EmbeddedSource:
         self.vocab: int = vocab or min(
             config.vocab_size, len(tokenizer) if tokenizer is not None else config.vocab_size
         )
-        self.context_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.reader = Reader(self.policy, self.vocab, context)
         self._choose = choose_memory(self.reader, cache_bytes // _bytes_per_token(self.policy))
         self._version = version
@@ -68,7 +68,7 @@ class EmbeddedSource:
 
     async def sample(self, request: Request) -> list[Sample]:
         self._check_open()
-        check_request(request, vocab=self.vocab, context=self.context_length)
+        check_request(request, vocab=self.vocab, context=self.context)
         if self._version is None:
             raise SourceError("embedded: it has no weights yet; publish a version before asking for answers")
         call = _Call(request)

@@ -138,8 +138,7 @@ class ReplaySource:
             that was resumed.
     """
 
-    overlaps = True
-    stored = True  # its versions are those of another run
+    overlaps = stored = True
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self.samples = {(sample.task, sample.index): sample for sample in samples}

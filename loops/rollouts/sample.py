@@ -1,6 +1,7 @@
 """One generated answer, and what was asked for."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -116,13 +117,15 @@ def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
     for name, values in (("trained", sample.trained), ("logprobs", sample.logprobs)):
         if len(values) != length:
             raise ValueError(f"{who}: {name} must have one entry per token, {length}, got {len(values)}")
+    if not any(sample.trained):
+        raise ValueError(f"{who}: it has no token of the policy; an answer has one at least, the one that ends it")
     if not sample.prompt:
         raise ValueError(f"{who}: its prompt is empty; the first token is predicted from the last of the prompt")
     if vocab is not None and any(not 0 <= token < vocab for token in sample.tokens):
         raise ValueError(f"{who}: token ids must be in [0, {vocab}), got {max(sample.tokens)}")
-    wrong = [p for p in sample.logprobs if not p <= 1e-3]  # NaN too; rounding may leave a hair above 0
+    wrong = [p for p in sample.logprobs if not -math.inf < p <= 1e-3]  # NaN too; rounding may leave a hair above 0
     if wrong:
-        raise ValueError(f"{who}: log-probs must be <= 0, got {wrong[0]}")
+        raise ValueError(f"{who}: log-probs must be finite and <= 0, got {wrong[0]}")
     covered = {t for span in sample.spans for t in range(span.start, span.end)}
     missing = [t for t, drawn in enumerate(sample.trained) if drawn and t not in covered]
     if missing:

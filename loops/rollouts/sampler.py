@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .record import from_record, to_record
 from .sample import Request, Sample, Sampling, check_sample
-from .source import RolloutSource, SourceError
+from .source import RolloutSource, SourceError, SourceLost
 
 Group = list[Sample]
 Tasks = Callable[[int], Sequence[int]]  # the prompt of the i-th task of the run
@@ -31,7 +31,7 @@ Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 T = TypeVar("T")
 
 _LONGEST = 30.0  # seconds between two attempts
-_PASSING = (SourceError, OSError)  # what may be over when one asks again
+_PASSING = (SourceLost, OSError)  # what may be over when one asks again
 
 
 class Ledger:
@@ -81,7 +81,8 @@ class Sampler:
             thread while the trainer trains.
         play: ``await play(source, request)`` makes the answers of a group; an environment asks more than once.
         judge: ``await judge(group)`` is called as groups finish, to reward them while others are under way.
-        attempts: how often a group, or a publication, is tried before the run ends with what the source said.
+        attempts: how often a group, or a publication, is tried before the run ends with what the source said, where
+            that may be over later; what the source will never do ends the run at once.
         backoff: seconds until the second attempt; twice as long before each further one, up to half a minute.
 
     Raises:
@@ -112,7 +113,7 @@ class Sampler:
         ):
             if value < least:
                 raise ValueError(f"sampler: {name} must be >= {least}, got {value}")
-        if max_age and not getattr(source, "overlaps", True):
+        if max_age and not source.overlaps:
             raise ValueError(
                 f"sampler: at max_age {max_age} answers are drawn while the trainer trains, but "
                 f"{type(source).__name__} draws from the weights that are being trained; set max_age to 0, or use a "
@@ -126,7 +127,6 @@ class Sampler:
         self.ledger = Ledger()
         self.counts = {"retries": 0, "republished": 0}
         self.waited = 0.0  # seconds that the trainer spent in `take`
-        self._replays = bool(getattr(source, "stored", False))  # whose versions are those of another run
         self._newest = -1  # the last version whose publication was begun
         self._limit = 0  # tasks below it may be begun
         self._begun: dict[int, asyncio.Task[Group]] = {}  # and not yet taken
@@ -213,7 +213,7 @@ class Sampler:
         self._admit(max(self._limit, wanted.stop))
         groups = await self._attended(asyncio.gather(*(self._begun[task] for task in wanted)))
         age = max((step - sample.oldest for group in groups for sample in group), default=0)
-        if age > self.max_age and not self._replays:
+        if age > self.max_age and not self.source.stored:
             raise AssertionError(f"sampler: step {step} would train on answers of age {age} > {self.max_age}")
         self.ledger.enter(step, [group[0].task for group in groups])
         for task in wanted:
@@ -248,12 +248,19 @@ class Sampler:
         self._changed.notify_all()
 
     async def _send(self, version: int, *, only_if_lost: bool = False) -> None:
+        lost = only_if_lost
+
         async def once() -> None:
-            if only_if_lost:
-                if await self.source.version() == version:
+            nonlocal lost
+            if lost:  # to be asked for its version brings it back
+                if await self.source.version() == version and only_if_lost:
                     return
                 self.counts["republished"] += 1
+            lost = True
             await self.source.publish(self.weights(), version)
+            taken = await self.source.version()
+            if taken != version:
+                raise SourceLost(f"{type(self.source).__name__} was given the weights, and draws from version {taken}")
 
         await self._again(f"version {version} could not be published", once)
 
@@ -292,18 +299,23 @@ class Sampler:
 
     def _check(self, group: Group, request: Request, since: int | None) -> None:
         """Raises unless this is the group that was asked for, drawn from weights that the trainer has published."""
-        who = f"the answers to task {request.task}"
+        who = f"the answers of {type(self.source).__name__} to task {request.task}"
         if {sample.task for sample in group} != {request.task}:
             raise SourceError(f"{who} are those of others: {sorted({sample.task for sample in group})}")
-        if sorted({sample.index for sample in group}) != list(request.indices):
+        if sorted(sample.index for sample in group) != list(request.indices):
             raise SourceError(f"{who} are not those asked for: {[sample.index for sample in group]}")
+        if len({tuple(sample.prompt) for sample in group}) > 1:
+            raise SourceError(f"{who} have different prompts, but they are compared with each other")
         for sample in group:
-            check_sample(sample)
-            if self._replays:
+            try:
+                check_sample(sample)
+            except ValueError as error:
+                raise SourceError(f"{who} are damaged: {error}") from error
+            if self.source.stored:
                 continue
             versions = [span.version for span in sample.spans]
             if since is None or not since <= min(versions) <= max(versions) <= self._newest:
-                raise SourceError(f"{who} come from versions {versions}, published are {since} to {self._newest}")
+                raise SourceLost(f"{who} come from versions {versions}, published are {since} to {self._newest}")
 
     async def _again(self, what: str, once: Callable[[], Awaitable[T]]) -> T:
         began = time.monotonic()

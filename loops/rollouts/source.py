@@ -9,7 +9,11 @@ from .sample import Request, Sample
 
 
 class SourceError(RuntimeError):
-    """The source can't give what is asked for; says what is wrong and what to do."""
+    """The source can't give what is asked for, now or later; says what is wrong and what to do."""
+
+
+class SourceLost(SourceError):
+    """It is gone, or has lost its weights: ask for its `version`, publish, and ask again with the same seeds."""
 
 
 class RolloutSource(Protocol):
@@ -18,7 +22,19 @@ class RolloutSource(Protocol):
     A sample's tokens are those that were drawn and its log-probs those of the distribution that they were drawn from.
     Its seed is a hash of (key, task, index, turn), so that the same request under the same weights gives the same
     tokens, whatever else is under way. ``tests/support/conformance.py`` is this contract as tests.
+
+    `SourceLost` and ``OSError`` are what may be over when one asks again; any other error ends the run.
     """
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the trainer may train while answers are under way."""
+        ...
+
+    @property
+    def stored(self) -> bool:
+        """Whether answers come from another run, whose versions say nothing of this one's."""
+        ...
 
     async def sample(self, request: Request) -> list[Sample]:
         """The answers asked for, in the order of ``request.indices``. Requests may run at the same time."""

@@ -5,8 +5,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .sample import Finish, Request, Sample, Sampling, Span
-from .source import SourceError
-from .vllm_http import SourceLost
+from .source import SourceError, SourceLost
 
 # Of vLLM: what has been tested. Its endpoints for training are younger than its promises of stability.
 VERSIONS = ("0.32",)
@@ -52,6 +51,8 @@ def made(
         raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
     if not tokens:
         raise SourceLost(f"{who}: it was broken off before its first token")
+    if len(tokens) > request.sampling.max_tokens:
+        raise SourceError(f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {len(tokens)}")
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
         raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")

@@ -76,7 +76,7 @@ class VLLMEngine:
         sleep: give the memory back while there is nothing to answer; the engine must have been started so.
     """
 
-    overlaps = False  # trainer and engine share one device
+    overlaps = stored = False  # trainer and engine share one device
 
     def __init__(
         self,

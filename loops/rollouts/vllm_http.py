@@ -14,13 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from .source import SourceError
+from .source import SourceError, SourceLost
 
 _ORDERS = 4  # calls beside those for answers, such as to pause; they never wait for one
-
-
-class SourceLost(SourceError):
-    """It is gone, or has lost its weights: ask for its `version`, publish, and ask again with the same seeds."""
 
 
 class Refused(SourceError):
@@ -29,6 +25,10 @@ class Refused(SourceError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class NotNow(Refused, SourceLost):
+    """It may do so later: it failed, is busy, or does not know an adapter that it has lost in a restart."""
 
 
 class Http:
@@ -144,7 +144,8 @@ class Http:
         dying = status == 503 or "EngineCore" in said or "EngineDead" in said
         if dying or (status >= 500 and path != "/health" and not self.alive()):
             raise SourceLost(f"{where}: the server is dying ({status}): {said}")
-        raise Refused(f"{where} answered {status}: {said}", status)
+        kind = NotNow if status >= 500 or status in (404, 408, 429) else Refused
+        raise kind(f"{where} answered {status}: {said}", status)
 
 
 class _Call:

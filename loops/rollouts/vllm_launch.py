@@ -1,4 +1,4 @@
-"""Start a vLLM server with the flags that training needs, watch over it, and end it with this process."""
+"""Start a vLLM server with the flags that training needs, watch over it, and end it when this process does."""
 
 import atexit
 import contextlib
@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from . import vllm_files
-from .source import SourceError
+from .source import SourceLost
 from .vllm_http import Http
 
 _PLUGIN = "burnish_vllm_files"
+# In the group of the server, `cat` reads what only we could write to, until the kernel closes it because we died.
+_KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$0" "$@" 3<&-')
+_DYING = 3.0  # seconds that a server may take to end after it has stopped answering
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM can be told of
 
 
@@ -50,12 +53,17 @@ class Launched:
         """End it if it runs, start it, and wait until it is healthy.
 
         Raises:
-            SourceError: with the end of its log, if it dies or takes longer than its patience.
+            SourceLost: with the end of its log, if it dies or takes longer than its patience.
         """
         self.kill()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+                [*_KEPT, *self._command],
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         http = Http(self.url, concurrency=1, timeout=5)
         waited = 0.0
@@ -66,8 +74,8 @@ class Launched:
                     ended = self._process.wait(0.5)
                 waited += 0.5
                 if ended is not None or waited > self._patience:
-                    raise SourceError(f"vllm: the server did not start ({self._why(ended)}); its log, {self.log}, ends "
-                                      f"with:\n{_tail(self.log)}")  # fmt: skip
+                    raise SourceLost(f"vllm: the server did not start ({self._why(ended)}); its log, {self.log}, ends "
+                                     f"with:\n{_tail(self.log)}")  # fmt: skip
         except BaseException:
             self.kill()
             raise
@@ -75,7 +83,10 @@ class Launched:
             http.close()
 
     def revive(self) -> None:
-        """`restart` it if it has died; a server that runs is left alone."""
+        """`restart` it if it has died, or is dying; a server that runs is left alone."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_DYING)
         if self.pid is None:
             self.restart()
 
@@ -84,7 +95,7 @@ class Launched:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.communicate()
             self._process = None
 
     def close(self) -> None:
@@ -120,7 +131,11 @@ def launch(
 ) -> Launched:
     """A healthy server of a model; whoever can reach its port can change its weights, so keep that port private.
 
-    It ends with this process, unless that is killed with SIGKILL.
+    It ends with this process, even if that is killed.
+
+    A run that is to end with the same weights whatever dies (at max_age 0) needs log-probs that do not depend on what
+    else is under way. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the environment;
+    for GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where neither can be, recomputed old log-probs leave only tokens.
 
     Args:
         log: file that its output is added to.
@@ -135,7 +150,7 @@ def launch(
         patience: seconds it may take to start.
 
     Raises:
-        SourceError: with the end of its log, if it does not start.
+        SourceLost: with the end of its log, if it does not start.
     """
     port = port or _free_port(host)
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start a CPU build

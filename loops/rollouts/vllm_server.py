@@ -15,10 +15,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from .checks import check_request
 from .sample import Request, Sample
-from .source import SourceError
+from .source import SourceError, SourceLost
 from .vllm_answer import FINISH, VERSIONS, made, parameters
 from .vllm_checks import Expected, check_model, check_server
-from .vllm_http import Http, SourceLost
+from .vllm_http import Http
 from .vllm_updates import Updates
 
 log = logging.getLogger(__name__)
@@ -37,13 +37,14 @@ class VLLMServer:
         timeout: seconds that one answer may take.
         patience: seconds to wait for a server that is starting.
         revive: called when the server is gone, such as ``Launched.revive``.
+        end: called when the source is closed, such as ``Launched.close``.
         versions: of vLLM, to be tried at your own risk.
 
     Raises:
         SourceError: at once, if there is no such server, or it is not what is needed; says what to change.
     """
 
-    overlaps = True
+    overlaps, stored = True, False
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class VLLMServer:
         timeout: float = 600.0,
         patience: float = 120.0,
         revive: Callable[[], None] | None = None,
+        end: Callable[[], None] = lambda: None,
         versions: tuple[str, ...] = VERSIONS,
     ) -> None:
         self.config: Any = config.get_text_config()
@@ -65,13 +67,13 @@ class VLLMServer:
         self.dtype = dtype
         self.context = 0
         self.vocab = max(self.config.vocab_size, len(tokenizer))
-        self._patience, self._revive, self._versions = patience, revive, versions
+        self._patience, self._revive, self._end, self._versions = patience, revive, end, versions
         self._expected, self._meeting = Expected(config), threading.Lock()
         self._http = Http(url, concurrency=concurrency, timeout=timeout)
         try:
             self._meet()
         except BaseException:
-            self._http.close()
+            self._hang_up()
             raise
 
     async def sample(self, request: Request) -> list[Sample]:
@@ -99,7 +101,11 @@ class VLLMServer:
         return version
 
     async def close(self) -> None:
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         self._http.close()
+        self._end()
 
     def _meet(self) -> None:
         with self._meeting:

@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .sample import Span
-from .source import SourceError
+from .source import SourceError, SourceLost
 from .vllm_files import BACKEND
-from .vllm_http import Refused, SourceLost
+from .vllm_http import Refused
 
 _PART = 1 << 30  # bytes that are on their way at once
 _INCOMPLETE = "incomplete"
@@ -49,16 +49,15 @@ class Orders(Protocol):
 
 
 class Updates(Protocol):
-    """One of the ways.
-
-    Attributes:
-        settings: what the server's configuration must say; None for what it must not have.
-        merged: whether `publish` is to be given all of the weights with adapters merged, or an adapter's own.
-    """
+    """One of the ways."""
 
     merged: ClassVar[bool]
+    """Whether `publish` is to be given all of the weights with adapters merged, or an adapter's own."""
 
-    settings: Settings
+    @property
+    def settings(self) -> Settings:
+        """What the server's configuration must say; None for what it must not have."""
+        ...
 
     async def version(self, vllm: Orders) -> int | None: ...
 
@@ -80,7 +79,7 @@ class Updates(Protocol):
 class _Whole:
     """All of the weights, in place of those that were there."""
 
-    merged = True
+    merged: ClassVar[bool] = True
     backend: ClassVar[str]
 
     def __init__(self) -> None:
@@ -242,7 +241,7 @@ class Adapters:
         config: of the adapter, ``model.peft_config["default"]``.
     """
 
-    merged = False
+    merged: ClassVar[bool] = False
 
     def __init__(self, directory: str | Path, config: Any) -> None:
         self.settings: Settings = {"lora_config": {}}

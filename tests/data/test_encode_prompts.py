@@ -49,7 +49,10 @@ def test_too_long_a_prompt_is_an_error_unless_it_may_be_cut(tokenizer: Any) -> N
     [
         ("", "'prompt' is empty, so nothing predicts the first token"),
         ([], "'prompt' has no messages"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with an assistant message"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with .* role assistant"),
+        ([{"role": "system", "content": "a"}], "ends with a message of the role system, wanted a user's or a tool's"),
+        ([{"role": "system", "content": "a"}, {"role": "user", "content": " \n"}], "message 2, the user's, is empty"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "row 2: the content of .* is a list, wanted text"),
         (None, "'prompt' is missing"),
     ],
 )

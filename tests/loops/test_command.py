@@ -147,6 +147,7 @@ def test_an_unknown_recipe_is_named_with_the_nearest(capsys):
         (["--loss", "{dpo: {coefficient: 1.0, alpha: 2.0}}"], "dpo has no 'alpha'"),
         (["--loss", "aot"], "couples all pairs of a step"),
         (["--quantize", "4bit"], "quantized weights can't be trained"),
+        (["--lora.r", "-1"], "lora.r: must be >= 0"),
         (["--reference", "adapters_off"], "wanted a model wrapped by peft"),
         (["--batch_size", "0"], "batch_size must be >= 1, got 0"),
     ],

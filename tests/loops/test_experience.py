@@ -6,12 +6,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.experience import Experience
-from burnish.loops.online import Samples
 from burnish.loops.policy import Policy
 from burnish.loops.rewards import Weighted, judged
 from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
 from burnish.loops.rollouts.sample import Sample, Sampling, Span
 from burnish.loops.rollouts.sampler import Sampler
+from burnish.loops.sampling import Samples
 from tiny import make_model
 
 GROUPS, ANSWERS = 4, 3

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from math import exp
+from math import exp, isfinite
 from pathlib import Path
 
 import online
@@ -87,6 +87,7 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
         ({"beta": -1.0}, "beta: must be >= 0"),
         ({"variant": "rloo", "scale": "group"}, "scale: .* use batch or none"),
         ({"combine": "normalize", "beta": 0.1, "kl_in": "reward"}, "combine: normalize"),
+        ({"steps": 0}, "steps: must be >= 1, got 0"),
         ({"minibatches": 5}, "minibatches: the 4 prompts of a rollout can't be shared by 5 steps"),
         ({"hyper": {"clip_hi": 0.2}}, "hyper: no loss of this mix has 'clip_hi'"),
         ({"loss": "clipped"}, "did you mean 'clipped_surrogate'"),
@@ -110,17 +111,24 @@ def weights(directory):
     return (directory / "model/model.safetensors").read_bytes()
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
-@pytest.mark.parametrize("judge", ["alike", "unknown"])
-def test_a_rollout_that_teaches_nothing_takes_no_step(judge, common, tmp_path):
-    """All groups of zero variance, or no answer with a score: skipped and counted, no NaN, and weights as they were."""
+@pytest.mark.parametrize(
+    ("config", "alike", "masked"),
+    [
+        ({"rewards": {"online:alike": 1.0}}, 4, 0),
+        ({"rewards": {"online:unknown": 1.0}}, 0, 1),
+        ({"mask_truncated": True, "max_tokens": 1, "seed": 2}, None, 1),  # of these none happens to end
+    ],
+    ids=["alike", "without a score", "cut"],
+)
+def test_a_rollout_that_teaches_nothing_takes_no_step(config, alike, masked, common, tmp_path):
+    """Skipped and counted, no NaN, and weights as they were, bit for bit."""
     steps = {"steps": 2, "rollout_epochs": 2, "old": "recomputed"}
-    run_grpo(GRPO(**{**common, **steps, "output": str(tmp_path / "run"), "rewards": {f"online:{judge}": 1.0}}))
+    run_grpo(GRPO(**{**common, **steps, **config, "output": str(tmp_path / "run")}))
     for line in lines(tmp_path / "run"):
         assert line["skipped"] == 1
         assert line["grad_norm"] == line["loss"] == 0
-        assert line["zero_std_groups"] == (4 if judge == "alike" else 0)
-        assert line["completions/masked_ratio"] == (0 if judge == "alike" else 1)
+        assert alike in (None, line["zero_std_groups"])
+        assert line["completions/masked_ratio"] == masked
     # Saved again, the start is what was saved.
     assert weights(tmp_path / "run") == (Path(common["model"]) / "model.safetensors").read_bytes()
 
@@ -131,6 +139,27 @@ def test_momentum_does_not_move_the_weights_where_no_reward_does(common, tmp_pat
     run_grpo(replace(config, output=str(tmp_path / "two")))
     assert [line["skipped"] for line in lines(tmp_path / "three")] == [0, 0, 1]
     assert weights(tmp_path / "three") == weights(tmp_path / "two")
+
+
+def test_the_reference_pulls_where_no_reward_does(common, tmp_path):
+    rewards = {"online:alike_in_the_end": 1.0}
+    run_grpo(GRPO(**{**common, "output": str(tmp_path), "rewards": rewards, "steps": 3, "beta": 0.1}))
+    last = lines(tmp_path)[-1]
+    assert last["zero_std_groups"] == 4
+    assert last["loss"] == pytest.approx(0.1 * last["kl"]) != 0
+    assert last["skipped"] == 0 < last["grad_norm"]
+
+
+@pytest.mark.parametrize("correction", ["tis", "sequence_mask"])
+def test_answers_drawn_from_a_part_of_the_distribution_are_corrected_for(correction, common, tmp_path):
+    """What the sampler left out has no log-prob there, and is not drawn: nothing is NaN."""
+    part = {"top_k": 5, "top_p": 0.9, "old": "recomputed", "rollout_epochs": 2, "correction": correction}
+    run_grpo(GRPO(**{**common, **part, "output": str(tmp_path)}))
+    assert all(min(sample["logprobs"]) > -3 for sample in stored(tmp_path))  # of 258 tokens, five remain
+    for line in lines(tmp_path):
+        assert all(isfinite(value) for value in line.values())
+        assert line["sampling/logp_difference"] > 3
+        assert line["skipped"] == (correction == "sequence_mask")  # six such ratios are far below its bounds
 
 
 def test_dynamic_sampling_looks_beyond_groups_without_variance(common, tmp_path):
@@ -144,7 +173,6 @@ def test_dynamic_sampling_looks_beyond_groups_without_variance(common, tmp_path)
     assert [s["task"] for s in stored(tmp_path / "run")][::2] == list(range(4 + int(passed_over)))  # all are on record
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 def test_dynamic_sampling_gives_up_where_nothing_varies(common, tmp_path, caplog):
     config = {"varied": True, "steps": 1, "rewards": {"online:alike": 1.0}}
     run_grpo(GRPO(**{**common, **config, "output": str(tmp_path / "run")}))

@@ -54,7 +54,6 @@ def test_it_logs_what_it_should_and_separates_its_pairs(common, tmp_path):
     assert logged[1]["rewards/margins"] > logged[0]["rewards/margins"] + 1e-3  # the same pairs, a step later
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 def test_ties_are_counted_and_a_step_of_ties_is_skipped(common, tmp_path):
     run_online_dpo(OnlineDPO(**{**common, "steps": 1, "rewards": {"online:alike": 1.0}}, output=str(tmp_path / "run")))
     (line,) = lines(tmp_path / "run")

@@ -4,8 +4,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
+from burnish.loops.config import Common
 from burnish.loops.optimize import PATIENCE, evaluate, optimize, train_step
 from burnish.loops.policy import Policy
+from burnish.loops.run import Run
 from burnish.loops.terms import Term, compose, policy_tensors
 from burnish.loops.weights import token_mean
 from burnish.objectives import nll
@@ -89,7 +91,6 @@ def steps(policy, objective, count):
     )
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 def test_training_stops_when_gradients_stay_infinite(policy):
     taken = steps(policy, poisoned, 100)
     with pytest.raises(
@@ -123,3 +124,9 @@ def test_evaluation_measures_the_same_numbers_and_changes_nothing(policy):
     trained = train_step(Accelerator(), policy, sgd(policy, 0.0), batches, NLL, EXPRESSION, max_grad_norm=1.0)
     assert measured == {name: pytest.approx(trained[name], rel=1e-12) for name in measured}
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_a_run_steps_even_where_an_earlier_one_died_between_two_micro_batches(tmp_path):
+    Accelerator().gradient_state._set_sync_gradients(False)
+    run = Run(Common(model="", data="", output=str(tmp_path / "run")))
+    assert run.accelerator.sync_gradients  # an optimizer prepared by it would not step otherwise

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from burnish.data import Example
+from burnish.loops.batch import collate
 from burnish.loops.config import Lora
 from burnish.loops.experience import Rollout
-from burnish.loops.ppo import PPO, ValueHead, advantages, objective_metrics, run_ppo
+from burnish.loops.ppo import PPO, ValueHead, advantages, objective_metrics, open_critic, run_ppo
 from burnish.loops.rewards.statistics import Judged
 from burnish.loops.rollouts.sample import Sample
 from online import Killed, dying_in_step, lines, prepare, stored
@@ -94,6 +96,30 @@ def test_checkpoints_hold_the_value_head(common, tmp_path):
     assert stored(tmp_path / "disturbed") == stored(tmp_path / "undisturbed")
 
 
+def test_a_critic_is_a_model_of_its_own_that_is_trained_and_kept(common, tmp_path):
+    first = PPO(**common, output=str(tmp_path / "first"), value_model=common["model"])
+    run_ppo(first)
+    logged = lines(tmp_path / "first")
+    assert logged[0]["value"] == 0 and logged[0]["kl"] == 0  # its head is new; the reference is the policy
+    assert logged[-1]["value"] != 0
+    start, policy = (load_file(f"{path}/model.safetensors") for path in (common["model"], tmp_path / "first/model"))
+    critic = load_file(tmp_path / "first/critic/model/model.safetensors")
+    moved = [name for name in critic if name in start and not torch.equal(critic[name], start[name])]
+    assert "model.layers.0.mlp.up_proj.weight" in moved and critic["score.weight"].abs().max() > 0
+    assert any(not torch.equal(critic[name], policy[name]) for name in moved)  # by the values alone
+    run_ppo(replace(first, output=str(tmp_path / "second"), value_model=str(tmp_path / "first/critic/model")))
+    assert lines(tmp_path / "second")[0]["value"] != 0
+
+
+def test_a_critic_reads_the_state_that_a_token_is_chosen_in(common):
+    critic = open_critic(PPO(**common, output="", value_model=common["model"], dtype="float64"))
+    torch.nn.init.normal_(critic.head.weight)
+    example = Example([5, 6], [[7, 8, 9]], [[True, False, True]])
+    said = critic(collate([example])).score
+    hidden = critic.plain.base_model(torch.tensor([[5, 6, 7, 8, 9]])).last_hidden_state[0]
+    torch.testing.assert_close(said, (hidden @ critic.head.weight[0])[[1, 3]])  # before the first and the third token
+
+
 def test_adapters_and_a_value_head_train_together(common, tmp_path):
     run_ppo(PPO(**common, output=str(tmp_path / "run"), lora=Lora(r=2)))
     assert load_file(tmp_path / "run/value_head.safetensors")["weight"].abs().max() > 0
@@ -114,6 +140,7 @@ def test_the_head_computes_in_its_own_precision():
         ({"lam": -0.1}, "lam must be in"),
         ({"value_clip": -1.0}, "clip must be >= 0"),
         ({"value_coefficient": -1.0}, "value_coefficient: must be >= 0"),
+        ({"value_head": "a", "value_model": "b"}, "give one of the two"),
         ({"value_head": "nowhere"}, "nowhere: no such file; a run of ppo leaves one"),
         ({"loss": "gspo", "hyper": {"clip_low": 0.1, "clip_high": 0.1}}, "gspo takes one advantage per answer"),
         ({"loss": "nll"}, "none of nll learns from the rewards"),

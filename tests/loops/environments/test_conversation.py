@@ -155,6 +155,19 @@ def test_no_more_tokens_than_the_limit_and_no_reply_without_an_answer(tokens, to
     assert sample.finish == ("stop" if sample.info["turns"] == 3 and sample.text.endswith("end") else "length")
 
 
+@pytest.mark.parametrize("room", range(1, 90, 11))
+def test_a_conversation_ends_where_the_models_context_does(room, tokenizer, turns, scripted, request_for, talk):
+    source = scripted(tokenizer, ["abc", "defgh", "end"])
+    source.context = len(turns.prompt(PROMPT)) + room
+    (sample,), _ = talk(source, Echo, request_for())
+    check_sample(sample)
+    assert len(sample.tokens) <= room and sample.trained[-1]
+    assert all(len(asked.prompt) + asked.sampling.max_tokens <= source.context for asked in source.asked)
+    source.context -= room
+    with pytest.raises(ValueError, match=f"a prompt of {source.context} tokens, which leaves nothing of the model's"):
+        talk(source, Echo, request_for())
+
+
 def test_a_turn_that_is_cut_is_judged_and_is_the_last(tokenizer, scripted, request_for, talk):
     source = scripted(tokenizer, ["abcdefgh", "b", "c"])
     (sample,), _ = talk(source, Echo, request_for(max_tokens=4))
@@ -293,7 +306,7 @@ def test_an_answer_longer_than_asked_for_is_an_error(tokenizer, scripted, reques
         talk(Long(tokenizer, ["a"]), Echo, request_for(max_tokens=5))
 
 
-def test_weights_and_versions_are_the_sources(tokenizer, scripted, turns):
+def test_weights_and_versions_and_what_may_go_on_meanwhile_are_the_sources(tokenizer, scripted, turns):
     source = scripted(tokenizer, [])
     conversations = Conversations(source, Echo, lambda task: ROW, turns)
 
@@ -304,6 +317,8 @@ def test_weights_and_versions_are_the_sources(tokenizer, scripted, turns):
         return version
 
     assert asyncio.run(through()) == 4 and source.published == 7 and source.closed
+    for source.overlaps, source.stored in ((True, False), (False, True)):
+        assert (conversations.overlaps, conversations.stored) == (source.overlaps, source.stored)
 
 
 def test_limits_are_above_zero():

@@ -77,6 +77,7 @@ async def _cancelled(row, sample):
         (lambda row, sample: torch.tensor(math.nan), "nan"),
         (lambda row, sample: -math.inf, "infinite"),
         (lambda row, sample: 10**400, "infinite"),
+        (lambda row, sample: 1e39, "infinite"),  # the sum of two could be, and squares are
         (lambda row, sample: "0.5", "not a number"),
         (lambda row, sample: [0.5], "not a number"),
         (lambda row, sample: torch.zeros(2), "not a number"),
@@ -144,6 +145,7 @@ def test_the_first_traceback_is_logged_and_only_the_first(groups, judging, caplo
     (record,) = caplog.records
     assert "the oven is cold" in record.getMessage() and "in _raise" in record.getMessage()
     assert "broken" in record.getMessage() and " of task " in record.getMessage()
+    assert "loops/rewards" not in record.getMessage().replace(__file__, "")  # how it was called helps nobody
 
 
 def test_a_missing_key_is_answered_with_the_columns_that_there_are(groups, judging, caplog):
@@ -160,6 +162,8 @@ def test_no_column_that_a_function_asks_for_may_be_missing():
     check_columns(rewards, ["prompt", "answer"])
     with pytest.raises(ValueError, match=r"reward math: needs the column 'answer'.*\(prompt, answers\).*'answers' be"):
         check_columns(rewards, ["prompt", "answers"])
+    with pytest.raises(ValueError, match=r"and held_out.jsonl has \(prompt\); rename the column"):
+        check_columns(rewards, ["prompt"], "held_out.jsonl")
 
 
 def test_judging_checks_the_columns(answer, judging):

@@ -120,6 +120,28 @@ def test_a_function_that_never_scores_is_reported(scored):
     assert "reward a: gave no score in 3 steps in a row" in problem
 
 
+def test_answers_that_are_always_worth_the_same_are_reported(scored):
+    watch = Watch(patience=2)
+    alike = scored((1, 2), (2, 0), (0, 1), (None, 1))  # the sums are 2 in one group, and the other has one alone
+    assert watch([A, B], alike) == []
+    (problem,) = watch([A, B], alike)
+    assert problem.startswith("rewards: all answers to a prompt were worth the same in 2 steps in a row")
+    varied, single = scored((1,), (2,), (1,), (1,)), scored((1,), (1,), tasks=[0, 1])
+    for samples in (varied, single):  # without others to the same prompt, nobody compares them
+        watch = Watch(patience=1)
+        assert watch([A], samples) == []
+
+
+def test_answers_that_are_always_cut_are_reported(scored):
+    watch, samples = Watch(patience=2), scored((1,), (2,))
+    samples[0].finish = "length"
+    assert watch([A], samples) == watch([A], samples) == []
+    samples[1].finish = "length"
+    assert watch([A], samples) == []
+    (problem,) = watch([A], samples)
+    assert problem.startswith("max_tokens: every answer was cut before its end in 2 steps in a row")
+
+
 def test_a_score_in_between_breaks_the_silence(scored):
     watch = Watch(patience=2)
     for scores in (None, 1.0, None):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from burnish.loops.rollouts.sample import Sample, Sampling, Span
 from burnish.loops.rollouts.sampler import Ledger, Sampler
-from burnish.loops.rollouts.source import SourceError
+from burnish.loops.rollouts.source import SourceError, SourceLost
+from burnish.loops.rollouts.vllm_http import Refused
 
 B, G = 3, 2
 
@@ -20,7 +21,7 @@ class Scripted:
     The one token of an answer is a hash of its seed and version, so that answers to different questions differ.
     """
 
-    overlaps = True
+    overlaps, stored = True, False
 
     def __init__(self, seed=0, *, delay=0.0, crashes=0.0, down=0, dead=False):
         self.rng = random.Random(seed)
@@ -34,7 +35,7 @@ class Scripted:
             self.down -= 1
             raise ConnectionError("nobody listens at the port")
         if self.dead:
-            raise SourceError("the server is gone")
+            raise SourceLost("the server is gone")
 
     async def sample(self, request):
         self._reachable()
@@ -46,9 +47,9 @@ class Scripted:
             await asyncio.sleep(self.rng.random() * self.delay)
             if self.rng.random() < self.crashes:
                 self.at, self.down, self.crashed = None, self.rng.randrange(3), self.crashed + 1
-                raise SourceError("the connection was lost")
+                raise SourceLost("the connection was lost")
             if started is None or self.at is None:
-                raise SourceError("it draws from weights of nobody's")
+                raise SourceLost("it draws from weights of nobody's")
             spans = [Span(started, 0, 1)] + [Span(self.at, 1, 2)] * (self.at != started)
             return [self._answer(request, index, spans) for index in request.indices]
         finally:
@@ -231,6 +232,23 @@ def test_a_source_that_restarted_unnoticed_is_given_the_weights_again(max_age):
     assert len(trainer.trained) == 5 * B
 
 
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_a_source_that_died_before_a_publication_is_brought_back_by_asking_for_its_version(max_age):
+    class Revived(Scripted):
+        async def version(self):
+            self.dead = False
+            return await super().version()
+
+    source = Revived()
+    trainer = Trainer(source, max_age=max_age, attempts=2)
+    with trainer.sampler:
+        for _ in trainer.run(3):
+            wait_until(lambda: source.under_way == 0)
+            source.dead, source.at = True, None
+            trainer.sampler.publish(trainer.version)
+    assert len(trainer.trained) == 3 * B
+
+
 def test_other_questions_answers_and_unknown_versions_are_not_trained_on():
     async def swapped(source, request):
         group = await source.sample(request)
@@ -245,9 +263,26 @@ def test_other_questions_answers_and_unknown_versions_are_not_trained_on():
         group[0].spans = [Span(9, 0, 1)]
         return group
 
+    async def one_twice(source, request):
+        group = await source.sample(request)
+        return [group[0], *group]
+
+    async def to_another_prompt(source, request):
+        group = await source.sample(request)
+        group[0].prompt = [*group[0].prompt, 1]
+        return group
+
+    async def without_a_log_prob(source, request):
+        group = await source.sample(request)
+        group[0].logprobs.pop()
+        return group
+
     for play, says in (
         (swapped, "those of others"),
         (one_short, "not those asked for"),
+        (one_twice, "not those asked for"),
+        (to_another_prompt, "have different prompts"),
+        (without_a_log_prob, "^the answers of Scripted to task 0 are damaged: .*one entry per token"),
         (from_the_future, "published"),
     ):
         trainer = Trainer(Scripted(), play=play, attempts=2)
@@ -267,6 +302,18 @@ def test_a_source_that_lags_behind_what_was_published_is_not_trained_on():
         trainer.all(2)
 
 
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_a_source_that_does_not_take_the_weights_ends_the_run_and_says_so(max_age):
+    async def ignore(weights, version):
+        pass
+
+    trainer = Trainer(source := Scripted(), max_age=max_age, attempts=2)
+    says = r"version 2 could not be published .* Scripted was .* draws from version 1"
+    with trainer.sampler, pytest.raises(SourceError, match=says):
+        for _ in trainer.run(5):
+            source.publish = ignore
+
+
 def test_a_checkpoint_holds_all_groups_that_are_ready():
     source = Scripted()
     trainer = Trainer(source, max_age=2)
@@ -278,12 +325,17 @@ def test_a_checkpoint_holds_all_groups_that_are_ready():
         assert set(trainer.sampler.state_dict()["ready"]) == set(range(B, 4 * B))
 
 
-def test_what_cannot_be_answered_is_not_asked_again():
-    async def refuse(source, request):
-        raise ValueError(f"task {request.task}: its prompt is empty")
+@pytest.mark.parametrize("max_age", [0, 1])
+@pytest.mark.parametrize("error", [ValueError, SourceError, lambda why: Refused(why, 400)])
+@pytest.mark.parametrize("what", ["sample", "publish"])
+def test_what_the_source_will_never_do_ends_the_run_at_once_with_its_words(error, what, max_age):
+    async def refuse(*arguments):
+        raise error("there is no such parameter")
 
-    trainer = Trainer(Scripted(), play=refuse)
-    with pytest.raises(ValueError, match="task 0: its prompt is empty"):
+    source = Scripted()
+    setattr(source, what, refuse)
+    trainer = Trainer(source, max_age=max_age)
+    with pytest.raises((ValueError, SourceError), match=r"^there is no such parameter$"):
         trainer.all(1)
     assert trainer.sampler.counts["retries"] == 0
 

@@ -1,15 +1,20 @@
-"""vLLM in this process: runs where the tests' own environment has vLLM, as the one of its server tests may."""
+"""vLLM in this process: where the tests' own environment does not have it, in another one that does."""
 
 import functools
+import importlib.util
 import os
+import subprocess
 import sys
+from pathlib import Path
 
+import burnish
 import pytest
 import vllm_model
 from burnish.loops.rollouts.source import SourceError
 from burnish.loops.rollouts.vllm_engine import VLLMEngine, start_engine
 from conformance import Conformance, Subject
 from transformers import AutoConfig, AutoTokenizer
+from vllm_servers import vllm_python
 
 CONTEXT = 256
 VOCABULARY = 258
@@ -20,6 +25,21 @@ def test_without_vllm_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(SourceError, match=r"not installed in this environment; pip install 'burnish\[vllm\]'"):
         start_engine(tmp_path, dtype="float32")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM")
+def test_the_contract_holds_in_the_environment_that_has_it(tmp_path):
+    (tmp_path / "burnish").symlink_to(Path(burnish.__file__).parent)
+    settings = tmp_path / "pytest.ini"  # ours makes errors of warnings, which are vLLM's there
+    settings.write_text("[pytest]\naddopts = -qx --import-mode=importlib -p no:cacheprovider")
+    done = subprocess.run(
+        [vllm_python(), "-m", "pytest", "-c", settings, __file__, "-k", "TestEngine"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(vllm_model.__file__).parent)])},
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-1000:]
 
 
 @pytest.fixture(scope="module")

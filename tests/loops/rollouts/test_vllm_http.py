@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 from burnish.loops.rollouts.sample import Request, Sampling, Span
-from burnish.loops.rollouts.source import SourceError
-from burnish.loops.rollouts.vllm_http import Refused, SourceLost
+from burnish.loops.rollouts.source import SourceError, SourceLost
+from burnish.loops.rollouts.vllm_http import Refused
 from burnish.loops.rollouts.vllm_server import VLLMServer
 from burnish.loops.rollouts.vllm_updates import Adapters, Files, Nccl
 from peft import LoraConfig
@@ -229,6 +229,12 @@ class TestAnswers:
             published(source, ask())
         assert not isinstance(raised.value, SourceLost)
 
+    def test_an_answer_longer_than_asked_for_is_an_error(self, connect, fake):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (200, {"choices": [choice([1] * 9, fake.label)]})
+        with pytest.raises(SourceError, match="asked for at most 3 tokens, got 9"):
+            published(source, ask())
+
     def test_spans_with_a_gap_are_an_error(self, connect, fake):
         source = connect()
         for start, end in ((1, 3), (0, 2)):
@@ -270,14 +276,13 @@ class TestAnswers:
         with pytest.raises(ValueError, match="do not fit the model's context of 64"):
             published(source, ask(max_tokens=63))
 
-    def test_a_refusal_is_final_and_a_death_is_not(self, connect, fake):
+    def test_a_refusal_is_final_and_a_failure_or_a_death_is_not(self, connect, fake):
         source = connect()
-        fake.odd["/inference/v1/generate"] = lambda body: error(400, "no such parameter")
-        with pytest.raises(Refused, match="answered 400: no such parameter"):
-            published(source, ask())
-        fake.odd["/inference/v1/generate"] = lambda body: error(500, "this request is cursed")
-        with pytest.raises(Refused, match="cursed"):
-            published(source, ask())
+        for status, final in ((400, True), (403, True), (422, True), (404, False), (429, False), (500, False)):
+            fake.odd["/inference/v1/generate"] = lambda body, status=status: error(status, "it is cursed")
+            with pytest.raises(Refused, match=f"answered {status}: it is cursed") as raised:
+                published(source, ask())
+            assert isinstance(raised.value, SourceLost) != final
         fake.odd["/inference/v1/generate"] = lambda body: error(500, "EngineCore encountered an issue")
         with pytest.raises(SourceLost, match="dying"):
             published(source, ask())

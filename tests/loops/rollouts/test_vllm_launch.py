@@ -1,0 +1,114 @@
+"""How a server is started, watched over and ended, with a stand-in for the interpreter that would run vLLM."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from burnish.loops.rollouts.source import SourceLost
+from burnish.loops.rollouts.vllm_launch import launch
+
+SERVER = f"""#!{sys.executable}
+import subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+if "--no-such-flag" in sys.argv:
+    sys.exit("unrecognized arguments: --no-such-flag")
+subprocess.Popen(["sleep", "600"])  # a worker
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+TRAINER = """
+import sys, time
+from burnish.loops.rollouts.vllm_launch import launch
+
+python, log = sys.argv[1:]
+print(launch("model", python=python, log=log, dtype="float32").pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def python(tmp_path):
+    path = tmp_path / "python"
+    path.write_text(SERVER)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def start(python, tmp_path):
+    return lambda **options: launch("model", python=python, log=tmp_path / "log.txt", dtype="float32", **options)
+
+
+def group(leader):
+    """The processes of a process group that run."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        try:
+            if os.getpgid(process.pid) == leader and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_server_that_died_is_revived_at_its_address_and_one_that_runs_is_left_alone(start):
+    with start() as server:
+        first, url = server.pid, server.url
+        server.revive()
+        assert server.pid == first
+        os.kill(first, signal.SIGKILL)
+        server.revive()  # at once, while it may still be dying
+        assert server.pid not in (None, first) and server.url == url
+        assert not group(first), "a worker of the dead server is left"
+        second = server.pid
+        assert len(group(second)) > 1
+    assert server.pid is None
+    wait_until(lambda: not group(second))
+
+
+def test_a_server_that_ends_at_once_shows_the_end_of_its_log(start, tmp_path):
+    with pytest.raises(SourceLost, match=r"it ended with status 1\); its log, .*:\n.*arguments: --no-such-flag"):
+        start(flags=["--no-such-flag"])
+    with pytest.raises(SourceLost, match=r"it ended with status 127\)[\s\S]*not found"):
+        launch("model", python=tmp_path / "nowhere", log=tmp_path / "log.txt", dtype="float32")
+
+
+def test_a_server_outlives_the_thread_that_started_it(start):
+    started = []
+    thread = threading.Thread(target=lambda: started.append(start()))
+    thread.start()
+    thread.join()
+    with started[0] as server:
+        time.sleep(0.2)
+        assert server.pid is not None
+
+
+def test_nothing_of_a_server_outlives_a_trainer_that_is_killed(python, tmp_path):
+    command = [sys.executable, "-c", TRAINER, str(python), str(tmp_path / "log.txt")]
+    trainers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for trainer, how in zip(trainers, (signal.SIGKILL, signal.SIGTERM), strict=True):
+        with trainer:
+            leader = int(trainer.stdout.readline())
+            assert len(group(leader)) > 1
+            trainer.send_signal(how)
+        wait_until(lambda leader=leader: not group(leader))

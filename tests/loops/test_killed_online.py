@@ -1,0 +1,38 @@
+"""kill -9 at any moment of online training, and resume: the same weights; above age 0 each answer once, and in time."""
+
+from pathlib import Path
+
+import pytest
+from killed import assert_each_answer_once, assert_undisturbed, kill_and_resume
+from online import prepare, stored
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A run whose every kind of state matters: rollouts of several steps, momentum, a schedule, a reference."""
+    return {
+        **prepare(tmp_path),
+        "output": str(tmp_path / "run"),
+        "steps": 36,
+        "rollout_epochs": 2,
+        "minibatches": 2,
+        "old": "recomputed",
+        "beta": 0.1,
+        "schedule": "cosine",
+        "save_every": 3,
+    }
+
+
+@pytest.mark.parametrize(("recipe", "kills"), [("grpo", 8), ("ppo", 4)])
+def test_a_run_that_samples_by_itself_ends_with_the_same_weights(recipe, kills, config):
+    happened, _ = kill_and_resume(recipe, config, "write:4", "write:2", f"random:{kills}")
+    assert (happened["random"], happened["write"]) == (kills, 2)
+    assert_undisturbed(config)
+    assert stored(Path(config["output"])) == stored(Path(config["output"] + "-undisturbed"))
+
+
+def test_a_run_that_samples_while_it_trains_has_each_answer_once(config):
+    config |= {"max_age": 2, "rollout_epochs": 1, "minibatches": 1}
+    happened, _ = kill_and_resume("grpo", config, "write:4", "random:6")
+    assert (happened["random"], happened["write"]) == (6, 1)
+    assert assert_each_answer_once(config)[2] > 0
