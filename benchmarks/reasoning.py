@@ -61,8 +61,7 @@ def questions(trained: int, held_out: int) -> tuple[list[dict[str, Any]], list[d
     def drawn(count: int, seed: int) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         for row in reasoning_gym_rows(str(TASK["task"]), count, seed=seed, instruction="", **options):
-            (message,) = row["prompt"]
-            assert isinstance(message, dict)
+            message: Any = row["prompt"][0]
             rows.append({**row, "prompt": message["content"]})
         return rows
 

@@ -4,8 +4,10 @@
     2  it answers further questions at temperature 1; its own right and wrong answers to a question make pairs
     3  it is improved by DPO on those pairs, with the NLL of the right answers beside it: DPO alone is content to make
        wrong answers rare, and lets others take their place
+    4  it is improved further by GRPO, which samples while it learns, from no more than whether an answer is right
 
-Every stage is the recipe that ``burnish sft`` and ``burnish dpo`` run, on files that stay in the run directory.
+Every stage is the recipe that ``burnish sft``, ``burnish dpo`` and ``burnish grpo`` run, on files that stay in the run
+directory. No stage sees any of the questions that the accuracies are of.
 """
 
 import json
@@ -24,6 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .dpo import DPO, dpo
+from .grpo import GRPO, run_grpo
 from .sft import SFT, sft
 
 ALPHABET = "0123456789+="
@@ -34,7 +37,7 @@ HELD_OUT = 1000  # questions that no stage trains on
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small model from scratch, offline: SFT, then DPO on its own answers."""
+    """Train a small model from scratch, offline: SFT, then DPO on its own answers, then GRPO."""
 
     output: str = "burnish-demo"
     """Directory of the demonstration; a number is appended if it is taken."""
@@ -46,40 +49,27 @@ class Demo:
     """Optimizer steps of DPO, 128 pairs each."""
     questions: int = 4000
     """Questions that the model answers to make pairs, four times each."""
+    grpo_steps: int = 210
+    """Optimizer steps of GRPO, three on 8 answers to each of 128 questions."""
 
 
 def demo(config: Demo) -> dict[str, float]:
     """Run all stages; returns the held-out accuracy after each."""
     console = Console()
     directory = _vacant(Path(config.output))
-    torch.manual_seed(config.seed)
     rng = random.Random(config.seed)
-    questions = _questions(rng, HELD_OUT + TAUGHT + config.questions)
-    held_out, taught, asked = questions[:HELD_OUT], questions[HELD_OUT:][:TAUGHT], questions[HELD_OUT + TAUGHT :]
-    tokenizer, model = _tokenizer(), _model()
-    _save(directory / "start", tokenizer, model)
+    drawn = questions(rng, HELD_OUT + TAUGHT + config.questions)
+    held_out, taught, asked = drawn[:HELD_OUT], drawn[HELD_OUT:][:TAUGHT], drawn[HELD_OUT + TAUGHT :]
+    save_start(directory / "start", seed=config.seed)
     accuracy = {"before training": score(directory / "start", held_out)}
 
     console.rule("SFT: answers to copy")
-    data = _write(directory / "sft.jsonl", ({"prompt": q, "completion": solve(q)} for q in taught))
-    sft(
-        SFT(
-            model=str(directory / "start"),
-            data=str(data),
-            output=str(directory / "sft"),
-            steps=config.sft_steps,
-            batch_size=128,
-            learning_rate=2e-3,
-            schedule="cosine",
-            warmup=0.05,
-            seed=config.seed,
-        )
-    )
+    teach(directory, taught, steps=config.sft_steps, seed=config.seed)
     accuracy["after SFT"] = score(directory / "sft/model", held_out)
 
     console.rule("DPO + NLL: its own right and wrong answers")
     answers = sample(directory / "sft/model", asked, count=4, temperature=1.0)
-    data = _write(directory / "dpo.jsonl", pairs(asked, answers))
+    data = write(directory / "dpo.jsonl", pairs(asked, answers))
     dpo(
         DPO(
             model=str(directory / "sft/model"),
@@ -97,14 +87,62 @@ def demo(config: Demo) -> dict[str, float]:
     )
     accuracy["after DPO"] = score(directory / "dpo/model", held_out)
 
+    console.rule("GRPO: a reward for right answers")
+    data = write(directory / "grpo.jsonl", ({"prompt": q, "answer": solve(q)} for q in [*taught, *asked]))
+    run_grpo(
+        GRPO(
+            model=str(directory / "dpo/model"),
+            data=str(data),
+            output=str(directory / "grpo"),
+            rewards={"exact_match": {"ignore": ["whitespace"]}},
+            steps=config.grpo_steps,
+            batch_size=128,
+            group_size=8,
+            max_tokens=TERM + 3,
+            rollout_epochs=3,
+            hyper={"clip_low": 0.02, "clip_high": 0.3},  # failures are pushed down no further than they must be
+            learning_rate=2e-4,
+            schedule="linear",
+            warmup=0.15,
+            show_every=20,
+            seed=config.seed,
+        )
+    )
+    accuracy["after GRPO"] = score(directory / "grpo/model", held_out)
+
     title = f"sums of two {TERM}-digit numbers, {HELD_OUT} never seen"
     table = Table("stage", "held-out accuracy", title=title, min_width=len(title) + 4)
     for stage, value in accuracy.items():
         table.add_row(stage, f"{value:.1%}")
     console.print(table)
     _draw(directory, accuracy)
-    console.print(f"picture: {directory / 'accuracy.png'}   runs: {directory / 'sft'}, {directory / 'dpo'}")
+    console.print(f"picture: {directory / 'accuracy.png'}   runs: {directory}/sft, dpo, grpo")
     return accuracy
+
+
+def save_start(directory: Path, *, seed: int) -> None:
+    """The untrained model, and its tokenizer of one token per character."""
+    torch.manual_seed(seed)
+    _model().save_pretrained(directory)
+    _tokenizer().save_pretrained(directory)
+
+
+def teach(directory: Path, questions: Iterable[str], *, steps: int, seed: int) -> None:
+    """SFT of the model in ``directory/start`` on the answers to these questions, into ``directory/sft``."""
+    data = write(directory / "sft.jsonl", ({"prompt": q, "completion": solve(q)} for q in questions))
+    sft(
+        SFT(
+            model=str(directory / "start"),
+            data=str(data),
+            output=str(directory / "sft"),
+            steps=steps,
+            batch_size=128,
+            learning_rate=2e-3,
+            schedule="cosine",
+            warmup=0.05,
+            seed=seed,
+        )
+    )
 
 
 def solve(question: str) -> str:
@@ -144,14 +182,13 @@ def pairs(questions: Sequence[str], answers: Sequence[Sequence[str]]) -> Iterabl
             yield {"prompt": question, "chosen": right, "rejected": wrong[0]}
 
 
-def _questions(rng: random.Random, count: int) -> list[str]:
+def questions(rng: random.Random, count: int) -> list[str]:
     """Distinct questions in random order."""
     numbers = rng.sample(range(10 ** (2 * TERM)), count)
     return [f"{n // 10**TERM:0{TERM}d}+{n % 10**TERM:0{TERM}d}=" for n in numbers]
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
     vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *ALPHABET])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -177,12 +214,7 @@ def _model() -> LlamaForCausalLM:
     )
 
 
-def _save(directory: Path, tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-
-
-def _write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
+def write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -198,16 +230,17 @@ def _vacant(wanted: Path) -> Path:
 
 
 def _draw(directory: Path, accuracy: dict[str, float]) -> None:
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
-    bars, loss, margins = figure.subplots(1, 3)
-    drawn = bars.bar(list(accuracy), list(accuracy.values()), color=["#bbbbbb", "#4c78a8", "#f58518"])
+    bars, loss, margins, reward = figure.subplots(1, 4)
+    drawn = bars.bar(list(accuracy), list(accuracy.values()), color=["#bbbbbb", "#4c78a8", "#f58518", "#54a24b"])
     bars.bar_label(drawn, fmt="{:.1%}")
     bars.set_ylim(0, 1.1)
-    bars.tick_params("x", labelsize=8)
+    bars.set_xticks(range(len(accuracy)), [stage.replace(" ", "\n") for stage in accuracy], fontsize=8)
     bars.set_title("held-out accuracy")
     _plot(loss, directory / "sft", "loss", "SFT loss, nats per token")
     _plot(margins, directory / "dpo", "rewards/accuracies", "DPO: pairs told apart")
+    _plot(reward, directory / "grpo", "reward", "GRPO: answers that are right")
     figure.savefig(directory / "accuracy.png", dpi=120)
 
 

@@ -194,7 +194,7 @@ class Experience:
 
     def _collect(self, number: int) -> Rollout:
         """Sample, judge, measure, and compute the advantages of one rollout."""
-        samples, passed_over = self._sampled(number)
+        samples, seen = self._sampled(number)
         rollout = self._laid_out(samples)
         precision = torch.promote_types(self.policy.plain.dtype, torch.float32)
         rollout.columns["sampled_logp"] = _flat(rollout, lambda sample: sample.logprobs, precision)
@@ -202,13 +202,11 @@ class Experience:
         if self.measure is not None:
             rollout.columns |= self._measured(rollout, self.measure)
         rollout.columns |= {name: column.to(precision) for name, column in self.advantages(rollout).items()}
-        self.metrics = {**rollout_metrics(rollout), **self._report(rollout)}
-        if self.varied:
-            self.metrics["groups_passed_over"] = float(passed_over)
+        self.metrics = {**rollout_metrics(rollout), **self._report(rollout), **seen}
         return rollout
 
-    def _sampled(self, number: int) -> tuple[list[Sample], int]:
-        """The answers of a rollout in the order of (task, index), on every rank, and how many groups were left out."""
+    def _sampled(self, number: int) -> tuple[list[Sample], dict[str, float]]:
+        """The answers of a rollout in the order of (task, index), on every rank, and metrics of what was left out."""
         found: list[Any] = [None]
         if self.sampler is not None:
             if self.store is not None and not self._stored:
@@ -218,10 +216,10 @@ class Experience:
             found = [self._taken(self.sampler, number)]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(found)
-        groups, passed_over = found[0]
-        return _in_order(groups), passed_over
+        groups, seen = found[0]
+        return _in_order(groups), seen
 
-    def _taken(self, sampler: Sampler, number: int) -> tuple[list[Group], int]:
+    def _taken(self, sampler: Sampler, number: int) -> tuple[list[Group], dict[str, float]]:
         kept: list[Group] = []
         seen: list[Group] = []
         for _ in range(PATIENCE if self.varied else 1):
@@ -241,7 +239,14 @@ class Experience:
             )
         if self.store is not None:
             self.store.write(_in_order(seen))
-        return kept, len(seen) - len(kept)
+        return kept, self._passed_over(seen, len(seen) - len(kept)) if self.varied else {}
+
+    def _passed_over(self, seen: Sequence[Group], count: int) -> dict[str, float]:
+        """Of groups that vary, the mean reward stays near the middle; that of all answers tells what is learned."""
+        judged = self.judgment(_in_order(seen))
+        reward = total_reward(judged.reward, judged.weight).nanmean()
+        known = {} if reward.isnan() else {"reward/sampled": float(reward)}
+        return {"groups_passed_over": float(count), **known}
 
     def _varies(self, group: Group) -> bool:
         judged = self.judgment(group)

@@ -9,7 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 Show = Callable[[int, Mapping[str, float]], None]
 
-_SHOWN = ("loss", "nll", "rewards/accuracies", "rewards/margins", "grad_norm", "eval/loss", "eval/rewards/accuracies")
+_TOLD = ("loss", "nll", "reward", "rewards/accuracies", "rewards/margins")
+_SHOWN = (*_TOLD, "grad_norm", *(f"eval/{name}" for name in _TOLD))
 _QUIET = 10.0  # seconds between lines where there is no terminal to draw a bar on
 
 

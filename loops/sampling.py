@@ -55,6 +55,8 @@ class VLLM:
     runs, none."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of a server that is started, such as {CUDA_VISIBLE_DEVICES: "1"}."""
+    patience: float = 600.0
+    """Seconds to wait for a server that is starting, or that was there and is gone."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def open_source(config: Sampled, recipe: Recipe[Policy], *, max_age: int) -> Rol
         engine = start_engine(config.model, dtype=dtype, sleep=sleep, **config.vllm.options)
         return VLLMEngine(engine, directory=config.vllm.directory, sleep=sleep, **known)
     updates = open_updates(config, recipe)
-    known |= {"updates": updates, "dtype": dtype}
+    known |= {"updates": updates, "dtype": dtype, "patience": config.vllm.patience}
     if config.vllm.url is not None:
         return VLLMServer(config.vllm.url, **known)
     server = launch(
@@ -191,6 +193,7 @@ def open_source(config: Sampled, recipe: Recipe[Policy], *, max_age: int) -> Rol
         adapters=max_age + 2,
         flags=flags_of(config.vllm.options),
         environment=config.vllm.environment,
+        patience=config.vllm.patience,
     )
     return VLLMServer(server.url, revive=server.revive, end=server.close, **known)
 
@@ -244,14 +247,14 @@ def stop_tokens(recipe: Recipe[Policy]) -> tuple[int, ...]:
 def open_store(config: Sampled, recipe: Recipe[Policy]) -> Store | None:
     if not recipe.run.accelerator.is_main_process:
         return None
-    return Samples(recipe.run.directory / "samples.jsonl", config.show_every)
+    return Samples(recipe.run.directory / "samples.jsonl", config.show_every, recipe.tokenizer.decode)
 
 
 class Samples:
-    """``samples.jsonl``, and a few of each so many rollouts on the screen."""
+    """``samples.jsonl``, and a few of each so many rollouts on the screen, where ``decode`` makes prompts readable."""
 
-    def __init__(self, path: Path, show_every: int) -> None:
-        self.path, self.show_every, self.rollouts = path, show_every, 0
+    def __init__(self, path: Path, show_every: int, decode: Callable[[list[int]], Any] = str) -> None:
+        self.path, self.show_every, self.decode, self.rollouts = path, show_every, decode, 0
         self.console = Console()
 
     def keep(self, tasks: int) -> None:
@@ -271,8 +274,10 @@ class Samples:
         self.rollouts += 1
 
     def _show(self, samples: Sequence[Sample]) -> None:
-        table = Table("task", "answer", "rewards", title=f"rollout {self.rollouts}", title_justify="left")
+        columns = ("task", "end of the prompt", "answer", "rewards")
+        table = Table(*columns, title=f"rollout {self.rollouts}", title_justify="left")
         for sample in samples:
             scores = ", ".join(f"{name} {'none' if s is None else f'{s:.3g}'}" for name, s in sample.rewards.items())
-            table.add_row(str(sample.task), Text(sample.text[:_LONGEST]), scores)
+            asked = str(self.decode(sample.prompt))[-_LONGEST:]
+            table.add_row(str(sample.task), Text(asked), Text(sample.text[:_LONGEST]), scores)
         self.console.print(table)

@@ -4,7 +4,7 @@ sample, source            one answer, what was asked for, and what every source 
 embedded                  the trainer's own module (generate, memory, slots, reader, draw: its parts)
 vllm_server, vllm_engine  vLLM over HTTP, or in this process (vllm_launch starts one, vllm_updates gives it weights)
 replay, record            stored samples
-sampler                   groups for every step, of bounded age, none lost and none twice
+sampler, event_loops      groups for every step, of bounded age, none lost and none twice
 """
 
 from .embedded import DetachedSource, EmbeddedSource

@@ -11,17 +11,20 @@ Seeds are hashes of what is asked for, so what is under way need not be saved: i
 """
 
 import asyncio
-import threading
+import logging
 import time
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from .event_loops import Beside, Here, Loop, in_a_loop
 from .record import from_record, to_record
 from .sample import Request, Sample, Sampling, check_sample
 from .source import RolloutSource, SourceError, SourceLost
+
+log = logging.getLogger(__name__)
 
 Group = list[Sample]
 Tasks = Callable[[int], Sequence[int]]  # the prompt of the i-th task of the run
@@ -131,7 +134,7 @@ class Sampler:
         self._limit = 0  # tasks below it may be begun
         self._begun: dict[int, asyncio.Task[Group]] = {}  # and not yet taken
         self._stored: dict[int, Group] = {}  # what a checkpoint brought, ready to be taken
-        self._loop: _Loop = _Beside() if max_age or _in_a_loop() else _Here()
+        self._loop: Loop = Beside() if max_age or in_a_loop() else Here()
         self._changed = asyncio.Condition()
         self._lost = False  # the source was seen to draw from other weights than the trainer's
 
@@ -327,6 +330,8 @@ class Sampler:
                 return await once()
             except _PASSING as error:
                 last = error
+                if not attempt:
+                    log.warning("sampler: %s; it is tried again", error)
         raise SourceError(
             f"{what} in {self.attempts} attempts over {time.monotonic() - began:.0f} s: {last}; see to the source, "
             "then go on with --resume true"
@@ -341,57 +346,3 @@ class Sampler:
             begun.cancel()
         await asyncio.gather(*self._begun.values(), return_exceptions=True)
         await self.source.close()
-
-
-class _Loop(Protocol):
-    closed: bool
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
-    def close(self) -> None: ...
-
-
-class _Here:
-    """An event loop in the trainer's thread, which runs only while the trainer waits for it."""
-
-    def __init__(self) -> None:
-        self.runner = asyncio.Runner()
-        self.closed = False
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(coroutine)
-
-    def close(self) -> None:
-        self.closed = True
-        self.runner.close()
-
-
-class _Beside:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self.closed = False
-        self.runner = asyncio.Runner()
-        self.loop = self.runner.get_loop()
-        self.stopped = asyncio.Event()
-        self.thread = threading.Thread(target=self._serve, name="burnish-sampler", daemon=True)
-        self.thread.start()
-
-    def _serve(self) -> None:
-        with self.runner:  # cancels what is left
-            self.runner.run(self.stopped.wait())
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
-
-    def close(self) -> None:
-        self.closed = True
-        self.loop.call_soon_threadsafe(self.stopped.set)
-        self.thread.join()
-
-
-def _in_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

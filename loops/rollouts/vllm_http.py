@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .source import SourceError, SourceLost
+
+log = logging.getLogger(__name__)
 
 _ORDERS = 4  # calls beside those for answers, such as to pause; they never wait for one
 
@@ -82,9 +85,12 @@ class Http:
         Raises:
             SourceLost: if it is not by then.
         """
-        until = time.monotonic() + seconds
+        until, told = time.monotonic() + seconds, False
         while not self.alive():
             self._check_open()
+            if not told:
+                log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
+                told = True
             if time.monotonic() > until:
                 raise SourceLost(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
             time.sleep(0.2)

@@ -203,13 +203,13 @@ def test_samples_of_a_run_that_was_killed_are_on_record_once(open_experience, tm
 
 
 def test_a_few_answers_are_shown_of_some_rollouts(tmp_path, capsys):
-    store = Samples(tmp_path / "samples.jsonl", show_every=2)
+    store = Samples(tmp_path / "samples.jsonl", show_every=2, decode=lambda prompt: f"asked {prompt[0]}")
     for task in range(3):
         group = [sample for sample in answers() if sample.task == task]
         for sample in group:
             sample.text = f"answer to {task}"
         store.write(group)
     shown = capsys.readouterr().out
-    assert "answer to 0" in shown
+    assert "answer to 0" in shown and "asked " in shown
     assert "answer to 1" not in shown
     assert "answer to 2" in shown

@@ -1,6 +1,5 @@
 """Where a recipe's answers come from: the settings that choose it, as they are written in a configuration."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,10 +99,9 @@ def test_flags_are_written_as_vllm_reads_them():
     assert flags_of({"speculative_config": {"k": 1}}) == ["--speculative-config", '{"k": 1}']
 
 
-def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fields, monkeypatch):
-    monkeypatch.setattr(sampling, "VLLMServer", partial(sampling.VLLMServer, patience=0.2))
+def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fields):
     with pytest.raises(SourceError, match=r"no healthy server at http://127\.0\.0\.1:9 .* start it"):
-        run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url="http://127.0.0.1:9")))
+        run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url="http://127.0.0.1:9", patience=0.2)))
 
 
 @pytest.mark.parametrize(

@@ -126,13 +126,13 @@ def nothing_is_left():
 @pytest.mark.parametrize("max_age", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(4))
 def test_tasks_are_trained_on_in_their_order_each_once_and_never_too_old(max_age, seed):
-    source = Scripted(seed, delay=0.01, crashes=0.1)
+    source = Scripted(seed, delay=0.01, crashes=0.2)
     trainer = Trainer(source, max_age=max_age, attempts=50)
-    trained = trainer.all(12, pause=0.003)
-    assert [(step, task) for step, task, *_ in trained] == [(task // B, task) for task in range(12 * B)]
+    trained = trainer.all(20, pause=0.003)
+    assert [(step, task) for step, task, *_ in trained] == [(task // B, task) for task in range(20 * B)]
     assert max(age for *_, age in trained) <= max_age
-    assert [trainer.sampler.ledger.step_of(task) for task in range(12 * B)] == [task // B for task in range(12 * B)]
-    assert trainer.sampler.ledger.step_of(12 * B) is None
+    assert [trainer.sampler.ledger.step_of(task) for task in range(20 * B)] == [task // B for task in range(20 * B)]
+    assert trainer.sampler.ledger.step_of(20 * B) is None
     assert source.closed and source.crashed > 0
 
 

@@ -1,0 +1,62 @@
+"""Where asynchronous work runs for a trainer that is not: in its own thread while it waits, or in another beside it."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Loop(Protocol):
+    closed: bool
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
+    def close(self) -> None: ...
+
+
+class Here:
+    """An event loop in the trainer's thread, which runs only while the trainer waits for it."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.closed = False
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(coroutine)
+
+    def close(self) -> None:
+        self.closed = True
+        self.runner.close()
+
+
+class Beside:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.runner = asyncio.Runner()
+        self.loop = self.runner.get_loop()
+        self.stopped = asyncio.Event()
+        self.thread = threading.Thread(target=self._serve, name="burnish-sampler", daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        with self.runner:  # cancels what is left
+            self.runner.run(self.stopped.wait())
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def close(self) -> None:
+        self.closed = True
+        self.loop.call_soon_threadsafe(self.stopped.set)
+        self.thread.join()
+
+
+def in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
