@@ -190,8 +190,9 @@ def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | No
     check_online(config)
     rewards = resolve(config.rewards or {"environment": 1.0}, tokenizer=load_tokenizer(config))
     rows = load(config.data).dataset
-    for source in filter(None, (config.data, config.eval_data)):
-        check_columns(rewards, load(source).dataset.column_names, source)
+    check_columns(rewards, rows.column_names, config.data)
+    if config.eval_data:
+        check_columns(rewards, load(config.eval_data).dataset.column_names, config.eval_data)
     make = make_policy or (lambda model: Policy(model, **config.kernel))
     recipe = open_run(config, encode_prompts, make, load_model)
     order, unscored = order_of(config, recipe.data), Unscored()

@@ -175,7 +175,7 @@ def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling
 
 
 def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_experience):
-    samples = answers(tasks=9, reward=lambda task, index: 1.0 if task in (0, 2, 3, 5) else float(index))
+    samples = answers(tasks=9, reward=lambda task, index: 5.0 if task in (0, 2, 3, 5) else float(index))
     stored = []
 
     class Store:
@@ -185,6 +185,9 @@ def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_exp
     experience = open_experience(samples, Store(), varied=True)
     assert [part[0][0] for part in whose(experience(0))] == [1, 4, 6, 7]
     assert experience.report()["groups_passed_over"] == 4
+    assert (
+        experience.report()["reward/sampled"] == (4 * 5 + 4 * 1) / 8
+    )  # of all that was sampled
     assert [sample.task for sample in stored][::ANSWERS] == list(range(8))
     assert experience.sampler.ledger.tasks == 8
 

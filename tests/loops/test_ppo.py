@@ -8,7 +8,9 @@ from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.config import Lora
 from burnish.loops.experience import Rollout
-from burnish.loops.ppo import PPO, ValueHead, advantages, objective_metrics, open_critic, run_ppo
+from burnish.loops.model import load_model
+from burnish.loops.ppo import PPO, ValueHead, advantages, objective_metrics, open_critic, run_ppo, with_values
+from burnish.loops.reference import frozen_copy
 from burnish.loops.rewards.statistics import Judged
 from burnish.loops.rollouts.sample import Sample
 from online import Killed, dying_in_step, lines, prepare, stored
@@ -118,6 +120,15 @@ def test_a_critic_reads_the_state_that_a_token_is_chosen_in(common):
     said = critic(collate([example])).score
     hidden = critic.plain.base_model(torch.tensor([[5, 6, 7, 8, 9]])).last_hidden_state[0]
     torch.testing.assert_close(said, (hidden @ critic.head.weight[0])[[1, 3]])  # before the first and the third token
+
+
+def test_a_frozen_reference_has_no_critic(common):
+    config = PPO(**common, output="", value_model=common["model"])
+    policy = with_values(load_model(config), config)
+    policy.critic.forward = lambda batch: pytest.fail("a reference asked for values")
+    batch = collate([Example([5, 6], [[7, 8, 9]], [[True, False, True]])])
+    assert frozen_copy(policy)(batch).shape == (2,)
+    assert policy.critic is not None
 
 
 def test_adapters_and_a_value_head_train_together(common, tmp_path):
