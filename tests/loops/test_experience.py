@@ -185,9 +185,7 @@ def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_exp
     experience = open_experience(samples, Store(), varied=True)
     assert [part[0][0] for part in whose(experience(0))] == [1, 4, 6, 7]
     assert experience.report()["groups_passed_over"] == 4
-    assert (
-        experience.report()["reward/sampled"] == (4 * 5 + 4 * 1) / 8
-    )  # of all that was sampled
+    assert experience.report()["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
     assert [sample.task for sample in stored][::ANSWERS] == list(range(8))
     assert experience.sampler.ledger.tasks == 8
 
