@@ -6,6 +6,7 @@ if __name__ != "kernels":
     from .backend import Backend
     from .head import Head, Shard
     from .linear_divergence import linear_divergence
+    from .linear_logits import linear_logits
     from .linear_logprob import linear_gather_logprob, linear_logprob
     from .logits_logprob import logits_logprob
     from .reference import Extra, Logprobs, MoreLogprobs, TopK
@@ -20,6 +21,7 @@ if __name__ != "kernels":
         "TopK",
         "linear_divergence",
         "linear_gather_logprob",
+        "linear_logits",
         "linear_logprob",
         "logits_logprob",
     ]

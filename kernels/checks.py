@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor, float32, float64, int64
 
 
@@ -44,20 +45,23 @@ def checked_vocab(who: str, vocab: int | None, size: int) -> int:
     return size if vocab is None else vocab
 
 
-def check_target(who: str, target: Tensor, vocab: int) -> None:
-    """Raises unless every target is in the vocabulary: such a row trains on noise."""
-    wrong = target[(target < 0) | (target >= vocab)]
-    if wrong.numel():
+def check_values(who: str, target: Tensor | None, vocab: int, temperature: float | Tensor | None) -> None:
+    """Raises unless every target is in the vocabulary, or such a row trains on noise, and every temperature positive.
+
+    Waits for the GPU once. A temperature that is a number, and targets of a split vocabulary, are checked elsewhere.
+    """
+    outside = None if target is None else (target < 0) | (target >= vocab)
+    cold = ~(temperature > 0) if isinstance(temperature, Tensor) else None
+    wrong = [bad.any() for bad in (outside, cold) if bad is not None]
+    if not wrong or not torch.stack(wrong).any():
+        return
+    if target is not None and outside is not None and outside.any():
         raise IndexError(
-            f"{who}: every target must be in [0, {vocab}), got {wrong[0].item()} ({wrong.numel()} of "
+            f"{who}: every target must be in [0, {vocab}), got {target[outside][0].item()} ({int(outside.sum())} of "
             f"{target.numel()} are outside); select the rows that carry a target before the call"
         )
-
-
-def check_temperature(who: str, temperature: float | Tensor | None) -> None:
-    """Raises unless every row's temperature is positive. A number has been checked before."""
-    if isinstance(temperature, Tensor) and not (temperature > 0).all():
-        raise ValueError(f"{who}: every temperature must be > 0, got {temperature.min().item()}")
+    assert isinstance(temperature, Tensor)
+    raise ValueError(f"{who}: every temperature must be > 0, got {temperature.min().item()}")
 
 
 def check_outputs(who: str, outputs: Collection[str], known: Collection[str], target: Tensor) -> None:

@@ -62,6 +62,30 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def autocast_dtype(like: Tensor) -> torch.dtype | None:
+    """Autocast's, None where it is off. It leaves float64 alone, as it does everywhere."""
+    kind = like.device.type
+    on = like.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+def factor_dtype(like: Tensor, compute: torch.dtype) -> torch.dtype:
+    """What rounded factors are multiplied in: on a GPU 16 bits as they are, by tensor cores; else without rounding
+    once more, in the precision of the sums, since products of 16-bit numbers are exact there."""
+    exact = accumulation_dtype(like.dtype)
+    return compute if has_tensor_cores(like.device) and compute.itemsize == 2 and exact == torch.float32 else exact
+
+
+def has_tensor_cores(device: torch.device) -> bool:
+    """Whether products of 16-bit factors are summed, and given back, in float32 there."""
+    return device.type == "cuda"
+
+
+def check_compute_dtype(who: str, dtype: torch.dtype | None) -> None:
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{who}: compute_dtype must be float32, bfloat16, float16 or None, got {dtype}")
+
+
 def check_head(who: str, hidden: Tensor, head: Head, prefix: str = "") -> None:
     """Raises unless the head fits the hidden states; ``prefix`` says whose they are."""
     if hidden.ndim != 2 or head.weight.ndim != 2:

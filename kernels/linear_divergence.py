@@ -9,13 +9,15 @@
 ``reference.py`` is the definition, ``tiled_divergence.py`` the same without ``[N, V]`` in memory, with the gradient.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import reference, tiled_divergence
 from .backend import Backend, choose
 from .checks import check_keep, check_rows, checked_vocab
-from .head import Head, check_head
+from .head import Head, accumulation_dtype, autocast_dtype, check_compute_dtype, check_head
 
 
 def linear_divergence(
@@ -28,6 +30,7 @@ def linear_divergence(
     temperature: float | Tensor = 1.0,
     vocab: int | None = None,
     keep_bytes: int | None = None,
+    compute_dtype: torch.dtype | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Generalized Jensen-Shannon divergence ``[N]`` of a student from its teacher, see the top of this file.
@@ -46,7 +49,9 @@ def linear_divergence(
         vocab: rows of either weight from here on are padding and have probability 0. Without it, those beyond the
             smaller of the two vocabularies.
         keep_bytes: how many bytes of logits, of both heads together, a pass may leave for the next, which computes the
-            others again. Default 64 MB, on a GPU 1 GB.
+            others again. Default 64 MB, on a GPU a thirty-second of its memory and at most 4 GiB.
+        compute_dtype: what the factors of products are rounded to, of both heads, as in ``linear_logprob``; without it
+            and without autocast the hidden states of each head decide for theirs.
         backend: "auto" is the fastest that runs on the device. "tiled" is torch alone; "triton" has Triton kernels
             between the matrix products, and needs a GPU, or its interpreter (TRITON_INTERPRET=1), and no float64;
             "reference" is differentiable any number of times and materializes ``[N, V]``.
@@ -68,14 +73,18 @@ def linear_divergence(
     check_keep(who, keep_bytes)
     if student.shard is not None or teacher.shard is not None:
         raise ValueError(f"{who}: both heads must hold their whole vocabulary, got a shard; gather its weight before")
+    check_compute_dtype(who, compute_dtype)
     chosen = choose(who, backend, student_hidden)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach()
+    exact = accumulation_dtype(student_hidden.dtype)  # the student's, for both
+    if accumulation_dtype(teacher_hidden.dtype) != exact:
+        teacher_hidden = teacher_hidden.to(exact)
     given = student_hidden, student, teacher_hidden.detach(), teacher.detach()
-    with torch.autocast(student_hidden.device.type, enabled=False):  # logits are never rounded to 16 bits
+    asked: Any = {"beta": beta, "temperature": temperature, "vocab": vocab}
+    asked["compute_dtype"] = compute_dtype or autocast_dtype(student_hidden)
+    with torch.autocast(student_hidden.device.type, enabled=False):  # it would round logits to 16 bits
         if chosen == "reference":
-            return reference.linear_divergence(*given, beta=beta, temperature=temperature, vocab=vocab)
+            return reference.linear_divergence(*given, **asked)
         passes: tiled_divergence.Passes = "torch" if chosen == "torch" else "triton"
-        return tiled_divergence.linear_divergence(
-            *given, beta=beta, temperature=temperature, vocab=vocab, keep_bytes=keep_bytes, passes=passes
-        )
+        return tiled_divergence.linear_divergence(*given, keep_bytes=keep_bytes, passes=passes, **asked)

@@ -10,6 +10,9 @@ a language-model head. Their gradient for upstream g_p, g_H, g_L, from which the
     dz_v = p_v·(g_L − g_p − g_H·(log p_v + entropy)) + 1[v = target]·g_p
 
 ``reference.py`` is the definition, ``tiled.py`` the same without ``[N, V]`` in memory.
+
+Precision, in every backend and with gradients or without: h, W, A, B and u = scaling·(hidden·Aᵀ) are rounded to one
+dtype, ``compute_dtype``, and their products are summed in float32. Logits are never rounded.
 """
 
 from typing import Any, TypedDict, Unpack, overload
@@ -20,7 +23,7 @@ from torch import Tensor
 from . import reference, tiled
 from .backend import Backend, choose
 from .checks import check_keep, check_main_grad, check_outputs, check_rows, check_top_k, checked_vocab
-from .head import Adapter, Head, Shard, check_head
+from .head import Adapter, Head, Shard, autocast_dtype, check_compute_dtype, check_head
 from .reference import EXTRAS, Extra, Logprobs, MoreLogprobs
 
 
@@ -36,6 +39,7 @@ class Options(TypedDict, total=False):
     vocab: int | None
     keep_bytes: int | None
     main_grad: Tensor | None
+    compute_dtype: torch.dtype | None
     backend: Backend
 
 
@@ -85,6 +89,7 @@ def linear_logprob(
     top_k: int | None = None,
     keep_bytes: int | None = None,
     main_grad: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
     backend: Backend = "auto",
 ) -> Logprobs | MoreLogprobs:
     """``Logprobs(logprob, entropy, logsumexp)`` of the language-model head, see the top of this file.
@@ -111,9 +116,13 @@ def linear_logprob(
             "top1", int64, the likeliest token; "rank", int64, how many tokens are likelier than the target.
         top_k: return the ids and log-probs ``[N, top_k]`` of the likeliest tokens, in ``MoreLogprobs.top_k``.
         keep_bytes: how many bytes of logits forward may leave for backward, which computes the others again: with a
-            share f of them, (8 − 2f)·NDV operations instead of 8. Default 96 MB, on a GPU 1 GB.
+            share f of them, (8 − 2f)·NDV operations instead of 8. Default 96 MB, on a GPU a thirty-second of its
+            memory and at most 4 GiB.
         main_grad: float32 ``[V, D]``, as optimizers of 16-bit models keep it: the gradient of W is added to it, without
             rounding, and W gets none.
+        compute_dtype: float32, bfloat16 or float16, what the factors of products are rounded to. Default: autocast's
+            dtype where autocast is on, for float32 inputs too, so that tensor cores are used; else the dtype of
+            ``hidden``, to which W is rounded. float32 asks for float32 products under autocast.
         backend: "auto" is the fastest that runs on the device of ``hidden``. "tiled" is torch alone; "triton" has
             Triton kernels between the matrix products; "fused" one Triton kernel that writes no logits at all in
             forward, and backward as "triton"; "reference" is differentiable any number of times and materializes
@@ -130,11 +139,13 @@ def linear_logprob(
     check_outputs(who, outputs, EXTRAS, target)
     check_keep(who, keep_bytes)
     check_main_grad(who, main_grad, weight)
+    check_compute_dtype(who, compute_dtype)
     columns = _columns(head, vocab)
     if shard is None:
         check_top_k(who, top_k, columns)
     asked: Any = {"temperature": temperature, "vocab": columns, "outputs": outputs, "top_k": top_k}
-    with torch.autocast(hidden.device.type, enabled=False):  # logits are never rounded to 16 bits
+    asked["compute_dtype"] = compute_dtype or autocast_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):  # it would round logits to 16 bits
         passes = choose(who, backend, hidden)
         if passes == "reference":
             if shard is not None or main_grad is not None:

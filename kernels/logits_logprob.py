@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import reference
 from .backend import Backend, choose
-from .checks import check_outputs, check_rows, check_target, check_temperature, check_top_k, checked_vocab
+from .checks import check_outputs, check_rows, check_top_k, check_values, checked_vocab
 from .head import accumulation_dtype
 from .reference import EXTRAS, Extra, Logprobs, MoreLogprobs, TopK
 from .tiles import (
@@ -19,6 +19,7 @@ from .tiles import (
     NEVER,
     OUTPUTS,
     SAVED,
+    WAITS,
     Softmax,
     State,
     Transform,
@@ -139,13 +140,12 @@ def _precise(logits: Tensor, rows: slice, vocab: int) -> Tensor:
     return logits[rows, :vocab].to(accumulation_dtype(logits.dtype)).clamp(min=NEVER)
 
 
-@torch.library.custom_op("burnish::logits_logprob", mutates_args=())
+@torch.library.custom_op("burnish::logits_logprob", mutates_args=(), tags=WAITS)
 def _forward(
     logits: Tensor, target: Tensor, temperature: Tensor | None, vocab: int, mean: bool, squares: bool, triton: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of ``Softmax``."""
-    check_target("logits_logprob", target, vocab)
-    check_temperature("logits_logprob", temperature)
+    check_values("logits_logprob", target, vocab, temperature)
     transform = Transform.of(1.0, None, temperature, logits)
     like = logits.new_empty(0, dtype=accumulation_dtype(logits.dtype))
     state = State.start(target, like, mean, squares)

@@ -56,9 +56,9 @@ def _logit(head: Operands, target: Tensor, vocab: int, group: str | None) -> Ten
     """``[N]``, c of the target, from whoever holds it."""
     inside = (target >= 0) & (target < vocab)
     index, dtype = target.clamp(0, max(vocab - 1, 0)), accumulation_dtype(head.hidden.dtype)
-    c = (head.hidden.to(dtype) * head.weight[index].to(dtype)).sum(1)
+    c = (head.hidden.to(dtype) * head.factor(head.weight[index]).to(dtype)).sum(1)
     if head.bias is not None:
         c = c + head.bias[index].to(dtype)
     if head.low is not None and head.up is not None:
-        c = c + (head.low * head.up[index].to(dtype)).sum(1)
+        c = c + (head.low.to(dtype) * head.factor(head.up[index]).to(dtype)).sum(1)
     return sum_over(torch.where(inside, c, 0), group)

@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .checks import check_target, check_temperature
+from .checks import check_values
 from .head import Head, accumulation_dtype
+from .operands import rounded
 
 
 class Logprobs(NamedTuple):
@@ -55,9 +56,10 @@ def linear_logprob(
     vocab: int,
     outputs: Collection[Extra],
     top_k: int | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> MoreLogprobs:
     """``logits_logprob`` of the head's logits."""
-    logits = head_logits(hidden, head, vocab, accumulation_dtype(hidden.dtype))
+    logits = head_logits(hidden, head, vocab, accumulation_dtype(hidden.dtype), compute_dtype)
     return logits_logprob(logits, target, temperature=temperature, vocab=vocab, outputs=outputs, top_k=top_k)
 
 
@@ -70,12 +72,15 @@ def linear_divergence(
     beta: float,
     temperature: float | Tensor,
     vocab: int,
+    compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Generalized Jensen-Shannon divergence of softmax(logits / temperature) of the teacher T and the student S."""
-    check_temperature("linear_divergence", temperature)
+    check_values("linear_divergence", None, vocab, temperature)
     dtype = accumulation_dtype(student_hidden.dtype)
     heads = (student_hidden, student), (teacher_hidden, teacher)
-    s, t = (log_softmax(head_logits(hidden, head, vocab, dtype), temperature)[0] for hidden, head in heads)
+    s, t = (
+        log_softmax(head_logits(hidden, head, vocab, dtype, compute_dtype), temperature)[0] for hidden, head in heads
+    )
     if beta == 0:
         return _kl(t, s)
     if beta == 1:
@@ -100,8 +105,7 @@ def logits_logprob(
     If asked for, the mean of log p over the tokens that are possible, log Σ p², the likeliest token, how many others
     are likelier than the target, and the k likeliest.
     """
-    check_target("logits_logprob", target, vocab)
-    check_temperature("logits_logprob", temperature)
+    check_values("logits_logprob", target, vocab, temperature)
     logits = logits[:, :vocab].to(accumulation_dtype(logits.dtype))
     logp, normalizer = log_softmax(logits, temperature)
     impossible = logp.isneginf()
@@ -124,15 +128,22 @@ def _top_k(logp: Tensor, k: int) -> TopK:
     return TopK(ids, values)
 
 
-def head_logits(hidden: Tensor, head: Head, vocab: int, dtype: torch.dtype) -> Tensor:
-    """``[N, vocab]``, before the temperature."""
-    hidden = hidden.to(dtype)
-    logits = hidden @ head.weight[:vocab].to(dtype).t()
+def head_logits(
+    hidden: Tensor, head: Head, vocab: int, dtype: torch.dtype, compute_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``[N, vocab]``, before the temperature: sums in ``dtype`` of products of rounded factors."""
+    compute = compute_dtype or hidden.dtype
+
+    def factor(t: Tensor) -> Tensor:
+        return rounded(t, compute).to(dtype)
+
+    hidden, adapter = factor(hidden), head.adapter
+    logits = hidden @ factor(head.weight[:vocab]).t()
     if head.bias is not None:
         logits = logits + head.bias[:vocab].to(dtype)
-    if head.adapter is not None:
-        down, up, scaling = head.adapter
-        logits = logits + scaling * (hidden @ down.to(dtype).t()) @ up[:vocab].to(dtype).t()
+    if adapter is not None:
+        down, up, scaling = adapter
+        logits = logits + factor(scaling * (hidden @ factor(down).t())) @ factor(up[:vocab]).t()
     logits = head.scale * logits
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 

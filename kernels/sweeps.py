@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .operands import Gradients, Operands, Tiles, factors
+from .head import factor_dtype
+from .operands import Gradients, Operands, Tiles, buffer
 from .ranking import Ranking
 from .shard import sum_over
 from .tiles import (
@@ -21,14 +22,18 @@ from .tiles import (
     add_target_,
     coefficients,
     fold,
+    pull,
     pull_into,
     run,
     spans,
     temperature_gradient,
+    vocabulary_spans,
     worth_compiling,
 )
 
 WORTH_LEAVING_OUT = 0.1  # share of rows without a gradient from which on they are: gathering the others costs a little
+# On a GPU dc of two tiles stands side by side: of 8192 rows a span's dW is one product, rounded as it is written.
+GPU_TILES_AT_ONCE = 2
 
 
 class Call(NamedTuple):
@@ -44,7 +49,7 @@ class Call(NamedTuple):
 
 def fold_all(head: Operands, target: Tensor, call: Call, state: State, place: Tiles, ranking: Ranking) -> None:
     """Forward: ``state`` over all tiles, and those in ``place`` that are to be kept."""
-    for columns in spans(call.vocab, call.columns):
+    for columns in vocabulary_spans(call.vocab, call.columns, head.hidden.device):
         part = head.columns(columns)
         for rows in spans(len(head.hidden), call.rows):
             tile = part.logits(rows, place(rows, columns))
@@ -77,38 +82,40 @@ def gradients(
         kept: what forward has left, see ``Tiles``.
         main_grad: ``[V, D]``, what the gradient of the weight is added to instead of being returned.
     """
-    some = live_rows(upstream, len(head.hidden))
+    some, unit = live_rows(upstream, len(head.hidden), head, call.transform.scale)
     if some is not None:
         upstream, softmax, head, target, call = _selected(some, upstream, softmax, head, target, call)
-    head = head._replace(hidden=factors(head.hidden))
-    n, exact, transform = len(head.hidden), softmax.shift.dtype, call.transform
-    unit = unit_of(upstream, head.hidden.dtype, transform.scale)
+    head = head.rounded()
+    n, transform = len(head.hidden), call.transform
     arriving = coefficients([None if u is None else u / unit for u in upstream], softmax, transform)
-    whole = Gradients.zeros(head, needed[:5])
-    if main_grad is not None and whole.weight is not None:
-        whole = whole._replace(weight=main_grad)
+    whole = Gradients.room(head, needed[:5], call.vocab, main_grad)
     moments = torch.zeros_like(softmax.shift) if needed[5] else None
     space, tops = kept
     place = Tiles(space, call.rows, call.vocab, tops if call.passes == "triton" else None, some and some.rows)
-    buffer = head.hidden.new_empty(min(n, call.rows) * min(call.vocab, call.columns))  # of dc
-    for columns in spans(call.vocab, call.columns):
-        part, grads = head.columns(columns), whole.columns(columns, exact)
-        for rows in spans(n, call.rows):
-            tile, old = place(rows, columns), place.shifted(rows, columns)
-            if not place.keeps(columns):
-                part.logits(rows, tile)
-            column, shift, here = target[rows] - columns.start, softmax.shift[rows], arriving.rows(rows)
-            moment = None if moments is None else moments[rows]
-            dc = buffer[: tile.numel()].view(tile.shape)
-            if call.passes == "torch":
-                _pull(tile, column, shift, here, transform.rows(rows), moment, dc, _compiled(tile, call, n))
-            else:
-                from . import triton_tiles
+    at_once = rows_at_once(head.hidden, call.rows)
+    room = buffer(head.hidden, min(n, at_once), min(call.vocab, call.columns), head.hidden.dtype)  # of dc
+    for columns in vocabulary_spans(call.vocab, call.columns, head.hidden.device):
+        part, grads = head.columns(columns), whole.columns(columns, head, at_once=n <= at_once)
+        for block in spans(n, at_once):
+            dc = room[: block.stop - block.start, : columns.stop - columns.start]
+            for rows in spans(block.stop, call.rows, block.start):
+                tile, old = place(rows, columns), place.shifted(rows, columns)
+                if not place.keeps(columns):
+                    part.logits(rows, tile)
+                column, shift, here = target[rows] - columns.start, softmax.shift[rows], arriving.rows(rows)
+                moment, out = (
+                    None if moments is None else moments[rows],
+                    dc[rows.start - block.start : rows.stop - block.start],
+                )
+                if call.passes == "torch":
+                    _pull(tile, column, shift, here, transform.rows(rows), moment, out, _compiled(tile, call, n))
+                else:
+                    from . import triton_tiles
 
-                source, top = old or (tile, None)
-                rest = shift, here, transform.rows(rows), dc
-                triton_tiles.pull_(source, column, *rest, top=top, moments=moment)
-            grads.add_(dc, part, rows, unit)
+                    source, top = old or (tile, None)
+                    rest = shift, here, transform.rows(rows), out
+                    triton_tiles.pull_(source, column, *rest, top=top, moments=moment)
+            grads.add_(dc, part, block, columns, unit)
         whole.store_(columns, grads)
     if call.group is not None:
         for t in (whole.hidden, whole.low, moments):
@@ -118,22 +125,35 @@ def gradients(
         moments = temperature_gradient(moments * unit, upstream, softmax, transform)
     if main_grad is not None:
         whole = whole._replace(weight=None)
-    per_row = {"hidden": whole.hidden, "low": whole.low}
-    whole = whole._replace(**{name: spread(t, some) for name, t in per_row.items()})
-    return [*whole, spread(moments, some)]
+    hidden, weight, bias, low, up, _ = whole
+    return [spread(hidden, some), weight, bias, spread(low, some), up, spread(moments, some)]
 
 
-def live_rows(upstream: Sequence[Tensor | None], n: int) -> "Live | None":
-    """The rows with a gradient, None if that is nearly all of them."""
-    alive: Tensor | None = None
-    for gradient in upstream:
-        if gradient is not None and gradient.numel():
-            arrives = gradient != 0
-            arrives = arrives.any(1) if arrives.ndim == 2 else arrives
-            alive = arrives if alive is None else alive | arrives
-    if alive is None or int(alive.sum()) > (1 - WORTH_LEAVING_OUT) * n:
-        return None
-    return Live(alive.nonzero()[:, 0], n)
+def rows_at_once(hidden: Tensor, rows: int) -> int:
+    """How many rows' dc is there at once, for tiles of so many ``rows``."""
+    return rows * GPU_TILES_AT_ONCE if hidden.device.type == "cuda" else rows
+
+
+def live_rows(
+    upstream: Sequence[Tensor | None], n: int, head: Operands, scale: float = 1.0
+) -> "tuple[Live | None, float]":
+    """The rows with a gradient, None if that is nearly all of them; and what dc is in multiples of.
+
+    Waits for the GPU once. dc in float16 is in multiples of the largest gradient that arrives, or those of 1/N would
+    vanish; of a power of 2, which is exact.
+    """
+    given = [gradient.reshape(n, -1) for gradient in upstream if gradient is not None and gradient.numel()]
+    if not given:
+        return None, 1.0
+    largest = torch.stack([gradient.abs().amax(1) for gradient in given]).amax(0)  # [n]
+    alive = ~(largest == 0)  # NaN too
+    count, top = torch.stack((alive.sum().double(), largest.amax().double())).tolist()
+    half = factor_dtype(head.hidden, head.compute) == torch.float16
+    unit = 2.0 ** math.floor(math.log2(top * scale)) if half and 0 < top * scale < math.inf else 1.0
+    if count > (1 - WORTH_LEAVING_OUT) * n:
+        return None, unit
+    # Sorted, not asked for by `nonzero`, which would wait once more.
+    return Live((~alive).to(torch.uint8).sort(stable=True).indices[: int(count)], n), unit
 
 
 class Live(NamedTuple):
@@ -164,14 +184,6 @@ def spread(t: Tensor | None, some: Live | None) -> Tensor | None:
     return t.new_zeros(some.n, *t.shape[1:]).index_copy_(0, some.rows, t)
 
 
-def unit_of(upstream: Sequence[Tensor | None], dtype: torch.dtype, scale: float = 1.0) -> float:
-    """What dc is a multiple of where it is float16, so that gradients of 1/N do not vanish: a power of 2, exact."""
-    if dtype != torch.float16:
-        return 1.0
-    largest = max((float(u.abs().max()) for u in upstream if u is not None and u.numel()), default=0.0) * scale
-    return 2.0 ** math.floor(math.log2(largest)) if 0 < largest < math.inf else 1.0
-
-
 def _pull(
     tile: Tensor,
     column: Tensor,
@@ -182,8 +194,13 @@ def _pull(
     out: Tensor,
     compiled: bool,
 ) -> None:
-    moment = run(pull_into, tile, shift, upstream, transform, moments is not None, out, compiled=compiled)
-    add_target_(out, column, upstream.gain)
+    if out.dtype == tile.dtype:
+        moment = run(pull_into, tile, shift, upstream, transform, moments is not None, out, compiled=compiled)
+        add_target_(out, column, upstream.gain)
+    else:  # 16 bits: rounded once, with the targets' share
+        dc, moment = pull(tile, shift, upstream, transform, moments is not None)
+        add_target_(dc, column, upstream.gain)
+        out.copy_(dc)
     if moments is not None and moment is not None:
         moments += moment
 

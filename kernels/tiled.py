@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_target, check_temperature
-from .head import Head, accumulation_dtype
-from .operands import Operands, Tiles, factors, operands, room
+from .checks import check_values
+from .head import Head, accumulation_dtype, factor_dtype
+from .operands import Operands, Tiles, keep_by_default, operands, room
 from .ranking import Ranking
 from .reference import Extra, MoreLogprobs, TopK
 from .shard import combine
@@ -32,6 +32,7 @@ from .tiles import (
     IMPOSSIBLE,
     OUTPUTS,
     SAVED,
+    WAITS,
     Softmax,
     State,
     Transform,
@@ -44,27 +45,31 @@ Passes = Literal["auto", "torch", "triton", "fused"]
 
 ROWS, COLUMNS = 1024, 2048  # 8 MB of float32: a tile and its temporaries fit into 32 MB of cache
 KEEP = 3 * 2**25  # bytes of logits that forward leaves for backward: an eighth of naive memory in all, see README.md
-# On a GPU: 128 MB of float32, and dc of half of that. Products this large run at the rate of the tensor cores.
-GPU_ROWS, GPU_COLUMNS, GPU_KEEP = 4096, 8192, 2**30
+# On a GPU: 128 MB of float32, and dc as large (sweeps.py). Products this large run at the rate of the tensor cores.
+GPU_ROWS, GPU_COLUMNS = 4096, 8192
+# Whether "auto" is the fused kernel where neither gradients nor ranks are wanted. Predicted for the shape of README.md:
+# 17 to 19 ms, and 15 to 16 for tiles. One figure of a GPU will decide.
+FUSED_WITHOUT_GRADIENTS = True
 
 
 class Plan(NamedTuple):
-    """How a call is cut into tiles, and how many bytes of them forward keeps."""
+    """How a call is cut into tiles, how many bytes of them forward keeps (None: by default), and what factors are."""
 
     rows: int
     columns: int
-    keep: int
+    keep: int | None
     passes: str
+    compute: torch.dtype
 
 
-def plan(hidden: Tensor, passes: Passes, keep_bytes: int | None, *, graph: bool, ranked: bool) -> Plan:
+def plan(head: Operands, passes: Passes, keep_bytes: int | None, *, graph: bool, ranked: bool) -> Plan:
     """By devices and arguments only, never by a measurement: the same call always takes the same road."""
     if passes == "auto":
-        passes = "triton" if graph or ranked else "fused"
-    on_gpu = hidden.device.type == "cuda"
-    rows, columns, keep = (GPU_ROWS, GPU_COLUMNS, GPU_KEEP) if on_gpu else (ROWS, COLUMNS, KEEP)
-    keep = keep if keep_bytes is None else keep_bytes
-    return Plan(rows, columns, keep if graph and passes != "fused" else 0, passes)
+        # The fused kernel reads W as it is: of one in another dtype it would need a rounded copy.
+        fused = FUSED_WITHOUT_GRADIENTS and head.weight.dtype == head.compute
+        passes = "fused" if fused and not graph and not ranked else "triton"
+    rows, columns = (GPU_ROWS, GPU_COLUMNS) if head.hidden.device.type == "cuda" else (ROWS, COLUMNS)
+    return Plan(rows, columns, keep_bytes if graph and passes != "fused" else 0, passes, head.compute)
 
 
 def linear_logprob(
@@ -78,6 +83,7 @@ def linear_logprob(
     top_k: int | None = None,
     keep_bytes: int | None = None,
     main_grad: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
     passes: Passes = "torch",
 ) -> MoreLogprobs:
     """The contract of ``kernels.linear_logprob``.
@@ -86,14 +92,15 @@ def linear_logprob(
         vocab: how many of these rows of W are not padding.
         passes: "auto" is "triton", or "fused" where neither gradients nor a ranking are wanted.
     """
-    hidden, weight, *others = operands(hidden, head, accumulation_dtype(hidden.dtype))
+    given = operands(hidden, head, compute_dtype)
+    hidden, weight, *others, _ = given
     columns = target if target.ndim == 2 else target[:, None]
     inputs = (hidden, weight, columns, *others, per_row(temperature, hidden))
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     extras = "mean_logprob" in outputs, "log_sum_squares" in outputs
     ranked = "rank" in outputs, max(top_k or 0, int("top1" in outputs))
     start, group = (0, None) if head.shard is None else (head.shard.start, head.shard.group.group_name)
-    how = plan(hidden, passes, keep_bytes, graph=graph, ranked=any(ranked))
+    how = plan(given, passes, keep_bytes, graph=graph, ranked=any(ranked))
     constants = head.scale, head.softcap, vocab, start, group
     results = _forward(*inputs, main_grad, *constants, *extras, *ranked, *how)
     logprob, entropy, logsumexp, mean, squares, *_, rank, ids, likeliest = results
@@ -109,7 +116,7 @@ def linear_logprob(
     )
 
 
-@torch.library.custom_op("burnish::tiled_linear_logprob", mutates_args=())
+@torch.library.custom_op("burnish::tiled_linear_logprob", mutates_args=(), tags=WAITS)
 def _forward(
     hidden: Tensor,
     weight: Tensor,
@@ -130,25 +137,24 @@ def _forward(
     top_k: int,
     rows: int,
     columns: int,
-    keep: int,
+    keep: int | None,
     passes: str,
+    compute: torch.dtype,
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:
     """The fields of ``Softmax``, what is kept for backward and its tops (``Tiles``), and what a ``Ranking`` gives."""
-    check_temperature("linear_logprob", temperature)
-    if group is None:
-        check_target("linear_logprob", target, vocab)
+    check_values("linear_logprob", target if group is None else None, vocab, temperature)
     target = _from(start, target)
     transform = Transform.of(scale, softcap, temperature, hidden)
-    head = Operands(factors(hidden), weight, bias, low, up)
-    kept, tops = _space(hidden, vocab, columns, keep, passes)
+    head = Operands(hidden, weight, bias, low, up, compute).rounded()
+    kept, tops = _space(hidden, vocab, columns, keep, passes, compute)
     ranking = Ranking(head, top_k, target[:, 0] if rank else None, vocab, group)
     if passes == "fused":
         from . import triton_forward
 
         asked: Any = {"transform": transform, "vocab": vocab, "mean": mean, "squares": squares}
-        state = triton_forward.accumulate(*head[:2], target, bias=bias, low=low, up=up, **asked)
+        state = triton_forward.accumulate(head.columns(slice(vocab)), target, **asked)
     else:
         state = State.start(target, tops, mean, squares)
         place = Tiles(kept, rows, vocab, tops if passes == "triton" else None)
@@ -163,22 +169,25 @@ def _forward(
 
 @_forward.register_fake
 def _(hidden: Tensor, weight: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *_, vocab, _, _, mean, squares, rank, top_k, _, columns, keep, passes = rest
+    *_, vocab, _, _, mean, squares, rank, top_k, _, columns, keep, passes, compute = rest
     n = target.shape[0]
     softmax = Softmax.empty(target, hidden, mean, squares)
     ranks, ids, likeliest = target.new_empty(n if rank else 0), target.new_empty(n, top_k), (n, top_k)
-    return *softmax, *_space(hidden, vocab, columns, keep, passes), ranks, ids, softmax.entropy.new_empty(likeliest)
+    space = _space(hidden, vocab, columns, keep, passes, compute)
+    return *softmax, *space, ranks, ids, softmax.entropy.new_empty(likeliest)
 
 
-def _space(hidden: Tensor, vocab: int, columns: int, keep: int, passes: str) -> tuple[Tensor, Tensor]:
+def _space(
+    hidden: Tensor, vocab: int, columns: int, keep: int | None, passes: str, compute: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Room for the tiles that are kept, and for their tops: none where c itself is kept."""
     exact = accumulation_dtype(hidden.dtype)
-    halved = passes == "triton" and factors(hidden[:0]).dtype != exact
-    kept = room(hidden, vocab, columns, keep, torch.bfloat16 if halved else exact)
+    keep = keep_by_default(hidden.device, KEEP) if keep is None else keep
+    kept = room(hidden, vocab, columns, keep, factor_dtype(hidden, compute) if passes == "triton" else exact)
     return kept, hidden.new_empty(kept.shape[0] if passes == "triton" else 0, hidden.shape[0], dtype=exact)
 
 
-@torch.library.custom_op("burnish::tiled_linear_logprob_backward", mutates_args=())
+@torch.library.custom_op("burnish::tiled_linear_logprob_backward", mutates_args=(), tags=WAITS)
 def _backward(
     upstream: list[Tensor | None],
     softmax: list[Tensor],
@@ -198,11 +207,12 @@ def _backward(
     rows: int,
     columns: int,
     passes: str,
+    compute: torch.dtype,
     needed: list[bool],
 ) -> list[Tensor]:
     """The gradients of hidden, weight, bias, low, up and temperature, those of them that are needed."""
     call = Call(Transform.of(scale, softcap, temperature, hidden), vocab, rows, columns, passes, group)
-    head = Operands(hidden, weight, bias, low, up)
+    head = Operands(hidden, weight, bias, low, up, compute)
     return _needed(
         gradients(upstream, Softmax(*softmax), kept, head, _from(start, target), call, needed), head, temperature
     )
@@ -216,7 +226,7 @@ def _(upstream: list[Tensor | None], softmax: list[Tensor], kept: list[Tensor], 
     ]
 
 
-@torch.library.custom_op("burnish::tiled_linear_logprob_backward_into", mutates_args=("main_grad",))
+@torch.library.custom_op("burnish::tiled_linear_logprob_backward_into", mutates_args=("main_grad",), tags=WAITS)
 def _backward_into(
     main_grad: Tensor,
     upstream: list[Tensor | None],
@@ -237,11 +247,12 @@ def _backward_into(
     rows: int,
     columns: int,
     passes: str,
+    compute: torch.dtype,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``_backward`` of all but the weight, empty where not needed; that of the weight is added to ``main_grad``."""
     call = Call(Transform.of(scale, softcap, temperature, hidden), vocab, rows, columns, passes, group)
-    head = Operands(hidden, weight, bias, low, up)
+    head = Operands(hidden, weight, bias, low, up, compute)
     found = gradients(upstream, Softmax(*softmax), kept, head, _from(start, target), call, needed, main_grad)
     inputs = (hidden, bias, low, up, temperature)
     pairs = zip((found[0], *found[2:]), inputs, strict=True)
@@ -265,13 +276,13 @@ def _from(start: int, target: Tensor) -> Tensor:
 
 def _needed(grads: list[Tensor | None], head: Operands, temperature: Tensor | None) -> list[Tensor]:
     """Those that there are, each in the dtype of its input."""
-    pairs = zip(grads, (*head, temperature), strict=True)
+    pairs = zip(grads, (*head[:5], temperature), strict=True)
     return [grad.to(like.dtype) for grad, like in pairs if grad is not None and like is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.main_grad = inputs[:8]
-    ctx.constants = *inputs[8:13], *inputs[17:19], inputs[20]
+    ctx.constants = *inputs[8:13], *inputs[17:19], *inputs[20:]
     ctx.set_materialize_grads(False)  # None for an output nobody used
     ctx.mark_non_differentiable(*output[OUTPUTS:])
     ctx.save_for_backward(*output[: SAVED + 2], *tensors)
@@ -288,7 +299,7 @@ def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, 
     else:
         grads = iter(_backward(*saved, *ctx.constants, needed))
     hidden, weight, *others = (next(grads) if n else None for n in needed)
-    return hidden, weight, None, *others, *(None,) * 14
+    return hidden, weight, None, *others, *(None,) * 15
 
 
 _forward.register_autograd(_apply_backward, setup_context=_setup_context)

@@ -29,36 +29,48 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .checks import check_temperature
+from .checks import check_values
 from .divergence_tiles import LEVEL, fold, mix, pull
 from .head import Head, accumulation_dtype
-from .operands import Gradients, Operands, Tiles, factors, operands, room
-from .sweeps import live_rows, spread, unit_of
-from .tiles import NEVER, Transform, no_second_derivative, per_row, run, spans, worth_compiling
+from .operands import Gradients, Operands, Tiles, buffer, keep_by_default, operands, room
+from .sweeps import live_rows, rows_at_once, spread
+from .tiles import (
+    NEVER,
+    WAITS,
+    Transform,
+    no_second_derivative,
+    per_row,
+    run,
+    spans,
+    vocabulary_spans,
+    worth_compiling,
+)
 
 ROWS, COLUMNS = 1024, 1024  # 4 MB of float32 for each head: two tiles and their temporaries fit into 32 MB of cache
 # On a GPU 64 MB for each head, and dc of half of that: a product of 512 blocks of 128 × 256 is four full waves.
 GPU_ROWS, GPU_COLUMNS = 4096, 4096
-KEEP, GPU_KEEP = 2**26, 2**30  # bytes of logits, of both heads together, that a pass leaves for the next
+KEEP = 2**26  # bytes of logits, of both heads together, that a pass leaves for the next; of a GPU see keep_by_default
 
 Passes = Literal["torch", "triton"]
 T = TypeVar("T")
 
 
 class Plan(NamedTuple):
-    """How a call is cut into tiles, how many bytes of each head's are kept, and whose passes go over them."""
+    """How a call is cut into tiles, how many bytes of both heads' are kept (None: by default), whose passes go over
+    them, and what the factors of either head are rounded to."""
 
     rows: int
     columns: int
-    keep: int
+    keep: int | None
     passes: str
+    compute: torch.dtype
+    teacher_compute: torch.dtype
 
 
-def plan(hidden: Tensor, passes: Passes, keep_bytes: int | None, *, again: bool) -> Plan:
+def plan(student: Operands, teacher: Operands, passes: Passes, keep_bytes: int | None, *, again: bool) -> Plan:
     """By device and arguments only: the same call always takes the same road. ``again``: another pass will follow."""
-    on_gpu = hidden.device.type == "cuda"
-    rows, columns, keep = (GPU_ROWS, GPU_COLUMNS, GPU_KEEP) if on_gpu else (ROWS, COLUMNS, KEEP)
-    return Plan(rows, columns, (keep if keep_bytes is None else keep_bytes) // 2 if again else 0, passes)
+    rows, columns = (GPU_ROWS, GPU_COLUMNS) if student.hidden.device.type == "cuda" else (ROWS, COLUMNS)
+    return Plan(rows, columns, keep_bytes if again else 0, passes, student.compute, teacher.compute)
 
 
 def linear_divergence(
@@ -71,15 +83,16 @@ def linear_divergence(
     temperature: float | Tensor,
     vocab: int,
     keep_bytes: int | None = None,
+    compute_dtype: torch.dtype | None = None,
     passes: Passes = "torch",
 ) -> Tensor:
     """The contract of ``kernels.linear_divergence``."""
-    dtype = accumulation_dtype(student_hidden.dtype)
-    trained, fixed = operands(student_hidden, student, dtype), operands(teacher_hidden, teacher, dtype)
-    graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
-    how = plan(student_hidden, passes, keep_bytes, again=graph or 0 < beta < 1)
+    trained = operands(student_hidden, student, compute_dtype)
+    fixed = operands(teacher_hidden, teacher, compute_dtype)
+    graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained[:5])
+    how = plan(trained, fixed, passes, keep_bytes, again=graph or 0 < beta < 1)
     constants = student.scale, student.softcap, teacher.scale, teacher.softcap, beta, vocab
-    divergence: Tensor = _forward(*trained, *fixed, per_row(temperature, student_hidden), *constants, *how)[0]
+    divergence: Tensor = _forward(*trained[:5], *fixed[:5], per_row(temperature, student_hidden), *constants, *how)[0]
     return divergence
 
 
@@ -114,7 +127,7 @@ class _Call(NamedTuple):
         return tile.shape[1] == self.plan.columns and worth_compiling(tile, len(self.student.hidden) * self.vocab)
 
 
-@torch.library.custom_op("burnish::tiled_linear_divergence", mutates_args=())
+@torch.library.custom_op("burnish::tiled_linear_divergence", mutates_args=(), tags=WAITS)
 def _forward(
     hidden: Tensor,
     weight: Tensor,
@@ -135,13 +148,15 @@ def _forward(
     vocab: int,
     rows: int,
     columns: int,
-    keep: int,
+    keep: int | None,
     passes: str,
+    compute: torch.dtype,
+    teacher_compute: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The divergence, what is ``known`` of the rows (divergence_tiles.py), and the tiles of both heads that stay."""
-    check_temperature("linear_divergence", temperature)
-    how = Plan(rows, columns, keep, passes)
-    kept = room(hidden, vocab, columns, keep), room(hidden, vocab, columns, keep)
+    check_values("linear_divergence", None, vocab, temperature)
+    how = Plan(rows, columns, keep, passes, compute, teacher_compute)
+    kept = _space(hidden, vocab, columns, keep), _space(hidden, vocab, columns, keep)
     teacher = teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_up
     constants = scale, softcap, teacher_scale, teacher_softcap
     call = _call((hidden, weight, bias, low, up), teacher, temperature, constants, kept, beta, vocab, how)
@@ -154,10 +169,16 @@ def _forward(
 
 @_forward.register_fake
 def _(hidden: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *_, vocab, _, columns, keep, _ = rest
+    *_, vocab, _, columns, keep, _, _, _ = rest
     dtype = accumulation_dtype(hidden.dtype)
-    kept = (room(hidden, vocab, columns, keep) for _ in range(2))
+    kept = (_space(hidden, vocab, columns, keep) for _ in range(2))
     return hidden.new_empty(hidden.shape[0], dtype=dtype), hidden.new_empty(hidden.shape[0], 5, dtype=dtype), *kept
+
+
+def _space(hidden: Tensor, vocab: int, columns: int, keep: int | None) -> Tensor:
+    """Room for the tiles of one head that stay: half of the bytes."""
+    keep = keep_by_default(hidden.device, KEEP) if keep is None else keep
+    return room(hidden, vocab, columns, keep // 2, accumulation_dtype(hidden.dtype))
 
 
 def _call(
@@ -172,16 +193,14 @@ def _call(
     only: Tensor | None = None,
 ) -> _Call:
     """``only`` ``[live]``: the rows that are worked on, if not all."""
-    exact = kept[0].dtype
 
     def pick(t: Any) -> Any:
         return t if t is None or only is None else t[only]
 
-    def head(hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None) -> Operands:
-        hidden = pick(hidden)
-        multiplied = factors(hidden)
-        in_16_bits = multiplied.dtype.itemsize == 2 and exact == torch.float32
-        return Operands(multiplied if in_16_bits else hidden.to(exact), weight, bias, pick(low), up)
+    def head(
+        compute: torch.dtype, hidden: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, up: Tensor | None
+    ) -> Operands:
+        return Operands(pick(hidden), weight, bias, pick(low), up, compute).rounded()
 
     scale, softcap, teacher_scale, teacher_softcap = constants
     temperature = pick(temperature)
@@ -190,7 +209,8 @@ def _call(
         Transform.of(teacher_scale, teacher_softcap, temperature, kept[0]),
     )
     places = Tiles(kept[0], how.rows, vocab, only=only), Tiles(kept[1], how.rows, vocab, only=only)
-    return _Call(head(*student), head(*teacher), places, transforms, beta, vocab, how)
+    both = head(how.compute, *student), head(how.teacher_compute, *teacher)
+    return _Call(*both, places, transforms, beta, vocab, how)
 
 
 def _p_and_q(student: T, teacher: T, beta: float) -> tuple[T, T]:
@@ -203,7 +223,7 @@ def _first_pass(call: _Call) -> Tensor:
     n, beta, gap = len(call.student.hidden), call.beta, call.beta in (0, 1)
     state = call.places[0].kept.new_zeros(n, 5)
     state[:, 0] = state[:, 2] = NEVER
-    for columns in spans(call.vocab, call.plan.columns):
+    for columns in vocabulary_spans(call.vocab, call.plan.columns, state.device):
         part = call.columns(columns)
         for rows in spans(n, call.plan.rows):
             p, q = _p_and_q(*part.tiles(rows, columns, seen=False), beta)
@@ -216,29 +236,30 @@ def _first_pass(call: _Call) -> Tensor:
                 state[rows] = run(fold, p, q, state[rows], to_z, to_w, gap, compiled=call.compiled(p))
     shift, total, other_shift, other_total, sum_of_gaps = state.unbind(1)
     divergence = sum_of_gaps / total - total.log() + other_total.log()
-    if _is_infinite(call):
-        divergence.fill_(torch.inf)
+    if (ruled_out := _ruled_out(call)) is not None:
+        divergence.masked_fill_(ruled_out, torch.inf)
     student, teacher = _p_and_q((shift, total.log()), (other_shift, other_total.log()), beta)
     return torch.stack((*student, *teacher, divergence), 1)
 
 
-def _is_infinite(call: _Call) -> bool:
-    """Whether Q forbids a token that P allows. In the tiles −inf is finite, see ``NEVER``, and capped it is anyway."""
+def _ruled_out(call: _Call) -> Tensor | None:
+    """Whether Q forbids a token that P allows, None if it can't. In the tiles −inf is finite, see ``NEVER``, and capped
+    it is anyway."""
     p, q = _p_and_q(call.student.bias, call.teacher.bias, call.beta)
     to_z, to_w = _p_and_q(*call.transforms, call.beta)
     if q is None or to_w.softcap is not None:
-        return False
+        return None
     ruled_out = q[: call.vocab].isneginf()
     if p is not None and to_z.softcap is None:
         ruled_out = ruled_out & ~p[: call.vocab].isneginf()
-    return bool(ruled_out.any())
+    return ruled_out.any()
 
 
 def _second_pass(call: _Call, known: Tensor) -> tuple[Tensor, Tensor]:
     """D and K of a mixture."""
     n, beta = len(call.student.hidden), call.beta
     sums = known.new_zeros(n, 2)
-    for columns in spans(call.vocab, call.plan.columns):
+    for columns in vocabulary_spans(call.vocab, call.plan.columns, known.device):
         part = call.columns(columns)
         for rows in spans(n, call.plan.rows):
             tiles = part.tiles(rows, columns, seen=True)
@@ -253,7 +274,7 @@ def _second_pass(call: _Call, known: Tensor) -> tuple[Tensor, Tensor]:
     return beta * from_teacher + (1 - beta) * from_student, from_student
 
 
-@torch.library.custom_op("burnish::tiled_linear_divergence_backward", mutates_args=())
+@torch.library.custom_op("burnish::tiled_linear_divergence_backward", mutates_args=(), tags=WAITS)
 def _backward(
     upstream: Tensor,
     known: Tensor,
@@ -279,44 +300,52 @@ def _backward(
     rows: int,
     columns: int,
     passes: str,
+    compute: torch.dtype,
+    teacher_compute: torch.dtype,
     needed: list[bool],
 ) -> list[Tensor]:
     """The gradients of hidden, weight, bias, low and up, those of them that are needed."""
     student, kept = (hidden, weight, bias, low, up), (student_kept, teacher_kept)
     teacher = teacher_hidden, teacher_weight, teacher_bias, teacher_low, teacher_up
-    constants, how = (scale, softcap, teacher_scale, teacher_softcap), Plan(rows, columns, 0, passes)
-    some = live_rows([upstream], len(hidden))
+    constants = scale, softcap, teacher_scale, teacher_softcap
+    how = Plan(rows, columns, 0, passes, compute, teacher_compute)
+    some, unit = live_rows([upstream], len(hidden), Operands(*student, compute), scale)
     only = None if some is None else some.rows
     call = _call(student, teacher, temperature, constants, kept, beta, vocab, how, only)
-    whole = _gradients(call, *((upstream, known) if only is None else (upstream[only], known[only])), needed)
+    whole = _gradients(call, *((upstream, known) if only is None else (upstream[only], known[only])), unit, needed)
     if only is not None:
         whole = whole._replace(hidden=spread(whole.hidden, some), low=spread(whole.low, some))
-    results = zip(whole, student, strict=True)
+    results = zip(whole[:5], student, strict=True)
     return [grad.to(like.dtype) for grad, like in results if grad is not None and like is not None]
 
 
-def _gradients(call: _Call, upstream: Tensor, known: Tensor, needed: Sequence[bool]) -> Gradients:
-    """Their sums over all tiles."""
-    n, beta, whole = len(upstream), call.beta, Gradients.zeros(call.student, needed)
+def _gradients(call: _Call, upstream: Tensor, known: Tensor, unit: float, needed: Sequence[bool]) -> Gradients:
+    """Their sums over all tiles; dc is in multiples of ``unit``."""
+    n, beta, head = len(upstream), call.beta, call.student
+    whole = Gradients.room(head, needed, call.vocab)
     gain = upstream * call.transforms[0].inner(upstream) * (1 - beta if 0 < beta < 1 else 1)
     known = known.clone()
     known[:, LEVEL].masked_fill_(gain == 0, 0)  # a row that no gradient arrives at has none, even if it diverges
-    unit = unit_of([gain], call.student.hidden.dtype)
     gain = gain / unit
-    buffer = call.student.hidden.new_empty(min(n, call.plan.rows) * min(call.vocab, call.plan.columns))
-    for columns in spans(call.vocab, call.plan.columns):
-        part, grads = call.columns(columns), whole.columns(columns, known.dtype)
-        for rows in spans(n, call.plan.rows):
-            tiles = part.tiles(rows, columns, seen=True)
-            dc = buffer[: tiles[0].numel()].view(tiles[0].shape)
-            here, (to_z, to_w) = (known[rows], gain[rows]), part.at(rows)
-            if call.plan.passes == "triton":
-                from . import triton_divergence
+    at_once = rows_at_once(head.hidden, call.plan.rows)
+    room = buffer(head.hidden, min(n, at_once), min(call.vocab, call.plan.columns), head.hidden.dtype)  # of dc
+    for columns in vocabulary_spans(call.vocab, call.plan.columns, known.device):
+        part, grads = call.columns(columns), whole.columns(columns, head, at_once=n <= at_once)
+        for block in spans(n, at_once):
+            dc = room[: block.stop - block.start, : columns.stop - columns.start]
+            for rows in spans(block.stop, call.plan.rows, block.start):
+                tiles, out = (
+                    part.tiles(rows, columns, seen=True),
+                    dc[rows.start - block.start : rows.stop - block.start],
+                )
+                here, (to_z, to_w) = (known[rows], gain[rows]), part.at(rows)
+                if call.plan.passes == "triton":
+                    from . import triton_divergence
 
-                triton_divergence.pull_(dc, *tiles, *here, to_z, to_w, beta)
-            else:
-                run(pull, dc, *tiles, *here, to_z, to_w, beta, compiled=call.compiled(dc))
-            grads.add_(dc, part.student, rows, unit)
+                    triton_divergence.pull_(out, *tiles, *here, to_z, to_w, beta)
+                else:
+                    run(pull, out, *tiles, *here, to_z, to_w, beta, compiled=call.compiled(out))
+            grads.add_(dc, part.student, block, columns, unit)
         whole.store_(columns, grads)
     return whole
 
@@ -328,8 +357,8 @@ def _(upstream: Tensor, known: Tensor, student_kept: Tensor, teacher_kept: Tenso
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *constants, _, passes = inputs[11:]
-    ctx.constants = *constants, passes
+    *constants, _, passes, compute, teacher_compute = inputs[11:]
+    ctx.constants = *constants, passes, compute, teacher_compute
     ctx.set_materialize_grads(False)  # else backward would begin with zeros in the size of all that was kept
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:], *inputs[:11])
@@ -338,7 +367,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _apply_backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     needed = list(ctx.needs_input_grad[:5])
     grads = iter([] if upstream is None else _backward(upstream, *ctx.saved_tensors, *ctx.constants, needed))
-    return *(next(grads, None) if n else None for n in needed), *(None,) * 16
+    return *(next(grads, None) if n else None for n in needed), *(None,) * 18
 
 
 _forward.register_autograd(_apply_backward, setup_context=_setup_context)

@@ -38,7 +38,9 @@ NEVER = -1e30
 IMPOSSIBLE = -1e20  # what is below this was NEVER, divided by a temperature
 # Compiling takes tens of seconds once and saves a nanosecond or two per logit of every call: here a tenth of a second.
 COMPILE_FROM = 2**26
+ALIGNED = 64  # columns: rows of tiles, and what is multiplied by tensor cores, begin at multiples of 16 bytes and more
 
+WAITS = (torch.Tag.cudagraph_unsafe,)  # operators that wait for the GPU can't be captured in a graph of launches
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -149,8 +151,17 @@ def per_row(temperature: float | Tensor, like: Tensor) -> Tensor | None:
     return None if temperature == 1.0 else like.new_full(like.shape[:1], temperature, dtype=dtype)
 
 
-def spans(length: int, widest: int) -> Iterator[slice]:
-    return (slice(start, min(start + widest, length)) for start in range(0, length, widest))
+def spans(stop: int, widest: int, start: int = 0) -> Iterator[slice]:
+    return (slice(first, min(first + widest, stop)) for first in range(start, stop, widest))
+
+
+def vocabulary_spans(vocab: int, widest: int, device: torch.device) -> Iterator[slice]:
+    """Spans of the vocabulary. On a GPU what makes the last one ragged is one of its own, so that the slow products of
+    ragged matrices are small."""
+    ragged = vocab % ALIGNED if device.type == "cuda" else 0
+    yield from spans(vocab - ragged, widest)
+    if ragged:
+        yield slice(vocab - ragged, vocab)
 
 
 def fold(tile: Tensor, column: Tensor, state: State, transform: Transform) -> State:

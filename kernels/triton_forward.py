@@ -11,15 +11,15 @@ and walk through W side by side. h is read once, W once per group: at N = 8192, 
 67 MB + 4 × 1.24 GB, 1.2 ms of HBM time under 14 ms of products. From L2 a tile of 128 × 256 takes (128 + 256)·D
 numbers for 2·128·256·D operations, 85 a byte. Written: 12 bytes a row and span.
 
-Digits: products of 16-bit numbers are exact and summed in float32; those of float32 are computed in float32, never in
-TF32. z is kept in nats, not in units of log 2: at |z| = 1000, rounding z·log₂e would cost 4e-5, and not rounding it
-costs one multiplication a logit. The target's z is picked from the tile, so it has the very bits that went into S.
+Digits: products of 16-bit numbers are exact and summed in float32; those of float32 are computed in float32, in TF32
+only where ``torch.set_float32_matmul_precision`` has it so, as those of torch. z is kept in nats, not in units of log
+2: at |z| = 1000, rounding z·log₂e would cost 4e-5, and not rounding it costs one multiplication a logit. The target's z
+is picked from the tile, so it has the very bits that went into S.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import tiles
+from .operands import Operands
 from .tiles import State, Transform
 from .triton_tiles import finite, tanh
 
@@ -120,7 +121,7 @@ def _forward_kernel(
     rows, vocab, splits, span, group,
     hidden_stride, hidden_column_stride, weight_stride, weight_column_stride,
     D: tl.constexpr, RANK: tl.constexpr, TARGETS: tl.constexpr, MEAN: tl.constexpr, SQUARES: tl.constexpr,
-    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, WIDEN: tl.constexpr,
+    RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """One block of rows, one span of the vocabulary: ``sums[split, :, row]`` and the targets that are in the span."""
@@ -147,14 +148,12 @@ def _forward_kernel(
         for k in tl.range(0, D, DEPTH):
             h = _block(hidden, first_row, k, rows, hidden_stride, hidden_column_stride, D, ROWS, DEPTH, DESCRIBED)
             w = _block(weight, first, k, vocab, weight_stride, weight_column_stride, D, COLUMNS, DEPTH, DESCRIBED)
-            if WIDEN:
-                h, w = h.to(tl.float32), w.to(tl.float32)
-            c = tl.dot(h, w.T, c, input_precision="ieee")
+            c = tl.dot(h, w.T, c, input_precision=PRECISION)
         if RANK > 0:
             for k in tl.range(0, RANK, 16, num_stages=1):
                 u = _block(low_ptr, first_row, k, rows, RANK, 1, RANK, ROWS, 16, False)
                 b = _block(up_ptr, first, k, vocab, RANK, 1, RANK, COLUMNS, 16, False)
-                c = tl.dot(u, b.T, c, input_precision="ieee")
+                c = tl.dot(u, b.T, c, input_precision=PRECISION)
         present = tl.max(((target >= first) & (target < first + COLUMNS)).to(tl.int32), 0) > 0
         # Four quarters, one after the other: the temporaries of a whole tile do not fit into the registers.
         left, right = _halves(c)
@@ -215,39 +214,25 @@ def launch(architecture: int | str, dtype: torch.dtype, *, aligned: bool, plain:
     return Launch(128, 128, 32, 8, 2, False)  # 64 kB of shared memory
 
 
-def accumulate(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None,
-    low: Tensor | None,
-    up: Tensor | None,
-    transform: Transform,
-    vocab: int,
-    mean: bool,
-    squares: bool,
-) -> State:
+def accumulate(head: Operands, target: Tensor, *, transform: Transform, vocab: int, mean: bool, squares: bool) -> State:
     """``tiles.State`` after the whole vocabulary.
 
     Args:
-        hidden: h ``[N, D]``, weight: W ``[V, D]``, in 16 bits or float32.
+        head: in the dtype that it is multiplied in, see ``Operands.columns``.
         target: int64 ``[N, k]``; one outside ``[0, vocab)`` is not here, and its z is 0.
-        bias: ``[V]``. low, up: u ``[N, r]`` and B ``[V, r]``.
         mean, squares: whether X and n, and Q, are summed up too.
     """
+    hidden, weight, bias, low, up, _ = head
     n, width = hidden.shape
     state = State.start(target, hidden.new_empty(0, dtype=torch.float32), mean, squares)
     if n == 0 or vocab == 0:
         return state
     machine = Machine.of(hidden)
-    low, up = factors(low, up, vocab, exact=machine.architecture == "interpreter" or weight.dtype == torch.float32)
-    hidden, weight = hidden.to(machine.dtype(hidden.dtype)), weight.to(machine.dtype(weight.dtype))
-    widen = hidden.dtype != weight.dtype
+    low, up = padded(low), padded(up)
     aligned = _aligned(hidden) and _aligned(weight)
-    described = machine.descriptors and aligned and not widen
+    described = machine.descriptors and aligned
     plain = low is None and target.shape[1] == 1
-    tile = launch(machine.architecture, torch.float32 if widen else hidden.dtype, aligned=aligned, plain=plain)
+    tile = launch(machine.architecture, hidden.dtype, aligned=aligned, plain=plain)
     blocks = triton.cdiv(n, tile.rows)
     splits, span = schedule(blocks, triton.cdiv(vocab, tile.columns), machine.processors)
     sums = hidden.new_empty(splits, 3 + 2 * mean + squares, n, dtype=torch.float32)
@@ -259,7 +244,7 @@ def accumulate(
             TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]) if described else hidden,
             TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]) if described else weight,
             target.contiguous(),
-            bias if bias is None else bias.to(machine.dtype(bias.dtype)).contiguous(),
+            bias if bias is None else bias.contiguous(),
             low,
             up,
             None if transform.temperature is None else transform.temperature.contiguous(),
@@ -279,7 +264,7 @@ def accumulate(
             SQUARES=squares,
             RAGGED=vocab % tile.columns != 0,
             DESCRIBED=described,
-            WIDEN=widen,
+            PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             DEPTH=tile.depth,
@@ -321,32 +306,9 @@ def schedule(blocks: int, tiles: int, slots: int) -> tuple[int, int]:
     return -(-tiles // span), span
 
 
-def factors(low: Tensor | None, up: Tensor | None, vocab: int, *, exact: bool) -> tuple[Tensor | None, Tensor | None]:
-    """u and B as further columns of h and W, padded with zeros to a multiple of 16.
-
-    Beside 16-bit h and W they are sums of bf16 parts, so that tensor cores multiply them, u = u₀ + u₁ + u₂: each part
-    holds 8 bits more, and u·Bᵀ = Σ uᵢ·Bⱼᵀ over i + j < 3, with an error of 2⁻²⁴.
-    """
-    if low is None or up is None:
-        return None, None
-    up = up[:vocab]
-    if exact:
-        columns = [(low.float(), up.float())]
-    else:
-        pairs = itertools.product(enumerate(_parts(low)), enumerate(_parts(up)))
-        columns = [(u, b) for (i, u), (j, b) in pairs if i + j < 3]
-    u, b = (torch.cat(parts, 1) for parts in zip(*columns, strict=True))
-    padding = 0, -u.shape[1] % 16
-    return F.pad(u, padding), F.pad(b, padding)
-
-
-def _parts(x: Tensor) -> list[Tensor]:
-    """bf16 tensors with the sum x."""
-    parts, rest = [], x.float()
-    for _ in range({torch.bfloat16: 1, torch.float16: 2}.get(x.dtype, 3)):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1].float()
-    return parts
+def padded(factor: Tensor | None) -> Tensor | None:
+    """u or B with as many more columns of zeros as the kernel's steps of 16 need."""
+    return None if factor is None else F.pad(factor, (0, -factor.shape[1] % 16))
 
 
 class Machine(NamedTuple):
@@ -366,10 +328,6 @@ class Machine(NamedTuple):
         else:  # compiling for a machine that is not there
             processors = PROCESSORS[architecture]
         return cls(architecture, processors, isinstance(architecture, int) and architecture >= 90)
-
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The interpreter does not know bfloat16."""
-        return torch.float32 if self.architecture == "interpreter" and dtype == torch.bfloat16 else dtype
 
 
 PROCESSORS = {80: 108, 90: 132, 100: 148, "gfx942": 304}

@@ -5,9 +5,10 @@
     fold_:  m, S = Σ eˣ, M = Σ x·eˣ and, if asked for, X = Σ x, n and Q = Σ e²ˣ, brought up to date, and the targets' z
     pull_:  dz = eˣ·(level + slope·x + bend·eˣ) + flat,  dc = dz·cap′(scale·c) + Σ_j 1[column_j = v]·gain_j
 
-Moved, for a tile in b bytes per logit: fold_ reads b·n·columns; what backward keeps is written from a second reading of
-the row, which by then is in the cache. pull_ reads b·n·columns and writes as many of its output's. All else is per row.
-So a caller's own logits ``[N, V]`` are one tile: one reading forward, one reading and one writing backward.
+Moved, for a tile in b bytes per logit: fold_ reads b·n·columns; what backward keeps is written from the registers of a
+row that one block holds, else from a second reading of it. pull_ reads b·n·columns and writes as many of its output's.
+All else is per row. So a caller's own logits ``[N, V]`` are one tile: one reading forward, one reading and one writing
+backward.
 
 What is kept is z − (largest z of this row in this tile), in 16 bits: absolute errors are then smallest where the
 probability is largest, whereas c itself in 16 bits is wrong by its last digit just where it matters.
@@ -31,6 +32,7 @@ from .tiles import State, Transform, Upstream
 NEVER = tl.constexpr(tiles.NEVER)
 IMPOSSIBLE = tl.constexpr(tiles.IMPOSSIBLE)
 LOG2E = tl.constexpr(1.4426950408889634)
+MOST_KEPT = 8192  # columns of a row that are kept from the registers of 16 warps
 
 
 @triton.jit
@@ -102,6 +104,7 @@ def _fold_kernel(
     targets,
     kept_stride: tl.int64,
     tile_stride: tl.int64,
+    WHOLE: tl.constexpr,  # a row is one block
     BLOCK: tl.constexpr,
     TARGETS: tl.constexpr,
 ):
@@ -127,6 +130,9 @@ def _fold_kernel(
         highest = tl.max(z, 0)
         if kept_ptr is not None:
             top = tl.maximum(top, highest)
+            if WHOLE:
+                below = tl.where(z > IMPOSSIBLE, z - highest, float("-inf"))  # NEVER is not in float16
+                tl.store(kept_ptr + row * kept_stride + column, below.to(kept_ptr.dtype.element_ty), inside)
         drop = tl.minimum(shift - highest, 0.0)
         shift = tl.maximum(shift, highest)
         decay = tl.exp2(drop * LOG2E)
@@ -156,13 +162,14 @@ def _fold_kernel(
         z = tempered(tl.load(tile_ptr + place, here, 0.0), inner, outer, temperature_ptr, softcap)
         tl.store(chosen_ptr + row * targets + target, z, here)
     if kept_ptr is not None:
-        kept_ptr += row * kept_stride
         tl.store(top_ptr + row, top)
+    if kept_ptr is not None and not WHOLE:
+        kept_ptr += row * kept_stride
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < columns
             z = tempered(tl.load(tile_ptr + column, inside, float("-inf")), inner, outer, temperature_ptr, softcap)
-            x = tl.where(z > IMPOSSIBLE, z - top, float("-inf"))  # NEVER is not in float16
+            x = tl.where(z > IMPOSSIBLE, z - top, float("-inf"))
             tl.store(kept_ptr + column, x.to(kept_ptr.dtype.element_ty), inside)
 
 
@@ -248,14 +255,14 @@ class Launch(NamedTuple):
     warps: int
 
 
-def launch(columns: int) -> Launch:
+def launch(columns: int, most: int = 4096) -> Launch:
     """How many logits of a row a program takes at a time, and with how many warps: 16 per thread.
 
     They arrive in two to four of a thread's widest loads and leave the usual passes at 32 to 48 registers, so that some
     50 (16 bits) to 100 kB (float32) are under way in a multiprocessor, twice what memory needs to be busy; 32 of them
     took up to 226 registers.
     """
-    block = min(max(triton.next_power_of_2(columns), 128), 4096)  # short rows: no idle warps; long ones: 8 warps
+    block = min(max(triton.next_power_of_2(columns), 128), most)  # short rows: no idle warps; long ones: 8 warps
     return Launch(block, max(1, block // 512))
 
 
@@ -272,7 +279,7 @@ def fold_(
         return
     shifted, top = kept or (None, None)
     assert all(sums is None or sums.is_contiguous() for sums in (*state, top))
-    targets, (block, warps) = column.shape[1], launch(columns)
+    targets, (block, warps) = column.shape[1], launch(columns, 4096 if shifted is None else MOST_KEPT)
     with torch.cuda.device_of(tile):
         _fold_kernel[(n,)](
             *state,
@@ -287,6 +294,7 @@ def fold_(
             targets,
             0 if shifted is None else shifted.stride(0),
             tile.stride(0),
+            WHOLE=columns <= block,
             BLOCK=block,
             TARGETS=min(triton.next_power_of_2(max(targets, 1)), 128),
             num_warps=warps,

@@ -1,8 +1,9 @@
 """The fused output head: hidden states in, log-probs of the targets out, no logits in between.
 
-`fuse` gives a model's output embedding two more ways to be called, ``head(hidden, target=...)`` and
-``head(hidden, lesson=...)``. It stays the same module with the same parameters under the same names, so hooks of DDP
-and FSDP fire, tied weights stay tied, and the model saves, loads and generates as before.
+`fuse` gives a model's output embedding more ways to be called: ``head(hidden, target=...)``, ``head(hidden,
+lesson=...)`` and, to draw from, ``head(hidden, exact_logits=True)``. All of them round the same factors
+(`burnish.kernels`). It stays the same module with the same parameters under the same names, so hooks of DDP and FSDP
+fire, tied weights stay tied, and the model saves, loads and generates as before.
 
 What it is made of is looked up at every call: peft switches adapters, disables and merges them, and weights that are
 sharded (FSDP) are whole only within the call.
@@ -29,10 +30,10 @@ from ..kernels import (
     Shard,
     linear_divergence,
     linear_gather_logprob,
+    linear_logits,
     linear_logprob,
     logits_logprob,
 )
-from ..kernels.reference import head_logits
 from ..objectives import generalized_jsd, with_tail
 
 log = logging.getLogger(__name__)
@@ -105,8 +106,7 @@ class Lesson:
         if self.logits is not None:
             return self.logits
         assert self.hidden is not None and self.head is not None
-        precision = torch.promote_types(self.hidden.dtype, torch.float32)
-        return head_logits(self.hidden, self.head, len(self.head.weight), precision)
+        return linear_logits(self.hidden, self.head)
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         precision = torch.promote_types(logits.dtype, torch.float32)
@@ -135,8 +135,9 @@ _REPLICATED = {kind: type(kind.__name__, (_Replicated, kind), {}) for kind in (L
 
 
 def fuse(head: nn.Module, transform: Transform, backend: Backend, keep_bytes: int | None = None) -> None:
-    """Teach ``head`` to answer ``head(hidden, target=..., temperature=...)`` with `Logprobs`, and
-    ``head(hidden, lesson=...)`` with the `Divergence` from a teacher.
+    """Teach ``head`` to answer ``head(hidden, target=..., temperature=...)`` with `Logprobs`, ``head(hidden,
+    lesson=...)`` with the `Divergence` from a teacher, and ``head(hidden, exact_logits=True)`` with logits [N, V] in
+    float32.
 
     If its vocabulary is split over ranks, by torch's `ColwiseParallel` or the tensor parallelism of transformers, every
     rank gets the answer for the whole vocabulary.
@@ -166,12 +167,13 @@ def _forward(
     temperature: float | Tensor = 1.0,
     outputs: tuple[Extra, ...] = (),
     lesson: Lesson | None = None,
+    exact_logits: bool = False,
 ) -> Any:
     def logits() -> Tensor:
         computed: Tensor = type(head).forward(head, hidden, *args) if own is None else own(hidden, *args)
         return computed
 
-    if target is None and lesson is None:
+    if target is None and lesson is None and not exact_logits:
         return logits()
     how: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
     compute: Any  # the overloads of what it is can't be told apart here
@@ -180,10 +182,14 @@ def _forward(
     except CannotFuse as reason:  # peft has switched to another adapter since the head was fused
         _warn(str(reason))
         full, compute = transform(logits()), logits_logprob
+        if exact_logits:
+            return full
         return Divergence(lesson.divergence(full)) if lesson is not None else compute(full, target, **how)
     # transformers' tensor parallelism marks its modules so: their plain hidden states are the same on all ranks.
     shard = _shard(parts.weight, hidden, parallel=any(hasattr(part, "_is_hooked") for part in head.modules()))
     here = _local(hidden)
+    if exact_logits:
+        return linear_logits(here, _given(parts, transform, _whole))
     if lesson is not None and lesson.top_k is None:
         given = _given(parts, transform, _whole)
     else:

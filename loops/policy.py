@@ -130,8 +130,10 @@ class Policy(Backbone):
             dense: give logits, for a student that can't do with less.
         """
         rows = self.arranged(batch.examples, self.layout)
-        if dense or not self.fused:
+        if not self.fused:
             return Lesson(beta, temperature, logits=self.own_output(rows))
+        if dense:
+            return Lesson(beta, temperature, logits=self.logits(self.hidden(rows)))
         return Lesson(beta, temperature, hidden=self.hidden(rows), head=operands(self.head, self.transform))
 
     @torch.no_grad()
@@ -140,9 +142,17 @@ class Policy(Backbone):
         rows = self.arranged(batch.examples, self.layout)
         found = []
         for part in torch.split(self.hidden(rows) if self.fused else self.own_output(rows), _CHUNK):
-            logits = (self._logits(part) if self.fused else part)[:, :vocab].float()
+            logits = (self.logits(part) if self.fused else part)[:, :vocab].float()
             found.append((logits / temperature).log_softmax(-1).topk(k))
         return torch.cat([best.indices for best in found]), torch.cat([best.values for best in found])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[tokens, V] in float32, without gradients, of hidden states [tokens, D]: those that log-probs are made of.
+
+        Only where the head is fused.
+        """
+        logits: Tensor = self.head(hidden, exact_logits=True)
+        return logits
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.transform(self.head(hidden))

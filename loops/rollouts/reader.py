@@ -88,8 +88,8 @@ class Reader:
         return found[:, -1] if at is None else found[row, at], caches
 
     def logits(self, states: Tensor) -> Tensor:
-        """[rows, V], without the rows that only pad the head's weight."""
-        found: Tensor = self.policy.transform(self.policy.head(states)) if self.policy.fused else states
+        """[rows, V] in float32 where the head is fused, without the rows that only pad the head's weight."""
+        found = self.policy.logits(states) if self.policy.fused else states
         return found[:, : self.vocab]
 
     def ids(self, texts: Sequence[Sequence[int]]) -> Tensor:

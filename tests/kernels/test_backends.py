@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import linear_logprob, logits_logprob, tiled
+from burnish.kernels import Head, linear_logprob, logits_logprob, tiled
+from burnish.kernels.operands import operands
 from heads import CASES, EXTRAS, OUTPUTS, assert_as_good_as_the_reference, head, in_dtype, leaves, measure
 from torch import Tensor
 
@@ -86,13 +87,15 @@ def test_logits_by_triton_are_as_close_to_float64_as_the_reference() -> None:
 
 
 def test_without_gradients_auto_writes_no_logits() -> None:
-    plain = torch.zeros(3, 4)
+    plain = operands(torch.zeros(3, 4), Head(torch.zeros(5, 4)))
     road = {"keep_bytes": None}
     assert tiled.plan(plain, "auto", **road, graph=False, ranked=False).passes == "fused"
     assert tiled.plan(plain, "auto", **road, graph=True, ranked=False).passes == "triton"
     assert tiled.plan(plain, "auto", **road, graph=False, ranked=True).passes == "triton"
     assert tiled.plan(plain, "triton", **road, graph=False, ranked=False).keep == 0
-    assert tiled.plan(plain, "triton", **road, graph=True, ranked=False).keep == tiled.KEEP
+    assert tiled.plan(plain, "triton", **road, graph=True, ranked=False).keep is None  # the device's own
+    rounded = plain._replace(compute=torch.bfloat16)  # of a weight in float32 there would have to be a copy
+    assert tiled.plan(rounded, "auto", **road, graph=False, ranked=False).passes == "triton"
 
 
 def test_ranks_need_tiles() -> None:

@@ -87,7 +87,7 @@ def test_a_budget_saves_products_and_no_bits_change(monkeypatch: pytest.MonkeyPa
 def test_a_main_gradient_takes_what_the_weight_would_get(dtype: torch.dtype) -> None:
     case = CASES["everything"] | {"outputs": EXTRAS}
     whole = in_dtype(in_dtype(case, dtype), torch.float32)
-    sum(t.sum() for t in linear_logprob(**whole)[:5]).backward()
+    sum(t.sum() for t in linear_logprob(**whole, compute_dtype=dtype)[:5]).backward()
     given, main_grad = in_dtype(case, dtype), torch.full_like(whole["weight"].detach(), 3.0)
     for _ in range(2):  # micro-batches: their gradients are added without rounding
         sum(t.sum() for t in linear_logprob(**given, main_grad=main_grad)[:5]).backward()

@@ -136,13 +136,18 @@ def test_a_checkpoint_computes_twice_and_changes_no_bit(function: Callable[..., 
     assert recomputed.names == [forward, forward, backward]
 
 
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 @each_function
-def test_autocast_changes_no_bit(function: Callable[..., Any]) -> None:
+def test_autocast_rounds_the_same_compiled_or_not(function: Callable[..., Any]) -> None:
     def cast(**given: Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return function(**given)
 
-    assert_equal(measure(cast, inputs(40)), measure(function, inputs(40)))
+    found = measure(cast, inputs(40))
+    assert_equal(measure(torch.compile(cast, fullgraph=True, backend="aot_eager"), inputs(40)), found)
+    plain = measure(function, inputs(40))
+    of_logits = function is from_logits  # logits are what they are
+    assert all(torch.equal(found[name], plain[name]) == of_logits for name in found if name.startswith("output"))
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself

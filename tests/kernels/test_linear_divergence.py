@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 import pytest
+import tensor_cores
 import torch
-from burnish.kernels import Head, linear_divergence, operands, tiled_divergence, tiles
+from burnish.kernels import Head, linear_divergence, tiled_divergence, tiles
 from burnish.kernels.head import Shard
 from pairs import (
     BETAS,
@@ -55,16 +56,9 @@ def test_tiles_of_real_size_are_exact_too(beta: float) -> None:
     assert_as_good_as_the_reference(problem(tiled_divergence.ROWS + 7, size), beta, torch.float32)
 
 
-def in_16_bits(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
-    """``operands.multiply_`` as tensor cores do it."""
-    assert a.dtype == b.dtype
-    out.copy_(alpha * (a.to(out.dtype) @ b.to(out.dtype)) + (beta * out if beta else 0))
-
-
 @pytest.fixture
 def products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_divergence, "factors", lambda hidden: hidden)
-    monkeypatch.setattr(operands, "multiply_", in_16_bits)
+    tensor_cores.emulate(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -431,11 +425,24 @@ def test_opcheck() -> None:
     )
     frozen = [t.detach() for t in student]
     rest = *(t.detach() for t in teacher), case["temperature"].detach(), 1.5, 4.0, 0.8, 6.0
+    dtypes = torch.float32, torch.float32
     for beta in (0.0, 0.5):
-        how = beta, 100, 24, 32, 20_000, "torch"
+        how = beta, 100, 24, 32, 20_000, "torch", *dtypes
         torch.library.opcheck(tiled_divergence._forward, (*student, *rest, *how))
         divergence, *known = (t.detach() for t in tiled_divergence._forward(*student, *rest, *how))
-        inputs = (divergence, *known, *frozen, *rest, beta, 100, 24, 32, "torch", [True, False, True, True, True])
+        inputs = (
+            divergence,
+            *known,
+            *frozen,
+            *rest,
+            beta,
+            100,
+            24,
+            32,
+            "torch",
+            *dtypes,
+            [True, False, True, True, True],
+        )
         torch.library.opcheck(tiled_divergence._backward, inputs)
 
 

@@ -272,14 +272,14 @@ def test_opcheck(case: str) -> None:
     constants = (a.get("scale", 1.0), a.get("softcap"), a.get("vocab", 100), 0, None)
     asked = [name in a.get("outputs", ()) for name in EXTRAS]
     road = (tiled.ROWS, tiled.COLUMNS)
-    arguments = (*inputs, None, *constants, *asked, target.shape[1] == 1, 3, *road, tiled.KEEP, "torch")
+    arguments = (*inputs, None, *constants, *asked, target.shape[1] == 1, 3, *road, tiled.KEEP, "torch", torch.float32)
     torch.library.opcheck(tiled._forward, arguments)
     results = [t.detach() for t in tiled._forward(*arguments)]
     softmax, kept = results[: tiled.SAVED], results[tiled.SAVED : tiled.SAVED + 2]
     upstream = [softmax[0], None, softmax[2], *(softmax[3 + i] if asked[i] else None for i in range(2))]
     needed = [isinstance(t, Tensor) for i, t in enumerate(inputs) if i != 2]
     frozen = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
-    backward = (upstream, softmax, kept, *frozen, *constants, *road, "torch", needed)
+    backward = (upstream, softmax, kept, *frozen, *constants, *road, "torch", torch.float32, needed)
     torch.library.opcheck(tiled._backward, backward)
     torch.library.opcheck(tiled._backward_into, (torch.zeros_like(frozen[1]), *backward))
 

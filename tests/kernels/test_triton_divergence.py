@@ -35,7 +35,7 @@ def four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("", "GPU_"):
         monkeypatch.setattr(tiled_divergence, f"{prefix}ROWS", 40)
         monkeypatch.setattr(tiled_divergence, f"{prefix}COLUMNS", 64)
-        monkeypatch.setattr(tiled_divergence, f"{prefix}KEEP", 2 * (63 * 64 * 4 + 1))
+    monkeypatch.setattr(tiled_divergence, "keep_by_default", lambda device, on_cpu: 2 * (63 * 64 * 4 + 1))
 
 
 def on_device(case: Any) -> Any:

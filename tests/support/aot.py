@@ -25,6 +25,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.10 has anothe
 import torch
 import triton
 from burnish.kernels import triton_divergence, triton_forward, triton_tiles
+from burnish.kernels.operands import Operands
 from burnish.kernels.tiles import State, Transform, Upstream
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -81,12 +82,15 @@ def rows(n: int, wanted: bool) -> Tensor | None:
 def forward(dtype: torch.dtype, width: int, full: bool, targets: int = 1) -> None:
     n, size, rank = 8192, 151936, 16
     triton_forward.accumulate(
-        absent(n, width, dtype=dtype),
-        absent(size, width, dtype=dtype),
+        Operands(
+            absent(n, width, dtype=dtype),
+            absent(size, width, dtype=dtype),
+            absent(size) if full else None,
+            absent(n, rank, dtype=dtype) if full else None,
+            absent(size, rank, dtype=dtype) if full else None,
+            dtype,
+        ),
         absent(n, targets, dtype=torch.int64),
-        bias=absent(size, dtype=dtype) if full else None,
-        low=absent(n, rank) if full else None,
-        up=absent(size, rank, dtype=dtype) if full else None,
         transform=transform(n, full),
         vocab=size - 100 if full else size,
         mean=full,
@@ -98,12 +102,12 @@ def transform(n: int, full: bool) -> Transform:
     return Transform(0.5, 30.0, absent(n)) if full else Transform(1.0, None, None)
 
 
-def fold(dtype: torch.dtype, full: bool) -> None:
-    n, columns = 2048, 4096
+def fold(dtype: torch.dtype, full: bool, kept: bool = False) -> None:
+    n, columns = 2048, 8192 if kept else 4096
     target = absent(n, 7 if full else 1, dtype=torch.int64)
     state = State.start(target, absent(0), full, full)
-    kept = (absent(n, columns, dtype=torch.bfloat16), absent(n)) if full else None
-    triton_tiles.fold_(absent(n, columns, dtype=dtype), target, state, transform(n, full), kept)
+    space = (absent(n, columns, dtype=torch.bfloat16), absent(n)) if kept else None
+    triton_tiles.fold_(absent(n, columns, dtype=dtype), target, state, transform(n, full), space)
 
 
 def pull(dtype: torch.dtype, full: bool) -> None:
@@ -139,7 +143,8 @@ CASES: dict[str, Callable[[], None]] = {
     "forward fp32 plain": lambda: forward(torch.float32, 2048, False),
     "fold bf16 plain": lambda: fold(torch.bfloat16, False),
     "fold fp32 plain": lambda: fold(torch.float32, False),
-    "fold fp32 everything": lambda: fold(torch.float32, True),
+    "fold fp32 kept": lambda: fold(torch.float32, False, kept=True),
+    "fold fp32 everything": lambda: fold(torch.float32, True, kept=True),
     "pull bf16 plain": lambda: pull(torch.bfloat16, False),
     "pull fp32 plain": lambda: pull(torch.float32, False),
     "pull fp32 everything": lambda: pull(torch.float32, True),

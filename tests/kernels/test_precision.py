@@ -1,0 +1,264 @@
+"""The precision policy: every pass rounds the same factors to the same dtype, and sums in float32."""
+
+from typing import Any
+
+import pytest
+import tensor_cores
+import torch
+from burnish.kernels import (
+    Head,
+    head,
+    linear_divergence,
+    linear_logits,
+    linear_logprob,
+    reference,
+    sweeps,
+    tiled,
+    tiles,
+)
+from heads import CASES, in_dtype, leaves
+from heads import head as head_of
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ["tiled", "triton", "fused", "reference"]
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for prefix in ("", "GPU_"):
+        monkeypatch.setattr(tiled, f"{prefix}ROWS", 24)
+        monkeypatch.setattr(tiled, f"{prefix}COLUMNS", 64)
+
+
+def autocast(dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> Any:
+    return torch.autocast(DEVICE, dtype=dtype, enabled=enabled)
+
+
+def on_device(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    def move(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(move, value))
+        return value.to(DEVICE) if isinstance(value, Tensor) else value
+
+    return in_dtype({name: move(value) for name, value in case.items()}, dtype)
+
+
+def wide(**changes: Any) -> dict[str, Any]:
+    """Logits of about ±4 from 1024 hidden features, where rounding to 16 bits is seen: 5e-3 of a log-prob."""
+    return head_of(20, 1024, 150, **changes)
+
+
+def exact(case: dict[str, Any], compute: torch.dtype) -> Tensor:
+    """Log-probs in float64, of factors that are rounded."""
+    weight, bias, adapter = case["weight"], case.get("bias"), case.get("adapter")
+    given = Head(weight.double(), bias, adapter=adapter)
+    options: dict[str, Any] = {"temperature": case.get("temperature", 1.0), "vocab": len(weight), "outputs": ()}
+    return reference.linear_logprob(
+        case["hidden"].double(), given, case["target"], compute_dtype=compute, **options
+    ).logprob
+
+
+ADAPTER = {"adapter": lambda normal: (normal(3, 1024) / 32, normal(150, 3), 0.7)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("changes", [{}, ADAPTER, {"bias": lambda normal: normal(150)}], ids=["plain", "lora", "bias"])
+def test_under_autocast_float32_factors_are_rounded_with_gradients_and_without(
+    backend: str, changes: dict[str, Any]
+) -> None:
+    case = on_device(wide(**changes), torch.float32)
+    wanted = exact(case, torch.bfloat16)
+    unrounded = exact(case, torch.float32)
+    assert (wanted - unrounded).square().mean().sqrt() > 2e-3  # else nothing is tested
+    with autocast():
+        trained = linear_logprob(**case, backend=backend).logprob
+        with torch.no_grad():
+            measured = linear_logprob(**case, backend=backend).logprob
+    assert trained.requires_grad and trained.dtype == torch.float32
+    assert (trained - wanted).abs().max() <= 2e-4 and (measured - wanted).abs().max() <= 2e-4
+    assert (trained - measured).square().mean().sqrt() <= 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_float32_weight_is_rounded_to_16_bit_hidden_states_in_every_pass(backend: str) -> None:
+    case = on_device(wide(), torch.float32)
+    case["hidden"] = case["hidden"].detach().bfloat16()
+    with torch.no_grad():
+        measured = linear_logprob(**case, backend=backend).logprob
+    case["hidden"].requires_grad_()
+    trained = linear_logprob(**case, backend=backend).logprob
+    wanted = exact(case, torch.bfloat16)
+    assert (trained - wanted).abs().max() <= 2e-4 and (measured - wanted).abs().max() <= 2e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32_products_can_be_asked_for(backend: str) -> None:
+    case = on_device(wide(**ADAPTER), torch.float32)
+    off = linear_logprob(**case, backend=backend).logprob
+    with autocast():
+        asked = linear_logprob(**case, backend=backend, compute_dtype=torch.float32).logprob
+    assert torch.equal(off, asked)
+
+
+def test_a_compute_dtype_is_float32_or_one_of_16_bits() -> None:
+    with pytest.raises(ValueError, match=r"linear_logprob: compute_dtype must be float32, bfloat16, float16 or None"):
+        linear_logprob(**in_dtype(CASES["plain"], torch.float32), compute_dtype=torch.float64)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    case = on_device(wide(), torch.float64)
+    with autocast():
+        found = linear_logprob(**case, backend="tiled").logprob
+    torch.testing.assert_close(found, exact(case, torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_drawn_from_is_what_is_trained(dtype: torch.dtype) -> None:
+    """The sampler's logits round as the trainer's log-probs: float32 under autocast, and weights of 16 bits."""
+    case = on_device(wide(**ADAPTER), dtype)
+    target = case.pop("target")
+    hidden = case.pop("hidden")
+    with autocast(enabled=dtype == torch.float32):
+        logits = linear_logits(hidden, Head(case["weight"], adapter=case["adapter"], scale=0.5, softcap=30.0))
+        trained = linear_logprob(hidden, target=target, scale=0.5, softcap=30.0, **case).logprob
+    assert logits.dtype == torch.float32 and not logits.requires_grad
+    drawn = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
+    assert (drawn - trained).abs().max() <= 2e-5
+
+
+def test_logits_without_padding_and_of_a_shard() -> None:
+    hidden, weight = torch.randn(3, 8), torch.randn(20, 8)
+    assert torch.equal(linear_logits(hidden, Head(weight), vocab=17), linear_logits(hidden, Head(weight))[:, :17])
+    with pytest.raises(ValueError, match="linear_logits: the head must hold its whole vocabulary"):
+        linear_logits(hidden, Head(weight, shard=head.Shard(None, 0)))  # type: ignore[arg-type]
+
+
+def spread(size: float) -> Any:
+    return lambda normal: normal(150, 1024) * size
+
+
+def test_both_heads_of_a_divergence_are_rounded_under_autocast() -> None:
+    case, other = (on_device(head_of(48, 1024, 150, weight=w), torch.float32) for w in (spread(0.1), spread(0.12)))
+    heads = case["hidden"], Head(case["weight"]), other["hidden"], Head(other["weight"])
+    with autocast():
+        found = linear_divergence(*heads, beta=0.0)
+    rounded = [
+        t.detach().bfloat16().double() for t in (case["hidden"], case["weight"], other["hidden"], other["weight"])
+    ]
+    s, t = ((h @ w.T).log_softmax(-1) for h, w in (rounded[:2], rounded[2:]))
+    wanted = (t.exp() * (t - s)).sum(1)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-5)
+    found.sum().backward()
+    assert case["weight"].grad.dtype == torch.float32 and case["hidden"].grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("at_once", [1, 2, 4], ids=["a_tile_at_once", "two_tiles_at_once", "all_rows_at_once"])
+def test_on_tensor_cores_no_product_has_a_float32_factor(
+    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU would multiply: float32 weights under autocast, bf16 weights without; LoRA on the head as well."""
+    made = tensor_cores.emulate(monkeypatch)
+    monkeypatch.setattr(sweeps, "rows_at_once", lambda hidden, rows: rows * at_once)
+    n, v, d, r = 63, 150, 32, 3
+    case = in_dtype(head_of(n, d, v, adapter=lambda normal: (normal(r, d) / d, normal(v, r), 0.7)), dtype)
+    with autocast(enabled=dtype == torch.float32):
+        linear_logprob(**case, backend="tiled", keep_bytes=0).logprob.sum().backward()
+    assert made and all(a == b == torch.bfloat16 for _, a, b, _ in made)
+    assert sum(operations for *_, operations in made) == 8 * n * v * (d + r)
+    products = 3 * (63 // 24 + 1)  # of spans of the vocabulary and tiles of rows
+    blocks = 3 * -(-63 // (24 * at_once))
+    # Logits twice, dh, dW: the last two for all rows whose dc is there at once; and the same of u and B.
+    assert len(made) == 2 * (2 * products + 2 * blocks)
+    written = [out for out, *_ in made[2 * products :]]
+    sums_of_16_bits = written.count(torch.bfloat16)
+    assert sums_of_16_bits == (2 * blocks if dtype == torch.bfloat16 and at_once == 4 else 0)  # dW, dB: rounded at once
+    grads = {name: leaf.grad for name, leaf in leaves(case).items()}
+    monkeypatch.undo()
+    with autocast(enabled=dtype == torch.float32):
+        again = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves(case).items()}
+        plain = case | again | {"adapter": (again["A"], again["B"], 0.7)}
+        for name in ("A", "B"):
+            del plain[name]
+        linear_logprob(**plain, backend="tiled").logprob.sum().backward()
+    for name, leaf in again.items():
+        assert (grads[name] - leaf.grad).norm() <= 6e-3 * leaf.grad.norm(), name  # dc is rounded to 16 bits as well
+
+
+def test_kept_logits_have_the_dtype_of_the_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "has_tensor_cores", lambda device: True)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        hidden = torch.zeros(24, 8, dtype=dtype)
+        kept, tops = tiled._space(hidden, 150, 64, 2**20, "triton", dtype)
+        assert kept.dtype == dtype and tops.dtype == torch.float32
+
+
+def test_a_gpu_cuts_off_what_is_ragged() -> None:
+    """GPT-2's vocabulary, Qwen's without its padding, and one that is smaller than a tile."""
+    gpu = torch.device("cuda")
+    for vocab, last in ((50257, 17), (151669, 53), (100, 36), (63, 63)):
+        found = list(tiles.vocabulary_spans(vocab, 8192, gpu))
+        assert [s.stop for s in found[:-1]] == [s.start for s in found[1:]]
+        assert found[0].start == 0 and found[-1] == slice(vocab - last, vocab)
+        assert all((s.stop - s.start) % 64 == 0 for s in found[:-1])
+    assert list(tiles.vocabulary_spans(100, 64, torch.device("cpu"))) == [slice(0, 64), slice(64, 100)]
+
+
+def test_operators_that_wait_are_not_captured_in_graphs() -> None:
+    for name in ("tiled_linear_logprob", "tiled_linear_logprob_backward", "tiled_linear_divergence", "logits_logprob"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.burnish, name).default.tags
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_the_fused_kernel_has_tf32_where_torch_has(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = pytest.importorskip("burnish.kernels.triton_forward", reason="needs triton")
+    asked: list[str] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, PRECISION, **options: asked.append(PRECISION)
+
+    monkeypatch.setattr(forward, "_forward_kernel", Kernel())
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with torch.no_grad():
+            linear_logprob(**on_device(CASES["plain"], torch.float32), backend="fused")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert asked == ["ieee" if precision == "highest" else "tf32"]
+
+
+@needs_gpu
+class TestOnTheGpu:
+    def step(self, **options: Any) -> None:
+        hidden = torch.randn(256, 512, device="cuda", requires_grad=True)
+        weight = (torch.randn(5000, 512, device="cuda") / 8).requires_grad_()
+        target = torch.randint(5000, (256,), device="cuda")
+        adapter = tuple(torch.randn(*shape, device="cuda", requires_grad=True) for shape in ((8, 512), (5000, 8)))
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            linear_logprob(hidden, weight, target, adapter=(*adapter, 0.5), **options).logprob.sum().backward()
+            with torch.no_grad():
+                linear_logprob(hidden, weight, target, adapter=(*adapter, 0.5), **options)
+
+    def test_no_product_under_autocast_is_float32(self) -> None:
+        self.step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            self.step()
+        names = {event.key.lower() for event in profile.key_averages()}
+        products = [name for name in names if "gemm" in name or "cutlass" in name or "xmma" in name]
+        assert products and not [
+            n for n in products if "sgemm" in n or "f32f32_f32f32" in n or "tf32" in n or "simt" in n
+        ]
+
+    def test_forward_and_backward_wait_once_each(self) -> None:
+        self.step()
+        with pytest.warns(UserWarning, match="synchronizing") as waits:
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                self.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 3  # two forwards, one backward
