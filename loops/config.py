@@ -61,14 +61,15 @@ class Common:
     seed: int = 0
     """Seed of the order of the data, of adapter weights and of dropout."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast)."""
+    """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast); products take
+    bfloat16 factors, and logits are float32 (kernels/README.md)."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
     backend: Literal["auto", "triton", "fused", "tiled", "reference"] = "auto"
     """Backend of the log-prob kernel."""
     keep_bytes: int | None = None
     """Logits that the log-prob kernel keeps from forward to backward, in bytes; 0 computes all of them again, and null
-    is 96 MB on a CPU and 1 GB on a GPU."""
+    is 96 MB on a CPU and a thirty-second of the memory, at most 4 GiB, on a GPU."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more time."""
