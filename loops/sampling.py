@@ -77,8 +77,10 @@ class Sampled(Common):
     """What draws answers: the policy itself, a vLLM server, or vLLM within this process."""
     vllm: VLLM = field(default_factory=VLLM)
     """The server."""
-    cache_bytes: int = 2 << 30
-    """Keys and values that the policy holds at once while it samples."""
+    cache_bytes: int | None = None
+    """Keys and values that the policy holds at once while it samples; null is a quarter of a GPU's memory that is free
+    before training, or 2 GiB on a CPU. Answers that are read together may be rounded otherwise than apart: give a
+    number where a run may be resumed on another GPU, or on one that others use too."""
     show_every: int = 10
     """Rollouts between two of which a few answers are shown; 0 shows none."""
 

@@ -19,7 +19,8 @@ from .reader import Answer, Context, Reader
 from .sample import Request, Sample
 from .source import SourceError
 
-_CACHE = 2 << 30  # bytes
+_CACHE_CPU = 2 << 30  # bytes
+_SHARE = 4  # of a GPU's free memory, one part in so many: see `free_share`
 
 
 class EmbeddedSource:
@@ -34,7 +35,9 @@ class EmbeddedSource:
         policy: its module generates, with its adapters and in its precision, in evaluation mode.
         tokenizer: for the text of samples; only its tokens are drawn.
         vocab: draw only ids below it; the tokenizer's length if not given, or else the model's.
-        cache_bytes: keys and values that are held at once; what does not fit waits its turn.
+        cache_bytes: keys and values that are held at once, in the precision that they are held in; what does not fit
+            waits its turn. None takes `free_share` of the device. How many answers are read together depends on it,
+            and on that their rounding, hence now and then a token: with the same number, the same bits.
         context: ``context()`` is entered around every forward pass, such as the trainer's autocast.
         version: of the weights at the start; None where they have none yet.
     """
@@ -47,7 +50,7 @@ class EmbeddedSource:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         vocab: int | None = None,
-        cache_bytes: int = _CACHE,
+        cache_bytes: int | None = None,
         context: Context = nullcontext,
         version: int | None = None,
     ) -> None:
@@ -59,7 +62,9 @@ class EmbeddedSource:
         )
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.reader = Reader(self.policy, self.vocab, context)
-        self._choose = choose_memory(self.reader, cache_bytes // _bytes_per_token(self.policy))
+        self._choose = choose_memory(
+            self.reader, free_share(self.policy.device) if cache_bytes is None else cache_bytes
+        )
         self._version = version
         self._closed = False
         self._arrived: list[_Call] = []
@@ -215,10 +220,17 @@ class _Call:
         return self.done.done()
 
 
-def _bytes_per_token(policy: Policy) -> int:
-    """Of keys and values."""
-    config: Any = policy.plain.config.get_text_config()
-    queries = getattr(config, "num_attention_heads", None) or 1  # recurrences have none
-    heads = getattr(config, "num_key_value_heads", None) or queries
-    width = getattr(config, "head_dim", None) or config.hidden_size // queries
-    return int(2 * config.num_hidden_layers * heads * width * policy.plain.dtype.itemsize)
+def free_share(device: torch.device) -> int:
+    """Bytes for keys and values: on a GPU a quarter of what is free, elsewhere 2 GiB.
+
+    A source is made before the first step, when the model is all that is there: the rest must do for gradients and the
+    two moments of AdamW, three times the weights that train, for activations, and while tokens are drawn for logits,
+    the prompts that are being read, and one layer's keys and values once more. Of whole GiB, so that some megabytes
+    that another process takes don't change which answers are read together when a run is resumed.
+    """
+    if device.type != "cuda":
+        return _CACHE_CPU
+    free = torch.cuda.mem_get_info(device)[0]
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # ours already
+    share = (free + unused) // _SHARE
+    return share >> 30 << 30 or share

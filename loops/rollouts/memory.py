@@ -7,7 +7,7 @@
 A prompt is read once for all of its answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -18,7 +18,9 @@ from transformers import DynamicCache
 from .reader import Answer, Reader
 from .slots import Slots
 
-_READ = 8192  # tokens of context that are read at once
+READ = 8192  # tokens of context that are read at once
+
+Fit = Callable[[int], int]  # how many completions of so many tokens, prompts included, may be cached at once
 
 
 class Memory(Protocol):
@@ -49,13 +51,13 @@ class Ragged:
     """A row of one batch for every answer.
 
     Args:
-        tokens: the most that may be cached, over all answers at their longest; one answer is always let in.
+        fit: by the longest of them; one answer is always let in.
         window: the longest answer with its prompt that may join.
     """
 
-    def __init__(self, reader: Reader, tokens: int, window: int | None = None) -> None:
+    def __init__(self, reader: Reader, fit: Fit, window: int | None = None) -> None:
         self.reader = reader
-        self.tokens = tokens
+        self.fit = fit
         self.window = window
         self.answers: list[Answer] = []
         self.slots = Slots(reader.policy.device)
@@ -66,7 +68,7 @@ class Ragged:
             longest = max(longest, answer.longest)
             if self.window is not None and longest > self.window:
                 return count
-            if (len(self.answers) + count + 1) * longest > self.tokens:
+            if len(self.answers) + count + 1 > self.fit(longest):
                 return count if self.answers else max(count, 1)
         return len(waiting)
 
@@ -98,10 +100,11 @@ class Ragged:
 
     def _read(self, texts: list[list[int]]) -> Tensor:
         """Neighbors with the same text share what is read of it."""
+        self.slots.longest = max(answer.longest for answer in self.answers)
         shared = [(text, len(list(same))) for text, same in groupby(texts)]
         states = []
         while shared:
-            count = max(1, _READ // max(len(text) for text, _ in shared))
+            count = max(1, READ // max(len(text) for text, _ in shared))
             part, shared = shared[:count], shared[count:]
             lengths, copies = [len(text) for text, _ in part], [number for _, number in part]
             ids = self.reader.ids([text for text, _ in part])
@@ -117,12 +120,13 @@ class Lockstep:
     """Answers to one prompt at a time.
 
     Args:
+        fit: by the longest of them; one answer is always let in.
         cached: whether the model's own cache can be relied on; otherwise all is read anew for every token.
     """
 
-    def __init__(self, reader: Reader, tokens: int, *, cached: bool) -> None:
+    def __init__(self, reader: Reader, fit: Fit, *, cached: bool) -> None:
         self.reader = reader
-        self.tokens = tokens
+        self.fit = fit
         self.cached = cached
         self.answers: list[Answer] = []
         self.caches: dict[str, Any] = {}
@@ -131,7 +135,7 @@ class Lockstep:
         if self.answers:
             return 0
         alike = next(groupby(waiting, key=lambda answer: list(answer.request.prompt)))[1]
-        return max(1, min(len(list(alike)), self.tokens // waiting[0].longest))
+        return max(1, min(len(list(alike)), self.fit(waiting[0].longest)))
 
     def join(self, answers: Sequence[Answer]) -> Tensor:
         self.answers = list(answers)
@@ -158,3 +162,32 @@ class Lockstep:
     def _read(self, texts: list[list[int]]) -> Tensor:
         states, self.caches = self.reader.states(input_ids=self.reader.ids(texts), use_cache=self.cached)
         return states
+
+
+def ragged_fit(reader: Reader, cache_bytes: int) -> Fit:
+    """How many answers a batch may cache, by the bytes that this model's keys and values take in it."""
+    slots, cache = Slots(reader.policy.device), DynamicCache()
+    with reader.reading():
+        reader.states(input_ids=reader.ids([[1]]), past_key_values=cache, use_cache=True)
+        slots.extend(cache, [1], [1])
+    token = slots.bytes_per_token
+    return lambda longest: cache_bytes // (token * longest)
+
+
+def lockstep_fit(reader: Reader, cache_bytes: int, *, cached: bool) -> Fit:
+    """The same of the model's own cache, which may be of one size whatever it has read, or of both kinds."""
+    if not cached:
+        return lambda longest: READ // longest
+    with reader.reading():
+        held = [
+            sum(map(_bytes_of, reader.states(input_ids=reader.ids([[1] * length]), use_cache=True)[1].values()))
+            for length in (1, 2)
+        ]
+    token = held[1] - held[0]
+    return lambda longest: cache_bytes // (held[0] + token * (longest - 1))
+
+
+def _bytes_of(cache: Any) -> int:
+    held = [value for layer in cache.layers for value in vars(layer).values()]
+    tensors = [x for value in held for x in (value.values() if isinstance(value, dict) else [value])]
+    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))

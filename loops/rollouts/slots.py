@@ -12,20 +12,26 @@ _untyped: Any = cache_utils  # its attributes are optional tensors of several ki
 
 
 class _Layer(_untyped.DynamicLayer):  # type: ignore[misc]
-    """One layer: [rows, heads, columns, d], of which the first rows and columns are in use."""
+    """One layer: [rows, heads, columns, d], of which the first rows and columns are in use.
+
+    Keys and values are kept as attention multiplies them, which under autocast is in its precision, whatever they come
+    in: a rotary embedding of float32 states leaves float32 keys, beside values that a layer has cast.
+    """
 
     def __init__(self, slots: "Slots", like: Tensor, values_like: Tensor) -> None:
         super().__init__()
         self.slots = slots
         self.is_initialized = True
-        self.keys, self.values = (x.new_zeros(0, x.shape[1], 0, x.shape[3]) for x in (like, values_like))
+        self.keys, self.values = (
+            x.new_zeros(0, x.shape[1], 0, x.shape[3], dtype=matmul_dtype(x)) for x in (like, values_like)
+        )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one token per row where the row ends; returns what has been written so far."""
         rows, where, width = self.slots.row, self.slots.length, self.slots.width
         found = []
         for store, states in ((self.keys, key_states), (self.values, value_states)):
-            store[rows, :, where] = states[:, :, 0]
+            store[rows, :, where] = states[:, :, 0].to(store.dtype)
             found.append(store[: len(rows), :, :width])
         return found[0], found[1]
 
@@ -35,11 +41,11 @@ class _Layer(_untyped.DynamicLayer):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.slots.width, 0
 
-    def resize(self, rows: int, columns: int, used: int) -> None:
-        for name in ("keys", "values"):
+    def resize(self, rows: int, columns: int) -> None:
+        for name, unwritten in (("keys", 0.0), ("values", self.slots.unwritten)):
             old: Tensor = getattr(self, name)
-            new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
-            new[:used, :, : old.shape[2]] = old[:used]
+            new = old.new_full((rows, old.shape[1], columns, old.shape[3]), unwritten)
+            new[: len(old), :, : old.shape[2]] = old[:rows, :, :columns]
             setattr(self, name, new)
 
 
@@ -50,6 +56,8 @@ class Slots(_untyped.Cache):  # type: ignore[misc]
 
     Attributes:
         length: int64 [rows], tokens that are cached for each row.
+        longest: columns beyond which none are added ahead of need.
+        unwritten: the values where no token is written; large ones find out a model that reads them anyway.
     """
 
     layers: list[Any]  # of `_Layer`, once there is something to hold
@@ -59,6 +67,8 @@ class Slots(_untyped.Cache):  # type: ignore[misc]
         self.length = torch.zeros(0, dtype=torch.int64, device=device)
         self.row = self.length
         self.width = 0  # columns that the next step reads
+        self.longest = 0
+        self.unwritten = 0.0
 
     def extend(self, filled: Any, lengths: Sequence[int], copies: Sequence[int]) -> None:
         """Append ``copies[i]`` rows, each with the first ``lengths[i]`` columns of row i of another cache."""
@@ -108,10 +118,23 @@ class Slots(_untyped.Cache):  # type: ignore[misc]
     def after_step(self) -> None:
         self.length = self.length + 1
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the keys and values of one token of one row."""
+        stores = [store for layer in self.layers for store in (layer.keys, layer.values)]
+        return sum(store.shape[1] * store.shape[3] * store.itemsize for store in stores)
+
     def _reserve(self, rows: int, columns: int) -> None:
+        """Room for these; what earlier rows and columns took beyond them is given back on the occasion."""
         held = self.layers[0].keys
         if rows > held.shape[0] or columns > held.shape[2]:
-            rows = max(rows, held.shape[0])
-            columns = max(columns + _STEP, held.shape[2]) if columns > held.shape[2] else held.shape[2]
+            columns = max(columns, min(columns + _STEP, self.longest))
             for layer in self.layers:
-                layer.resize(rows, columns, min(len(self.length), held.shape[0]))
+                layer.resize(rows, columns)
+
+
+def matmul_dtype(states: Tensor) -> torch.dtype:
+    """The precision that such states are multiplied in here: autocast's where it is on."""
+    device = states.device.type
+    cast = torch.is_autocast_enabled(device) and states.dtype != torch.float64  # autocast leaves float64 alone
+    return torch.get_autocast_dtype(device) if cast else states.dtype

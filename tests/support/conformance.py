@@ -32,6 +32,8 @@ class Subject:
         model: a `transformers` causal model apart from the source, which weights are loaded into to check log-probs.
         weights: ``weights(version)`` by the names that `transformers` gives them; other numbers for every version.
         tolerance: of log-probs.
+        rounding: of cumulative probabilities; two tokens may be drawn by numbers that are closer to the border between
+            them. 0 where the same request is to give the same bits.
         vocab: ids below it may be drawn.
         context: the longest prompt and answer together; None where nothing limits them.
         restart: makes the source lose its weights, as a crash does; None where it can't.
@@ -45,6 +47,7 @@ class Subject:
     weights: Callable[[int], Mapping[str, Tensor]]
     vocab: int
     tolerance: float = 1e-4
+    rounding: float = 0.0
     context: int | None = None
     restart: Callable[[], Awaitable[None]] | None = None
     before_publish: Callable[[Mapping[str, Tensor]], None] = lambda weights: None
@@ -69,6 +72,17 @@ class Subject:
         reference = self.references[version]
         logits = reference(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 :]
         return logits[:, : self.vocab].double().log_softmax(-1)
+
+    def check_same(self, got, wanted):
+        """The same tokens; where probabilities are rounded, up to the first whose number is as good as on a border."""
+        for a, b in zip(got, wanted, strict=True):
+            if a.tokens == b.tokens or not self.rounding:
+                assert a.tokens == b.tokens
+                continue
+            end = next(i for i, (mine, yours) in enumerate(zip(a.tokens, b.tokens, strict=False)) if mine != yours)
+            low, high = sorted((a.tokens[end], b.tokens[end]))
+            cumulative = self.log_probs(1, a.prompt, a.tokens[:end])[-1].exp().cumsum(-1)
+            assert cumulative[high - 1] - cumulative[low] <= self.rounding, "another token was drawn"
 
 
 def drawn_from(log_probs, sampling):
@@ -149,6 +163,8 @@ class Conformance:
     @with_subject
     async def test_log_probs_are_those_of_the_distribution_drawn_from(self, subject, how):
         """Prompts of several lengths at once, so that positions and masks of mixed batches are seen."""
+        if subject.rounding and ("top_k" in how or "top_p" in how):
+            pytest.skip("which tokens are cut off is a matter of rounding")
         requests = [ask(i, prompt=[3 + i, 5, 4, 3, 6][: 1 + i], indices=range(3), **how) for i in range(5)]
         answered = await asyncio.gather(*map(subject.source.sample, requests))
         for request, samples in zip(requests, answered, strict=True):
@@ -158,13 +174,15 @@ class Conformance:
                 got = torch.tensor(sample.logprobs, dtype=torch.float64)
                 torch.testing.assert_close(got, expected, rtol=0, atol=subject.tolerance)
                 if how.get("temperature") == 0:
-                    assert sample.tokens == log_probs.argmax(-1).tolist()
+                    assert torch.all(expected >= log_probs.amax(-1) - 2 * subject.tolerance * bool(subject.rounding))
 
     @pytest.mark.parametrize("how", [{}, {"temperature": 2.0, "top_k": 12, "top_p": 0.9}], ids=str)
     @pytest.mark.parametrize("over", ["indices", "tasks"])
     @with_subject
     async def test_tokens_are_drawn_with_these_probabilities(self, subject, how, over):
         """χ² over ten bins of about equal probability."""
+        if subject.rounding and how:
+            pytest.skip("which tokens are cut off is a matter of rounding")
         n, prompt = subject.draws, [5, 4]
         if over == "indices":
             drawn = await subject.source.sample(ask(indices=range(n), prompt=prompt, max_tokens=1, **how))
@@ -199,20 +217,22 @@ class Conformance:
     @with_subject
     async def test_the_same_request_gives_the_same_tokens_whatever_else_is_under_way(self, subject):
         requests = [ask(i, prompt=[3 + i, 4, 5][: 1 + i % 3], indices=range(3), max_tokens=4 + 3 * i) for i in range(5)]
-        alone = [tokens_of(await subject.source.sample(request)) for request in requests]
+        alone = [await subject.source.sample(request) for request in requests]
         together = await asyncio.gather(*map(subject.source.sample, requests))
-        assert [tokens_of(samples) for samples in together] == alone
+        for got, wanted in zip(together, alone, strict=True):
+            subject.check_same(got, wanted)
         late = []
         for request in reversed(requests):  # each joins while the earlier ones are under way
             late.append(asyncio.create_task(subject.source.sample(request)))
             await asyncio.sleep(0.002)
-        assert [tokens_of(await task) for task in reversed(late)] == alone
+        for task, wanted in zip(reversed(late), alone, strict=True):
+            subject.check_same(await task, wanted)
 
     @with_subject
     async def test_answers_of_a_group_can_be_asked_for_one_by_one(self, subject):
-        group = tokens_of(await subject.source.sample(ask(indices=range(4))))
+        group = await subject.source.sample(ask(indices=range(4)))
         for index in (3, 0, 2):
-            assert tokens_of(await subject.source.sample(ask(indices=[index]))) == [group[index]]
+            subject.check_same(await subject.source.sample(ask(indices=[index])), [group[index]])
 
     @with_subject
     async def test_indices_tasks_turns_and_keys_differ(self, subject):
@@ -299,25 +319,25 @@ class Conformance:
         wrong = bad(subject)
         if says == "max_tokens" and subject.context is None:
             pytest.skip("nothing limits its context")
-        alone = tokens_of(await subject.source.sample(ask()))
+        alone = await subject.source.sample(ask())
         company, refused = await asyncio.gather(
             subject.source.sample(ask()), subject.source.sample(ask(9, **wrong)), return_exceptions=True
         )
         assert isinstance(refused, REFUSED), refused
         assert says in str(refused)
-        assert tokens_of(company) == alone
+        subject.check_same(company, alone)
 
     @with_subject
     async def test_a_request_that_is_given_up_disturbs_nobody(self, subject):
-        alone = tokens_of(await subject.source.sample(ask(max_tokens=30)))
+        alone = await subject.source.sample(ask(max_tokens=30))
         given_up = asyncio.create_task(subject.source.sample(ask(1, max_tokens=subject.long)))
         kept = asyncio.create_task(subject.source.sample(ask(max_tokens=30)))
         await asyncio.sleep(0.01)
         given_up.cancel()
-        assert tokens_of(await kept) == alone
+        subject.check_same(await kept, alone)
         with pytest.raises(asyncio.CancelledError):
             await given_up
-        assert tokens_of(await subject.source.sample(ask(max_tokens=30))) == alone
+        subject.check_same(await subject.source.sample(ask(max_tokens=30)), alone)
 
     @with_subject
     async def test_close_ends_it(self, subject):

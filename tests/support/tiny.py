@@ -1,5 +1,6 @@
 """Small random models of every family that the policy claims to know, and small examples to feed them."""
 
+import copy
 import json
 import random
 
@@ -62,11 +63,12 @@ FAMILIES = {
 WIDE = LlamaConfig(**{**_SMALL, "hidden_size": 48, "head_dim": 12, "vocab_size": 64})
 
 
-def make_model(family="llama", *, dtype=torch.float64, attention="sdpa", seed=0):
+def make_model(family="llama", *, dtype=torch.float64, attention="sdpa", seed=0, **changes):
+    """``changes`` are of its configuration."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        {**FAMILIES, "llama_wide": WIDE}[family], attn_implementation=attention, dtype=dtype
-    )
+    config = copy.deepcopy({**FAMILIES, "llama_wide": WIDE}[family])
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     with torch.no_grad():  # far from uniform, so that a wrong mask, scale or cap changes the numbers
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.ndim > 1 else None

@@ -4,23 +4,39 @@ import asyncio
 import copy
 import functools
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
+from burnish.data import Example
+from burnish.loops.batch import collate
 from burnish.loops.policy import Policy
-from burnish.loops.rollouts.embedded import DetachedSource, EmbeddedSource
-from burnish.loops.rollouts.memory import Lockstep, Ragged
+from burnish.loops.rollouts.embedded import DetachedSource, EmbeddedSource, free_share
+from burnish.loops.rollouts.memory import Lockstep, Ragged, lockstep_fit
+from burnish.loops.rollouts.reader import Reader
+from burnish.loops.rollouts.slots import Slots, _Layer
 from burnish.loops.rollouts.source import SourceError
 from conformance import Conformance, Subject, ask
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, VOCABULARY, make_model
 from transformers import AutoModelForCausalLM, MambaConfig
 
+AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+PRECISIONS = {
+    "float32": (torch.float32, nullcontext),
+    "autocast": (torch.float32, AUTOCAST),
+    "bfloat16": (torch.bfloat16, nullcontext),
+    "bfloat16_autocast": (torch.bfloat16, AUTOCAST),
+}
+in_every_precision = pytest.mark.parametrize("precision", PRECISIONS)
+in_16_bits = pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "float32"])
+
 
 @functools.cache
-def weights(version):
-    """By name, float64: a model of its own for every version."""
-    return make_model(seed=version).state_dict()
+def weights(version, dtype=torch.float64):
+    """By name: a model of its own for every version."""
+    return {name: tensor.to(dtype) for name, tensor in make_model(seed=version).state_dict().items()}
 
 
 class TestEmbedded(Conformance):
@@ -55,7 +71,7 @@ class TestOnePromptAtATime(Conformance):
     async def open(self):
         model = make_model(seed=1)
         source = EmbeddedSource(Policy(model), version=1)
-        source._choose = lambda longest: Lockstep(source.reader, 4096, cached=True)
+        source._choose = lambda longest: Lockstep(source.reader, lambda longest: 4096 // longest, cached=True)
         return Subject(
             source=source,
             model=make_model(),
@@ -66,6 +82,65 @@ class TestOnePromptAtATime(Conformance):
             tolerance=1e-9,
             draws=300,
             long=60,
+        )
+
+
+EPS = torch.finfo(torch.bfloat16).eps
+# The logits of these models are about 2 at most. A logit is off by one eps of that: half by its own rounding, and as
+# much by that of the states before it. A log-prob is off by two such, its logit's and the others'; a cumulative
+# probability, to which errors of either sign add up, by less than half an eps.
+ROUNDED = {"tolerance": 4 * EPS, "rounding": EPS / 2}
+
+
+def in_autocast(source_of, model):
+    """Float32 weights, which autocast multiplies in bfloat16, against the same in float64."""
+    return Subject(
+        source=source_of(Policy(model), version=1, context=AUTOCAST),
+        model=make_model(),
+        weights=weights,
+        vocab=VOCABULARY,
+        context=256,
+        draws=500,
+        long=60,
+        **ROUNDED,
+    )
+
+
+class TestEmbeddedUnderAutocast(Conformance):
+    async def open(self):
+        model = make_model(seed=1, dtype=torch.float32)
+        return replace(in_autocast(EmbeddedSource, model), before_publish=model.load_state_dict)
+
+
+class TestDetachedUnderAutocast(Conformance):
+    async def open(self):
+        return in_autocast(DetachedSource, make_model(seed=1, dtype=torch.float32))
+
+
+class TestOnePromptAtATimeUnderAutocast(Conformance):
+    async def open(self):
+        model = make_model(seed=1, dtype=torch.float32)
+        subject = replace(in_autocast(EmbeddedSource, model), before_publish=model.load_state_dict, draws=300)
+        source = subject.source
+        source._choose = lambda longest: Lockstep(source.reader, lambda longest: 4096 // longest, cached=True)
+        return subject
+
+
+class TestEmbeddedInBfloat16(Conformance):
+    """Weights of bfloat16, against the same ones in float64."""
+
+    async def open(self):
+        model = make_model(seed=1).bfloat16()
+        return Subject(
+            source=EmbeddedSource(Policy(model), version=1),
+            model=make_model(),
+            weights=functools.partial(weights, dtype=torch.bfloat16),
+            before_publish=model.load_state_dict,
+            vocab=VOCABULARY,
+            context=256,
+            draws=500,
+            long=60,
+            **ROUNDED,
         )
 
 
@@ -116,22 +191,201 @@ def test_eager_attention_of_gemma_2(caplog):
     check_log_probs(model, answers_of(EmbeddedSource(Policy(model), version=0), requests(max_tokens=9)), 1e-4)
 
 
-def test_a_recurrence_goes_one_prompt_at_a_time_and_says_so(caplog):
+def make_mamba():
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2, pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.ndim == 2 else None
+    return model
+
+
+def test_a_recurrence_goes_one_prompt_at_a_time_and_says_so(caplog):
+    model = make_mamba()
     source = EmbeddedSource(Policy(model, layout="padded"), version=0)
     assert "answers are generated one prompt at a time, with its own cache" in caplog.text
     check_log_probs(model, answers_of(source, requests()), 1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
-def test_lower_precision(dtype, tolerance):
-    model = make_model("llama", dtype=dtype)
-    check_log_probs(model, answers_of(EmbeddedSource(Policy(model), version=0), requests()), tolerance)
+def make_wide(family, dtype=torch.float64):
+    """With windows that all of a test fits into."""
+    config = FAMILIES[family]
+    windowed = {"sliding_window": 64} if getattr(config, "sliding_window", None) else {}
+    attention = "eager" if family == "gemma2" else "sdpa"
+    return make_model(family, dtype=dtype, attention=attention, **windowed)
+
+
+def mean_error(got, wanted):
+    return sum(abs(a - b) for a, b in zip(got, wanted, strict=True)) / len(wanted)
+
+
+@torch.no_grad()
+def log_probs_of(model, samples):
+    found = []
+    for sample in samples:
+        logits = model(torch.tensor([sample.prompt + sample.tokens]), use_cache=False).logits[0].double()
+        logprob = logits.log_softmax(-1)[len(sample.prompt) - 1 : -1]
+        found += logprob.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0].tolist()
+    return found
+
+
+def check_precision(policy, samples, context):
+    """The sampler is as near to float64 as the model's own forward pass is in its precision, which rounds its logits.
+
+    Against float64, a mean error of at most twice that of this pass; hence against the trainer's pass, which rounds no
+    more than this one, at most three times that.
+    """
+    got = [logprob for sample in samples for logprob in sample.logprobs]
+    exact = log_probs_of(copy.deepcopy(policy.model).double(), samples)
+    with context():
+        rounding = mean_error(log_probs_of(policy.model, samples), exact)
+        examples = [Example(sample.prompt, [sample.tokens], [sample.trained]) for sample in samples]
+        with torch.no_grad():
+            trained = policy(collate(examples)).logprob.double().tolist()
+    assert mean_error(got, exact) <= 2 * rounding + 1e-6
+    assert mean_error(got, trained) <= 3 * rounding + 1e-6
+
+
+WIDE = ["llama", "qwen2", "qwen3", "mistral_windowed", "gemma2", "gemma3", "granite", "gpt2", "cohere"]
+
+
+@pytest.mark.parametrize("family", WIDE)
+@in_every_precision
+def test_log_probs_are_as_exact_as_the_forward_pass_in_every_precision(family, precision, caplog):
+    dtype, context = PRECISIONS[precision]
+    policy = Policy(make_wide(family).to(dtype))
+    samples = answers_of(EmbeddedSource(policy, version=0, context=context), requests(8, max_tokens=12))
+    check_precision(policy, samples, context)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("family", WIDE)
+@in_every_precision
+def test_eight_prompts_of_eight_answers_take_one_forward_pass_a_token(family, precision):
+    dtype, context = PRECISIONS[precision]
+    policy = Policy(make_wide(family).to(dtype))
+    source = EmbeddedSource(policy, version=0, context=context)
+    seen = Counting(policy.plain)
+    answers_of(source, requests(8, answers=8, max_tokens=6))
+    assert [tuple(shape) for shape in seen.shapes] == [(8, 7)] + [(64, 1)] * 5
+
+
+@in_16_bits
+def test_answers_that_join_cost_one_forward_pass_more(precision):
+    dtype, context = PRECISIONS[precision]
+    policy = Policy(make_wide("llama").to(dtype))
+    source = EmbeddedSource(policy, version=0, context=context)
+    seen = Counting(policy.plain)
+
+    async def body():
+        first, second = (ask(i, prompt=[5 + i] * 3, indices=range(8), max_tokens=12) for i in range(2))
+        under_way = asyncio.create_task(source.sample(first))
+        while len(seen.shapes) < 4:
+            await asyncio.sleep(0)
+        return await source.sample(second), await under_way
+
+    asyncio.run(body())
+    rows = [shape[0] for shape in seen.shapes if shape[1] == 1]
+    alone = rows.index(16)
+    assert 3 <= alone <= 5 and rows == [8] * alone + [16] * (11 - alone) + [8] * alone
+    assert len(seen.shapes) == len(rows) + 2
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@in_every_precision
+def test_keys_values_and_mask_are_held_in_what_attention_multiplies(precision, attention, monkeypatch):
+    dtype, context = PRECISIONS[precision]
+    held = []
+    before_step = Slots.before_step
+
+    def watched(self):
+        positions, mask = before_step(self)
+        stores = [store for layer in self.layers for store in (layer.keys, layer.values)]
+        held.append({store.dtype for store in stores} | {mask.dtype})
+        return positions, mask
+
+    monkeypatch.setattr(Slots, "before_step", watched)
+    policy = Policy(make_model(dtype=dtype, attention=attention))
+    answers_of(EmbeddedSource(policy, version=0, context=context), requests())
+    assert set.union(*held) == {torch.float32 if precision == "float32" else torch.bfloat16}
+
+
+@in_16_bits
+@pytest.mark.parametrize("source_of", [EmbeddedSource, DetachedSource])
+def test_adapters_on_weights_of_16_bits(precision, source_of):
+    dtype, context = PRECISIONS[precision]
+    torch.manual_seed(0)
+    model = get_peft_model(make_model().to(dtype), LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.3) if "lora_B" in name else None
+    policy = Policy(model)
+    source = source_of(policy, version=0, context=context)
+    assert isinstance(source._choose(20), Ragged)
+    samples = answers_of(source, requests(8, max_tokens=12))
+    check_precision(source.policy if source_of is DetachedSource else policy, samples, context)
+
+
+@in_16_bits
+def test_a_recurrence_in_16_bits(precision):
+    dtype, context = PRECISIONS[precision]
+    policy = Policy(make_mamba().to(dtype), layout="padded")
+    source = EmbeddedSource(policy, version=0, context=context)
+    assert isinstance(source._choose(20), Lockstep) and source._choose(20).cached
+    check_precision(policy, answers_of(source, requests(8, max_tokens=12)), context)
+
+
+@in_16_bits
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+def test_kernels_that_round_otherwise_are_not_taken_for_a_wrong_mask_or_position(family, precision):
+    """Batches of another shape get other kernels; here, each product is rounded once more, at random."""
+    dtype, context = PRECISIONS[precision]
+    policy = Policy(make_wide(family).to(dtype))
+    rng = torch.Generator().manual_seed(0)
+
+    def rounded(module, given, out):
+        return out * (1 + EPS / 4 * torch.randn(out.shape, generator=rng)).to(out.dtype)
+
+    for module in policy.plain.base_model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(rounded)
+    source = EmbeddedSource(policy, version=0, context=context)
+    assert isinstance(source._choose(20), Ragged)
+
+
+def seen_too_much(positions, mask):
+    return positions, torch.zeros_like(mask)
+
+
+def seen_too_little(positions, mask):
+    return positions, mask.clone().index_fill_(-1, torch.tensor([0]), torch.finfo(mask.dtype).min)
+
+
+def too_late(positions, mask):
+    return positions + 1, mask
+
+
+def too_early(positions, mask):
+    return positions - 1, mask
+
+
+def as_the_longest(positions, mask):
+    return torch.full_like(positions, int(positions.max())), mask
+
+
+@pytest.mark.parametrize("wrong", [seen_too_much, seen_too_little, too_late, too_early, as_the_longest])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "cohere"])
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+def test_a_mask_or_position_that_is_wrong_is_found_out(wrong, family, precision, monkeypatch, caplog):
+    """Some change the states by 1 %, less than 16 bits do in a deep model."""
+    dtype, context = PRECISIONS[precision]
+    before_step = Slots.before_step
+    policy = Policy(make_wide(family).to(dtype))
+    monkeypatch.setattr(Slots, "before_step", lambda self: wrong(*before_step(self)))
+    source = EmbeddedSource(policy, version=0, context=context)
+    assert isinstance(source._choose(20), Lockstep)
+    assert "one prompt at a time, with its own cache: its states " in caplog.text
 
 
 class Counting:
@@ -167,6 +421,57 @@ def test_finished_answers_leave_and_others_take_their_place():
         torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-12)
     steps = [rows for rows, tokens in seen.shapes if tokens == 1]
     assert len(steps) < 6 * 19, "answers were waited for that had left room for others"
+
+
+@in_every_precision
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+def test_what_is_cached_never_takes_more_than_cache_bytes(family, precision, monkeypatch):
+    """Short answers leave wide batches, and long ones long rows: neither may stay when the others come."""
+    dtype, context = PRECISIONS[precision]
+    held = []
+    resize = _Layer.resize
+
+    def watched(self, rows, columns):
+        resize(self, rows, columns)
+        held.append(sum(store.nbytes for layer in self.slots.layers for store in (layer.keys, layer.values)))
+
+    policy = Policy(make_model(family).to(dtype))
+    config = policy.plain.config
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    token = 2 * 2 * heads * (32 // config.num_attention_heads) * (4 if precision == "float32" else 2)
+    source = EmbeddedSource(policy, version=0, context=context, cache_bytes=400 * token)
+    monkeypatch.setattr(_Layer, "resize", watched)
+    lengths = [4] * 20 + [90] * 2 + [4] * 40 + [60] * 3
+    answers_of(source, [ask(i, prompt=[5, 3 + i % 9], indices=[0], max_tokens=n) for i, n in enumerate(lengths)])
+    assert 350 * token < max(held) <= 400 * token
+
+
+@in_every_precision
+def test_a_cache_of_the_models_own_is_counted_as_it_is(precision):
+    """Attention keeps something of every token, a recurrence as much whatever it has read."""
+    dtype, context = PRECISIONS[precision]
+    for model in (make_model().to(dtype), make_mamba().to(dtype)):
+        policy = Policy(model, layout="padded")
+        reader = Reader(policy, VOCABULARY, context)
+        fit = lockstep_fit(reader, 1 << 20, cached=True)
+        with reader.reading():
+            caches = reader.states(input_ids=reader.ids([[5] * 50]), use_cache=True)[1]
+        (cache,) = caches.values()
+        tensors = [value for layer in cache.layers for value in vars(layer).values()]
+        tensors = [x for value in tensors for x in (value.values() if isinstance(value, dict) else [value])]
+        assert fit(50) == (1 << 20) // sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
+
+
+def test_a_quarter_of_a_gpus_free_memory_is_for_the_cache(monkeypatch):
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9 * gib)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * gib)
+    assert free_share(torch.device("cuda", 0)) == 9 * gib  # of 37 that are free, or torch's and unused
+    assert free_share(torch.device("cpu")) == 2 * gib
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * gib)
+    assert free_share(torch.device("cuda", 0)) == gib // 4
 
 
 def test_one_answer_that_is_larger_than_the_budget_is_let_in_alone():
@@ -315,7 +620,7 @@ def test_without_any_cache_all_is_read_anew():
     model = make_model()
     source = EmbeddedSource(Policy(model), version=0)
     expected = answers_of(source, requests())
-    source._choose = lambda longest: Lockstep(source.reader, 4096, cached=False)
+    source._choose = lambda longest: Lockstep(source.reader, lambda longest: 4096 // longest, cached=False)
     assert [sample.tokens for sample in answers_of(source, requests())] == [sample.tokens for sample in expected]
 
 
@@ -335,6 +640,20 @@ def test_a_memory_that_goes_wrong_with_a_model_is_found_out(broken, monkeypatch,
     source = EmbeddedSource(Policy(model), version=0)
     assert "one prompt at a time, with its own cache" in caplog.text
     check_log_probs(model, answers_of(source, requests()), 1e-9)
+
+
+def test_the_reason_for_going_one_prompt_at_a_time_is_named_once(monkeypatch, caplog):
+    def refuse(self, *arguments):
+        raise RuntimeError("no such cache")
+
+    monkeypatch.setattr(Ragged, "step", refuse)
+    policy = Policy(make_model())
+    for _ in range(2):
+        EmbeddedSource(policy, version=0)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.message == (
+        "LlamaForCausalLM: answers are generated one prompt at a time, with its own cache: RuntimeError: no such cache"
+    )
 
 
 def test_plain_models_generate_all_prompts_at_once():
