@@ -65,11 +65,12 @@ def padded(model, found):
     return pad_sequence(rows, batch_first=True)
 
 
-def theirs(trainer, found, advantage, policy, reference, args=None, **settings):
-    """The gradient of the trainer's loss by all parameters."""
+def theirs(trainer, found, advantage, policy, reference, old=None, args=None, **settings):
+    """The gradient of the trainer's loss by all parameters; ``old`` [answers, LIMIT] where it is not the sampler's."""
     lengths = torch.tensor([len(sample.tokens) for sample in found])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    old = pad_sequence([torch.tensor(sample.logprobs) for sample in found], batch_first=True)
+    if old is None:
+        old = pad_sequence([torch.tensor(sample.logprobs) for sample in found], batch_first=True)
     ids = torch.zeros(mask.shape, dtype=torch.int64)
     logp = padded(policy.model, found)
     alone = SimpleNamespace(
@@ -128,7 +129,11 @@ CASES = {
     "grpo with KL": (GRPO(**COMMON, beta=0.2), {"loss_type": "grpo", "beta": 0.2}, True),
     "dr_grpo": (GRPO(**COMMON, variant="dr_grpo"), {"loss_type": "dr_grpo"}, False),
     "dapo": (GRPO(**COMMON, variant="dapo", varied=False), {"loss_type": "dapo"}, True),
-    "gspo": (GRPO(**COMMON, variant="gspo"), {"loss_type": "grpo", "importance_sampling_level": "sequence"}, True),
+    "gspo": (
+        GRPO(**COMMON, variant="gspo", old="sampled"),
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        True,
+    ),
 }
 
 
@@ -141,15 +146,18 @@ def test_grpo(name, micro_tokens):
     assert_same(replace(config, micro_tokens=micro_tokens), found, policy, reference, expected)
 
 
-def test_rloo():
-    """With the reward's penalty on whole answers: R − β Σ (log π_old − log π_ref), each less the mean of the others."""
+@pytest.mark.parametrize("old", ["sampled", None])
+def test_rloo(old):
+    """TRL's own old log-probs are those of its model at the start, as ours are unless we say otherwise.
+
+    With the reward's penalty on whole answers: R − β Σ (log π_old − log π_ref), each less the mean of the others."""
     found, policy, reference = samples(), make_policy(), make_policy(seed=1)
-    config = RLOO(**COMMON, beta=0.1)
+    config = RLOO(**COMMON, beta=0.1, old=old)
     logp, ref = (padded(which.model, found).detach() for which in (policy, reference))
     reward = torch.tensor([s.rewards["right"] + 0.5 * s.rewards["brief"] for s in found])
     reward = (reward - 0.1 * (logp - ref).sum(1)).view(GROUPS, ANSWERS)
     advantage = (reward - (reward.sum(1, keepdim=True) - reward) / (ANSWERS - 1)).flatten()
-    expected = theirs(trl.RLOOTrainer, found, advantage, policy, reference)
+    expected = theirs(trl.RLOOTrainer, found, advantage, policy, reference, None if old else logp)
     assert_same(config, found, policy, reference, expected)
 
 

@@ -79,11 +79,11 @@ ONLINE = {
     "grpo": GRPO(**_SPLIT, hyper=_WIDE, beta=0.1),
     "grpo_token_mean": GRPO(**_SPLIT, variant="dapo", varied=False, hyper=_WIDE, scale="batch"),
     "grpo_fixed_length": GRPO(**_SPLIT, variant="dr_grpo", hyper=_WIDE, loss={"clipped_surrogate": 1, "nll": 0.1}),
-    "grpo_corrected": GRPO(**_SPLIT, old="recomputed", correction="tis", beta=0.1, kl_in="reward"),
+    "grpo_corrected": GRPO(**_SPLIT, correction="tis", beta=0.1, kl_in="reward"),
     "gdpo": GRPO(**_SPLIT, combine="normalize", hyper=_WIDE),
-    "gspo": GRPO(**_SPLIT, variant="gspo", hyper=_WIDE),
-    "gspo_corrected": GRPO(**_SPLIT, variant="gspo", old="recomputed", correction="sequence_tis"),
-    "rloo": RLOO(**_SPLIT, old="recomputed"),
+    "gspo": GRPO(**_SPLIT, variant="gspo", old="sampled", hyper=_WIDE),
+    "gspo_corrected": GRPO(**_SPLIT, variant="gspo", correction="sequence_tis"),
+    "rloo": RLOO(**_SPLIT),
     "ppo_online": PPO(
         **_SPLIT, missing_eos_penalty=0.5, hyper=_WIDE, loss={"clipped_surrogate": 1, "entropy_bonus": 0.1}
     ),
