@@ -364,6 +364,14 @@ def assert_rounded_once(whole, exact):
     assert whole["metrics"]["loss"] == pytest.approx(exact["metrics"]["loss"], abs=3 * rounding_of_the_loss(exact))
 
 
+def assert_as_near(result, peer, exact):
+    """The rule for kernels: at most twice as far from float64 as the peer's gradient under the same autocast."""
+    error = (peer.double() - exact["gradient"]).norm()
+    assert error > 0.1 * UNIT * exact["gradient"].norm()
+    assert (result["gradient"] - exact["gradient"]).norm() <= 2 * error
+    assert result["metrics"]["loss"] == pytest.approx(exact["metrics"]["loss"], abs=3 * rounding_of_the_loss(exact))
+
+
 def rounding_of_the_loss(exact):
     """UNIT ‖g ∘ θ‖: how far independent roundings of all weights move it, to first order. Those of what they are
     multiplied with, and of the products, are as many again, so that three times that bounds the error."""
