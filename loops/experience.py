@@ -115,6 +115,7 @@ class Experience:
         varied: pass over groups whose rewards are all the same, and take others instead (dynamic sampling).
         micro_tokens, seed: as in `Batches`.
         report: metrics of a rollout.
+        first_step: told the metrics of the first step on each rollout, before which nothing was learned from it.
         store: where all answers are written to, those that were passed over too.
     """
 
@@ -137,6 +138,7 @@ class Experience:
         micro_tokens: int | None = None,
         seed: int = 0,
         report: Report = lambda rollout: {},
+        first_step: Callable[[Mapping[str, float]], None] = lambda metrics: None,
         store: Store | None = None,
     ) -> None:
         self.sampler, self.policy, self.accelerator = sampler, policy, accelerator
@@ -145,9 +147,11 @@ class Experience:
         self.groups, self.steps, self.epochs, self.minibatches = groups, steps, epochs, minibatches
         self.mask_truncated, self.varied = mask_truncated, varied
         self.micro_tokens, self.seed, self._report, self.store = micro_tokens, seed, report, store
+        self.first_step = first_step
         self.rollout: Rollout | None = None
         self.number = -1  # of the rollout that is at hand
         self.metrics: dict[str, float] = {}
+        self._first = False  # whether the last step that was asked for is the first on its rollout
         self._used_up = False  # whether all steps on the rollout at hand have been asked for
         self._stored = False  # whether this process has written samples
 
@@ -160,7 +164,7 @@ class Experience:
         if number != self.number or self.rollout is None:
             self.rollout = self._collect(number)
             self.number = number
-        self._used_up = part == self.steps_per_rollout - 1
+        self._first, self._used_up = part == 0, part == self.steps_per_rollout - 1
         units = self.shape(self.rollout)
         examples = [example for i in self._chosen(len(units), number, part) for example in units[i]]
         return [self._batch(self.rollout, some) for some in self._plan(self.rollout, examples)]
@@ -170,7 +174,9 @@ class Experience:
         return self.metrics
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """A step was taken; nothing of it is remembered here."""
+        """A step was taken, with these metrics over all ranks; nothing of it is remembered here."""
+        if self._first:
+            self.first_step(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         kept = None

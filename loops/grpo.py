@@ -121,10 +121,22 @@ def grpo_terms(config: GRPO) -> tuple[dict[str, Term], Variant]:
         "sequence_mean": weights.sequence_mean,
         "fixed_length": partial(weights.fixed_length, length=config.max_tokens),
     }[variant.weighting]
-    terms = surrogate_terms(config, variant.loss, variant.hyper, weigh)
-    if config.beta and config.kl_in == "loss":
-        terms["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
+    terms = surrogate_terms(config, variant.loss, variant.hyper, weigh, kl_loss=config.kl_in == "loss")
+    _check_weighting(config, terms)
     return terms, variant
+
+
+def _check_weighting(config: GRPO, terms: Mapping[str, Term]) -> None:
+    """A weighting of tokens that is given must have a loss of tokens to go to, without a weighting of its own."""
+    mix = config.loss if isinstance(config.loss, Mapping) else {}
+    own = {name for name, entry in mix.items() if isinstance(entry, Mapping) and "weighting" in entry}
+    if config.weighting is None or any(term.unit == "tokens" and name not in own for name, term in terms.items()):
+        return
+    raise ValueError(
+        f"weighting: {config.weighting} says how tokens count, and no loss would heed it: "
+        + "; ".join(f"{name} has {'its own' if name in own else 'one entry per completion'}" for name in terms)
+        + "; leave it out, or take a loss of tokens"
+    )
 
 
 def advantages(rollout: Rollout, *, config: GRPO, variant: Variant) -> dict[str, Tensor]:

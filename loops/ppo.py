@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,9 +26,7 @@ from .online import missing_end, open_players
 from .policy import Policy
 from .scorer import Critic
 from .surrogate import PolicyGradient, surrogate_terms, train_policy
-from .terms import Term, needs
-
-_OF_ANSWERS = {"gspo", "gmpo", "vespo", "answer_surrogate"}  # whose advantage is that of an answer
+from .terms import Term, needs, units_of
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,6 @@ class PPO(PolicyGradient):
     """How often a rollout is trained on."""
     beta: float = 0.05
     """Strength of the pull towards the reference policy, taken off the reward of each token; 0 needs no reference."""
-    old: Literal["sampled", "recomputed"] = "recomputed"
-    """The policy that ratios are to: the sampler's own log-probs, or the trainer's at the start of the rollout."""
     gamma: float = 1.0
     """Discount of later rewards, per token."""
     lam: float = 0.95
@@ -152,7 +148,7 @@ def ppo_terms(config: PPO) -> dict[str, Term]:
     gae(nothing, nothing, nothing.long(), gamma=config.gamma, lam=config.lam)  # refuse what is out of range here
     value_loss(nothing, nothing, nothing, clip=config.value_clip)
     terms = surrogate_terms(config, "clipped_surrogate", {})
-    if wrong := sorted(_OF_ANSWERS & terms.keys()):
+    if wrong := [name for name in terms if units_of(terms[name].function).get("advantage") == "sequences"]:
         raise ValueError(
             f"loss: {wrong[0]} takes one advantage per answer, and those of ppo differ from token to token; "
             "use clipped_surrogate, or grpo"

@@ -1,7 +1,7 @@
 """What policy-gradient recipes share: surrogates of sampled tokens, who the ratios are to, and how far off they are.
 
 μ        the sampler's policy: what the tokens were drawn from
-π_old    the trainer's at the start of the rollout, which ratios are to; or μ itself, which saves a forward pass
+π_old    the trainer's at the start of the rollout, which ratios are to; or μ itself, see `old_policy`
 π        the trainer's now
 """
 
@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..objectives import (
@@ -27,14 +26,29 @@ from ..objectives import (
 )
 from . import weights
 from .batch import Batch
+from .distance import ClipWatch, Distance
 from .experience import Advantages, Measure, Report
 from .online import Online, Players
 from .policy import Policy
 from .recipe import ReferenceKind, open_reference
-from .reference import Reference
+from .reference import Reference, column
 from .sft import TOKEN_LOSSES
-from .terms import ENTROPY, Loss, Reader, Tensors, Term, Terms, losses_of, needs, outputs_for, parse, policy_tensors
+from .terms import (
+    ENTROPY,
+    Loss,
+    Reader,
+    Tensors,
+    Term,
+    Terms,
+    losses_of,
+    needs,
+    outputs_for,
+    parse,
+    policy_tensors,
+    units_of,
+)
 
+Old = Literal["sampled", "recomputed"]
 Weighting = Literal["token_mean", "sequence_mean", "fixed_length"]
 Correction = Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
 
@@ -91,10 +105,12 @@ class PolicyGradient(Online):
     """The estimator of the divergence from it; null is k3 for a loss, and k1 for what is taken off the reward."""
     reference: ReferenceKind = "auto"
     """Where reference log-probs come from, as for dpo; precompute does not apply."""
-    old: Literal["sampled", "recomputed"] = "sampled"
-    """The policy that ratios are to: the sampler's own log-probs, or the trainer's at the start of the rollout."""
+    old: Old | None = None
+    """The policy that ratios are to: the sampler's own log-probs, or the trainer's at the start of the rollout; null is
+    recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
+    and sampled otherwise."""
     correction: Correction = "none"
-    """What weighs a token, or masks it, by how far trainer and sampler are apart; needs recomputed log-probs."""
+    """What weighs a token, or masks it, by how far trainer and sampler are apart; not with old sampled."""
     correction_low: float | None = None
     """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""
     correction_high: float | None = None
@@ -112,7 +128,12 @@ class PolicyGradient(Online):
 
 
 def surrogate_terms(
-    config: PolicyGradient, default: str, hyper: Mapping[str, float], weigh: Any = weights.token_mean
+    config: PolicyGradient,
+    default: str,
+    hyper: Mapping[str, float],
+    weigh: Any = weights.token_mean,
+    *,
+    kl_loss: bool = False,
 ) -> dict[str, Term]:
     """The losses of this configuration, those with an advantage times the correction, if there is one.
 
@@ -120,12 +141,17 @@ def surrogate_terms(
         default: the loss unless the configuration names another.
         hyper: its hyper-parameters, unless the configuration has others.
         weigh: of losses of tokens.
+        kl_loss: whether the divergence from the reference is one of the losses.
 
     Raises:
         ValueError: if settings contradict each other.
     """
     _check(config)
     terms = parse(config.loss or default, {**hyper, **config.hyper}, POLICY_LOSSES, weighting=weigh, given=config.hyper)
+    if kl_loss and config.beta:
+        terms["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
+    for name, term in terms.items():
+        _refuse_k1(name, term)
     if config.correction == "none":
         return terms
     for name, term in terms.items():
@@ -144,19 +170,43 @@ def _check(config: PolicyGradient) -> None:
         if config.old == "sampled":
             raise ValueError(
                 f"correction: {config.correction} compares the trainer's log-probs with the sampler's; with old="
-                "sampled the ratio of the loss does that already; set old to recomputed, or correction to none"
+                "sampled the ratio of the loss does that already; leave old out, or set correction to none"
             )
         nothing = torch.zeros(0)
         corrections(config, nothing, nothing, nothing.long())  # bounds out of range are refused here
     elif config.top_p < 1 or config.top_k:
         raise ValueError(
             "top_p, top_k: answers drawn from a part of the distribution are more likely there than under the policy, "
-            "and its gradient is biased; draw from all of it, or set old to recomputed and a correction"
+            "and its gradient is biased; draw from all of it, or set a correction, and leave old out"
         )
     if config.beta < 0:
         raise ValueError(f"beta: must be >= 0, got {config.beta}")
     if config.reference == "precompute":
         raise ValueError("reference: answers that are yet to be sampled can't be precomputed; use copy or adapters_off")
+
+
+def _refuse_k1(name: str, term: Term) -> None:
+    function: Any = term.function
+    if getattr(function, "func", None) is kl_estimate and function.keywords["kind"] == "k1" and term.coefficient:
+        raise ValueError(
+            f"kl: k1 as a loss, here {name}, has a gradient that is zero on average; use k2 or k3, or take the "
+            "divergence off the reward (kl_in: reward)"
+        )
+
+
+def old_policy(config: PolicyGradient, terms: Terms) -> Old:
+    """The policy that ratios are to, where the configuration leaves it open.
+
+    Sampler and trainer round differently. One token's ratio hardly shows it, and to μ it needs no forward pass and
+    corrects for what difference there is. Over a completion of T tokens it adds up to √T times as much, of a mean it
+    leaves more than the narrow clip of such losses allows: these, whose signature says that they join the tokens of a
+    completion, get π_old. Where values are learned, the pass that reads them at the start of a rollout says it anyway.
+    """
+    if config.old is not None:
+        return config.old
+    units = [units_of(term.function) for term in terms.values()]
+    joined = any("old_logp" in of and ("sequence" in of or of["old_logp"] == "sequences") for of in units)
+    return "recomputed" if joined or config.correction != "none" or "old_value" in needs(terms) else "sampled"
 
 
 def train_policy(
@@ -176,51 +226,66 @@ def train_policy(
         report: further metrics of a rollout.
     """
     recipe = players.recipe
+    config = replace(config, old=old_policy(config, terms))
     wanted = "ref_logp" in needs(terms) or (in_reward and config.beta > 0)
     reference, _ = open_reference(recipe, config.reference, needed=wanted, temperature=config.temperature)
+    # Once per rollout, where that is fewer passes than one in each pass that trains, or was made for the reward anyway.
+    stored = reference if in_reward or config.rollout_epochs > 1 else None
     experience = players.experience(
         config,
         advantages=advantages,
-        measure=measures(config, recipe.model, reference if in_reward else None),
+        measure=measures(config, recipe.model, stored, in_reward=in_reward),
         varied=varied,
         report=lambda rollout: {**players.report(rollout), **report(rollout)},
+        first_step=ClipWatch(config.old, recipe.run.accelerator),
     )
     distance = Distance(recipe.run.accelerator)
     logged = {**terms, "sampling/logp_difference": Term(_mismatch, 0.0), **ENTROPY}
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
-    read = policy_tensors(reference=reference, outputs=outputs_for(terms), temperature=config.temperature)
+    reads = reference if stored is None else column("ref_logp")
+    read = policy_tensors(reference=reads, outputs=outputs_for(terms), temperature=config.temperature)
     return players.train(config, experience, logged, rollout_tensors(read, config, distance), distance.report)
 
 
-def measures(config: PolicyGradient, model: Policy, reference: Reference | None) -> Measure | None:
+def measures(
+    config: PolicyGradient, model: Policy, reference: Reference | None, *, in_reward: bool = False
+) -> Measure | None:
     """What is found before a rollout is trained on: π_old where it is recomputed, and what the advantages read.
 
     Args:
-        reference: of the divergence that is taken off the reward.
+        reference: whose log-probs are found too.
+        in_reward: whether the advantages read the divergence of π_old from it.
     """
-    several = config.rollout_epochs * config.minibatches > 1
     # Of a rollout that is trained on once, π_old is the policy itself, from the very pass that trains it.
-    if not (config.old == "recomputed" and several) and reference is None and not model.has_values:
+    again = config.old == "recomputed" and _several(config)
+    start = again or model.has_values or (in_reward and reference is not None)
+    if not start and reference is None:
         return None
 
     def measured(batch: Batch) -> dict[str, Tensor]:
-        said = model(batch, temperature=config.temperature)
-        found = {"old_logp": said.logprob}
-        found |= {} if said.value is None else {"old_value": said.value}
-        found |= {} if reference is None else {"ref_logp": reference(batch)}
+        found = {} if reference is None else {"ref_logp": reference(batch)}
+        if start:
+            said = model(batch, temperature=config.temperature)
+            found |= {"old_logp": said.logprob} | ({} if said.value is None else {"old_value": said.value})
         return found
 
     return measured
 
 
-def rollout_tensors(read: Reader, config: PolicyGradient, distance: "Distance | None" = None) -> Reader:
-    """Beside what the policy says now: who sampled, who the ratios are to, and the advantages."""
+def _several(config: PolicyGradient) -> bool:
+    """Whether a rollout is trained on in several steps."""
+    return config.rollout_epochs * config.minibatches > 1
+
+
+def rollout_tensors(read: Reader, config: PolicyGradient, distance: Distance | None = None) -> Reader:
+    """Beside what the policy says now: who sampled, who the ratios are to (``config.old``), and the advantages."""
 
     def tensors(model: nn.Module, batch: Batch) -> Tensors:
         found = read(model, batch)
         sampled = batch.columns["sampled_logp"]
-        start = batch.columns.get("old_logp", found["tokens", "logp"].detach())
+        now = found["tokens", "logp"].detach()
+        start = batch.columns.get("old_logp", now) if _several(config) else now
         old = sampled if config.old == "sampled" else start
         if distance is not None:
             distance.add(start, sampled)
@@ -269,39 +334,3 @@ def corrections(config: PolicyGradient, old: Tensor, sampled: Tensor, sequence: 
 def _mismatch(start_logp: PerToken, sampled_logp: PerToken) -> tuple[PerToken, Stats]:
     """How far the trainer's policy at the start is from the sampler's; logged always."""
     return (start_logp - sampled_logp).abs(), mismatch(start_logp, sampled_logp)
-
-
-class Distance:
-    """What no mean over the tokens of a step says of trainer and sampler: extremes, and the effective sample size."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.parts: list[Tensor] = []  # [6] of each micro-batch, float64
-
-    def add(self, start: Tensor, sampled: Tensor) -> None:
-        if len(start):
-            difference = (start - sampled).detach().double()
-            ratio = difference.clamp(-correction.LIMIT, correction.LIMIT).exp()
-            count = ratio.new_tensor(len(ratio))
-            sums = [count, ratio.sum(), ratio.square().sum()]
-            self.parts.append(torch.stack([*sums, difference.abs().max(), ratio.max(), -ratio.min()]))
-
-    def report(self) -> dict[str, float]:
-        """Of the micro-batches since the last report, over all ranks. Every rank calls it.
-
-        sampling/effective_sample_size    (Σ ρ)² / (N Σ ρ²), the share of the N tokens that equal weights would need
-        """
-        none = torch.tensor([0.0, 0, 0, *[-torch.inf] * 3], dtype=torch.float64, device=self.accelerator.device)
-        mine, self.parts = torch.stack([none, *self.parts]), []
-        together = torch.cat([mine[:, :3].sum(0), mine[:, 3:].amax(0)])
-        every: Any = self.accelerator.gather(together[None])
-        count, total, squares = every[:, :3].sum(0).tolist()
-        if not count:
-            return {}
-        difference, highest, lowest = every[:, 3:].amax(0).tolist()
-        return {
-            "sampling/effective_sample_size": total**2 / (count * squares),
-            "sampling/logp_difference/max": difference,
-            "sampling/importance_ratio/max": highest,
-            "sampling/importance_ratio/min": -lowest,
-        }

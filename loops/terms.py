@@ -126,7 +126,7 @@ def columns_of(terms: Terms) -> list[str]:
 
 def needs(terms: Terms) -> set[str]:
     """The names of all tensors that the terms take."""
-    return {parameter.name for term in terms.values() for parameter in tensor_parameters(term.function)}
+    return {name for term in terms.values() for name in units_of(term.function)}
 
 
 def outputs_for(terms: Terms) -> tuple[Extra, ...]:
@@ -268,6 +268,11 @@ def tensor_parameters(function: Any) -> list[inspect.Parameter]:
     """The tensors that a loss takes: its positional parameters."""
     parameters = inspect.signature(getattr(function, "func", function)).parameters.values()
     return [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+
+
+def units_of(function: Any) -> dict[str, str]:
+    """The unit of each tensor that a loss takes, by name."""
+    return {parameter.name: _unit(parameter.annotation) for parameter in tensor_parameters(function)}
 
 
 def hyper_parameters(function: Any) -> dict[str, inspect.Parameter]:

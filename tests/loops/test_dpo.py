@@ -5,11 +5,14 @@ from functools import partial
 
 import pytest
 import torch
+from accelerate import Accelerator
 from burnish.loops.batch import collate
 from burnish.loops.dpo import DPO, answer_of
 from burnish.loops.policy import Policy
 from burnish.loops.terms import PAIR_LOGPS, Term, compose, outputs_for, policy_tensors
 from burnish.objectives import dpo, f_score, sequence_sum
+from law import EXAMPLES, assert_as_near, make_policy, numbers, one_step
+from peer import dpo_trainer_loss
 from tiny import make_examples, make_model
 
 COUNT = 4
@@ -97,3 +100,24 @@ def test_an_f_divergence_scores_ratios_and_leaves_log_probs_as_they_are(policy, 
 def test_an_answer_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         answer_of(replace(CONFIG, **changes))
+
+
+def gradient_of_trl():
+    """Of DPOTrainer's loss on the pairs of the law, each answer in a row of its own."""
+    policy, reference, batch = make_policy(), make_policy(seed=1), collate(make_examples(EXAMPLES))
+    with Accelerator().autocast():
+        now, before = (
+            torch.stack([rows.gather(1, t[:, None]).sum() for rows, t in log_softmax_of_answers(which, batch)])
+            for which in (policy, reference)
+        )
+        loss = dpo_trainer_loss([now[::2], now[1::2], before[::2].detach(), before[1::2].detach()])
+    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(policy.parameters()))])
+
+
+def test_under_autocast_our_gradient_is_as_near_to_the_exact_one_as_that_of_trl():
+    pytest.importorskip("trl", reason="the peer is not installed")
+    with numbers(torch.float64):
+        exact = one_step("dpo", "padded", None)
+        torch.testing.assert_close(exact["gradient"], gradient_of_trl(), rtol=1e-7, atol=1e-9)
+    with numbers(torch.bfloat16):
+        assert_as_near(one_step("dpo", "shared", 60), gradient_of_trl(), exact)

@@ -16,10 +16,11 @@ from accelerate import Accelerator
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.command import main
+from burnish.loops.distance import Distance
 from burnish.loops.experience import Rollout
 from burnish.loops.grpo import GRPO, RLOO, VARIANTS, advantages, grpo_terms, run_grpo
 from burnish.loops.rewards.statistics import Judged
-from burnish.loops.surrogate import Distance, corrections, rollout_tensors
+from burnish.loops.surrogate import corrections, rollout_tensors
 from burnish.objectives import effective_sample_size
 from online import Killed, dying_in_step, lines, prepare, stored
 from safetensors.torch import load_file
@@ -75,18 +76,22 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
         ({"group_size": 1}, "group_size: .* wanted >= 2, got 1; ppo learns from single answers"),
         ({"temperature": 0.0}, "temperature: at 0 every answer to a prompt is the same"),
         ({"max_tokens": 0}, "max_tokens: must be >= 1"),
-        ({"top_p": 0.9}, "top_p, top_k: .* set old to recomputed and a correction"),
+        ({"top_p": 0.9}, "top_p, top_k: .* set a correction, and leave old out"),
         ({"top_k": 5, "old": "recomputed"}, "top_p, top_k: "),
-        ({"correction": "tis"}, "correction: tis .* set old to recomputed"),
-        (
-            {"correction": "tis", "old": "recomputed", "variant": "gspo"},
-            "tis weighs tokens, and gspo has one entry per",
-        ),
-        ({"correction": "icepop", "old": "recomputed", "correction_low": 9.0}, "low"),
+        ({"correction": "tis", "old": "sampled"}, "correction: tis .* leave old out"),
+        ({"correction": "tis", "variant": "gspo"}, "tis weighs tokens, and gspo has one entry per"),
+        ({"correction": "icepop", "correction_low": 9.0}, "low"),
         ({"reference": "precompute", "beta": 0.1}, "can't be precomputed; use copy or adapters_off"),
         ({"beta": -1.0}, "beta: must be >= 0"),
         ({"variant": "rloo", "scale": "group"}, "scale: .* use batch or none"),
         ({"combine": "normalize", "beta": 0.1, "kl_in": "reward"}, "combine: normalize"),
+        ({"beta": 0.1, "kl": "k1"}, "kl: k1 as a loss, here kl, .* use k2 or k3, or .*kl_in: reward"),
+        ({"loss": {"clipped_surrogate": 1, "kl_estimate": {"kind": "k1", "coefficient": 0.1}}}, "here kl_estimate, "),
+        ({"variant": "gspo", "weighting": "token_mean"}, "weighting: token_mean .* gspo has one entry per completion"),
+        (
+            {"loss": {"gmpo": 1, "clipped_surrogate": {"weighting": "token_mean"}}, "weighting": "sequence_mean"},
+            "gmpo has one entry per completion; clipped_surrogate has its own; leave it out",
+        ),
         ({"steps": 0}, "steps: must be >= 1, got 0"),
         ({"minibatches": 5}, "minibatches: the 4 prompts of a rollout can't be shared by 5 steps"),
         ({"hyper": {"clip_hi": 0.2}}, "hyper: no loss of this mix has 'clip_hi'"),
@@ -98,6 +103,21 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, co
     monkeypatch.setattr("burnish.loops.online.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
         run_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), **config}))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kl": "k1"},  # nothing is pulled, it is only measured
+        {"kl": "k1", "beta": 0.1, "kl_in": "reward"},
+        {"loss": {"clipped_surrogate": 1, "kl_estimate": {"kind": "k1", "coefficient": 0.0}}},
+        {"loss": {"gspo": 1, "nll": 0.1}, "hyper": {"clip_low": 0.1, "clip_high": 0.1}, "weighting": "token_mean"},
+        {"variant": "gspo", "beta": 0.1, "weighting": "token_mean"},
+    ],
+    ids=str,
+)
+def test_an_estimator_that_only_measures_and_a_weighting_that_weighs_something_are_accepted(config):
+    assert grpo_terms(GRPO(model="", data="", output="", **config))
 
 
 def test_a_reward_that_reads_a_missing_column_is_refused_before_a_model_is_loaded(common, tmp_path, monkeypatch):

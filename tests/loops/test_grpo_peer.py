@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from burnish.loops.grpo import GRPO, RLOO
 from burnish.loops.reference import frozen_copy
 from burnish.loops.rollouts.sample import Sample, Span
-from law import handed_over, make_policy, stepped
+from law import alike, assert_as_near, handed_over, make_policy, numbers, stepped
 from torch.nn.utils.rnn import pad_sequence
 
 trl = pytest.importorskip("trl", reason="the peer is not installed")
@@ -65,11 +65,12 @@ def padded(model, found):
     return pad_sequence(rows, batch_first=True)
 
 
-def theirs(trainer, found, advantage, policy, reference, args=None, **settings):
-    """The gradient of the trainer's loss by all parameters."""
+def theirs(trainer, found, advantage, policy, reference, old=None, args=None, **settings):
+    """The gradient of the trainer's loss by all parameters; ``old`` [answers, LIMIT] where it is not the sampler's."""
     lengths = torch.tensor([len(sample.tokens) for sample in found])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    old = pad_sequence([torch.tensor(sample.logprobs) for sample in found], batch_first=True)
+    if old is None:
+        old = pad_sequence([torch.tensor(sample.logprobs) for sample in found], batch_first=True)
     ids = torch.zeros(mask.shape, dtype=torch.int64)
     logp = padded(policy.model, found)
     alone = SimpleNamespace(
@@ -128,7 +129,11 @@ CASES = {
     "grpo with KL": (GRPO(**COMMON, beta=0.2), {"loss_type": "grpo", "beta": 0.2}, True),
     "dr_grpo": (GRPO(**COMMON, variant="dr_grpo"), {"loss_type": "dr_grpo"}, False),
     "dapo": (GRPO(**COMMON, variant="dapo", varied=False), {"loss_type": "dapo"}, True),
-    "gspo": (GRPO(**COMMON, variant="gspo"), {"loss_type": "grpo", "importance_sampling_level": "sequence"}, True),
+    "gspo": (
+        GRPO(**COMMON, variant="gspo", old="sampled"),
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        True,
+    ),
 }
 
 
@@ -138,28 +143,59 @@ def test_grpo(name, micro_tokens):
     config, settings, scaled = CASES[name]
     found, policy, reference = samples(), make_policy(), make_policy(seed=1)
     expected = theirs(trl.GRPOTrainer, found, advantages_of(found, scaled=scaled), policy, reference, **settings)
-    assert_same(replace(config, micro_tokens=micro_tokens), found, policy, reference, expected)
+    assert_same(ours(replace(config, micro_tokens=micro_tokens), found, policy, reference), expected)
 
 
-def test_rloo():
+@pytest.mark.parametrize("old", ["sampled", None])
+def test_rloo(old):
+    """TRL's own old log-probs are those of its model at the start, as ours are unless we say otherwise."""
+    assert_same(*rloo_of_both(old))
+
+
+@pytest.mark.parametrize("recipe", ["grpo with KL", "rloo"])
+def test_under_autocast_our_gradient_is_as_near_to_the_exact_one_as_theirs(recipe):
+    """To the policy itself, where no clip makes a step of a rounding."""
+
+    def both():
+        if recipe == "rloo":
+            return rloo_of_both(None)
+        config, settings, scaled = CASES[recipe]
+        found, policy, reference = samples(), make_policy(), make_policy(seed=1)
+        with Accelerator().autocast():
+            old, advantage = padded(policy.model, found).detach(), advantages_of(found, scaled=scaled)
+            expected = theirs(trl.GRPOTrainer, found, advantage, policy, reference, old, **settings)
+        return ours(replace(config, old="recomputed"), found, policy, reference), expected
+
+    with numbers(torch.float64):
+        result, (loss, gradient) = both()
+        exact = {"metrics": {"loss": loss.item()}, "gradient": gradient, "weight": result["weight"]}
+    with numbers(torch.bfloat16):
+        result, (_, peer) = both()
+    assert_as_near(result, peer, exact)
+
+
+def rloo_of_both(old):
     """With the reward's penalty on whole answers: R − β Σ (log π_old − log π_ref), each less the mean of the others."""
     found, policy, reference = samples(), make_policy(), make_policy(seed=1)
-    config = RLOO(**COMMON, beta=0.1)
-    logp, ref = (padded(which.model, found).detach() for which in (policy, reference))
-    reward = torch.tensor([s.rewards["right"] + 0.5 * s.rewards["brief"] for s in found])
-    reward = (reward - 0.1 * (logp - ref).sum(1)).view(GROUPS, ANSWERS)
-    advantage = (reward - (reward.sum(1, keepdim=True) - reward) / (ANSWERS - 1)).flatten()
-    expected = theirs(trl.RLOOTrainer, found, advantage, policy, reference)
-    assert_same(config, found, policy, reference, expected)
+    with Accelerator().autocast():
+        logp, ref = (padded(which.model, found).detach() for which in (policy, reference))
+        reward = torch.tensor([s.rewards["right"] + 0.5 * s.rewards["brief"] for s in found])
+        reward = (reward - 0.1 * (logp - ref).sum(1)).view(GROUPS, ANSWERS)
+        advantage = (reward - (reward.sum(1, keepdim=True) - reward) / (ANSWERS - 1)).flatten()
+        expected = theirs(trl.RLOOTrainer, found, advantage, policy, reference, None if old else logp)
+    return ours(RLOO(**COMMON, beta=0.1, old=old), found, policy, reference), expected
 
 
-def assert_same(config, found, policy, reference, expected):
+def ours(config, found, policy, reference):
     accelerator = Accelerator(cpu=True)
-    frozen = frozen_copy(reference, temperature=TEMPERATURE)
+    frozen = alike(frozen_copy(reference, temperature=TEMPERATURE), accelerator)
     caught = handed_over(config, policy, frozen, found, accelerator)
     mine = caught["feed"](0)
     caught["feed"].close()
-    result = stepped(accelerator, policy, mine, caught["objective"], caught["expression"])
+    return stepped(accelerator, policy, mine, caught["objective"], caught["expression"])
+
+
+def assert_same(result, expected):
     loss, gradient = expected
     assert gradient.abs().max() > 1e-3
     assert result["metrics"]["loss"] == pytest.approx(loss.item(), abs=1e-9)

@@ -4,10 +4,12 @@ Prints a JSON object: loss, metrics and a flat gradient, float64.
 """
 
 import json
+import math
 import os
 import random
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from burnish.data import Batches, Example
 from burnish.loops import surrogate
 from burnish.loops.config import Lora
@@ -57,6 +60,7 @@ from datasets import Dataset
 from tiny import in_full_precision, make_classifier, make_examples, make_model
 
 EXACT = 1e-12
+UNIT = 2.0**-8  # roundoff of bfloat16: half of the distance from 1 to the next number
 EXAMPLES = 9
 PAIRS = {
     "dpo": {"dpo": 1.0},
@@ -65,6 +69,7 @@ PAIRS = {
     "simpo": {"simpo": {"gamma": 0.5}, "alpha_po": {"coefficient": 0.5, "gamma": 0.5, "alpha": 0.25}},
 }
 SCORERS = ("reward", "regression", "ranking", "prm")
+IN_BFLOAT16 = ("sft", "dpo", "grpo")
 RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "ppo")
 
 GROUPS, ANSWERS, LONGEST = 5, 3, 8
@@ -76,14 +81,14 @@ _SPLIT |= {"rewards": {"right": 1.0, "brief": 0.3}, "steps": 4, "rollout_epochs"
 _SPLIT |= {"mask_truncated": True, "temperature": 0.7}
 _WIDE = {"clip_low": 0.95, "clip_high": 9.0}  # the scripted sampler is far from the policy
 ONLINE = {
-    "grpo": GRPO(**_SPLIT, hyper=_WIDE, beta=0.1),
+    "grpo": GRPO(**_SPLIT, old="recomputed", beta=0.1),
     "grpo_token_mean": GRPO(**_SPLIT, variant="dapo", varied=False, hyper=_WIDE, scale="batch"),
     "grpo_fixed_length": GRPO(**_SPLIT, variant="dr_grpo", hyper=_WIDE, loss={"clipped_surrogate": 1, "nll": 0.1}),
-    "grpo_corrected": GRPO(**_SPLIT, old="recomputed", correction="tis", beta=0.1, kl_in="reward"),
+    "grpo_corrected": GRPO(**_SPLIT, correction="tis", beta=0.1, kl_in="reward"),
     "gdpo": GRPO(**_SPLIT, combine="normalize", hyper=_WIDE),
-    "gspo": GRPO(**_SPLIT, variant="gspo", hyper=_WIDE),
-    "gspo_corrected": GRPO(**_SPLIT, variant="gspo", old="recomputed", correction="sequence_tis"),
-    "rloo": RLOO(**_SPLIT, old="recomputed"),
+    "gspo": GRPO(**_SPLIT, variant="gspo", old="sampled", hyper=_WIDE),
+    "gspo_corrected": GRPO(**_SPLIT, variant="gspo", correction="sequence_tis"),
+    "rloo": RLOO(**_SPLIT),
     "ppo_online": PPO(
         **_SPLIT, missing_eos_penalty=0.5, hyper=_WIDE, loss={"clipped_surrogate": 1, "entropy_bonus": 0.1}
     ),
@@ -91,7 +96,9 @@ ONLINE = {
 
 
 def make_policy(family="llama", seed=0, **options):
-    return Policy(in_full_precision(make_model(family, seed=seed)), **options)
+    """In the default dtype; its weights are the same in each."""
+    model = make_model(family, seed=seed).float().to(torch.get_default_dtype())
+    return Policy(in_full_precision(model), **options)
 
 
 def make_scorer(task):
@@ -136,7 +143,7 @@ def setup(name, accelerator):
 
     head = torch.nn.Linear(32, 1, dtype=torch.float64) if name == "ppo" else None
     policy = make_policy(value_head=head)
-    reference = frozen_copy(make_policy(seed=1))
+    reference = alike(frozen_copy(make_policy(seed=1)), accelerator)
     teacher = make_policy("llama_wide", seed=2)
     lesson = partial(teacher.lesson, beta=0.3, temperature=0.7)
     hyper = {"beta": 0.3}
@@ -184,6 +191,16 @@ def setup(name, accelerator):
     bounds = {"old_logp": (-5, -3), "advantage": (-1, 1), "old_value": (-1, 1), "target": (-1, 1)}
     columns = {column: per_token(*bound) for column, bound in bounds.items()}
     return policy, single, columns, terms, policy_tensors(reference=reference), {}
+
+
+def alike(reference, accelerator):
+    """The reference in the precision of the policy."""
+
+    def computed(batch):
+        with accelerator.autocast():
+            return reference(batch)
+
+    return computed
 
 
 def scripted(seed=3):
@@ -252,7 +269,7 @@ def online_step(config, layout, accelerator, samples):
     head = torch.nn.Linear(32, 1, dtype=torch.float64) if isinstance(config, PPO) else None
     policy = make_policy(value_head=head)
     policy.layout = layout
-    reference = frozen_copy(make_policy(seed=1), temperature=config.temperature)
+    reference = alike(frozen_copy(make_policy(seed=1), temperature=config.temperature), accelerator)
     caught = handed_over(config, policy, reference, samples, accelerator)
     mine = caught["feed"](STEP)
     caught["feed"].close()
@@ -262,6 +279,20 @@ def online_step(config, layout, accelerator, samples):
 
 
 _OF_THE_SAMPLER = ("sampling/seconds", "sampling/retries")
+
+
+@contextmanager
+def numbers(dtype):
+    """Whole steps in this dtype; in bfloat16 forward passes are under autocast and weights in float32, as in runs."""
+    before, mixed = torch.get_default_dtype(), dtype is torch.bfloat16
+    torch.set_default_dtype(torch.float32 if mixed else dtype)
+    AcceleratorState._reset_state()
+    Accelerator(cpu=True, mixed_precision="bf16" if mixed else "no")  # all that follow are like the first
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state()
+        torch.set_default_dtype(before)
 
 
 def one_step(name, layout, micro_tokens):
@@ -291,7 +322,9 @@ def stepped(accelerator, model, mine, objective, expression):
     metrics = train_step(accelerator, prepared, optimizer, mine, objective, expression, max_grad_norm=float("inf"))
     # Plain SGD with learning rate 1: the step is the gradient.
     gradient = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters(), strict=True)])
-    return {"micro_batches": len(mine), "metrics": metrics, "gradient": gradient, "rank": accelerator.process_index}
+    weight = torch.cat([b.flatten() for b in before])
+    found = {"micro_batches": len(mine), "metrics": metrics, "rank": accelerator.process_index}
+    return found | {"gradient": gradient.double(), "weight": weight.double()}
 
 
 def assert_same(result, expected):
@@ -301,6 +334,48 @@ def assert_same(result, expected):
     gradient = torch.as_tensor(result["gradient"], dtype=torch.float64)
     assert float(gradient.abs().max()) > 1e-6
     torch.testing.assert_close(gradient, expected["gradient"], rtol=EXACT, atol=EXACT)
+
+
+def assert_same_in_bfloat16(result, whole, exact):
+    """Agreement of a split of a step with the ``whole`` of it, as far as bfloat16 goes; ``exact`` is it in float64.
+
+    Two gradients whose roundings have nothing in common, each as far from the exact one as that of the whole step,
+    would be √2 times as far from each other. What has nothing to do with the policy's numbers is the same.
+    """
+    gradient = torch.as_tensor(result["gradient"], dtype=torch.float64)
+    error = (whole["gradient"] - exact["gradient"]).norm()
+    assert (gradient - whole["gradient"]).norm() <= math.sqrt(2) * error
+    metrics, expected = result["metrics"], whole["metrics"]
+    assert metrics.keys() == expected.keys() == exact["metrics"].keys()
+    assert metrics["loss"] == pytest.approx(expected["loss"], abs=3 * rounding_of_the_loss(exact))
+    for name, value in expected.items():
+        if value == exact["metrics"][name] and name != "ratio":
+            assert metrics[name] == pytest.approx(value, rel=EXACT, abs=EXACT), name
+
+
+def assert_rounded_once(whole, exact):
+    """Nothing but bfloat16 is between the whole step and it in float64: each linear map rounds once each way.
+
+    There are four in sequence in each of the two layers, and the head. Roundings are independent, so that their
+    squares add: UNIT √(2·9) of the gradient's norm.
+    """
+    error = (whole["gradient"] - exact["gradient"]).norm()
+    assert 0.1 * UNIT < error / exact["gradient"].norm() <= math.sqrt(18) * UNIT
+    assert whole["metrics"]["loss"] == pytest.approx(exact["metrics"]["loss"], abs=3 * rounding_of_the_loss(exact))
+
+
+def assert_as_near(result, peer, exact):
+    """The rule for kernels: at most twice as far from float64 as the peer's gradient under the same autocast."""
+    error = (peer.double() - exact["gradient"]).norm()
+    assert error > 0.1 * UNIT * exact["gradient"].norm()
+    assert (result["gradient"] - exact["gradient"]).norm() <= 2 * error
+    assert result["metrics"]["loss"] == pytest.approx(exact["metrics"]["loss"], abs=3 * rounding_of_the_loss(exact))
+
+
+def rounding_of_the_loss(exact):
+    """UNIT ‖g ∘ θ‖: how far independent roundings of all weights move it, to first order. Those of what they are
+    multiplied with, and of the products, are as many again, so that three times that bounds the error."""
+    return UNIT * float((exact["gradient"] * exact["weight"]).norm())
 
 
 def run_ranks(ranks, output, kind, *settings):
@@ -316,14 +391,19 @@ def run_ranks(ranks, output, kind, *settings):
 
 
 if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
     output, kind, *settings = sys.argv[1:]
+    names, dtype = {
+        "offline": (RECIPES, torch.float64),
+        "online": (tuple(ONLINE), torch.float64),
+        "bfloat16": (IN_BFLOAT16, torch.bfloat16),
+    }[kind]
     results = {}
-    for name in {"offline": RECIPES, "online": ONLINE}[kind]:
-        for setting in settings:
-            layout, micro_tokens = setting.split(":")
-            result = one_step(name, layout, int(micro_tokens) if micro_tokens else None)
-            results[f"{name}:{setting}"] = {**result, "gradient": result["gradient"].tolist()}
+    with numbers(dtype):
+        for name in names:
+            for setting in settings:
+                layout, micro_tokens = setting.split(":")
+                result = one_step(name, layout, int(micro_tokens) if micro_tokens else None)
+                results[f"{name}:{setting}"] = {**result, **{k: result[k].tolist() for k in ("gradient", "weight")}}
     if result["rank"] == 0:
         with open(output, "w") as file:
             json.dump(results, file)
