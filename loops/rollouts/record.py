@@ -5,6 +5,7 @@ spans                                                            [[version, star
 rewards, info                                                    mappings; in Parquet, as JSON text
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -15,6 +16,32 @@ NAMES = tuple(field.name for field in fields(Sample))
 
 def to_record(sample: Sample) -> dict[str, Any]:
     return {name: getattr(sample, name) for name in NAMES} | {"spans": [list(span) for span in sample.spans]}
+
+
+def plain(value: Any, who: str) -> Any:
+    """A value as JSON and checkpoints hold it: numbers and arrays of numpy and torch become Python's, tuples lists.
+
+    Args:
+        who: names the value, and who left it, in the message.
+
+    Raises:
+        ValueError: if it can't be told in numbers, text, lists and mappings.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {plain(key, f"a key of {who}"): plain(entry, f"{who}[{key!r}]") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry, f"{who}[{i}]") for i, entry in enumerate(value)]
+    if hasattr(value, "tolist"):  # an array, a tensor, or a scalar of numpy
+        return plain(value.tolist(), who)
+    for kind in (int, float, str):  # such as a member of an IntEnum
+        if isinstance(value, kind):
+            return kind(value)
+    raise ValueError(
+        f"{who}: wanted numbers, text, lists or mappings, which can be stored with a sample, got a "
+        f"{type(value).__name__}; convert it, str(...) perhaps"
+    )
 
 
 def from_record(record: dict[str, Any]) -> Sample:

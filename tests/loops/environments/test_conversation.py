@@ -134,9 +134,11 @@ def test_rewards_and_counts_add_up_over_the_turns(tokenizer, scripted, request_f
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), "good"])
-def test_no_reward_is_none_and_not_0(reward, tokenizer, scripted, request_for, talk):
+def test_no_reward_is_none_and_what_is_no_number_is_told_and_neither_is_0(
+    reward, tokenizer, scripted, request_for, talk
+):
     (sample,), conversations = talk(scripted(tokenizer, ["a"]), lambda: Echo(1, reward), request_for())
-    assert sample.info["environment_reward"] is None
+    assert sample.info["environment_reward"] == {None: None, "good": "not a number"}.get(reward, "nan")
     assert sum(conversations.failures.values()) == (0 if reward is None else 1)
 
 
@@ -235,7 +237,7 @@ def test_an_environment_that_fails_aborts_its_conversation_alone(
         samples, conversations = talk(scripted(tokenizer, ["a", "b", "c"]), Sometimes, request_for(0, 1), seconds=0.3)
     assert time.monotonic() - begun < 5
     assert [sample.finish for sample in samples] == ["stop", "aborted"]
-    assert [sample.info["environment_reward"] for sample in samples] == [1.5, None]
+    assert [sample.info["environment_reward"] for sample in samples] == [1.5, "aborted"]
     assert samples[1].text == "a\nb" and conversations.failures == {kind: 1}
     check_sample(samples[1])
     assert f"environment: {kind} in step (task 0, answer 1)" in caplog.text
@@ -243,7 +245,7 @@ def test_an_environment_that_fails_aborts_its_conversation_alone(
 
 def test_a_conversation_whose_source_gives_up_is_aborted(tokenizer, scripted, request_for, talk):
     (sample,), conversations = talk(scripted(tokenizer, ["a"], finish="aborted"), Echo, request_for())
-    assert sample.finish == "aborted" and sample.info["environment_reward"] is None and not conversations.failures
+    assert sample.finish == "aborted" and sample.info["environment_reward"] == "aborted" and not conversations.failures
 
 
 def test_a_row_that_cannot_be_reset_is_named(tokenizer, scripted, request_for, talk):

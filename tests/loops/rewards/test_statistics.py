@@ -38,7 +38,7 @@ def test_a_sample_that_was_not_judged_is_an_error(answer):
 
 def test_metrics_have_the_names_and_values_of_the_peer(scored):
     samples = scored((1, 2), (0, None), (3, 0), (3, 0))
-    metrics = reward_metrics([A, B], samples, judge_nothing())
+    metrics = reward_metrics([A, B], samples)
     total = [2.0, 0.0, 3.0, 3.0]
     expected = {
         "rewards/a/mean": 7 / 4,
@@ -47,6 +47,7 @@ def test_metrics_have_the_names_and_values_of_the_peer(scored):
         "rewards/b/mean": 2 / 3,
         "rewards/b/std": statistics.stdev([2, 0, 0]),
         "rewards/b/unscored": 1,
+        "rewards/b/unscored/none": 1,
         "reward": statistics.mean(total),
         "reward_std": statistics.stdev(total),
         "frac_reward_zero_std": 0.5,
@@ -56,29 +57,27 @@ def test_metrics_have_the_names_and_values_of_the_peer(scored):
     assert metrics == pytest.approx(expected)
 
 
-def judge_nothing():
-    return asyncio.run(judge([], [], []))
-
-
 def test_reasons_are_counted_by_name(answer):
     reward = Weighted("r", batched(lambda rows, samples: [None, float("nan"), None, 1.0]))
     samples = [answer(index=i) for i in range(4)]
-    metrics = reward_metrics([reward], samples, asyncio.run(judge([reward], [{}] * 4, samples)))
+    asyncio.run(judge([reward], [{}] * 4, samples))
+    metrics = reward_metrics([reward], samples)
     assert metrics["rewards/r/unscored"] == 3
     assert metrics["rewards/r/unscored/none"] == 2 and metrics["rewards/r/unscored/nan"] == 1
     assert metrics["rewards/r/mean"] == 1.0 and metrics["rewards/r/std"] == 0.0
 
 
 def test_what_nobody_scored_is_left_out_and_nothing_is_nan(scored):
-    metrics = reward_metrics([A], scored((None,), (None,)), judge_nothing())
+    metrics = reward_metrics([A], scored((None,), (None,)))
     assert metrics == {
         "rewards/a/unscored": 2,
+        "rewards/a/unscored/none": 2,
         "reward_std": 0,
         "frac_reward_zero_std": 0,
         "frac_unscored": 1,
         "zero_std_groups": 0,
     }
-    assert reward_metrics([A], [], judge_nothing()) == {"rewards/a/unscored": 0}
+    assert reward_metrics([A], []) == {"rewards/a/unscored": 0}
 
 
 def test_an_exploding_score_is_reported_once_with_what_to_do(scored, caplog):
