@@ -80,8 +80,8 @@ class Conversations:
 
     ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards, None where there was none, or in a word
     how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (what was said, for TRL's rewards and for
-    people) and the environment's counts. A conversation that the environment fails in, or does not answer in time, is aborted and
-    counted in ``failures``; what was said until then is kept.
+    people) and the environment's counts. A conversation that the environment fails in, or does not answer in time, is
+    aborted and counted in ``failures``; what was said until then is kept.
 
     Args:
         source: of the answers.

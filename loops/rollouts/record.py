@@ -39,7 +39,7 @@ def plain(value: Any, who: str) -> Any:
         if isinstance(value, kind):
             return kind(value)
     raise ValueError(
-        f"{who}: wanted numbers, text, lists or mappings, which can be stored with a sample, got a "
+        f"{who}: wanted numbers, text, lists or mappings, which can be stored with a sample, got "
         f"{type(value).__name__}; convert it, str(...) perhaps"
     )
 

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import time
 
+import numpy as np
 import pytest
+import torch
 from burnish.loops.environments import Conversations, Limits, Step
 from burnish.loops.rollouts.sample import Sample, Span, check_sample
 from burnish.loops.rollouts.source import SourceError
@@ -140,6 +142,42 @@ def test_no_reward_is_none_and_what_is_no_number_is_told_and_neither_is_0(
     (sample,), conversations = talk(scripted(tokenizer, ["a"]), lambda: Echo(1, reward), request_for())
     assert sample.info["environment_reward"] == {None: None, "good": "not a number"}.get(reward, "nan")
     assert sum(conversations.failures.values()) == (0 if reward is None else 1)
+
+
+def test_a_turn_without_a_reward_is_left_out_and_one_that_fails_leaves_the_whole_unknown(
+    tokenizer, scripted, request_for, talk
+):
+    for rewards, whole in (([0.5, None, 1.0], 1.5), ([0.5, float("nan"), 1.0], "nan")):
+        told = iter(rewards)
+
+        class Tells(Echo):
+            def step(self, answer, told=told):
+                return super().step(answer)._replace(reward=next(told))
+
+        (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), Tells, request_for())
+        assert sample.info["environment_reward"] == whole
+        assert sample.info["turn_rewards"] == ["nan" if r != r else r for r in rewards]
+
+
+@pytest.mark.parametrize("number", [np.float64(0.5), np.float32(0.5), torch.tensor(0.5), np.int64(2)])
+def test_counts_become_plain_numbers(number, tokenizer, scripted, request_for, talk):
+    class Counts(Echo):
+        def step(self, answer):
+            return super().step(answer)._replace(counts={"found": number})
+
+    (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), Counts, request_for())
+    assert sample.info["found"] == 3 * number and type(sample.info["found"]) in (int, float)
+
+
+def test_a_count_that_is_no_number_is_refused_by_name(tokenizer, scripted, request_for, talk):
+    for count, message in (("two", "counts\\['found'\\] must be a number, .* got 'two'"), ({1}, "counts.* got set")):
+
+        class Counts(Echo):
+            def step(self, answer, count=count):
+                return super().step(answer)._replace(counts={"found": count})
+
+        with pytest.raises(ValueError, match=message):
+            talk(scripted(tokenizer, ["a"]), Counts, request_for())
 
 
 @pytest.mark.parametrize(("most", "finish"), [(1, "length"), (2, "length"), (3, "stop"), (8, "stop")])
