@@ -46,7 +46,8 @@ class Online(Sampled):
     """What becomes of a longer prompt: its start or its end is kept, or it is an error."""
     rewards: dict[str, float | dict[str, Any]] = field(default_factory=dict)
     """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function; none is
-    {environment: 1.0} where there is an environment."""
+    {environment: 1.0} where there is an environment. One that returns None is left out of the sum; one that fails
+    (raises, takes too long, returns NaN) masks the answer."""
     environment: str | dict[str, dict[str, Any]] | None = None
     """What the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your own as
     module:Environment; null for single answers."""

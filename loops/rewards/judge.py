@@ -248,13 +248,13 @@ def _report(reward: Weighted, failure: Failure, sample: Sample, detail: str) -> 
     if failure not in reward.reported:
         reward.reported[failure] = detail
         log.warning(
-            "reward %s: answer %d of task %d has no score (%s: %s); it is masked, as are further ones, which are "
-            "counted. %s",
+            "reward %s: answer %d of task %d has no score (%s: %s); %s further ones are counted. %s",
             reward.name,
             sample.index,
             sample.task,
             failure,
             detail,
+            "it is masked, and" if reward.weight else "at weight 0 nothing is masked;",
             ADVICE[failure],
         )
 

@@ -70,14 +70,14 @@ def test_a_failed_reward_masks_the_answer_and_one_that_does_not_apply_is_left_ou
     right = [sample["rewards"]["math"] for sample in samples]
     assert right[0::4] == ["timeout"] * 4 and right[1::4] == [None] * 4
     assert all(isinstance(score, float) for i in (2, 3) for score in right[i::4])
-    assert [sample["rewards"]["form"] for sample in samples] == [1.0, 1.0, 0.5, 0.5] * 4
+    assert [sample["rewards"]["form"] for sample in samples] == [1.0, 0.75, 0.5, 0.5] * 4
 
     assert (line["rewards/math/unscored"], line["rewards/form/unscored"]) == (8, 0)
     assert (line["rewards/math/unscored/timeout"], line["rewards/math/unscored/none"]) == (4, 4)
     assert line["completions/masked_ratio"] == line["frac_unscored"] == 0.25
-    assert line["rewards/form/mean"] == 0.75  # of all scores that it gave
+    assert line["rewards/form/mean"] == 0.6875  # of all scores that it gave
     assert line["tokens"] == sum(len(sample["tokens"]) for sample in samples if sample["index"])
-    totals = [0.2 if score is None else score + 0.1 for score in right if score != "timeout"]
+    totals = [0.15 if score is None else score + 0.1 for score in right if score != "timeout"]
     assert line["reward"] == pytest.approx(sum(totals) / 12)
 
     ((rollout, columns),) = advantages
@@ -90,7 +90,7 @@ def test_a_failed_reward_masks_the_answer_and_one_that_does_not_apply_is_left_ou
 
 
 def test_what_is_unknown_is_in_no_rewards_group_statistics(burnish, advantages):
-    """GDPO: form is 1 for the answer that math has failed at, and for one more; only that one is compared."""
+    """GDPO: the form of an answer that math has failed at is compared with no other."""
     assert burnish(rewards=MATH, combine="normalize") == 0
     ((rollout, columns),) = advantages
     found = of_answers(rollout, columns["advantage"])
@@ -98,7 +98,7 @@ def test_what_is_unknown_is_in_no_rewards_group_statistics(burnish, advantages):
     summed = []
     for group in range(4):
         scores = [rollout.samples[4 * group + i].rewards["math"] for i in (2, 3)]
-        form = normalized([1.0, 0.5, 0.5])
+        form = normalized([0.75, 0.5, 0.5])
         right = normalized(scores) if scores[0] != scores[1] else [0.0, 0.0]
         summed += [0.2 * form[0], *(r + 0.2 * f for r, f in zip(right, form[1:], strict=True))]
     assert [found[i] for i in sorted(found)] == pytest.approx(normalized(summed), abs=1e-9)
@@ -112,16 +112,16 @@ def test_a_failed_reward_of_weight_0_is_counted_and_masks_nothing(burnish, tmp_p
 
 
 def test_dynamic_sampling_does_not_take_what_is_unknown_for_a_difference(burnish, tmp_path, caplog):
-    """Without the answers that math fails at, form is the same for all of two answers."""
+    """Of two answers math fails at one, so that their forms, which differ, are not compared."""
     slow = {"judges:math": {"weight": 1.0, "timeout": 0.01}, "judges:form": 1.0}
     assert burnish(rewards=slow, varied=True, group_size=2, max_tokens=1) == 0
     assert "only 0 of 4 groups have answers of different reward" in caplog.text
     (line,) = lines(tmp_path / "run")
-    assert line["reward/sampled"] == 1.0 and line["skipped"] == 1
+    assert line["reward/sampled"] == 0.75 and line["skipped"] == 1
 
 
 def test_no_pair_is_made_of_an_answer_of_unknown_worth(burnish, tmp_path):
-    """Of two answers to each prompt math fails at one, though its form makes it the better one."""
+    """Of two answers to each prompt math fails at one, and does not apply to the other, whose form is worse."""
     assert burnish("online_dpo", rewards=MATH, group_size=2) == 0
     (line,) = lines(tmp_path / "run")
     assert (line["pairs"], line["ties"], line["completions/masked_ratio"]) == (0, 4, 0.5)
@@ -184,7 +184,8 @@ LEFT = {
     "judges:logs_numbers": lambda n, mean: {
         "float64": float(n), "float32": float(n), "int64": n, "tensor": n, "array": [n, n + 1], "mean_length": mean,
     },
-    "judges:leaves_numbers": lambda n, mean: {"entropy": 0.5, "seen": {"by": [3, [1.0, 1.0]]}},
+    "judges:leaves_a_float64": lambda n, mean: {"entropy": 0.5},
+    "judges:leaves_numbers": lambda n, mean: {"seen": {"by": [3, [1.0, 1.0]]}},
 }  # fmt: skip
 
 

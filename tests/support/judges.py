@@ -15,7 +15,7 @@ async def math(row, sample):
 
 
 def form(row, sample):
-    return 1.0 if sample.index < 2 else 0.5
+    return (1.0, 0.75, 0.5, 0.5)[sample.index]
 
 
 def broken(row, sample):
@@ -47,8 +47,13 @@ def logs_numbers(prompts, completions, completion_ids, log_extra, log_metric, **
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def leaves_numbers(row, sample):
+def leaves_a_float64(row, sample):
+    """Which JSON takes for a float, and a checkpoint does not."""
     sample.info["entropy"] = np.float64(0.5)
+    return even(row, sample)
+
+
+def leaves_numbers(row, sample):
     sample.info["seen"] = {"by": (np.int64(3), torch.ones(2, dtype=torch.bfloat16))}
     return even(row, sample)
 
