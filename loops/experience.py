@@ -267,9 +267,7 @@ class Experience:
         return bool((known != known[:1]).any())
 
     def _laid_out(self, samples: list[Sample]) -> Rollout:
-        """Mask completions that no reward applies to or one has failed at, that were given up, or (``mask_truncated``)
-        cut off.
-        """
+        """Mask completions that are unscored, aborted, or (``mask_truncated``) cut off."""
         rollout = Rollout(samples, [sample.trained for sample in samples], self.judgment(samples))
         aborted = [sample.finish == "aborted" for sample in samples]
         rollout.judged.reward[torch.tensor(aborted, dtype=torch.bool)] = torch.nan  # nobody is compared with it

@@ -132,8 +132,7 @@ async def judge(rewards: Sequence[Weighted], rows: Sequence[Row], samples: Seque
     await asyncio.gather(*(_judge(reward, rows, samples) for reward in rewards))
     for sample in samples:
         who = f"answer {sample.index} of task {sample.task}, judged by {', '.join(names)}"
-        info = dict(sample.info)  # a call that was given up may still write to it
-        sample.info = {key: plain(value, f"{who}: sample.info[{key!r}]") for key, value in info.items()}
+        sample.info = plain(dict(sample.info), f"{who}: sample.info")  # a copy: a late call may write to it
 
 
 def refuse_broken(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> None:

@@ -7,6 +7,7 @@ rewards, info                                                    mappings; in Pa
 
 from collections.abc import Mapping
 from dataclasses import fields
+from numbers import Integral, Real
 from typing import Any
 
 from .sample import Sample, Span
@@ -30,14 +31,15 @@ def plain(value: Any, who: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        return {plain(key, f"a key of {who}"): plain(entry, f"{who}[{key!r}]") for key, entry in value.items()}
+        return {str(key): plain(entry, f"{who}[{key!r}]") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry, f"{who}[{i}]") for i, entry in enumerate(value)]
-    if hasattr(value, "tolist"):  # an array, a tensor, or a scalar of numpy
-        return plain(value.tolist(), who)
-    for kind in (int, float, str):  # such as a member of an IntEnum
-        if isinstance(value, kind):
-            return kind(value)
+    if hasattr(value, "tolist") and type(found := value.tolist()) is not type(value):  # that of a longdouble is itself
+        return plain(found, who)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
     raise ValueError(
         f"{who}: wanted numbers, text, lists or mappings, which can be stored with a sample, got "
         f"{type(value).__name__}; convert it, str(...) perhaps"
