@@ -114,7 +114,7 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
     rewards: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for sample in read_samples(run / "samples.jsonl"):
         for name, score in sample.rewards.items():
-            rewards[sample.oldest + 1, name].append(score or 0.0)
+            rewards[sample.oldest + 1, name].append(score if isinstance(score, float) else 0.0)
     for (step, name), scores in rewards.items():
         steps[step][f"rewards/{name}/mean"] = mean(scores)
     return steps

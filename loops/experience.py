@@ -40,7 +40,8 @@ class Rollout:
     Attributes:
         samples: the answers.
         trained: the tokens of each that are trained; none of those of an answer that is masked.
-        judged: their scores, NaN where there is none.
+        judged: their scores, NaN where there is none; all NaN of an answer that is compared with no other, because a
+            reward has failed at it or it was given up.
         columns: by name, each [tokens] over all trained tokens.
     """
 
@@ -104,6 +105,7 @@ class Experience:
     Args:
         sampler: on the main process; None on the others, which are sent what it takes.
         judgment: from samples that were judged to their scores.
+        check: on the main process, of the samples that this process takes first; what it raises ends the run.
         advantages: what is computed over a whole rollout, as columns [tokens].
         measure: what a forward pass without gradients says of a batch before it is trained on, as columns [tokens].
         shape: which answers make up an example, and which examples are trained on in the same step; unless told
@@ -126,6 +128,7 @@ class Experience:
         accelerator: Accelerator,
         *,
         judgment: Judgment,
+        check: Callable[[Sequence[Sample]], None] = lambda samples: None,
         advantages: Advantages = lambda rollout: {},
         measure: Measure | None = None,
         shape: Shape | None = None,
@@ -142,7 +145,7 @@ class Experience:
         store: Store | None = None,
     ) -> None:
         self.sampler, self.policy, self.accelerator = sampler, policy, accelerator
-        self.judgment, self.advantages, self.measure = judgment, advantages, measure
+        self.judgment, self.check, self.advantages, self.measure = judgment, check, advantages, measure
         self.shape = shape or self._split_groups
         self.groups, self.steps, self.epochs, self.minibatches = groups, steps, epochs, minibatches
         self.mask_truncated, self.varied = mask_truncated, varied
@@ -218,10 +221,17 @@ class Experience:
             if self.store is not None and not self._stored:
                 self.store.keep(self.sampler.ledger.tasks)
                 self._stored = True
-            self.sampler.publish(number)
-            found = [self._taken(self.sampler, number)]
+            try:
+                self.sampler.publish(number)
+                found = [self._taken(self.sampler, number)]
+            except Exception as error:
+                if self.accelerator.num_processes > 1:  # the others wait
+                    broadcast_object_list([f"{type(error).__name__}: {error}"])
+                raise
         if self.accelerator.num_processes > 1:
             broadcast_object_list(found)
+        if isinstance(found[0], str):
+            raise RuntimeError(f"rank 0 could not sample rollout {number}: {found[0]}")
         groups, seen = found[0]
         return _in_order(groups), seen
 
@@ -230,6 +240,8 @@ class Experience:
         seen: list[Group] = []
         for _ in range(PATIENCE if self.varied else 1):
             taken = sampler.take(number, self.groups - len(kept))
+            if self.rollout is None and not seen:
+                self.check(_in_order(taken))
             seen += taken
             kept += [group for group in taken if not self.varied or self._varies(group)]
             if len(kept) == self.groups:
@@ -261,7 +273,7 @@ class Experience:
         return bool((known != known[:1]).any())
 
     def _laid_out(self, samples: list[Sample]) -> Rollout:
-        """Masked is what could not be scored, was given up, or is cut where that is not to be learned from."""
+        """Mask completions that are unscored, aborted, or (``mask_truncated``) cut off."""
         rollout = Rollout(samples, [sample.trained for sample in samples], self.judgment(samples))
         aborted = [sample.finish == "aborted" for sample in samples]
         rollout.judged.reward[torch.tensor(aborted, dtype=torch.bool)] = torch.nan  # nobody is compared with it

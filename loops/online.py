@@ -16,8 +16,8 @@ from .experience import Experience, Rollout, Store
 from .model import load_model, load_tokenizer
 from .policy import Policy
 from .recipe import Recipe, open_run
-from .rewards import Watch, Weighted, check_columns, judge, judged, resolve, reward_metrics
-from .rewards.judge import Row, Unscored
+from .rewards import Watch, Weighted, check_columns, judge, judged, refuse_broken, resolve, reward_metrics
+from .rewards.judge import Row
 from .rewards.resolve import SHIPPED
 from .rollouts.embedded import EmbeddedSource
 from .rollouts.sample import Request, Sample
@@ -46,7 +46,8 @@ class Online(Sampled):
     """What becomes of a longer prompt: its start or its end is kept, or it is an error."""
     rewards: dict[str, float | dict[str, Any]] = field(default_factory=dict)
     """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function; none is
-    {environment: 1.0} where there is an environment."""
+    {environment: 1.0} where there is an environment. One that returns None is left out of the sum; one that fails
+    (raises, takes too long, returns NaN) masks the answer."""
     environment: str | dict[str, dict[str, Any]] | None = None
     """What the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your own as
     module:Environment; null for single answers."""
@@ -71,7 +72,6 @@ class Players:
     recipe: Recipe[Policy]
     rewards: Sequence[Weighted]
     sampler: Sampler | None
-    unscored: Unscored
     watch: Watch
     store: Store | None
     converse: Converse
@@ -88,6 +88,7 @@ class Players:
             self.recipe.model,
             self.recipe.run.accelerator,
             judgment=lambda samples: judged(self.rewards, samples),
+            check=lambda samples: refuse_broken(self.rewards, samples),
             groups=config.batch_size,
             steps=steps,
             epochs=config.rollout_epochs,
@@ -163,14 +164,13 @@ class Players:
 
         samples = [sample for group in await asyncio.gather(*map(answered, range(len(data)))) for sample in group]
         await source.close()
-        unscored = await judge(self.rewards, [rows[row] for row in data["row"]], samples)
-        metrics = reward_metrics(self.rewards, samples, unscored)
+        await judge(self.rewards, [rows[row] for row in data["row"]], samples)
+        metrics = reward_metrics(self.rewards, samples)
         return {name: value for name, value in metrics.items() if "zero_std" not in name and name != "reward_std"}
 
     def report(self, rollout: Rollout) -> Mapping[str, float]:
         """Metrics of the rewards of a rollout; on the main process they are watched, too."""
-        metrics = {**reward_metrics(self.rewards, rollout.samples, self.unscored), **spoken(rollout.samples)}
-        self.unscored.clear()
+        metrics = {**reward_metrics(self.rewards, rollout.samples), **spoken(rollout.samples)}
         if self.sampler is None:
             return metrics
         self.watch(self.rewards, rollout.samples)
@@ -195,7 +195,7 @@ def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | No
         check_columns(rewards, load(config.eval_data).dataset.column_names, config.eval_data)
     make = make_policy or (lambda model: Policy(model, **config.kernel))
     recipe = open_run(config, encode_prompts, make, load_model)
-    order, unscored = order_of(config, recipe.data), Unscored()
+    order = order_of(config, recipe.data)
     converse = open_conversations(config, recipe)
 
     def row(task: int) -> Row:
@@ -207,7 +207,7 @@ def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | No
             if not sample.text:
                 drawn = [token for token, own in zip(sample.tokens, sample.trained, strict=True) if own]
                 sample.text = str(recipe.tokenizer.decode(drawn, skip_special_tokens=True))
-        unscored.update(await judge(rewards, [row(group[0].task)] * len(group), group))
+        await judge(rewards, [row(group[0].task)] * len(group), group)
 
     sampler = open_sampler(
         config,
@@ -217,7 +217,7 @@ def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | No
         judge=scored,
         max_age=config.max_age,
     )
-    return Players(recipe, rewards, sampler, unscored, Watch(), open_store(config, recipe), converse)
+    return Players(recipe, rewards, sampler, Watch(), open_store(config, recipe), converse)
 
 
 def open_conversations(config: Online, recipe: Recipe[Policy]) -> Converse:

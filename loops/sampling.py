@@ -279,7 +279,10 @@ class Samples:
         columns = ("task", "end of the prompt", "answer", "rewards")
         table = Table(*columns, title=f"rollout {self.rollouts}", title_justify="left")
         for sample in samples:
-            scores = ", ".join(f"{name} {'none' if s is None else f'{s:.3g}'}" for name, s in sample.rewards.items())
+            scores = ", ".join(
+                f"{name} {f'{score:.3g}' if isinstance(score, float) else score or 'none'}"
+                for name, score in sample.rewards.items()
+            )
             asked = str(self.decode(sample.prompt))[-_LONGEST:]
             table.add_row(str(sample.task), Text(asked), Text(sample.text[:_LONGEST]), scores)
         self.console.print(table)

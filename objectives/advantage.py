@@ -1,6 +1,6 @@
 """Advantages: how much better an answer, or a token, was than expected. Computed once, over the whole global batch.
 
-    r_i          the reward of answer i; NaN if it could not be scored
+    r_i          the reward of answer i; NaN if it is unknown
     group        which prompt an answer belongs to: any integers, in any order, groups of any size
     G_t          Σ_{k≥0} γ^k r_{t+k}, the return from token t to the end of its answer
     V_t          the value of the state before token t; 0 after the last token
@@ -91,7 +91,10 @@ def optimal_baseline(reward: PerSequence, group: Groups, length: SequenceLengths
 
 @torch.no_grad()
 def total_reward(reward: Float[Tensor, "sequences rewards"], weight: Float[Tensor, " rewards"]) -> PerSequence:
-    """Several rewards as one: Σ_k w_k r_ik over those that could be given; NaN if none could.
+    """Several rewards as one: Σ_k w_k r_ik over those that apply; NaN if none does.
+
+    NaN stands for a reward that does not apply to an answer, as in TRL: it is left out, as if it were 0. It does not
+    stand for one that failed: what such an answer is worth is unknown, and its whole row must be NaN.
 
     Pass it to `group_advantage` to sum, then normalize.
     """
@@ -112,7 +115,8 @@ def normalize_then_sum(
         z_ik = (r_ik − mean_g r_k) / (std_g r_k + ε)
         A = whiten(Σ_k w_k z_k)
 
-    A reward that an answer did not get counts as its group's mean; an answer that got none is masked.
+    A reward that does not apply to an answer is NaN, is in no mean and no standard deviation, and counts as its group's
+    mean; an answer with none is masked. So is one that a reward failed at, if its whole row is NaN.
 
     Args:
         weight: w_k, on rewards of unit variance.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..rewards.judge import Row, score
 from ..rewards.workers import OutOfTime, call, within
+from ..rollouts.record import plain
 from ..rollouts.sample import Request, Sample, Span, check_sample
 from ..rollouts.source import RolloutSource, SourceError
 from .turns import Message, Turns
@@ -77,10 +78,10 @@ class Conversations:
     """A source of conversations: a `RolloutSource` itself, on top of another. What a request has for a prompt is not
     looked at: `reset` gives it.
 
-    ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards, None where there was none or the
-    environment failed), ``turn_rewards``, ``turns``, ``messages`` (what was said, for TRL's rewards and for people) and
-    the environment's counts. A conversation that the environment fails in, or does not answer in time, is aborted and
-    counted in ``failures``; what was said until then is kept.
+    ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards, None where there was none, or in a word
+    how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (what was said, for TRL's rewards and for
+    people) and the environment's counts. A conversation that the environment fails in, or does not answer in time, is
+    aborted and counted in ``failures``; what was said until then is kept.
 
     Args:
         source: of the answers.
@@ -140,7 +141,7 @@ class Conversations:
             step = None if answer.finish == "aborted" else await self._step(environment, answer)
             if step is None:
                 whole.finish = "aborted"
-                whole.info["environment_reward"] = None
+                whole.info["environment_reward"] = "aborted"
                 break
             self._note(whole, step)
             if step.done or answer.finish == "length":
@@ -223,14 +224,19 @@ class Conversations:
 
     def _note(self, whole: Sample, step: Step) -> None:
         info = whole.info
-        value, reason = score(step.reward)
-        if reason not in (None, "none"):
-            self.failures[str(reason)] += 1
+        value = score(step.reward)
+        if isinstance(value, str):
+            self.failures[value] += 1
         info["turn_rewards"].append(value)
         given = [reward for reward in info["turn_rewards"] if reward is not None]
-        info["environment_reward"] = sum(given) if given else None
+        failed = [reward for reward in given if isinstance(reward, str)]
+        info["environment_reward"] = failed[0] if failed else sum(given) if given else None
         for name, count in step.counts.items():
-            info[name] = info.get(name, 0) + count
+            who = f"environment: counts[{name!r}]"
+            number = plain(count, who)
+            if not isinstance(number, int | float):
+                raise ValueError(f"{who} must be a number, to be summed over the turns, got {number!r}")
+            info[name] = info.get(name, 0) + number
 
     def _said(self, step: Step, answer: Sample, request: Request) -> list[int]:
         """The tokens between this answer and the next."""

@@ -1,18 +1,21 @@
 """Functions that judge answers.
 
-judge, statistics    many functions at once, what they could not score, and what a step logs
+judge, statistics    many functions at once, what they could not score, and what a step logs. A function returns None
+                     for an answer that it does not apply to, which leaves it out of the weighted sum; one that fails
+                     masks the answer, which is then neither trained on nor compared with others
 resolve              the names in a configuration
 isolated, trl        a process of its own; functions written for TRL
 equivalence, text, length, reasoning, models    what is shipped
 """
 
 from .isolated import isolated
-from .judge import Weighted, batched, check_columns, judge
+from .judge import RewardError, Weighted, batched, check_columns, judge, refuse_broken
 from .resolve import resolve
 from .statistics import Watch, judged, reward_metrics
 from .trl import from_trl
 
 __all__ = [
+    "RewardError",
     "Watch",
     "Weighted",
     "batched",
@@ -21,6 +24,7 @@ __all__ = [
     "isolated",
     "judge",
     "judged",
+    "refuse_broken",
     "resolve",
     "reward_metrics",
 ]

@@ -19,8 +19,9 @@ class MathEquivalence:
     """1 where the last mathematical expression of the answer equals the row's, as mathematics, and 0 otherwise.
 
     42, 42.0, $42$ and \\boxed{42} are the same answer, and so are 1/2, 0.5 and \\frac12. What is in \\boxed{} is looked
-    at first. An answer without any mathematics is wrong (0). A row whose answer can't be read is not the policy's
-    fault: None, as is whatever the library fails at. What stands after #### is the answer of a row that has it (GSM8K).
+    at first. An answer without any mathematics is wrong (0). To a row whose answer can't be read it does not apply
+    (None); what the library fails at is an error, and masks the answer. What stands after #### is the answer of a row
+    that has it (GSM8K).
 
     It is slow where sympy is (simplifying an expression may take forever), so name it in a configuration, which has it
     run in a process of its own, or wrap it in `isolated`. The library's own timeouts are alarm signals, which only the

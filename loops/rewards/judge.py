@@ -7,7 +7,15 @@ A reward is a function ``(row, sample) -> float | None``, plain or async. A func
     columns        those that its rows must have
     concurrency    how many of its calls may run at the same time
 
-What can't be scored is None: masked, counted, and never 0.
+``sample.rewards`` then holds of each function what it says of the completion:
+
+    a number       its score
+    None           it does not apply: it is left out of the weighted sum, which is that of the others (as in TRL)
+    a `Failure`    it failed, so that what the completion is worth is unknown: it is masked, whatever the others say
+
+A masked completion is not trained on, and is in no mean and no standard deviation of its group; so is one that no
+function applies to. A function of weight 0 is only measured, and masks nothing. What has no score is counted by its
+reason, and is never 0. A function that raises in all its calls of the first rollout ends the run.
 """
 
 import asyncio
@@ -15,13 +23,13 @@ import difflib
 import logging
 import math
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+from ..rollouts.record import plain
 from ..rollouts.sample import Sample
 from .workers import OutOfTime, call, within
 
@@ -31,21 +39,24 @@ _OURS = (__file__, call.__code__.co_filename)  # frames that say nothing to whoe
 
 Row = Mapping[str, Any]
 Over = Literal["sample", "group", "step"]
-Unscored = Counter[tuple[str, str]]  # (name of the function, reason): answers
-Reason = Literal["none", "nan", "infinite", "not a number", "wrong length", "timeout", "error"]
+Failure = Literal["nan", "infinite", "not a number", "wrong length", "timeout", "error"]
+Score = float | Failure | None
 
 _LARGEST = 3.4e38  # what float32 holds, so that neither sums nor squares overflow in float64
 
-ADVICE: dict[Reason, str] = {
-    "none": "",
-    "nan": "return None for an answer that can't be scored, and a number otherwise",
+ADVICE: dict[Failure, str] = {
+    "nan": "return None for an answer that the function does not apply to, and a number otherwise",
     "infinite": "return numbers that float32 can hold; clip them where they may grow",
     "not a number": "return one number per answer, or None: a float, an int, true or false, or a tensor of one element",
     "wrong length": "a batched function returns one entry per answer, in their order",
     "timeout": "raise its timeout; or have it run in a process of its own, which can be killed (`isolated`, or "
     "isolate: true): a plain function goes on in a thread that nothing stops",
-    "error": "the function should return None for an answer that it can't score",
+    "error": "the function should return None for an answer that it does not apply to",
 }
+
+
+class RewardError(ValueError):
+    """A reward function that can't work as it is."""
 
 
 @dataclass
@@ -53,16 +64,16 @@ class Weighted:
     """A reward function with the name that it is logged by.
 
     Attributes:
-        weight: of its score in the sum.
+        weight: of its score in the sum; at 0 it is only measured.
         timeout: seconds that one call may take; a batched function's call is for all its answers.
-        reported: the reasons that have been logged, each once.
+        reported: the first failure of each kind, in words; it was logged.
     """
 
     name: str
     function: Callable[..., Any]
     weight: float = 1.0
     timeout: float = 30.0
-    reported: set[str] = field(default_factory=set, repr=False, compare=False)
+    reported: dict[Failure, str] = field(default_factory=dict, repr=False, compare=False)
     _gates: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
@@ -99,17 +110,17 @@ class batched:
         return await call(self.function, rows, samples)
 
 
-async def judge(rewards: Sequence[Weighted], rows: Sequence[Row], samples: Sequence[Sample]) -> Unscored:
+async def judge(rewards: Sequence[Weighted], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
     """Score every sample by every function, and write ``sample.rewards[name]``.
+
+    Numbers of numpy and torch that functions leave in ``sample.info`` become Python's.
 
     Args:
         rows: of each sample, the row of the data that its prompt came from.
 
-    Returns:
-        How many samples each function left without a score, by reason.
-
     Raises:
-        ValueError: if a function needs a column that a row does not have, or if two have the same name.
+        ValueError: if a function needs a column that a row does not have, if two have the same name, or if something
+            was left in ``sample.info`` that can't be stored.
     """
     names = [reward.name for reward in rewards]
     if len(set(names)) < len(names):
@@ -118,9 +129,25 @@ async def judge(rewards: Sequence[Weighted], rows: Sequence[Row], samples: Seque
         raise ValueError(f"judge: wanted one row per sample, {len(samples)}, got {len(rows)}")
     for columns in {tuple(row) for row in rows}:
         check_columns(rewards, columns)
-    unscored: Unscored = Counter()
-    await asyncio.gather(*(_judge(reward, rows, samples, unscored) for reward in rewards))
-    return unscored
+    await asyncio.gather(*(_judge(reward, rows, samples) for reward in rewards))
+    for sample in samples:
+        who = f"answer {sample.index} of task {sample.task}, judged by {', '.join(names)}"
+        sample.info = plain(dict(sample.info), f"{who}: sample.info")  # a copy: a late call may write to it
+
+
+def refuse_broken(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> None:
+    """Of the first samples that were judged: does each function work at all?
+
+    Raises:
+        RewardError: with the traceback of a function that raised in each of its calls.
+    """
+    for reward in rewards:
+        if samples and all(sample.rewards[reward.name] == "error" for sample in samples):
+            raise RewardError(
+                f"reward {reward.name}: it raised in every one of its calls, for all {len(samples)} answers of the "
+                "first rollout, so nothing can be learned from it; mend it or leave it out. The first time:\n"
+                + reward.reported.get("error", "(in the log of the process that called it)")
+            )
 
 
 def check_columns(rewards: Sequence[Weighted], columns: Iterable[str], source: str = "the data") -> None:
@@ -141,37 +168,36 @@ def check_columns(rewards: Sequence[Weighted], columns: Iterable[str], source: s
                 )
 
 
-def score(value: Any) -> tuple[float | None, Reason | None]:
-    """What a reward function returned as a number, or why it is none."""
+def score(value: Any) -> Score:
+    """What a reward function returned as a number, or what is wrong with it; None stays None."""
     if value is None:
-        return None, "none"
+        return None
     if hasattr(value, "item"):  # a tensor, an array, or a scalar of numpy
         try:
             value = value.item()
         except (ValueError, RuntimeError):  # of several elements
-            return None, "not a number"
+            return "not a number"
     if not isinstance(value, Real):
-        return None, "not a number"
+        return "not a number"
     try:
         number = float(value)
     except OverflowError:  # an int beyond all floats
         number = math.inf
     if math.isnan(number):
-        return None, "nan"
-    return (None, "infinite") if abs(number) > _LARGEST else (number, None)
+        return "nan"
+    return "infinite" if abs(number) > _LARGEST else number
 
 
-async def _judge(reward: Weighted, rows: Sequence[Row], samples: Sequence[Sample], unscored: Unscored) -> None:
+async def _judge(reward: Weighted, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
     over: Over = getattr(reward.function, "over", "sample")
 
     async def ask(members: Sequence[int]) -> None:
         async with reward.gate:  # waiting costs a call none of its time
             values = await _values(reward, over, [rows[i] for i in members], [samples[i] for i in members])
-        for i, (value, reason, detail) in zip(members, values, strict=True):
-            samples[i].rewards[reward.name] = value
-            if reason is not None:
-                unscored[reward.name, reason] += 1
-                _report(reward, reason, samples[i], detail)
+        for i, (found, detail) in zip(members, values, strict=True):
+            samples[i].rewards[reward.name] = found
+            if isinstance(found, str):
+                _report(reward, found, samples[i], detail)
 
     await asyncio.gather(*map(ask, _units(over, samples)))
 
@@ -186,28 +212,28 @@ def _units(over: Over, samples: Sequence[Sample]) -> list[list[int]]:
 
 async def _values(
     reward: Weighted, over: Over, rows: Sequence[Row], samples: Sequence[Sample]
-) -> list[tuple[float | None, Reason | None, str]]:
-    """Of each sample its score, or the reason why it has none and what to say about it."""
+) -> list[tuple[Score, str]]:
+    """Of each sample its score, and what to say about it if it is none."""
     arguments = (rows[0], samples[0]) if over == "sample" else (rows, samples)
-    reason: Reason
+    failure: Failure
     try:
         found = await within(reward.timeout, call(reward.function, *arguments))
     except OutOfTime as late:
-        reason, detail = "timeout", str(late)
+        failure, detail = "timeout", str(late)
     except Exception as error:
         where = error.__traceback__
         while where and where.tb_next and where.tb_frame.f_code.co_filename in _OURS:
             where = where.tb_next
-        reason, detail = "error", "".join(traceback.format_exception(error.with_traceback(where))).strip()
+        failure, detail = "error", "".join(traceback.format_exception(error.with_traceback(where))).strip()
         if isinstance(error, KeyError):
             detail += f"\nthe row has the columns ({', '.join(map(str, rows[0]))})"
     else:
         values = [found] if over == "sample" else _listed(found)
         if values is not None and len(values) == len(samples):
-            return [(*score(value), _shown(value)) for value in values]
-        reason = "wrong length"
+            return [(score(value), _shown(value)) for value in values]
+        failure = "wrong length"
         detail = f"returned {_shown(found) if values is None else len(values)} for {len(samples)} answers"
-    return [(None, reason, detail)] * len(samples)
+    return [(failure, detail)] * len(samples)
 
 
 def _listed(found: Any) -> list[Any] | None:
@@ -216,19 +242,19 @@ def _listed(found: Any) -> list[Any] | None:
     return list(found) if isinstance(found, list | tuple) else None
 
 
-def _report(reward: Weighted, reason: Reason, sample: Sample, detail: str) -> None:
-    """Once per function and reason: the counts tell the rest."""
-    if reason != "none" and reason not in reward.reported:
-        reward.reported.add(reason)
+def _report(reward: Weighted, failure: Failure, sample: Sample, detail: str) -> None:
+    """Once per function and kind of failure: the counts tell the rest."""
+    if failure not in reward.reported:
+        reward.reported[failure] = detail
         log.warning(
-            "reward %s: answer %d of task %d has no score (%s: %s); it is masked, as are further ones, which are "
-            "counted. %s",
+            "reward %s: answer %d of task %d has no score (%s: %s); %s further ones are counted. %s",
             reward.name,
             sample.index,
             sample.task,
-            reason,
+            failure,
             detail,
-            ADVICE[reason],
+            "it is masked, and" if reward.weight else "at weight 0 nothing is masked;",
+            ADVICE[failure],
         )
 
 

@@ -119,7 +119,8 @@ class CosineLength:
     Args:
         limit: L, tokens.
         right, wrong: (a, b).
-        correct: the plain function that says whether an answer is right, at 0.5 or more; None is passed on.
+        correct: the plain function that says whether an answer is right, at 0.5 or more; None is passed on, and what
+            is no number is NaN.
 
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.1.
     """
@@ -140,8 +141,8 @@ class CosineLength:
         return getattr(self.correct, "columns", ())
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
-        value, _ = score(self.correct(row, sample))
-        if value is None:
-            return None
+        value = score(self.correct(row, sample))
+        if value is None or isinstance(value, str):
+            return None if value is None else math.nan
         start, end = self.right if value >= 0.5 else self.wrong
         return end + (start - end) * (1 + math.cos(math.pi * min(length(sample) / self.limit, 1.0))) / 2

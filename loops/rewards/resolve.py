@@ -7,6 +7,7 @@ rewards:
   brief: {function: length, target: 100}        # under another name, of which it may be one of several
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,11 +60,11 @@ def resolve(spec: Spec, **given: Any) -> list[Weighted]:
 
 
 def environment_reward(row: Row, sample: Sample) -> float | None:
-    """What the environment of the conversation gave, summed over its turns."""
+    """What the environment of the conversation gave, summed over its turns; NaN if it failed in one of them."""
     if "environment_reward" not in sample.info:
         raise ValueError("environment: this answer comes from no environment; name one, or leave this reward out")
-    reward: float | None = sample.info["environment_reward"]
-    return reward
+    reward: float | str | None = sample.info["environment_reward"]
+    return math.nan if isinstance(reward, str) else reward
 
 
 def _weighted(name: str, value: float | Mapping[str, Any], given: Mapping[str, Any]) -> Weighted:

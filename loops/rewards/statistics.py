@@ -2,17 +2,17 @@
 
 import logging
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ...objectives import group_stats, total_reward
 from ..rollouts.sample import Sample
-from .judge import Unscored, Weighted
+from .judge import Weighted
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,8 @@ class Judged(NamedTuple):
     """Scores as `objectives.advantage` takes them: `total_reward`, `normalize_then_sum`.
 
     Attributes:
-        reward: float64 [samples, rewards], NaN where there is no score.
+        reward: float64 [samples, rewards], NaN where a function does not apply. Where one of a weight other than 0 has
+            failed, the whole row is NaN: the sample is compared with no other, in no reward.
         group: int64 [samples], the task of each.
         weight: float64 [rewards].
     """
@@ -41,32 +42,41 @@ def judged(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> Judged:
         for reward in rewards:
             if reward.name not in sample.rewards:
                 raise ValueError(f"reward {reward.name}: answer {sample.index} of task {sample.task} was not judged")
-    scores = [[_or_nan(sample.rewards[reward.name]) for reward in rewards] for sample in samples]
+    deciding = [reward.name for reward in rewards if reward.weight]
+    unknown = [any(isinstance(sample.rewards[name], str) for name in deciding) for sample in samples]
+    found = [[sample.rewards[reward.name] for reward in rewards] for sample in samples]
+    scores = [[value if _is_number(value) else torch.nan for value in row] for row in found]
+    matrix = torch.tensor(scores, dtype=torch.float64).reshape(len(samples), len(rewards))
+    matrix[torch.tensor(unknown, dtype=torch.bool)] = torch.nan
     return Judged(
-        torch.tensor(scores, dtype=torch.float64).reshape(len(samples), len(rewards)),
+        matrix,
         torch.tensor([sample.task for sample in samples], dtype=torch.int64),
         torch.tensor([reward.weight for reward in rewards], dtype=torch.float64),
     )
 
 
-def reward_metrics(rewards: Sequence[Weighted], samples: Sequence[Sample], unscored: Unscored) -> dict[str, float]:
+def reward_metrics(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> dict[str, float]:
     """Of one step, under TRL's names where it has one; what there was nothing to measure of is left out.
 
-    rewards/<name>/mean, /std      of each function's scores, unweighted; the standard deviation is unbiased
-    rewards/<name>/unscored        answers that it gave none, and of these rewards/<name>/unscored/<reason>
-    reward, reward_std, frac_reward_zero_std, frac_unscored    of the weighted sums, see `group_stats`
+    rewards/<name>/mean, /std      of all scores that a function gave, unweighted; the standard deviation is unbiased
+    rewards/<name>/unscored        answers that it gave none, and of these rewards/<name>/unscored/<reason>: none where
+                                   it does not apply, or how it failed
+    reward, reward_std, frac_reward_zero_std, frac_unscored    of the weighted sums, see `group_stats`; unscored is what
+                                   no function applies to, or one has failed at
     zero_std_groups                groups in which no two sums differ, so that they teach nothing
     """
     matrix, group, weight = judged(rewards, samples)
     metrics: dict[str, float] = {}
-    for reward, column in zip(rewards, matrix.unbind(1), strict=True):
-        scores = column[~column.isnan()]
+    for reward in rewards:
+        scores = _scores(reward, samples)
         name = f"rewards/{reward.name}"
         if len(scores):
             metrics[f"{name}/mean"] = scores.mean().item()
             metrics[f"{name}/std"] = scores.std().item() if len(scores) > 1 else 0.0
-        metrics[f"{name}/unscored"] = float(len(column) - len(scores))
-    metrics |= {f"rewards/{name}/unscored/{reason}": float(n) for (name, reason), n in sorted(unscored.items())}
+        metrics[f"{name}/unscored"] = float(len(samples) - len(scores))
+        found = [sample.rewards[reward.name] for sample in samples]
+        reasons = Counter("none" if value is None else value for value in found if not _is_number(value))
+        metrics |= {f"{name}/unscored/{reason}": float(count) for reason, count in sorted(reasons.items())}
     if len(samples):
         total = total_reward(matrix, weight)
         stats = group_stats(total, group)
@@ -96,8 +106,8 @@ class Watch:
         """What is new to say after this step; it is logged as well."""
         problems: dict[str, str] = {}
         matrix, group, weight = judged(rewards, samples)
-        for reward, column in zip(rewards, matrix.unbind(1), strict=True):
-            scores = column[~column.isnan()]
+        for reward in rewards:
+            scores = _scores(reward, samples)
             problems |= self._lasts(
                 f"reward {reward.name}: gave no score",
                 "so it teaches nothing; the metrics rewards/<name>/unscored/... say why, and the first time was logged",
@@ -164,5 +174,11 @@ class Watch:
         }
 
 
-def _or_nan(score: float | None) -> float:
-    return float("nan") if score is None else score
+def _scores(reward: Weighted, samples: Sequence[Sample]) -> Tensor:
+    """float64 [scored], the scores that a function gave."""
+    found = (sample.rewards[reward.name] for sample in samples)
+    return torch.tensor([value for value in found if _is_number(value)], dtype=torch.float64)
+
+
+def _is_number(value: float | str | None) -> TypeGuard[float]:
+    return value is not None and not isinstance(value, str)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from ..rollouts.record import plain
 from ..rollouts.sample import Sample
 from .judge import Over, Row
 from .workers import call
@@ -47,14 +48,15 @@ class from_trl:
         return ["prompt", *(name for name in self._required if name not in GIVEN)]
 
     async def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> Any:
+        log_extra = partial(_log_extra, _name(self.function), samples)
         columns = {name for row in rows for name in row} - {"prompt", "completion", "completion_ids"}
         given: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
         given |= {
             "prompts": [row["prompt"] for row in rows],
             "completions": [_completion(row, sample) for row, sample in zip(rows, samples, strict=True)],
             "completion_ids": [sample.tokens for sample in samples],
-            "log_extra": partial(_log_extra, samples),
-            "log_metric": lambda name, value: _log_extra(samples, name, [value] * len(samples)),
+            "log_extra": log_extra,
+            "log_metric": lambda name, value: log_extra(name, [value] * len(samples)),
         }
         parameters = _parameters(self.function)
         if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -77,9 +79,9 @@ def _completion(row: Row, sample: Sample) -> Any:
     return sample.info.get("messages", [{"role": "assistant", "content": sample.text}])
 
 
-def _log_extra(samples: Sequence[Sample], name: str, values: Sequence[Any]) -> None:
+def _log_extra(who: str, samples: Sequence[Sample], name: str, values: Sequence[Any]) -> None:
     for sample, value in zip(samples, values, strict=True):
-        sample.info[name] = value
+        sample.info[name] = plain(value, f"reward {who}, which logs {name!r}")
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

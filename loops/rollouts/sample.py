@@ -84,8 +84,8 @@ class Sample:
         spans: which weights they were drawn from, in order and without gaps where tokens were drawn.
         finish: whether it ended by itself, was cut at its longest, or was given up.
         text: what the policy sampled, decoded without special tokens, for whoever judges it.
-        rewards: by the name of the function; None could not be scored.
-        info: whatever rewards and environments leave behind, to be stored with the sample.
+        rewards: by the name of the function, its score; None if it does not apply, or in a word how it failed.
+        info: whatever rewards and environments leave behind, to be stored with the sample: plain data.
     """
 
     task: int
@@ -97,7 +97,7 @@ class Sample:
     spans: list[Span]
     finish: Finish
     text: str = ""
-    rewards: dict[str, float | None] = field(default_factory=dict)
+    rewards: dict[str, float | str | None] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import time
 
+import numpy as np
 import pytest
+import torch
 from burnish.loops.environments import Conversations, Limits, Step
 from burnish.loops.rollouts.sample import Sample, Span, check_sample
 from burnish.loops.rollouts.source import SourceError
@@ -134,10 +136,48 @@ def test_rewards_and_counts_add_up_over_the_turns(tokenizer, scripted, request_f
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), "good"])
-def test_no_reward_is_none_and_not_0(reward, tokenizer, scripted, request_for, talk):
+def test_no_reward_is_none_and_what_is_no_number_is_told_and_neither_is_0(
+    reward, tokenizer, scripted, request_for, talk
+):
     (sample,), conversations = talk(scripted(tokenizer, ["a"]), lambda: Echo(1, reward), request_for())
-    assert sample.info["environment_reward"] is None
+    assert sample.info["environment_reward"] == {None: None, "good": "not a number"}.get(reward, "nan")
     assert sum(conversations.failures.values()) == (0 if reward is None else 1)
+
+
+def test_a_turn_without_a_reward_is_left_out_and_one_that_fails_leaves_the_whole_unknown(
+    tokenizer, scripted, request_for, talk
+):
+    for rewards, whole in (([0.5, None, 1.0], 1.5), ([0.5, float("nan"), 1.0], "nan")):
+        told = iter(rewards)
+
+        class Tells(Echo):
+            def step(self, answer, told=told):
+                return super().step(answer)._replace(reward=next(told))
+
+        (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), Tells, request_for())
+        assert sample.info["environment_reward"] == whole
+        assert sample.info["turn_rewards"] == ["nan" if r != r else r for r in rewards]
+
+
+@pytest.mark.parametrize("number", [np.float64(0.5), np.float32(0.5), torch.tensor(0.5), np.int64(2)])
+def test_counts_become_plain_numbers(number, tokenizer, scripted, request_for, talk):
+    class Counts(Echo):
+        def step(self, answer):
+            return super().step(answer)._replace(counts={"found": number})
+
+    (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), Counts, request_for())
+    assert sample.info["found"] == 3 * number and type(sample.info["found"]) in (int, float)
+
+
+def test_a_count_that_is_no_number_is_refused_by_name(tokenizer, scripted, request_for, talk):
+    for count, message in (("two", "counts\\['found'\\] must be a number, .* got 'two'"), ({1}, "counts.* got set")):
+
+        class Counts(Echo):
+            def step(self, answer, count=count):
+                return super().step(answer)._replace(counts={"found": count})
+
+        with pytest.raises(ValueError, match=message):
+            talk(scripted(tokenizer, ["a"]), Counts, request_for())
 
 
 @pytest.mark.parametrize(("most", "finish"), [(1, "length"), (2, "length"), (3, "stop"), (8, "stop")])
@@ -235,7 +275,7 @@ def test_an_environment_that_fails_aborts_its_conversation_alone(
         samples, conversations = talk(scripted(tokenizer, ["a", "b", "c"]), Sometimes, request_for(0, 1), seconds=0.3)
     assert time.monotonic() - begun < 5
     assert [sample.finish for sample in samples] == ["stop", "aborted"]
-    assert [sample.info["environment_reward"] for sample in samples] == [1.5, None]
+    assert [sample.info["environment_reward"] for sample in samples] == [1.5, "aborted"]
     assert samples[1].text == "a\nb" and conversations.failures == {kind: 1}
     check_sample(samples[1])
     assert f"environment: {kind} in step (task 0, answer 1)" in caplog.text
@@ -243,7 +283,7 @@ def test_an_environment_that_fails_aborts_its_conversation_alone(
 
 def test_a_conversation_whose_source_gives_up_is_aborted(tokenizer, scripted, request_for, talk):
     (sample,), conversations = talk(scripted(tokenizer, ["a"], finish="aborted"), Echo, request_for())
-    assert sample.finish == "aborted" and sample.info["environment_reward"] is None and not conversations.failures
+    assert sample.finish == "aborted" and sample.info["environment_reward"] == "aborted" and not conversations.failures
 
 
 def test_a_row_that_cannot_be_reset_is_named(tokenizer, scripted, request_for, talk):

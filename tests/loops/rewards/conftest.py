@@ -1,6 +1,7 @@
 """Answers to judge."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 from burnish.loops.rollouts.sample import Sample, Span
@@ -36,7 +37,16 @@ def groups():
 
 @pytest.fixture
 def judging():
-    """`judge`, run to its end."""
+    """`judge`, run to its end; gives how many answers each function left without a score, by reason."""
     from burnish.loops.rewards import judge
 
-    return lambda *arguments: asyncio.run(judge(*arguments))
+    def judging(rewards, rows, samples):
+        asyncio.run(judge(rewards, rows, samples))
+        return unscored(samples)
+
+    return judging
+
+
+def unscored(samples):
+    found = ((name, "none" if value is None else value) for sample in samples for name, value in sample.rewards.items())
+    return Counter((name, value) for name, value in found if isinstance(value, str))

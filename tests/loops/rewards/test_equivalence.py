@@ -88,7 +88,7 @@ def test_what_the_library_fails_at_is_masked(answer, judging, monkeypatch):
     monkeypatch.setattr(math_verify, "verify", fails)
     sample = answer("42")
     assert judging([Weighted("math", MathEquivalence())], [{"answer": "42"}], [sample]) == {("math", "error"): 1}
-    assert sample.rewards == {"math": None}
+    assert sample.rewards == {"math": "error"}
 
 
 def test_an_endless_simplification_is_killed(answer):
@@ -98,16 +98,15 @@ def test_an_endless_simplification_is_killed(answer):
     samples = [answer("42"), answer(endless), answer("42")]
 
     async def one_after_the_other():
-        counts = [await judge([reward], [{"answer": "42"}], samples[:1])]  # starts the process
+        await judge([reward], [{"answer": "42"}], samples[:1])  # starts the process
         reward.timeout = 1.0
         begun = time.monotonic()
-        counts.append(await judge([reward], [{"answer": "42"}], samples[1:2]))
+        await judge([reward], [{"answer": "42"}], samples[1:2])
         took = time.monotonic() - begun
         reward.timeout = 60
-        counts.append(await judge([reward], [{"answer": "42"}], samples[2:]))
-        return counts, took
+        await judge([reward], [{"answer": "42"}], samples[2:])
+        return took
 
-    counts, took = asyncio.run(one_after_the_other())
-    assert counts[0] == counts[2] == {} and counts[1] == {("math", "timeout"): 1}
-    assert [sample.rewards["math"] for sample in samples] == [1.0, None, 1.0]
+    took = asyncio.run(one_after_the_other())
+    assert [sample.rewards["math"] for sample in samples] == [1.0, "timeout", 1.0]
     assert took < 10

@@ -133,7 +133,7 @@ def test_a_judge_masks_what_was_killed(functions, groups, judging):
     reward.timeout = 0.5
     begun = time.monotonic()
     assert judging([reward], rows[:2], samples[:2]) == {("slow", "timeout"): 1}
-    assert [sample.rewards["slow"] for sample in samples[:2]] == [0.0, None]
+    assert [sample.rewards["slow"] for sample in samples[:2]] == [0.0, "timeout"]
     assert time.monotonic() - begun < 5
 
 

@@ -89,7 +89,7 @@ async def _cancelled(row, sample):
         (_cancelled, "timeout"),
     ],
 )
-def test_what_is_no_score_is_masked_and_counted_and_the_others_are_not_touched(function, reason, groups, judging):
+def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(function, reason, groups, judging):
     def sometimes(row, sample):
         return function(row, sample) if sample.index else 0.25
 
@@ -100,7 +100,8 @@ def test_what_is_no_score_is_masked_and_counted_and_the_others_are_not_touched(f
     begun = time.monotonic()
     unscored = judging([Weighted("bad", one, timeout=0.3), Weighted("good", lambda row, sample: 1)], *groups)
     assert time.monotonic() - begun < 5
-    assert [sample.rewards["bad"] for sample in groups[1]] == [0.25, None, 0.25, None]
+    found = None if reason == "none" else reason
+    assert [sample.rewards["bad"] for sample in groups[1]] == [0.25, found, 0.25, found]
     assert [sample.rewards["good"] for sample in groups[1]] == [1.0] * 4
     assert unscored == {("bad", reason): 2}
 
@@ -110,11 +111,11 @@ def test_what_is_no_score_is_masked_and_counted_and_the_others_are_not_touched(f
     [1, True, np.float32(1), np.bool_(True), Fraction(1), torch.tensor(1), torch.ones(1, 1, dtype=torch.bfloat16)],
 )
 def test_whatever_is_one_number_is_a_score(value):
-    assert score(value) == (1.0, None)
+    assert score(value) == 1.0 and type(score(value)) is float
 
 
 def test_false_is_0_and_not_missing():
-    assert score(False) == (0.0, None)
+    assert score(False) == 0.0 and score(False) is not None
 
 
 def test_a_list_of_the_wrong_length_masks_all_answers_of_the_call(groups, judging, caplog):
@@ -122,7 +123,7 @@ def test_a_list_of_the_wrong_length_masks_all_answers_of_the_call(groups, judgin
         return [1.0] * (len(samples) - (samples[0].task == 1))
 
     assert judging([Weighted("r", batched(short, "group"))], *groups) == {("r", "wrong length"): 2}
-    assert [sample.rewards["r"] for sample in groups[1]] == [1.0, 1.0, None, None]
+    assert [sample.rewards["r"] for sample in groups[1]] == [1.0, 1.0, "wrong length", "wrong length"]
     assert "returned 1 for 2 answers" in caplog.text and "one entry per answer" in caplog.text
 
 
@@ -133,7 +134,7 @@ def test_a_batched_function_that_returns_one_number_masks_the_step(groups, judgi
 def test_one_bad_entry_of_a_batch_masks_its_own_answer_alone(groups, judging):
     entries = [1.0, None, math.nan, True]
     unscored = judging([Weighted("r", batched(lambda rows, samples: entries))], *groups)
-    assert [sample.rewards["r"] for sample in groups[1]] == [1.0, None, None, 1.0]
+    assert [sample.rewards["r"] for sample in groups[1]] == [1.0, None, "nan", 1.0]
     assert unscored == {("r", "none"): 1, ("r", "nan"): 1}
 
 

@@ -61,8 +61,11 @@ def test_cosine_runs_from_one_end_to_the_other(answer):
 
 
 def test_cosine_passes_on_that_an_answer_cannot_be_scored(answer):
-    for nothing in (None, math.nan):
-        assert CosineLength(10, correct=lambda row, sample, nothing=nothing: nothing)(ROW, of(answer, 5)) is None
+    def scored(correct):
+        return CosineLength(10, correct=lambda row, sample: correct)(ROW, of(answer, 5))
+
+    assert scored(None) is None  # it does not apply
+    assert math.isnan(scored(math.nan)) and math.isnan(scored("right"))
 
 
 def test_cosine_needs_the_columns_of_what_it_asks():

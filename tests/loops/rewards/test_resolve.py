@@ -133,6 +133,13 @@ def test_an_environments_reward_needs_an_environment(answer, judging, caplog):
     assert played.rewards == {"environment": 0.75} and "this answer comes from no environment" in caplog.text
 
 
+def test_an_environment_that_gave_no_reward_does_not_apply_and_one_that_failed_is_unknown(answer, judging):
+    rewards = resolve({"environment": 1.0})
+    silent, failed = answer(environment_reward=None), answer(index=1, environment_reward="aborted")
+    judging(rewards, [{}, {}], [silent, failed])
+    assert silent.rewards == {"environment": None} and failed.rewards == {"environment": "nan"}
+
+
 def test_every_shipped_name_stands_for_something():
     from burnish.loops.rewards.names import find
 

@@ -36,9 +36,33 @@ def test_a_sample_that_was_not_judged_is_an_error(answer):
         judged([A], [answer()])
 
 
+def test_an_answer_that_a_reward_has_failed_at_is_unknown_to_all_of_them(scored):
+    samples = scored(("timeout", 2), (None, 4), (3, None))
+    nan = torch.nan
+    expected = torch.tensor([[nan, nan], [nan, 4], [3, nan]], dtype=torch.float64)
+    torch.testing.assert_close(judged([A, B], samples).reward, expected, equal_nan=True)
+    measured = Weighted("a", A.function, weight=0.0)  # decides nothing, so its failure is no reason to mask
+    assert judged([measured, B], samples).reward[:2, 1].tolist() == [2, 4]
+
+
+def test_metrics_tell_failures_from_what_does_not_apply(scored):
+    samples = scored(("timeout", 2), (None, 4), (3, 0), ("error", 1), tasks=[0] * 4)
+    metrics = reward_metrics([A, B], samples)
+    assert {name: value for name, value in metrics.items() if "unscored" in name} == {
+        "rewards/a/unscored": 3,
+        "rewards/a/unscored/error": 1,
+        "rewards/a/unscored/none": 1,
+        "rewards/a/unscored/timeout": 1,
+        "rewards/b/unscored": 0,
+        "frac_unscored": 0.5,
+    }
+    assert metrics["rewards/b/mean"] == 7 / 4  # all that it gave
+    assert metrics["reward"] == (2 + 3) / 2  # of the two answers whose worth is known
+
+
 def test_metrics_have_the_names_and_values_of_the_peer(scored):
     samples = scored((1, 2), (0, None), (3, 0), (3, 0))
-    metrics = reward_metrics([A, B], samples, judge_nothing())
+    metrics = reward_metrics([A, B], samples)
     total = [2.0, 0.0, 3.0, 3.0]
     expected = {
         "rewards/a/mean": 7 / 4,
@@ -47,6 +71,7 @@ def test_metrics_have_the_names_and_values_of_the_peer(scored):
         "rewards/b/mean": 2 / 3,
         "rewards/b/std": statistics.stdev([2, 0, 0]),
         "rewards/b/unscored": 1,
+        "rewards/b/unscored/none": 1,
         "reward": statistics.mean(total),
         "reward_std": statistics.stdev(total),
         "frac_reward_zero_std": 0.5,
@@ -56,29 +81,27 @@ def test_metrics_have_the_names_and_values_of_the_peer(scored):
     assert metrics == pytest.approx(expected)
 
 
-def judge_nothing():
-    return asyncio.run(judge([], [], []))
-
-
 def test_reasons_are_counted_by_name(answer):
     reward = Weighted("r", batched(lambda rows, samples: [None, float("nan"), None, 1.0]))
     samples = [answer(index=i) for i in range(4)]
-    metrics = reward_metrics([reward], samples, asyncio.run(judge([reward], [{}] * 4, samples)))
+    asyncio.run(judge([reward], [{}] * 4, samples))
+    metrics = reward_metrics([reward], samples)
     assert metrics["rewards/r/unscored"] == 3
     assert metrics["rewards/r/unscored/none"] == 2 and metrics["rewards/r/unscored/nan"] == 1
     assert metrics["rewards/r/mean"] == 1.0 and metrics["rewards/r/std"] == 0.0
 
 
 def test_what_nobody_scored_is_left_out_and_nothing_is_nan(scored):
-    metrics = reward_metrics([A], scored((None,), (None,)), judge_nothing())
+    metrics = reward_metrics([A], scored((None,), (None,)))
     assert metrics == {
         "rewards/a/unscored": 2,
+        "rewards/a/unscored/none": 2,
         "reward_std": 0,
         "frac_reward_zero_std": 0,
         "frac_unscored": 1,
         "zero_std_groups": 0,
     }
-    assert reward_metrics([A], [], judge_nothing()) == {"rewards/a/unscored": 0}
+    assert reward_metrics([A], []) == {"rewards/a/unscored": 0}
 
 
 def test_an_exploding_score_is_reported_once_with_what_to_do(scored, caplog):
@@ -130,6 +153,12 @@ def test_answers_that_are_always_worth_the_same_are_reported(scored):
     for samples in (varied, single):  # without others to the same prompt, nobody compares them
         watch = Watch(patience=1)
         assert watch([A], samples) == []
+
+
+def test_an_unknown_answer_is_no_other_than_the_rest(scored):
+    watch, samples = Watch(patience=1), scored((1, 2), (1, 2), ("timeout", 0), tasks=[0] * 3)
+    (problem,) = watch([A, B], samples)
+    assert problem.startswith("rewards: all answers to a prompt were worth the same")
 
 
 def test_answers_that_are_always_cut_are_reported(scored):

@@ -3,7 +3,9 @@
 import importlib.util
 import warnings
 
+import numpy as np
 import pytest
+import torch
 from burnish.loops.rewards import Weighted, check_columns, from_trl
 from burnish.loops.rewards.trl import is_trl
 
@@ -55,6 +57,21 @@ def test_what_it_logs_is_kept_with_the_sample(answer, judging):
     sample = answer()
     assert judging([Weighted("r", from_trl(function))], [{"prompt": "?"}], [sample]) == {}
     assert sample.info == {"parsed": 7, "parse_rate": 0.5}
+
+
+def test_what_it_logs_becomes_plain_data_or_is_refused_by_name(answer, judging, caplog):
+    def function(completions, log_extra, log_metric, **columns):
+        log_extra("parsed", np.float32([0.5]))
+        log_metric("rate", torch.tensor(2))
+        log_extra("tree", [{1j}])
+        return [1.0]
+
+    sample = answer()
+    assert judging([Weighted("r", from_trl(function))], [{"prompt": "?"}], [sample]) == {("r", "error"): 1}
+    assert sample.info == {"parsed": 0.5, "rate": 2}
+    assert [type(value) for value in sample.info.values()] == [float, int]
+    assert "reward function, which logs 'tree': wanted numbers" in caplog.text
+    assert 'log_extra("tree", [{1j}])' in caplog.text  # the line at fault
 
 
 def test_a_column_in_its_signature_must_be_there():
