@@ -23,6 +23,8 @@ _PLUGIN = "burnish_vllm_files"
 _KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$0" "$@" 3<&-')
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM can be told of
+# What torchrun and accelerate tell a rank about its process group: vLLM would wait for a store of nobody's.
+_OF_RANKS = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 class Launched:
@@ -163,7 +165,7 @@ def launch(
         "generation-config": "vllm",
         "max-model-len": max_model_len,
         "weight-transfer-config": None if lora_rank else json.dumps({"backend": backend}),
-        "max-lora-rank": min(rank for rank in _RANKS if rank >= lora_rank) if lora_rank else None,
+        "max-lora-rank": max_lora_rank(lora_rank) if lora_rank else None,
         "max-loras": adapters if lora_rank else None,
     }
     command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
@@ -171,15 +173,38 @@ def launch(
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = Path(log).resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
-    launched = Launched(
-        command, {**os.environ, **switches, **(environment or {})}, f"http://{host}:{port}", log, patience
-    )
+    variables = {**outside_of_ranks(os.environ), **switches, **(environment or {})}
+    launched = Launched(command, variables, f"http://{host}:{port}", log, patience)
     try:
         launched.restart()
     except BaseException:
         launched.close()
         raise
     return launched
+
+
+def max_lora_rank(rank: int) -> int:
+    """The smallest of vLLM's ranks of adapters that one of this rank fits in.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for known in _RANKS:
+        if rank <= known:
+            return known
+    raise ValueError(
+        f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, or set vllm.updates to files, "
+        "which sends the merged weights"
+    )
+
+
+def outside_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those of a process group."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in ("RANK", "WORLD_SIZE") and not name.startswith(_OF_RANKS)
+    }
 
 
 def _lay_out(directory: Path) -> None:

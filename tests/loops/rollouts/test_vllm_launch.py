@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from burnish.loops.rollouts.source import SourceLost
-from burnish.loops.rollouts.vllm_launch import launch
+from burnish.loops.rollouts.vllm_launch import launch, max_lora_rank
 
 SERVER = f"""#!{sys.executable}
 import subprocess, sys
@@ -112,3 +112,22 @@ def test_nothing_of_a_server_outlives_a_trainer_that_is_killed(python, tmp_path)
             assert len(group(leader)) > 1
             trainer.send_signal(how)
         wait_until(lambda leader=leader: not group(leader))
+
+
+def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, monkeypatch):
+    """With TORCHELASTIC_USE_AGENT_STORE, vLLM's own group would wait for a store that nobody hosts."""
+    ranks = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_NAME MASTER_ADDR MASTER_PORT"
+    ranks = [*ranks.split(), "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_FSDP", "FSDP_VERSION"]
+    for name in (*ranks, "CUDA_VISIBLE_DEVICES", "RANKING"):
+        monkeypatch.setenv(name, "1")
+    given = {"MASTER_PORT": "7"}
+    with launch("m", python=python, log=tmp_path / "log.txt", dtype="float32", environment=given) as server:
+        there = psutil.Process(server.pid).environ()
+    assert {name: there[name] for name in ranks if name in there} == given
+    assert there["CUDA_VISIBLE_DEVICES"] == there["RANKING"] == there["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_an_adapter_of_a_rank_that_vllm_does_not_know_has_room_in_the_next_or_is_refused(start):
+    assert [max_lora_rank(rank) for rank in (1, 8, 9, 257, 512)] == [1, 8, 16, 320, 512]
+    with pytest.raises(ValueError, match=r"lora\.r: vLLM takes adapters up to rank 512, got 513; lower lora\.r, or"):
+        start(lora_rank=513)
