@@ -20,6 +20,7 @@ from .source import SourceError
 from .vllm_answer import FINISH, VERSIONS, made, parameters
 from .vllm_checks import Expected
 from .vllm_http import Refused
+from .vllm_launch import SHARE
 from .vllm_updates import Files
 
 T = TypeVar("T")
@@ -38,7 +39,8 @@ def start_engine(
         model: directory or name; its weights are replaced by the first that are published.
         dtype: that it computes in; the trainer's, or else log-probs differ.
         sleep: let it give its memory back, where vLLM's build can (on GPUs).
-        options: further ones of ``vllm.LLM``, such as ``gpu_memory_utilization`` or ``max_model_len``.
+        options: further ones of ``vllm.LLM``, such as ``max_model_len``, or ``gpu_memory_utilization``, which is
+            `SHARE` unless it is given.
 
     Raises:
         SourceError: if vLLM is not installed, or is of another version than those that are known to work.
@@ -62,7 +64,7 @@ def start_engine(
         weight_transfer_config=WeightTransferConfig(backend=vllm_files.BACKEND),
         enable_sleep_mode=sleep,
         async_scheduling=False,  # or else a step is under way while weights change
-        **options,
+        **{"gpu_memory_utilization": SHARE, **options},
     )
 
 

@@ -17,11 +17,14 @@ from typing import Any
 from . import vllm_files
 from .source import SourceLost
 from .vllm_http import Http
+from .vllm_log import advice, first_error
 
 _PLUGIN = "burnish_vllm_files"
 # In the group of the server, `cat` reads what only we could write to, until the kernel closes it because we died.
 _KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$0" "$@" 3<&-')
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
+SHARE = 0.4
+"""Of the memory of a device, what vLLM takes beside a trainer on it."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM can be told of
 # What torchrun and accelerate tell a rank about its process group: vLLM would wait for a store of nobody's.
 _OF_RANKS = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -55,9 +58,10 @@ class Launched:
         """End it if it runs, start it, and wait until it is healthy.
 
         Raises:
-            SourceLost: with the end of its log, if it dies or takes longer than its patience.
+            SourceLost: with the first error in its log, if it dies or takes longer than its patience.
         """
         self.kill()
+        before = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*_KEPT, *self._command],
@@ -76,8 +80,7 @@ class Launched:
                     ended = self._process.wait(0.5)
                 waited += 0.5
                 if ended is not None or waited > self._patience:
-                    raise SourceLost(f"vllm: the server did not start ({self._why(ended)}); its log, {self.log}, ends "
-                                     f"with:\n{_tail(self.log)}")  # fmt: skip
+                    raise SourceLost(f"vllm: the server did not start ({self._why(ended)}){self._cause(before)}")
         except BaseException:
             self.kill()
             raise
@@ -112,7 +115,19 @@ class Launched:
         self.close()
 
     def _why(self, ended: int | None) -> str:
+        if ended == -signal.SIGKILL:
+            return "it was killed, as the kernel does where memory runs out"
         return f"not healthy after {self._patience:g} s" if ended is None else f"it ended with status {ended}"
+
+    def _cause(self, before: int) -> str:
+        """What its log says since it had so many bytes: the first error and its fix, or else its last lines."""
+        with self.log.open("rb") as log:
+            log.seek(before)
+            text = log.read().decode(errors="replace")
+        if (error := first_error(text)) is None:
+            return f"; its log, {self.log}, ends with:\n" + "\n".join(text.splitlines()[-30:])
+        fix = advice(error)
+        return f": {error}\n{f'To fix it, {fix}. ' if fix else ''}Its log is {self.log}"
 
 
 def launch(
@@ -147,12 +162,14 @@ def launch(
         lora_rank: of the largest adapter, for a server that is given adapters instead of weights; 0 for none.
         adapters: that can be there at once: two more than the oldest age of samples.
         port: 0 takes a free one.
-        flags: further ones of vLLM's API server.
-        environment: further variables.
+        flags: further ones of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
+            `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it.
+        environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is taken to have devices of
+            its own, and the share of their memory is vLLM's own choice.
         patience: seconds it may take to start.
 
     Raises:
-        SourceLost: with the end of its log, if it does not start.
+        SourceLost: with the first error in its log, if it does not start.
     """
     port = port or _free_port(host)
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start a CPU build
@@ -167,6 +184,7 @@ def launch(
         "weight-transfer-config": None if lora_rank else json.dumps({"backend": backend}),
         "max-lora-rank": max_lora_rank(lora_rank) if lora_rank else None,
         "max-loras": adapters if lora_rank else None,
+        "gpu-memory-utilization": None if _has_share(flags, environment or {}) else SHARE,
     }
     command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     command += ["--enable-scale-out", *(["--enable-lora"] if lora_rank else []), *flags]
@@ -181,6 +199,12 @@ def launch(
         launched.close()
         raise
     return launched
+
+
+def _has_share(flags: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether the share of memory is given, or there is no trainer to leave some to."""
+    given = any(flag.partition("=")[0] == "--gpu-memory-utilization" for flag in flags)
+    return given or "CUDA_VISIBLE_DEVICES" in environment
 
 
 def max_lora_rank(rank: int) -> int:
@@ -216,10 +240,6 @@ def _lay_out(directory: Path) -> None:
     (info / "entry_points.txt").write_text(
         f"[vllm.general_plugins]\n{vllm_files.BACKEND} = {_PLUGIN}:{vllm_files.register.__name__}\n"
     )
-
-
-def _tail(path: Path, lines: int = 30) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
 def _free_port(host: str) -> int:
