@@ -8,7 +8,7 @@ equivalence, text, length, reasoning, models    what is shipped
 
 from .isolated import isolated
 from .judge import Weighted, batched, check_columns, judge
-from .resolve import resolve
+from .resolve import resolve, resolve_names
 from .statistics import Watch, judged, reward_metrics
 from .trl import from_trl
 
@@ -22,5 +22,6 @@ __all__ = [
     "judge",
     "judged",
     "resolve",
+    "resolve_names",
     "reward_metrics",
 ]

@@ -18,7 +18,7 @@ from .checks import check_request
 from .sample import Request, Sample
 from .source import SourceError
 from .vllm_answer import FINISH, VERSIONS, made, parameters
-from .vllm_checks import Expected
+from .vllm_checks import Expected, install_advice
 from .vllm_http import Refused
 from .vllm_launch import SHARE
 from .vllm_updates import Files
@@ -54,7 +54,9 @@ def start_engine(
                           "use a server in another one with VLLMServer") from error  # fmt: skip
     if not any(vllm.__version__.startswith(known + ".") for known in VERSIONS):
         known = " and ".join(VERSIONS)
-        raise SourceError(f"vllm: version {vllm.__version__} is installed, but {known} are known to work")
+        raise SourceError(f"vllm: version {vllm.__version__} is installed, but {known} are known to work; "
+                          f"{install_advice(VERSIONS)}, or set source to vllm and --vllm.python to the interpreter of "
+                          "an environment that has it")  # fmt: skip
     vllm_files.register()
     return vllm.LLM(
         str(model),

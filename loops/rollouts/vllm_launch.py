@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import vllm_files
-from .source import SourceLost
+from .source import SourceError, SourceLost
 from .vllm_http import Http
 from .vllm_log import advice, first_error
 
@@ -58,7 +58,7 @@ class Launched:
         """End it if it runs, start it, and wait until it is healthy.
 
         Raises:
-            SourceLost: with the first error in its log, if it dies or takes longer than its patience.
+            SourceError: with the first error in its log, if it dies (`SourceLost`) or takes longer than its patience.
         """
         self.kill()
         before = self.log.stat().st_size if self.log.exists() else 0
@@ -80,7 +80,8 @@ class Launched:
                     ended = self._process.wait(0.5)
                 waited += 0.5
                 if ended is not None or waited > self._patience:
-                    raise SourceLost(f"vllm: the server did not start ({self._why(ended)}){self._cause(before)}")
+                    kind = SourceError if ended is None else SourceLost  # after all that patience once is enough
+                    raise kind(f"vllm: the server did not start ({self._why(ended)}){self._cause(before)}")
         except BaseException:
             self.kill()
             raise
@@ -144,7 +145,7 @@ def launch(
     port: int = 0,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    patience: float = 600.0,
+    patience: float = 1200.0,
 ) -> Launched:
     """A healthy server of a model; whoever can reach its port can change its weights, so keep that port private.
 
@@ -169,7 +170,7 @@ def launch(
         patience: seconds it may take to start.
 
     Raises:
-        SourceLost: with the first error in its log, if it does not start.
+        SourceError: with the first error in its log, if it does not start.
     """
     port = port or _free_port(host)
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start a CPU build

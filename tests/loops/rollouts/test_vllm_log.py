@@ -28,8 +28,8 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
     For further information visit a page
 """
 DTYPE = (
-    "(EngineCore pid=8) ERROR 11-22 06:18:23 [core.py:1510] ValueError: Bfloat16 is only supported on GPUs with compute "
-    "capability of at least 8.0. Your Tesla T4 GPU has compute capability 7.5.\n"
+    "(EngineCore pid=8) ERROR 11-22 06:18:23 [core.py:1510] ValueError: Bfloat16 is only supported on GPUs with "
+    "compute capability of at least 8.0. Your Tesla T4 GPU has compute capability 7.5.\n"
 )
 
 
