@@ -50,4 +50,4 @@ def test_a_server_that_is_healthy_and_answers_nothing_ends_the_run_on_all_ranks_
 
 def test_rewards_are_loaded_when_the_run_is_open_on_the_main_process_alone_and_on_its_device(wedged):
     notes = {path.name: path.read_text() for path in Path(wedged.directory).glob("loaded-*")}
-    assert notes == {"loaded-0.txt": "cpu True"}
+    assert notes == {"loaded-0.txt": "cpu:0 True"}  # what Accelerate calls the device of rank 0
