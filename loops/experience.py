@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..data import Batches, Example
@@ -23,6 +23,7 @@ from ..objectives import total_reward
 from .backbone import evaluating
 from .batch import Batch, collate
 from .policy import Policy
+from .ranks import from_main
 from .rewards.statistics import Judged
 from .rollouts.record import from_record, to_record
 from .rollouts.sample import Sample
@@ -216,23 +217,16 @@ class Experience:
 
     def _sampled(self, number: int) -> tuple[list[Sample], dict[str, float]]:
         """The answers of a rollout in the order of (task, index), on every rank, and metrics of what was left out."""
-        found: list[Any] = [None]
-        if self.sampler is not None:
+
+        def sample() -> tuple[list[Group], dict[str, float]]:
+            assert self.sampler is not None
             if self.store is not None and not self._stored:
                 self.store.keep(self.sampler.ledger.tasks)
                 self._stored = True
-            try:
-                self.sampler.publish(number)
-                found = [self._taken(self.sampler, number)]
-            except Exception as error:
-                if self.accelerator.num_processes > 1:  # the others wait
-                    broadcast_object_list([f"{type(error).__name__}: {error}"])
-                raise
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(found)
-        if isinstance(found[0], str):
-            raise RuntimeError(f"rank 0 could not sample rollout {number}: {found[0]}")
-        groups, seen = found[0]
+            self.sampler.publish(number)
+            return self._taken(self.sampler, number)
+
+        groups, seen = from_main(self.accelerator, sample)
         return _in_order(groups), seen
 
     def _taken(self, sampler: Sampler, number: int) -> tuple[list[Group], dict[str, float]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 
@@ -15,15 +15,26 @@ from .environments import Conversations, Limits, resolve_environment, tool_metri
 from .experience import Experience, Rollout, Store
 from .model import load_model, load_tokenizer
 from .policy import Policy
+from .ranks import from_main
 from .recipe import Recipe, open_run
-from .rewards import Watch, Weighted, check_columns, judge, judged, refuse_broken, resolve, reward_metrics
+from .rewards import (
+    Watch,
+    Weighted,
+    check_columns,
+    judge,
+    judged,
+    refuse_broken,
+    resolve,
+    resolve_names,
+    reward_metrics,
+)
 from .rewards.judge import Row
 from .rewards.resolve import SHIPPED
 from .rollouts.embedded import EmbeddedSource
 from .rollouts.sample import Request, Sample
 from .rollouts.sampler import Group, Sampler
 from .rollouts.source import RolloutSource
-from .run import Evaluation
+from .run import Evaluation, Run
 from .sampling import Sampled, check_sampled, open_sampler, open_store, stop_tokens
 from .terms import Reader, Terms, compose, expression
 
@@ -135,15 +146,11 @@ class Players:
             return None
         rows = load(source).dataset
 
-        def evaluate(taken: int) -> dict[str, float]:
-            found: list[Any] = [None]
-            if self.sampler is not None:
-                found = [asyncio.run(self._evaluated(config, data, rows))]
-            if self.recipe.run.accelerator.num_processes > 1:
-                broadcast_object_list(found)
-            return dict(found[0])
+        def evaluate() -> dict[str, float]:
+            assert self.sampler is not None
+            return self.sampler.run(self._evaluated(config, data, rows))
 
-        return evaluate
+        return lambda taken: from_main(self.recipe.run.accelerator, evaluate)
 
     async def _evaluated(self, config: Online, data: Dataset, rows: Dataset) -> dict[str, float]:
         source = self.converse(
@@ -162,8 +169,10 @@ class Players:
             # Keyed apart from the run, so that no held-out answer shares a seed with one that is trained on.
             return await source.sample(Request(i, data[i]["prompt"], range(1), sampling, -1 - config.seed))
 
-        samples = [sample for group in await asyncio.gather(*map(answered, range(len(data)))) for sample in group]
-        await source.close()
+        try:
+            samples = [sample for group in await asyncio.gather(*map(answered, range(len(data)))) for sample in group]
+        finally:
+            await source.close()
         await judge(self.rewards, [rows[row] for row in data["row"]], samples)
         metrics = reward_metrics(self.rewards, samples)
         return {name: value for name, value in metrics.items() if "zero_std" not in name and name != "reward_std"}
@@ -179,7 +188,7 @@ class Players:
 
 
 def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | None = None) -> Players:
-    """Load rewards, data, policy and source; nothing is sampled yet.
+    """Open the run, then load rewards (on the main process alone), data, policy and source; nothing is sampled yet.
 
     Args:
         make_policy: the policy of a model, unless it is a plain one.
@@ -188,13 +197,11 @@ def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | No
         ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
     """
     check_online(config)
-    rewards = resolve(config.rewards or {"environment": 1.0}, tokenizer=load_tokenizer(config))
     rows = load(config.data).dataset
-    check_columns(rewards, rows.column_names, config.data)
-    if config.eval_data:
-        check_columns(rewards, load(config.eval_data).dataset.column_names, config.eval_data)
+    run = Run(config)
+    rewards = open_rewards(config, run.accelerator)
     make = make_policy or (lambda model: Policy(model, **config.kernel))
-    recipe = open_run(config, encode_prompts, make, load_model)
+    recipe = open_run(config, encode_prompts, make, load_model, run=run)
     order = order_of(config, recipe.data)
     converse = open_conversations(config, recipe)
 
@@ -218,6 +225,24 @@ def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | No
         max_age=config.max_age,
     )
     return Players(recipe, rewards, sampler, Watch(), open_store(config, recipe), converse)
+
+
+def open_rewards(config: Online, accelerator: Accelerator) -> Sequence[Weighted]:
+    """On the main process: what the configuration names, its models on the device; their names on the others.
+
+    Raises:
+        ValueError: if the data lacks a column that one of them reads.
+    """
+    spec = config.rewards or {"environment": 1.0}
+    rewards = resolve_names(spec)
+
+    def open_there() -> None:
+        rewards[:] = resolve(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
+        for source in filter(None, (config.data, config.eval_data)):
+            check_columns(rewards, load(source).dataset.column_names, source)
+
+    from_main(accelerator, open_there)
+    return rewards
 
 
 def open_conversations(config: Online, recipe: Recipe[Policy]) -> Converse:

@@ -100,10 +100,12 @@ def open_run(
     encode: Encode,
     wrap: Callable[[nn.Module], Model],
     load_weights: Callable[[Common], nn.Module],
+    *,
+    run: Run | None = None,
     **options: Any,
 ) -> Recipe[Model]:
-    """Open the run, encode its data, and ``wrap`` the model that ``load_weights(config)`` gives."""
-    run = Run(config)
+    """Open the run unless it is open, encode its data, and ``wrap`` the model that ``load_weights(config)`` gives."""
+    run = run or Run(config)
     tokenizer = load_tokenizer(config)
 
     def encoded(source: str) -> Dataset:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -24,6 +25,7 @@ from .config import Common
 from .experience import Store
 from .model import merged
 from .policy import Policy
+from .ranks import from_main
 from .recipe import Recipe
 from .rollouts.embedded import DetachedSource, EmbeddedSource
 from .rollouts.replay import SampleWriter, read_samples
@@ -31,9 +33,9 @@ from .rollouts.sample import Sample, Sampling
 from .rollouts.sampler import Sampler, Tasks
 from .rollouts.source import RolloutSource
 from .rollouts.vllm_engine import VLLMEngine, start_engine
-from .rollouts.vllm_launch import launch
+from .rollouts.vllm_launch import launch, max_lora_rank
 from .rollouts.vllm_server import VLLMServer
-from .rollouts.vllm_updates import Adapters, Files, Nccl, Updates
+from .rollouts.vllm_updates import Adapters, Files, Nccl, Updates, address_towards
 
 _SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and letters of one
 
@@ -55,8 +57,16 @@ class VLLM:
     runs, none."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of a server that is started, such as {CUDA_VISIBLE_DEVICES: "1"}."""
-    patience: float = 600.0
-    """Seconds to wait for a server that is starting, or that was there and is gone."""
+    trainer_address: str | None = None
+    """Of this machine, where a server joins it for updates by nccl; null is that on the route to the server."""
+    timeout: float = 600.0
+    """Seconds that one completion may take, before it is asked for again."""
+    attempts: int = 8
+    """How often completions, or new weights, are tried; each failure is logged, and the last one ends the run."""
+    concurrency: int = 64
+    """Completions that a server is asked for at once."""
+    patience: float = 1200.0
+    """Seconds in which a server must start, or give something of what it is asked for; then the run ends."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +118,34 @@ def check_sampled(config: Sampled) -> None:
         raise ValueError("source: vLLM does not compute in float64; set dtype to float32, or source to policy")
     if config.quantize is not None:
         raise ValueError("source: a quantized policy says other things than vLLM's plain model; set source to policy")
-    if config.vllm.updates == "adapters" and config.lora.r == 0:
-        raise ValueError("vllm.updates: there are no adapters; set lora.r, or updates to files")
+    for name in ("timeout", "attempts", "concurrency", "patience"):
+        if not getattr(config.vllm, name) > 0:
+            raise ValueError(f"vllm.{name}: must be > 0, got {getattr(config.vllm, name)}")
+    if config.vllm.updates == "adapters":
+        check_adapters(config)
     if config.source == "vllm_engine" and replace(config.vllm, options={}, directory=None) != VLLM():
         raise ValueError("vllm: an engine in this process has no other settings than options and directory")
+    if config.vllm.trainer_address is not None and config.vllm.updates != "nccl":
+        raise ValueError("vllm.trainer_address: it is for updates by nccl; set vllm.updates to nccl, or leave it out")
     if config.vllm.url is not None and (config.vllm.python or config.vllm.options or config.vllm.environment):
         raise ValueError("vllm.url: that server runs already; leave out python, options and environment, or the url")
+
+
+def check_adapters(config: Sampled) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        ValueError: if a server could not be given the adapters of this rank.
+    """
+    if config.lora.r == 0:
+        raise ValueError("vllm.updates: there are no adapters; set lora.r, or updates to files")
+    needed = max_lora_rank(config.lora.r)
+    given = config.vllm.options.get("max_lora_rank", needed)
+    if given < config.lora.r:
+        raise ValueError(
+            f"vllm.options: max_lora_rank={given} has no room for lora.r={config.lora.r}; leave it out, or set it to "
+            f"{needed}"
+        )
 
 
 def open_sampler(
@@ -125,28 +157,34 @@ def open_sampler(
     max_age: int = 0,
     **options: Any,
 ) -> Sampler | None:
-    """On the main process: what draws the answers to ``tasks``.
+    """On the main process: what draws the answers to ``tasks``. The others wait until it is there.
 
     Args:
         converse: from a source of answers to one of conversations.
         options: further ones of `Sampler`.
     """
-    if not recipe.run.accelerator.is_main_process:
-        return None
-    source = open_source(config, recipe, max_age=max_age)
-    check_room(config, recipe, getattr(source, "context", None))
     adapters = config.vllm.updates == "adapters"
-    return Sampler(
-        converse(source),
-        tasks,
-        lambda: adapter_weights(recipe.model) if adapters else named_weights(recipe.model),
-        groups_per_step=config.batch_size,
-        group_size=config.group_size,
-        sampling=replace(config.sampling, stop=stop_tokens(recipe)),
-        key=config.seed,
-        max_age=max_age,
-        **options,
-    )
+    opened: list[Sampler] = []
+
+    def open_there() -> None:
+        source = open_source(config, recipe, max_age=max_age)
+        check_room(config, recipe, getattr(source, "context", None))
+        sampler = Sampler(
+            converse(source),
+            tasks,
+            lambda: adapter_weights(recipe.model) if adapters else named_weights(recipe.model),
+            groups_per_step=config.batch_size,
+            group_size=config.group_size,
+            sampling=replace(config.sampling, stop=stop_tokens(recipe)),
+            key=config.seed,
+            max_age=max_age,
+            attempts=config.vllm.attempts,
+            **options,
+        )
+        opened.append(sampler)
+
+    from_main(recipe.run.accelerator, open_there)
+    return opened[0] if opened else None
 
 
 def check_room(config: Sampled, recipe: Recipe[Policy], context: int | None) -> None:
@@ -183,6 +221,7 @@ def open_source(config: Sampled, recipe: Recipe[Policy], *, max_age: int) -> Rol
         return VLLMEngine(engine, directory=config.vllm.directory, sleep=sleep, **known)
     updates = open_updates(config, recipe)
     known |= {"updates": updates, "dtype": dtype, "patience": config.vllm.patience}
+    known |= {"timeout": config.vllm.timeout, "concurrency": config.vllm.concurrency}
     if config.vllm.url is not None:
         return VLLMServer(config.vllm.url, **known)
     server = launch(
@@ -207,7 +246,8 @@ def open_updates(config: Sampled, recipe: Recipe[Policy]) -> Updates:
         case "files":
             return Files(directory)
         case "nccl":
-            return Nccl()
+            host = urlsplit(config.vllm.url or "").hostname or "127.0.0.1"
+            return Nccl(config.vllm.trainer_address or address_towards(host))
         case "adapters":
             peft: Any = recipe.model.model
             return Adapters(directory, peft.peft_config["default"])

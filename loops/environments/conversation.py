@@ -12,6 +12,7 @@ policy sampled are trained and have log-probs. Nothing that was sampled is token
 import asyncio
 import logging
 import math
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from torch import Tensor
 
 from ..rewards.judge import Row, score
-from ..rewards.workers import OutOfTime, call, within
+from ..rewards.workers import OutOfTime, call, is_async, within
 from ..rollouts.record import plain
 from ..rollouts.sample import Request, Sample, Span, check_sample
 from ..rollouts.source import RolloutSource, SourceError
@@ -46,7 +47,12 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """The other side of one conversation. Both functions may be async."""
+    """The other side of one conversation. All of its functions may be async.
+
+    One that has a function ``close()`` is closed exactly once, however the conversation ends: by itself, by a
+    failure, at a limit, or because nothing more is to be sampled. A plain ``reset`` or ``step`` that took too long goes
+    on in its thread, and the environment is closed when it returns.
+    """
 
     def reset(self, row: Row) -> Sequence[Message] | Sequence[int] | Awaitable[Sequence[Message] | Sequence[int]]:
         """The prompt, which depends on the row alone: the conversations of a group share it."""
@@ -55,6 +61,12 @@ class Environment(Protocol):
     def step(self, answer: Sample) -> Step | Awaitable[Step]:
         """``answer`` is the latest turn: its tokens, its text, how it ended."""
         ...
+
+
+async def close(environment: Any) -> None:
+    """Close an environment, if it has a function for that, plain or async."""
+    if callable(function := getattr(environment, "close", None)):
+        await call(function)
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,8 @@ class Conversations:
     ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards, None where there was none, or in a word
     how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (what was said, for TRL's rewards and for
     people) and the environment's counts. A conversation that the environment fails in, or does not answer in time, is
-    aborted and counted in ``failures``; what was said until then is kept.
+    aborted and counted in ``failures``; what was said until then is kept. So is one whose environment can't be closed,
+    but its reward counts.
 
     Args:
         source: of the answers.
@@ -96,6 +109,7 @@ class Conversations:
     turns: Turns | None = None
     limits: Limits = Limits()
     failures: Counter[str] = field(default_factory=Counter)
+    _closing: "set[asyncio.Task[None]]" = field(default_factory=set, init=False, repr=False, compare=False)
 
     @property
     def overlaps(self) -> bool:
@@ -106,13 +120,19 @@ class Conversations:
         return self.source.stored
 
     async def sample(self, request: Request) -> list[Sample]:
-        """One conversation for each of ``request.indices``, all at the same time.
+        """One conversation for each of ``request.indices``, all at the same time; if one fails, all are given up.
 
         Raises:
             ValueError: if `reset` fails, or gives the conversations of one task different prompts.
             SourceError: if the source answers something else than what it was asked for.
         """
-        samples = await asyncio.gather(*(self._converse(request, index) for index in request.indices))
+        conversations = [asyncio.ensure_future(self._converse(request, index)) for index in request.indices]
+        try:
+            samples = await asyncio.gather(*conversations)
+        finally:
+            for conversation in conversations:
+                conversation.cancel()
+            await asyncio.gather(*conversations, return_exceptions=True)
         if len({tuple(sample.prompt) for sample in samples}) > 1:
             raise ValueError(
                 f"environment: the conversations of task {request.task} begin with different prompts; what `reset` "
@@ -127,10 +147,20 @@ class Conversations:
         return await self.source.version()
 
     async def close(self) -> None:
+        await asyncio.gather(*self._closing)
         await self.source.close()
 
     async def _converse(self, request: Request, index: int) -> Sample:
-        environment = self.make()
+        environment = _Played(self.make())
+        try:
+            return await self._conversation(environment, request, index)
+        finally:
+            closing = asyncio.ensure_future(self._close(environment))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await asyncio.shield(closing)  # a conversation that is cancelled once more leaves it to `close`
+
+    async def _conversation(self, environment: "_Played", request: Request, index: int) -> Sample:
         prompt = await self._open(environment, request)
         whole = Sample(request.task, index, prompt, [], [], [], [], "length")
         whole.info |= {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": None}
@@ -155,7 +185,7 @@ class Conversations:
         whole.text = "\n".join(m["content"] for m in whole.info["messages"] if m["role"] == "assistant")
         return whole
 
-    async def _open(self, environment: Environment, request: Request) -> list[int]:
+    async def _open(self, environment: "_Played", request: Request) -> list[int]:
         try:
             opening = await within(self.limits.seconds, call(environment.reset, self.row(request.task)))
         except Exception as error:
@@ -204,23 +234,29 @@ class Conversations:
             raise SourceError(f"environment: asked for at most {room} tokens, got {len(answers[0].tokens)}")
         return answers[0]
 
-    async def _step(self, environment: Environment, answer: Sample) -> Step | None:
+    async def _step(self, environment: "_Played", answer: Sample) -> Step | None:
         try:
             step: Step = await within(self.limits.seconds, call(environment.step, answer))
         except Exception as error:
-            kind = "timeout" if isinstance(error, OutOfTime) else "error"
-            if kind not in self.failures:
-                log.warning(
-                    "environment: %s in step (task %d, answer %d); the conversation is aborted and has no reward, as "
-                    "are further ones, which are counted",
-                    kind,
-                    answer.task,
-                    answer.index,
-                    exc_info=error,
-                )
-            self.failures[kind] += 1
+            self._failed(
+                "timeout" if isinstance(error, OutOfTime) else "error",
+                f"in step (task {answer.task}, answer {answer.index}); the conversation is aborted and has no reward, "
+                "as are further ones, which are counted",
+                error,
+            )
             return None
         return step
+
+    async def _close(self, environment: "_Played") -> None:
+        try:
+            await within(self.limits.seconds, environment.close())
+        except Exception as error:
+            self._failed("close", "failed; what the environment holds may be left over, as where it fails again", error)
+
+    def _failed(self, kind: str, what: str, error: Exception) -> None:
+        if kind not in self.failures:
+            log.warning("environment: %s %s", kind, what, exc_info=error)
+        self.failures[kind] += 1
 
     def _note(self, whole: Sample, step: Step) -> None:
         info = whole.info
@@ -253,6 +289,44 @@ class Conversations:
         if self.turns is None:
             raise ValueError("environment: it speaks in messages; give Conversations the turns of a chat template")
         return self.turns
+
+
+class _Played:
+    """An environment that is closed when nothing of it runs: a plain function that was given up is in its thread yet.
+
+    `close` then leaves it to that thread to close the environment when it comes back.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment, self._mutex = environment, threading.Lock()
+        self._running = self._closed = False
+        self.reset, self.step = self._noted(environment.reset), self._noted(environment.step)
+
+    async def close(self) -> None:
+        with self._mutex:
+            self._closed = True
+            running = self._running
+        if not running:
+            await close(self._environment)
+
+    def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if is_async(function):
+            return function
+
+        def noted(*arguments: Any) -> Any:
+            with self._mutex:
+                if self._closed:  # given up before this thread began
+                    return None
+                self._running = True
+            try:
+                return function(*arguments)
+            finally:
+                with self._mutex:
+                    self._running = False
+                if self._closed:
+                    asyncio.run(close(self._environment))
+
+        return noted
 
 
 def _append(whole: Sample, answer: Sample) -> None:

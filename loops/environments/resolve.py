@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from ...data.chat import Encoder
 from ..rewards.names import build, find
 from ..rewards.reasoning import ReasoningGym
-from .conversation import Environment
+from ..rollouts.event_loops import run
+from .conversation import Environment, close
 from .single import SingleTurn
 from .tools import check_tool_tags
 from .turns import Turns
@@ -42,8 +43,10 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
         settings["tools"] = [find("tool", tool, TOOLS, __package__) for tool in settings.get("tools", ())]
     found = find("environment", name, SHIPPED, __package__)
     make = partial(build, f"environment {name}", found, settings, factory=True)
+    one = make()
+    run(close(one))
     for part in ("reset", "step"):
-        if not callable(getattr(make(), part, None)):
+        if not callable(getattr(one, part, None)):
             raise ValueError(f"environment {name}: has no function {part}; wanted reset(row) and step(answer)")
     return make
 
@@ -56,7 +59,9 @@ def turns_for(
     Raises:
         ValueError: if the template can't be followed turn by turn, or the tokenizer hides tool calls.
     """
-    schemas = getattr(make(), "schemas", None)
+    one = make()
+    schemas = getattr(one, "schemas", None)
+    run(close(one))
     if schemas:
         check_tool_tags(tokenizer)
     return Turns(Encoder(tokenizer, chat_template), {"tools": schemas} if schemas else {})

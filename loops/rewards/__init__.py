@@ -10,7 +10,7 @@ equivalence, text, length, reasoning, models    what is shipped
 
 from .isolated import isolated
 from .judge import RewardError, Weighted, batched, check_columns, judge, refuse_broken
-from .resolve import resolve
+from .resolve import resolve, resolve_names
 from .statistics import Watch, judged, reward_metrics
 from .trl import from_trl
 
@@ -26,5 +26,6 @@ __all__ = [
     "judged",
     "refuse_broken",
     "resolve",
+    "resolve_names",
     "reward_metrics",
 ]

@@ -8,7 +8,8 @@ rewards:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..rollouts.sample import Sample
@@ -34,6 +35,7 @@ _FACTORIES = ("reward_model", "prm")
 _ISOLATED = ("math", "cosine")  # sympy may take forever at what a policy makes up
 
 Spec = Mapping[str, float | Mapping[str, Any]]
+Make = Callable[[str, dict[str, Any]], Any]
 
 
 def resolve(spec: Spec, **given: Any) -> list[Weighted]:
@@ -44,14 +46,24 @@ def resolve(spec: Spec, **given: Any) -> list[Weighted]:
     another).
 
     Args:
-        given: what a reward may ask for by the name of its parameter, such as ``tokenizer``, the policy's.
+        given: what a reward may ask for by the name of its parameter, such as ``tokenizer``, the policy's, and
+            ``device``, where a model should be loaded.
 
     Raises:
         ValueError: names what there is instead of what is not found.
     """
+    return _resolved(spec, partial(_function, given=given))
+
+
+def resolve_names(spec: Spec) -> list[Weighted]:
+    """Their names and weights, for ranks that call none of them: nothing is loaded. See `resolve`."""
+    return _resolved(spec, lambda name, settings: _not_here)
+
+
+def _resolved(spec: Spec, make: Make) -> list[Weighted]:
     if not spec:
         raise ValueError(f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function")
-    rewards = [_weighted(name, value, given) for name, value in spec.items()]
+    rewards = [_weighted(name, value, make) for name, value in spec.items()]
     names = [reward.name for reward in rewards]
     for name in names:
         if names.count(name) > 1:
@@ -67,17 +79,21 @@ def environment_reward(row: Row, sample: Sample) -> float | None:
     return math.nan if isinstance(reward, str) else reward
 
 
-def _weighted(name: str, value: float | Mapping[str, Any], given: Mapping[str, Any]) -> Weighted:
+def _weighted(name: str, value: float | Mapping[str, Any], make: Make) -> Weighted:
     if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
         raise ValueError(f"reward {name}: wanted its weight, or a mapping of settings, got {value!r}")
     settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
     weight, timeout = float(settings.pop("weight", 1.0)), float(settings.pop("timeout", 30.0))
     what = str(settings.pop("function", name))
     isolate = settings.pop("isolate", what in _ISOLATED)
-    function = _function(what, settings, given)
-    if isolate:
+    function = make(what, settings)
+    if isolate and function is not _not_here:
         function = isolated(function)
     return Weighted(name.rpartition(":")[2], function, weight, timeout)
+
+
+def _not_here(row: Row, sample: Sample) -> float:
+    raise AssertionError("rewards are given on the main process alone")
 
 
 def _function(name: str, settings: dict[str, Any], given: Mapping[str, Any]) -> Any:

@@ -54,6 +54,15 @@ class Beside:
         self.thread.join()
 
 
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Its result; in a thread of its own where this one has a loop already, as in a notebook."""
+    loop: Loop = Beside() if in_a_loop() else Here()
+    try:
+        return loop.run(coroutine)
+    finally:
+        loop.close()
+
+
 def in_a_loop() -> bool:
     try:
         asyncio.get_running_loop()

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -161,6 +161,10 @@ class Sampler:
         taken = self._loop.run(self._take(step, self.groups_per_step if groups is None else groups))
         self.waited += time.perf_counter() - began
         return taken
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What it gives, in the sampler's event loop; waits for it."""
+        return self._loop.run(coroutine)
 
     def close(self) -> None:
         """Give up what is under way, and close the source."""
@@ -330,8 +334,7 @@ class Sampler:
                 return await once()
             except _PASSING as error:
                 last = error
-                if not attempt:
-                    log.warning("sampler: %s; it is tried again", error)
+                log.warning("sampler: %s in attempt %d of %d: %s", what, attempt + 1, self.attempts, error)
         raise SourceError(
             f"{what} in {self.attempts} attempts over {time.monotonic() - began:.0f} s: {last}; see to the source, "
             "then go on with --resume true"

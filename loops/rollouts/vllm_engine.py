@@ -18,8 +18,9 @@ from .checks import check_request
 from .sample import Request, Sample
 from .source import SourceError
 from .vllm_answer import FINISH, VERSIONS, made, parameters
-from .vllm_checks import Expected
+from .vllm_checks import Expected, install_advice
 from .vllm_http import Refused
+from .vllm_launch import SHARE
 from .vllm_updates import Files
 
 T = TypeVar("T")
@@ -38,7 +39,8 @@ def start_engine(
         model: directory or name; its weights are replaced by the first that are published.
         dtype: that it computes in; the trainer's, or else log-probs differ.
         sleep: let it give its memory back, where vLLM's build can (on GPUs).
-        options: further ones of ``vllm.LLM``, such as ``gpu_memory_utilization`` or ``max_model_len``.
+        options: further ones of ``vllm.LLM``, such as ``max_model_len``, or ``gpu_memory_utilization``, which is
+            `SHARE` unless it is given.
 
     Raises:
         SourceError: if vLLM is not installed, or is of another version than those that are known to work.
@@ -52,7 +54,9 @@ def start_engine(
                           "use a server in another one with VLLMServer") from error  # fmt: skip
     if not any(vllm.__version__.startswith(known + ".") for known in VERSIONS):
         known = " and ".join(VERSIONS)
-        raise SourceError(f"vllm: version {vllm.__version__} is installed, but {known} are known to work")
+        raise SourceError(f"vllm: version {vllm.__version__} is installed, but {known} are known to work; "
+                          f"{install_advice(VERSIONS)}, or set source to vllm and --vllm.python to the interpreter of "
+                          "an environment that has it")  # fmt: skip
     vllm_files.register()
     return vllm.LLM(
         str(model),
@@ -62,7 +66,7 @@ def start_engine(
         weight_transfer_config=WeightTransferConfig(backend=vllm_files.BACKEND),
         enable_sleep_mode=sleep,
         async_scheduling=False,  # or else a step is under way while weights change
-        **options,
+        **{"gpu_memory_utilization": SHARE, **options},
     )
 
 

@@ -19,6 +19,7 @@ from .source import SourceError, SourceLost
 
 log = logging.getLogger(__name__)
 
+_LOOK = 60.0  # seconds that an order without a body may take, which changes nothing
 _ORDERS = 4  # calls beside those for answers, such as to pause; they never wait for one
 
 
@@ -34,6 +35,10 @@ class NotNow(Refused, SourceLost):
     """It may do so later: it failed, is busy, or does not know an adapter that it has lost in a restart."""
 
 
+class SourceLate(SourceLost):
+    """It did not answer in time."""
+
+
 class Http:
     """What can be asked of a server by path.
 
@@ -41,15 +46,16 @@ class Http:
         url: ``http://host:port``.
         concurrency: calls of `ask` under way at once; further ones wait.
         timeout: seconds that one call may take.
+        patience: seconds that an order with a body may take; ``timeout`` unless it is given.
     """
 
-    def __init__(self, url: str, *, concurrency: int, timeout: float) -> None:
+    def __init__(self, url: str, *, concurrency: int, timeout: float, patience: float | None = None) -> None:
         self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"vllm: the server's address must look like http://127.0.0.1:8000, got {url!r}")
         self._address = parts
-        self._timeout = timeout
+        self._timeout, self._patience = timeout, patience or timeout
         self._asking = ThreadPoolExecutor(concurrency, "vllm-answer")
         self._ordering = ThreadPoolExecutor(_ORDERS, "vllm-order")
         self._calls: set[_Call] = set()
@@ -57,11 +63,12 @@ class Http:
 
     async def ask(self, path: str, body: Any = None) -> Any:
         """What `call` returns; one of at most ``concurrency``. Cancelling it tells the server, too."""
-        return await self._within(self._asking, path, body)
+        return await self._within(self._asking, path, body, self._timeout)
 
     async def order(self, path: str, body: Any = None) -> Any:
         """What `call` returns, without waiting for any answer to be ready."""
-        return await self._within(self._ordering, path, body)
+        timeout = min(self._timeout, _LOOK) if body is None else self._patience
+        return await self._within(self._ordering, path, body, timeout)
 
     def call(self, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
         """The JSON that the server answers to a GET, or with a ``body`` to a POST; text if it is no JSON.
@@ -83,7 +90,7 @@ class Http:
         """Until the server is up.
 
         Raises:
-            SourceLost: if it is not by then.
+            SourceError: if it is not by then.
         """
         until, told = time.monotonic() + seconds, False
         while not self.alive():
@@ -92,7 +99,7 @@ class Http:
                 log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
                 told = True
             if time.monotonic() > until:
-                raise SourceLost(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
+                raise SourceError(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
             time.sleep(0.2)
 
     def close(self) -> None:
@@ -111,9 +118,9 @@ class Http:
         kind = http.client.HTTPSConnection if self._address.scheme == "https" else http.client.HTTPConnection
         return kind(self._address.hostname or "", self._address.port, timeout=timeout)
 
-    async def _within(self, pool: ThreadPoolExecutor, path: str, body: Any) -> Any:
+    async def _within(self, pool: ThreadPoolExecutor, path: str, body: Any, timeout: float) -> Any:
         self._check_open()
-        call = _Call(self._connection(self._timeout))
+        call = _Call(self._connection(timeout))
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, self._do, call, path, body)
         except asyncio.CancelledError:
@@ -129,9 +136,9 @@ class Http:
             status, text = call.run(self._address.path + path, body)
         except (OSError, http.client.HTTPException) as error:
             self._check_open()
-            late = isinstance(error, TimeoutError)
-            what = f"no answer in {call.connection.timeout:g} s" if late else "the server can't be reached, or died"
-            raise SourceLost(f"{where}: {what} ({error!r})") from error
+            if isinstance(error, TimeoutError):
+                raise SourceLate(f"{where}: no answer in {call.connection.timeout:g} s") from error
+            raise SourceLost(f"{where}: the server can't be reached, or died ({error!r})") from error
         finally:
             self._calls.discard(call)
         if status >= 400:

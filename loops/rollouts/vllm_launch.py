@@ -15,14 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from . import vllm_files
-from .source import SourceLost
+from .source import SourceError, SourceLost
 from .vllm_http import Http
+from .vllm_log import advice, first_error
 
 _PLUGIN = "burnish_vllm_files"
 # In the group of the server, `cat` reads what only we could write to, until the kernel closes it because we died.
 _KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$0" "$@" 3<&-')
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
+SHARE = 0.4
+"""Of the memory of a device, what vLLM takes beside a trainer on it."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM can be told of
+# What torchrun and accelerate tell a rank about its process group: vLLM would wait for a store of nobody's.
+_OF_RANKS = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 class Launched:
@@ -53,9 +58,10 @@ class Launched:
         """End it if it runs, start it, and wait until it is healthy.
 
         Raises:
-            SourceLost: with the end of its log, if it dies or takes longer than its patience.
+            SourceError: with the first error in its log, if it dies (`SourceLost`) or takes longer than its patience.
         """
         self.kill()
+        before = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*_KEPT, *self._command],
@@ -74,8 +80,8 @@ class Launched:
                     ended = self._process.wait(0.5)
                 waited += 0.5
                 if ended is not None or waited > self._patience:
-                    raise SourceLost(f"vllm: the server did not start ({self._why(ended)}); its log, {self.log}, ends "
-                                     f"with:\n{_tail(self.log)}")  # fmt: skip
+                    kind = SourceError if ended is None else SourceLost  # after all that patience once is enough
+                    raise kind(f"vllm: the server did not start ({self._why(ended)}){self._cause(before)}")
         except BaseException:
             self.kill()
             raise
@@ -110,7 +116,19 @@ class Launched:
         self.close()
 
     def _why(self, ended: int | None) -> str:
+        if ended == -signal.SIGKILL:
+            return "it was killed, as the kernel does where memory runs out"
         return f"not healthy after {self._patience:g} s" if ended is None else f"it ended with status {ended}"
+
+    def _cause(self, before: int) -> str:
+        """What its log says since it had so many bytes: the first error and its fix, or else its last lines."""
+        with self.log.open("rb") as log:
+            log.seek(before)
+            text = log.read().decode(errors="replace")
+        if (error := first_error(text)) is None:
+            return f"; its log, {self.log}, ends with:\n" + "\n".join(text.splitlines()[-30:])
+        fix = advice(error)
+        return f": {error}\n{f'To fix it, {fix}. ' if fix else ''}Its log is {self.log}"
 
 
 def launch(
@@ -127,7 +145,7 @@ def launch(
     port: int = 0,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    patience: float = 600.0,
+    patience: float = 1200.0,
 ) -> Launched:
     """A healthy server of a model; whoever can reach its port can change its weights, so keep that port private.
 
@@ -145,12 +163,14 @@ def launch(
         lora_rank: of the largest adapter, for a server that is given adapters instead of weights; 0 for none.
         adapters: that can be there at once: two more than the oldest age of samples.
         port: 0 takes a free one.
-        flags: further ones of vLLM's API server.
-        environment: further variables.
+        flags: further ones of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
+            `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it.
+        environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is taken to have devices of
+            its own, and the share of their memory is vLLM's own choice.
         patience: seconds it may take to start.
 
     Raises:
-        SourceLost: with the end of its log, if it does not start.
+        SourceError: with the first error in its log, if it does not start.
     """
     port = port or _free_port(host)
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start a CPU build
@@ -163,23 +183,53 @@ def launch(
         "generation-config": "vllm",
         "max-model-len": max_model_len,
         "weight-transfer-config": None if lora_rank else json.dumps({"backend": backend}),
-        "max-lora-rank": min(rank for rank in _RANKS if rank >= lora_rank) if lora_rank else None,
+        "max-lora-rank": max_lora_rank(lora_rank) if lora_rank else None,
         "max-loras": adapters if lora_rank else None,
+        "gpu-memory-utilization": None if _has_share(flags, environment or {}) else SHARE,
     }
     command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     command += ["--enable-scale-out", *(["--enable-lora"] if lora_rank else []), *flags]
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = Path(log).resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
-    launched = Launched(
-        command, {**os.environ, **switches, **(environment or {})}, f"http://{host}:{port}", log, patience
-    )
+    variables = {**outside_of_ranks(os.environ), **switches, **(environment or {})}
+    launched = Launched(command, variables, f"http://{host}:{port}", log, patience)
     try:
         launched.restart()
     except BaseException:
         launched.close()
         raise
     return launched
+
+
+def _has_share(flags: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether the share of memory is given, or there is no trainer to leave some to."""
+    given = any(flag.partition("=")[0] == "--gpu-memory-utilization" for flag in flags)
+    return given or "CUDA_VISIBLE_DEVICES" in environment
+
+
+def max_lora_rank(rank: int) -> int:
+    """The smallest of vLLM's ranks of adapters that one of this rank fits in.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for known in _RANKS:
+        if rank <= known:
+            return known
+    raise ValueError(
+        f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, or set vllm.updates to files, "
+        "which sends the merged weights"
+    )
+
+
+def outside_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those of a process group."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in ("RANK", "WORLD_SIZE") and not name.startswith(_OF_RANKS)
+    }
 
 
 def _lay_out(directory: Path) -> None:
@@ -191,10 +241,6 @@ def _lay_out(directory: Path) -> None:
     (info / "entry_points.txt").write_text(
         f"[vllm.general_plugins]\n{vllm_files.BACKEND} = {_PLUGIN}:{vllm_files.register.__name__}\n"
     )
-
-
-def _tail(path: Path, lines: int = 30) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
 def _free_port(host: str) -> int:

@@ -7,8 +7,9 @@ make its log-probs others than the trainer's is looked at when the source is mad
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -18,10 +19,13 @@ from .sample import Request, Sample
 from .source import SourceError, SourceLost
 from .vllm_answer import FINISH, VERSIONS, made, parameters
 from .vllm_checks import Expected, check_model, check_server
-from .vllm_http import Http
+from .vllm_http import Http, SourceLate
 from .vllm_updates import Updates
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_SLACK = 30.0  # seconds; who waits for a server that starts says better what is wrong
 
 
 class VLLMServer:
@@ -34,8 +38,9 @@ class VLLMServer:
         updates: how weights get there, see `burnish.loops.rollouts.vllm_updates`.
         dtype: that the server is to compute in; the trainer's, or else log-probs differ.
         concurrency: answers under way at once. More of them wait here.
-        timeout: seconds that one answer may take.
-        patience: seconds to wait for a server that is starting.
+        timeout: seconds that one completion may take; it is asked for again then.
+        patience: seconds in which the server must start, or give something of all that it is asked for: a completion,
+            or to take new weights. When they are over there is no use in asking again.
         revive: called when the server is gone, such as ``Launched.revive``.
         end: called when the source is closed, such as ``Launched.close``.
         versions: of vLLM, to be tried at your own risk.
@@ -56,7 +61,7 @@ class VLLMServer:
         dtype: Literal["float32", "bfloat16", "float16"],
         concurrency: int = 64,
         timeout: float = 600.0,
-        patience: float = 120.0,
+        patience: float = 1200.0,
         revive: Callable[[], None] | None = None,
         end: Callable[[], None] = lambda: None,
         versions: tuple[str, ...] = VERSIONS,
@@ -69,7 +74,8 @@ class VLLMServer:
         self.vocab = max(self.config.vocab_size, len(tokenizer))
         self._patience, self._revive, self._end, self._versions = patience, revive, end, versions
         self._expected, self._meeting = Expected(config), threading.Lock()
-        self._http = Http(url, concurrency=concurrency, timeout=timeout)
+        self._awaited, self._heard, self._late = 0, 0.0, False
+        self._http = Http(url, concurrency=concurrency, timeout=min(timeout, patience), patience=patience)
         try:
             self._meet()
         except BaseException:
@@ -87,18 +93,12 @@ class VLLMServer:
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         given = self._expected.all_of(weights) if self.updates.merged else weights
-        await self.updates.publish(self._http, given, version)
+        await self._within_patience(self.updates.publish(self._http, given, version))
+        self._note_heard()
 
     async def version(self) -> int | None:
         """Waits for a server that is down, or revives it. None after a restart, and then the server is checked anew."""
-        try:
-            version = await self.updates.version(self._http)
-        except SourceLost as error:
-            log.warning("%s", error)
-            version = None
-        if version is None:
-            await asyncio.to_thread(self._meet)
-        return version
+        return await self._within_patience(self._known_version(), _SLACK)
 
     async def close(self) -> None:
         self._hang_up()
@@ -106,6 +106,52 @@ class VLLMServer:
     def _hang_up(self) -> None:
         self._http.close()
         self._end()
+
+    async def _known_version(self) -> int | None:
+        try:
+            version = await self.updates.version(self._http)
+        except SourceLost as error:
+            log.warning("%s", error)
+            version = None
+        if version is None:
+            await asyncio.to_thread(self._meet)
+            self._note_heard()  # it has answered a request for one token
+        return version
+
+    async def _within_patience(self, work: Coroutine[Any, Any, T], slack: float = 0.0) -> T:
+        """What it gives. Attempts that come too late, one after the other, share one patience.
+
+        Raises:
+            SourceError: if the server has been asked, and has given nothing, for longer than that.
+        """
+        if not (self._awaited or self._late):
+            self._note_heard()
+        task = asyncio.ensure_future(work)
+        self._awaited += 1
+        try:
+            while not task.done():
+                left = self._heard + self._patience + slack - time.monotonic()
+                if left <= 0:
+                    self._late = False
+                    raise SourceError(
+                        f"vllm: the server at {self._http.url} has given nothing of what it was asked for in "
+                        f"{self._patience:g} s; see to it and go on with --resume true, or raise vllm.patience if that "
+                        "is how long it takes"
+                    )
+                await asyncio.wait({task}, timeout=left)
+            return task.result()
+        except SourceLate:
+            self._late = True
+            raise
+        except SourceLost:
+            self._note_heard()  # of its end: from now on it is waited for
+            raise
+        finally:
+            task.cancel()
+            self._awaited -= 1
+
+    def _note_heard(self) -> None:
+        self._heard, self._late = time.monotonic(), False
 
     def _meet(self) -> None:
         with self._meeting:
@@ -119,7 +165,8 @@ class VLLMServer:
         how = parameters(request.sampling, request.seed(index))
         with self.updates.model() as model:
             asked = {"model": model, "token_ids": list(request.prompt), "sampling_params": how}
-            answer = await self._http.ask("/inference/v1/generate", asked)
+            answer = await self._within_patience(self._http.ask("/inference/v1/generate", asked))
+            self._note_heard()
             try:
                 choice = answer["choices"][0]
                 content = choice["logprobs"]["content"]

@@ -167,7 +167,7 @@ class Nccl(_Whole):
     Written to vLLM 0.32's contract and tested against a stand-in: no GPU has run it yet.
 
     Args:
-        address: of this machine, as the server sees it.
+        address: of this machine, as the server sees it; see `address_towards`.
         timeout: seconds that one broadcast may take.
     """
 
@@ -244,7 +244,7 @@ class Adapters:
     merged: ClassVar[bool] = False
 
     def __init__(self, directory: str | Path, config: Any) -> None:
-        self.settings: Settings = {"lora_config": {}}
+        self.settings: Settings = {"lora_config": {"max_lora_rank": config.r}}
         self.directory = Path(directory).resolve()
         self.config = config
         self._prefix = f"burnish-{uuid.uuid4().hex[:12]}-"
@@ -328,6 +328,24 @@ async def _in_daemon(function: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True, name="vllm-nccl").start()
     return await future
+
+
+def address_towards(host: str) -> str:
+    """This machine's own address on the route to another; nothing is sent there.
+
+    Raises:
+        ValueError: if there is no route.
+    """
+    try:
+        family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(there)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ValueError(
+            f"vllm.trainer_address: this machine's address on the route to {host} can't be found ({error}); set it, "
+            "such as to 10.0.0.5"
+        ) from error
 
 
 def _free_port() -> int:

@@ -1,5 +1,6 @@
 """GRPO, RLOO and their relatives: what each variant computes, logs and refuses; and death at any step."""
 
+import asyncio
 import gc
 import json
 import os
@@ -283,6 +284,18 @@ def test_held_out_answers_are_judged_and_leave_the_run_as_it_is(common, tmp_path
     assert logged[0]["eval/reward"] == logged[0]["eval/rewards/even/mean"]
     assert weights(tmp_path / "judged") == weights(tmp_path / "plain")
     assert len(stored(tmp_path / "judged")) == 2 * 4 * 4
+
+
+def test_a_run_in_a_notebook_judges_held_out_answers_too(common, tmp_path):
+    """Where an event loop runs already."""
+
+    async def in_a_notebook():
+        return run_grpo(GRPO(**common, output=str(tmp_path / "inside"), eval_data=common["data"]))
+
+    inside = asyncio.run(in_a_notebook())
+    outside = run_grpo(GRPO(**common, output=str(tmp_path / "outside"), eval_data=common["data"]))
+    assert inside["eval/reward"] == outside["eval/reward"]
+    assert weights(tmp_path / "inside") == weights(tmp_path / "outside")
 
 
 def test_answers_drawn_while_training_are_of_bounded_age_and_on_record_once(common, tmp_path):

@@ -1,5 +1,6 @@
 """Where a recipe's answers come from: the settings that choose it, as they are written in a configuration."""
 
+import types
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from burnish.loops.config import Lora
 from burnish.loops.environments import Limits
 from burnish.loops.environments.guess import guess_rows
 from burnish.loops.grpo import GRPO, run_grpo
+from burnish.loops.online import open_players
 from burnish.loops.rollouts.source import SourceError
-from burnish.loops.sampling import VLLM, check_sampled, flags_of
+from burnish.loops.rollouts.vllm_server import VLLMServer
+from burnish.loops.sampling import VLLM, check_sampled, flags_of, open_updates
 from online import lines, prepare, stored
 from safetensors.torch import load_file
 from tiny import write_rows
@@ -94,6 +97,37 @@ def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(fake
     assert ended == [True]
 
 
+def test_a_servers_limits_are_settings(fake, fields, monkeypatch):
+    made = {}
+
+    class Watched(VLLMServer):
+        def __init__(self, url, **options):
+            made.update(options)
+            super().__init__(url, **options)
+
+    monkeypatch.setattr(sampling, "VLLMServer", Watched)
+    limits = {"timeout": 50.0, "concurrency": 5, "patience": 70.0}
+    config = GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url, attempts=3, **limits))
+    players = open_players(config)
+    assert players.sampler.attempts == 3 and {name: made[name] for name in limits} == limits
+    players.sampler.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "address"),
+    [
+        ("http://127.0.0.1:8000", None, "127.0.0.1"),
+        (None, None, "127.0.0.1"),  # a server that is started is here
+        ("http://192.0.2.7:8000", "10.0.0.5", "10.0.0.5"),
+    ],
+)
+def test_nccl_is_given_the_trainers_address(url, given, address):
+    vllm = VLLM(url=url, updates="nccl", trainer_address=given)
+    config = GRPO(model="m", data="d", output="o", source="vllm", vllm=vllm)
+    recipe = types.SimpleNamespace(run=types.SimpleNamespace(directory=Path("o")))
+    assert open_updates(config, recipe).address == address
+
+
 def test_flags_are_written_as_vllm_reads_them():
     assert flags_of({"max_num_seqs": 8, "quantization": "fp8"}) == ["--max-num-seqs", "8", "--quantization", "fp8"]
     assert flags_of({"speculative_config": {"k": 1}}) == ["--speculative-config", '{"k": 1}']
@@ -111,6 +145,14 @@ def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fi
         ({"source": "vllm", "dtype": "float64"}, "set dtype to float32, or source to policy"),
         ({"source": "vllm", "quantize": "4bit"}, "set source to policy"),
         ({"source": "vllm", "vllm": VLLM(updates="adapters")}, "set lora.r, or updates to files"),
+        ({"source": "vllm", "vllm": VLLM(updates="adapters"), "lora": Lora(r=513)}, "up to rank 512, got 513; lower"),
+        (
+            {"source": "vllm", "vllm": VLLM(updates="adapters", options={"max_lora_rank": 8}), "lora": Lora(r=9)},
+            "max_lora_rank=8 has no room for lora.r=9; leave it out, or set it to 16",
+        ),
+        ({"source": "vllm", "vllm": VLLM(timeout=0.0)}, "vllm.timeout: must be > 0, got 0.0"),
+        ({"source": "vllm", "vllm": VLLM(attempts=0)}, "vllm.attempts: must be > 0, got 0"),
+        ({"source": "vllm", "vllm": VLLM(trainer_address="10.0.0.5")}, "set vllm.updates to nccl, or leave it out"),
         ({"source": "vllm_engine", "vllm": VLLM(url="http://a:1")}, "no other settings than options and directory"),
         ({"source": "vllm", "vllm": VLLM(url="http://a:1", python="p")}, "leave out python, options"),
     ],

@@ -4,12 +4,17 @@ Run on its own, with the fields of `GRPO` as JSON, it is one rank of several.
 """
 
 import json
+import os
+import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
+from accelerate.state import AcceleratorState
 from burnish.loops.environments import Step
 from burnish.loops.grpo import GRPO, run_grpo
+from burnish.loops.sampling import VLLM
 from tiny import save_model, sums, write_rows
 
 
@@ -58,6 +63,15 @@ def prepare(directory):
     }
 
 
+def on_ranks(count, fields, timeout):
+    """The process of ``fields`` on so many ranks over gloo, after its end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    return subprocess.run(
+        [*command, json.dumps(fields)], capture_output=True, text=True, timeout=timeout, env=environment
+    )
+
+
 def lines(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
@@ -87,6 +101,27 @@ def dying_in_step(number):
         yield
 
 
+class Loaded:
+    """A reward that leaves a note of where it was made: the rank, the device, and whether the run was open by then."""
+
+    def __init__(self, note, device):
+        state = AcceleratorState._shared_state
+        Path(f"{note}-{os.environ.get('RANK', '0')}.txt").write_text(f"{device} {'device' in state}")
+
+    def __call__(self, row, sample):
+        return even(row, sample)
+
+
+def run_rank(fields):
+    """What ends it is told beside the run's directory, too."""
+    fields["vllm"] = VLLM(**fields.pop("vllm", {}))
+    try:
+        run_grpo(GRPO(**fields))
+    except Exception as error:
+        Path(f"{fields['output']}-rank{os.environ['RANK']}.txt").write_text(str(error))
+        raise
+
+
 if __name__ == "__main__":
     with patch("burnish.loops.run.draw_curves"):
-        run_grpo(GRPO(**json.loads(sys.argv[1])))
+        run_rank(json.loads(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import time
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from burnish.loops.environments import Conversations, Limits, Step
 from burnish.loops.rollouts.sample import Sample, Span, check_sample
-from burnish.loops.rollouts.source import SourceError
+from burnish.loops.rollouts.source import SourceError, SourceLost
 
 PROMPT = [{"role": "user", "content": "Begin."}]
 ROW = {"prompt": PROMPT}
@@ -364,3 +365,113 @@ def test_weights_and_versions_and_what_may_go_on_meanwhile_are_the_sources(token
 def test_limits_are_above_zero():
     with pytest.raises(ValueError, match="limits: all must be > 0, got 0, 4096 and 60"):
         Limits(turns=0)
+
+
+class Sandbox:
+    """What must be closed; it fails at times, and takes longer than it may. Its functions are plain."""
+
+    def __init__(self, rng, opened):
+        self.rng, self.inside, self.closed = rng, False, 0
+        opened.append(self)
+
+    def reset(self, row):
+        return self._work(row["prompt"])
+
+    def step(self, answer):
+        return self._work(Step("and?", done=self.rng.random() < 0.2))
+
+    def close(self):
+        assert not self.inside
+        self.closed += 1
+        if self.rng.random() < 0.1:
+            raise OSError("it is gone already")
+
+    @property
+    def seconds(self):
+        return self.rng.choice([0.0] * 19 + [0.3])
+
+    def _work(self, result):
+        assert not self.closed
+        self.inside = True
+        time.sleep(self.seconds)
+        self.inside = False
+        if self.rng.random() < 0.1:
+            raise OSError("broken")
+        return result
+
+
+class AsyncSandbox(Sandbox):
+    async def reset(self, row):
+        return await self._work(row["prompt"])
+
+    async def step(self, answer):
+        return await self._work(Step("and?", done=self.rng.random() < 0.2))
+
+    async def close(self):
+        super().close()
+        await asyncio.sleep(0.005)
+
+    async def _work(self, result):
+        await asyncio.sleep(self.seconds)
+        if self.rng.random() < 0.1:
+            raise OSError("broken")
+        return result
+
+
+@pytest.mark.parametrize("kind", [Sandbox, AsyncSandbox])
+def test_every_environment_is_closed_once_whatever_fails_and_whoever_gives_up(
+    kind, tokenizer, turns, scripted, request_for
+):
+    rng, opened = random.Random(0), []
+
+    class Unsteady(scripted):
+        async def sample(self, request):
+            await asyncio.sleep(rng.random() * 0.005)
+            if rng.random() < 0.05:
+                raise SourceLost("the server died")
+            return await super().sample(request)
+
+    source = Unsteady(tokenizer, lambda index, turn: "a")
+    limits = Limits(turns=4, seconds=0.2)
+    conversations = Conversations(source, lambda: kind(rng, opened), lambda task: ROW, turns, limits)
+
+    async def given_up(group):
+        for _ in range(rng.randrange(3)):
+            await asyncio.sleep(rng.random() * 0.03)
+            group.cancel()
+        return await asyncio.gather(group, return_exceptions=True)
+
+    async def run():
+        groups = [asyncio.ensure_future(conversations.sample(request_for(0, 1, 2, task=task))) for task in range(100)]
+        outcomes = await asyncio.gather(*map(given_up, groups))
+        await conversations.close()
+        return {type(outcome) for (outcome,) in outcomes}
+
+    assert asyncio.run(run()) == {list, ValueError, SourceLost, asyncio.CancelledError}
+    end = time.monotonic() + 10
+    while any(not sandbox.closed or sandbox.inside for sandbox in opened) and time.monotonic() < end:
+        time.sleep(0.01)  # those that were given up come back
+    assert len(opened) > 100 and {sandbox.closed for sandbox in opened} == {1}
+    assert conversations.failures["timeout"] and conversations.failures["close"]
+
+
+def test_a_failed_conversation_ends_the_others_of_its_group(tokenizer, turns, scripted, request_for):
+    """Each of them is asked for again, and what goes on beside that would be asked for twice."""
+
+    class Loses(scripted):
+        async def sample(self, request):
+            if request.indices == [1] and request.turn == 1:
+                raise SourceLost("the server died")
+            return await super().sample(request)
+
+    source = Loses(tokenizer, lambda index, turn: "a")
+    conversations = Conversations(source, lambda: Echo(50), lambda task: ROW, turns, Limits(60, tokens=10**6))
+
+    async def run():
+        with pytest.raises(SourceLost):
+            await conversations.sample(request_for(0, 1, 2))
+        asked = len(source.asked)
+        await asyncio.sleep(0.2)
+        assert len(source.asked) == asked < 10
+
+    asyncio.run(run())

@@ -1,9 +1,10 @@
 """Names of environments, and conversations of one turn."""
 
 import asyncio
+import sys
 
 import pytest
-from burnish.loops.environments import Conversations, Tools, resolve_environment
+from burnish.loops.environments import Conversations, Tools, resolve_environment, turns_for
 from burnish.loops.environments.guess import GuessNumber
 from burnish.loops.environments.single import SingleTurn
 from burnish.loops.rewards.reasoning import reasoning_gym_rows
@@ -20,6 +21,25 @@ def test_settings_are_those_of_the_environment():
     assert make().guesses == 3
     tools = resolve_environment({"tools": {"tools": ["calculator"], "seconds": 1.0}})()
     assert isinstance(tools, Tools) and list(tools.tools) == ["calculator"] and tools.seconds == 1.0
+
+
+@pytest.mark.parametrize("of", ["def", "async def"])
+def test_what_is_made_to_be_looked_at_is_closed_too(of, tmp_path, monkeypatch, tokenizer):
+    (tmp_path / "my_sandbox.py").write_text(
+        "opened, closed = [], []\nclass Sandbox:\n    schemas = []\n    def __init__(self): opened.append(self)\n"
+        f"    def reset(self, row): ...\n    def step(self, answer): ...\n    {of} close(self): closed.append(self)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_sandbox", raising=False)
+
+    async def in_a_notebook():
+        turns_for(resolve_environment("my_sandbox:Sandbox"), tokenizer)
+
+    turns_for(resolve_environment("my_sandbox:Sandbox"), tokenizer)
+    asyncio.run(in_a_notebook())
+    import my_sandbox
+
+    assert len(my_sandbox.opened) == 4 and my_sandbox.closed == my_sandbox.opened
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from burnish.loops.rewards import Weighted, resolve
+from burnish.loops.rewards import Weighted, models, resolve
 from burnish.loops.rewards.models import ProcessRewardModel, RewardModel, check_same_tokens
 from burnish.loops.scorer import Scorer
 from burnish.objectives import step_aggregate
@@ -120,6 +120,14 @@ def test_a_reward_model_is_named_by_its_directory(directory, tmp_path, tokenizer
     assert judging(rewards, [{}], [sample]) == {}
     expected = LlamaForSequenceClassification.from_pretrained(tmp_path)(torch.tensor([[8, 5, 6, 7]])).logits.item()
     assert sample.rewards["reward_model"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_judge_is_loaded_on_the_device_that_is_given_unless_it_names_its_own(judge_of_steps, tokenizer, monkeypatch):
+    asked, load = [], models._scorer
+    monkeypatch.setattr(models, "_scorer", lambda kind, model, device: asked.append(device) or load(kind, model, "cpu"))
+    for settings in ({}, {"device": "cpu"}):
+        resolve({"prm": {"model": str(judge_of_steps), **settings}}, tokenizer=tokenizer, device="cuda:1")
+    assert asked == ["cuda:1", "cpu"]
 
 
 def test_a_model_that_is_no_judge_is_refused(directory):

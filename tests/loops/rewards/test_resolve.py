@@ -1,7 +1,7 @@
 """Names in a configuration: shipped rewards, people's own, and what was probably meant."""
 
 import pytest
-from burnish.loops.rewards import from_trl, isolated, resolve
+from burnish.loops.rewards import from_trl, isolated, resolve, resolve_names
 from burnish.loops.rewards.length import CosineLength, LengthTarget, SoftOverlong
 from burnish.loops.rewards.resolve import SHIPPED
 from burnish.loops.rewards.text import ExactMatch, Format
@@ -145,3 +145,13 @@ def test_every_shipped_name_stands_for_something():
 
     for name in SHIPPED:
         assert callable(find("reward", name, SHIPPED, "burnish.loops.rewards"))
+
+
+def test_ranks_that_do_not_score_know_names_and_weights_and_load_nothing():
+    spec = {"reward_model": {"model": "/no/such/model", "weight": 0.3}, "math": 1, "brief": {"function": "length"}}
+    names = resolve_names(spec)
+    assert [(reward.name, reward.weight) for reward in names] == [("reward_model", 0.3), ("math", 1), ("brief", 1)]
+    with pytest.raises(AssertionError, match="main process alone"):
+        names[1].function({}, None)
+    with pytest.raises(ValueError, match="wanted its weight"):
+        resolve_names({"math": "much"})

@@ -221,6 +221,23 @@ def test_a_source_that_is_down_for_good_ends_the_run_and_says_so(max_age):
             list(run)
 
 
+def test_every_failed_attempt_is_a_warning_with_its_reason(caplog):
+    class Busy(Scripted):
+        async def sample(self, request):
+            if request.task == 1 and self.crashed < 3:
+                self.crashed += 1
+                raise SourceLost(f"refused {self.crashed} times")
+            return await super().sample(request)
+
+    trainer = Trainer(Busy(), attempts=8)
+    with trainer.sampler as sampler:
+        sampler.publish(0)
+        assert len(sampler.take(0)) == B
+    assert [record.getMessage() for record in caplog.records] == [
+        f"sampler: task 1 could not be answered in attempt {n} of 8: refused {n} times" for n in (1, 2, 3)
+    ]
+
+
 @pytest.mark.parametrize("max_age", [0, 1])
 def test_a_source_that_restarted_unnoticed_is_given_the_weights_again(max_age):
     source = Scripted()

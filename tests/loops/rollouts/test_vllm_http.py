@@ -2,19 +2,21 @@
 
 import asyncio
 import json
+import socket
 import sys
 import threading
 import time
 import types
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from burnish.loops.rollouts.sample import Request, Sampling, Span
 from burnish.loops.rollouts.source import SourceError, SourceLost
 from burnish.loops.rollouts.vllm_http import Refused
 from burnish.loops.rollouts.vllm_server import VLLMServer
-from burnish.loops.rollouts.vllm_updates import Adapters, Files, Nccl
+from burnish.loops.rollouts.vllm_updates import Adapters, Files, Nccl, address_towards
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny import save_model
@@ -85,7 +87,7 @@ class TestMeeting:
         assert asyncio.run(source.version()) is None and source.context == 64
 
     def test_no_server_is_an_error_that_says_where_there_is_none(self, connect, fake):
-        with pytest.raises(SourceLost, match=r"no healthy server at http://127.0.0.1:1 for 0\.2 s; start it"):
+        with pytest.raises(SourceError, match=r"no healthy server at http://127.0.0.1:1 for 0\.2 s; start it"):
             connect(url="http://127.0.0.1:1", patience=0.2)
 
     def test_an_unhealthy_server_is_waited_for(self, connect, fake):
@@ -93,7 +95,7 @@ class TestMeeting:
         threading.Timer(0.4, fake.odd.clear).start()
         connect()
         fake.odd["/health"] = lambda body: (500, "")
-        with pytest.raises(SourceLost, match="no healthy server"):
+        with pytest.raises(SourceError, match="no healthy server"):
             connect(patience=0.2)
 
     def test_an_address_must_be_one(self, connect):
@@ -121,9 +123,11 @@ class TestMeeting:
         assert fix in str(raised.value)
 
     def test_whole_weights_are_refused_by_a_server_of_adapters_and_the_other_way_round(self, connect, fake, tmp_path):
-        with pytest.raises(SourceError, match="restart it with --enable-lora"):
-            connect(updates=Adapters(tmp_path, LoraConfig()))
-        fake.config["lora_config"] = {"max_loras": 4}
+        with pytest.raises(SourceError, match="restart it with --enable-lora --max-lora-rank 16"):
+            connect(updates=Adapters(tmp_path, LoraConfig(r=9)))
+        fake.config["lora_config"] = {"max_loras": 4, "max_lora_rank": 8}
+        with pytest.raises(SourceError, match=r"up to rank 8, lora\.r is 9; restart it with --max-lora-rank 16"):
+            connect(updates=Adapters(tmp_path, LoraConfig(r=9)))
         with pytest.raises(SourceError, match="restart it with no --enable-lora"):
             connect()
         fake.paths.clear()
@@ -142,8 +146,9 @@ class TestMeeting:
     def test_other_versions_are_refused_unless_they_are_asked_for(self, connect, fake):
         for version in ("0.31.2", "0.33.0", "0.320.1", "1.0"):
             fake.version = version
-            with pytest.raises(SourceError, match=f"is version {version}, but 0.32 are known"):
+            with pytest.raises(SourceError, match=f"is version {version}, but 0.32 are known") as raised:
                 connect()
+            assert 'pip install "vllm==0.32.*"' in str(raised.value) and "--vllm.python" in str(raised.value)
             connect(versions=(version,))
         fake.version = "0.32.1+cpu"
         connect()
@@ -488,6 +493,83 @@ class TestWholeWeights:
         asyncio.run(run())
 
 
+class TestSilence:
+    """Of a server that is healthy, and gives nothing: engines get stuck."""
+
+    @pytest.fixture
+    def stuck(self, fake):
+        """Until it is cleared, completions never come; those of one token, by which a server is tried, do."""
+        usual, stuck = fake.do_inference_v1_generate, threading.Event()
+        stuck.set()
+
+        def answer(body):
+            tried = body["sampling_params"]["max_tokens"] == 1
+            return usual(body) if tried or not stuck.is_set() else (None, 5)
+
+        fake.odd["/inference/v1/generate"] = answer
+        return stuck
+
+    def attempts(self, source, count=9, request=None):
+        """What each attempt ended with, the first of which published."""
+
+        async def run():
+            await source.publish(weights(), 1)
+            ends = []
+            while len(ends) < count:
+                try:
+                    ends.append(await source.sample(request or ask()))
+                    break
+                except SourceError as error:
+                    ends.append(error)
+                    if not isinstance(error, SourceLost):
+                        break
+                assert await source.version() == 1
+            return ends
+
+        return asyncio.run(run())
+
+    def test_attempts_that_come_too_late_share_one_patience(self, connect, stuck):
+        source = connect(timeout=0.4, patience=1.0)
+        began = time.monotonic()
+        *late, last = self.attempts(source)
+        assert time.monotonic() - began < 3 and len(late) == 2
+        assert all("no answer in 0.4 s" in str(error) for error in late)
+        assert "has given nothing of what it was asked for in 1 s" in str(last) and source._http.url in str(last)
+
+    def test_no_attempt_takes_longer_than_the_patience(self, connect, stuck):
+        began = time.monotonic()
+        (last,) = self.attempts(connect(timeout=60.0, patience=0.5))
+        assert "has given nothing" in str(last) or "no answer in 0.5 s" in str(last)
+        assert time.monotonic() - began < 3
+
+    def test_a_completion_may_take_longer_than_the_patience_while_others_come(self, connect, fake):
+        usual = fake.do_inference_v1_generate
+
+        def slowly(body):
+            time.sleep(0.5)
+            return usual(body)
+
+        source = connect(concurrency=1, patience=2.0)  # the last of them waits for the others
+        fake.odd["/inference/v1/generate"] = slowly
+        assert len(published(source, ask(range(5)))) == 5
+
+    def test_one_that_answers_again_in_time_is_forgiven(self, connect, stuck):
+        source = connect(timeout=0.3, patience=10.0)
+        threading.Timer(0.8, stuck.clear).start()
+        *late, samples = self.attempts(source)
+        assert len(late) >= 2 and samples[0].tokens
+        stuck.set()
+        assert not source._late
+
+    def test_weights_that_are_never_taken_end_with_the_patience(self, connect, fake):
+        source = connect(timeout=0.2, patience=0.8)
+        fake.odd["/update_weights"] = lambda body: (None, 5)
+        began = time.monotonic()
+        with pytest.raises(SourceError, match=r"has given nothing|no answer in 0\.8 s"):
+            asyncio.run(source.publish(weights(), 1))
+        assert 0.7 < time.monotonic() - began < 3, "new weights may take longer than a completion"
+
+
 class TestNccl:
     """Its orders and their order, against a stand-in for vLLM's communicator; the broadcasts themselves need GPUs."""
 
@@ -528,6 +610,24 @@ class TestNccl:
         assert all(torch.equal(sent, tensor) for (sent, _), (_, tensor) in zip(group.sent, weights(2.0), strict=True))
         asyncio.run(source.publish(weights(), 2))
         assert len(groups) == 1, "the group is kept from one version to the next"
+
+    def test_the_server_is_told_where_the_trainer_is(self, connect, fake, groups):
+        asyncio.run(connect(updates=Nccl("10.1.2.3")).publish(weights(), 1))
+        assert dict(fake.calls)["/init_weight_transfer_engine"]["init_info"]["master_address"] == "10.1.2.3"
+
+    def test_the_trainers_address_is_that_of_the_route_to_the_server(self, monkeypatch):
+        assert address_towards("127.0.0.1") == address_towards("localhost") == "127.0.0.1"
+        own = [
+            address.address
+            for addresses in psutil.net_if_addrs().values()
+            for address in addresses
+            if address.family == socket.AF_INET and not address.address.startswith("127.")
+        ]
+        assert [address_towards(address) for address in own] == own
+        with pytest.raises(
+            ValueError, match=r"vllm\.trainer_address: .* the route to no\.such\.host\.invalid .*set it"
+        ):
+            address_towards("no.such.invalid")
 
     def test_a_server_that_came_back_is_met_anew(self, connect, fake, groups):
         source = connect(updates=Nccl())

@@ -10,14 +10,20 @@ import time
 import psutil
 import pytest
 from burnish.loops.rollouts.source import SourceLost
-from burnish.loops.rollouts.vllm_launch import launch
+from burnish.loops.rollouts.vllm_launch import launch, max_lora_rank
 
+WRONG = "unrecognized arguments: --no-such-flag"
 SERVER = f"""#!{sys.executable}
-import subprocess, sys
+import os, subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 if "--no-such-flag" in sys.argv:
-    sys.exit("unrecognized arguments: --no-such-flag")
+    sys.exit("Traceback (most recent call last):\\ns.py: error: {WRONG}\\nRuntimeError: see above")
+if "--silent" in sys.argv:
+    print("loading")
+    sys.exit(3)
+if "--killed" in sys.argv:
+    os.kill(os.getpid(), 9)
 subprocess.Popen(["sleep", "600"])  # a worker
 
 
@@ -86,11 +92,35 @@ def test_a_server_that_died_is_revived_at_its_address_and_one_that_runs_is_left_
     wait_until(lambda: not group(second))
 
 
-def test_a_server_that_ends_at_once_shows_the_end_of_its_log(start, tmp_path):
-    with pytest.raises(SourceLost, match=r"it ended with status 1\); its log, .*:\n.*arguments: --no-such-flag"):
+def test_a_server_that_ends_at_once_shows_the_first_error_of_this_start_its_fix_and_where_the_log_is(start, tmp_path):
+    (tmp_path / "log.txt").write_text("ValueError: of an earlier run\n")
+    with pytest.raises(SourceLost) as raised:
         start(flags=["--no-such-flag"])
-    with pytest.raises(SourceLost, match=r"it ended with status 127\)[\s\S]*not found"):
+    error, rest = str(raised.value).split("\n")
+    assert error == "vllm: the server did not start (it ended with status 1): s.py: error: " + WRONG
+    assert rest == (
+        f"To fix it, leave it out of --vllm.options: this vLLM has no such flag. Its log is {tmp_path / 'log.txt'}"
+    )
+    with pytest.raises(SourceLost, match=r"it ended with status 127\): .* not found\nIts log is .*log\.txt"):
         launch("model", python=tmp_path / "nowhere", log=tmp_path / "log.txt", dtype="float32")
+
+
+def test_a_server_that_ends_without_a_word_shows_what_there_is(start):
+    with pytest.raises(SourceLost, match=r"it ended with status 3\); its log, .*, ends with:\nloading$"):
+        start(flags=["--silent"])
+    with pytest.raises(SourceLost, match=r"it was killed, as the kernel does where memory runs out\)"):
+        start(flags=["--killed"])
+
+
+def test_a_server_leaves_memory_to_the_trainer_unless_it_has_a_device_of_its_own(start):
+    def share(**options):
+        with start(**options) as server:
+            command = psutil.Process(server.pid).cmdline()
+        return [command[i + 1] for i, part in enumerate(command) if part == "--gpu-memory-utilization"]
+
+    assert share() == share(environment={"VLLM_CPU_KVCACHE_SPACE": "1"}) == ["0.4"]
+    assert share(flags=["--gpu-memory-utilization", "0.7"]) == ["0.7"]
+    assert share(environment={"CUDA_VISIBLE_DEVICES": "1"}) == []
 
 
 def test_a_server_outlives_the_thread_that_started_it(start):
@@ -112,3 +142,22 @@ def test_nothing_of_a_server_outlives_a_trainer_that_is_killed(python, tmp_path)
             assert len(group(leader)) > 1
             trainer.send_signal(how)
         wait_until(lambda leader=leader: not group(leader))
+
+
+def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, monkeypatch):
+    """With TORCHELASTIC_USE_AGENT_STORE, vLLM's own group would wait for a store that nobody hosts."""
+    ranks = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_NAME MASTER_ADDR MASTER_PORT"
+    ranks = [*ranks.split(), "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_FSDP", "FSDP_VERSION"]
+    for name in (*ranks, "CUDA_VISIBLE_DEVICES", "RANKING"):
+        monkeypatch.setenv(name, "1")
+    given = {"MASTER_PORT": "7"}
+    with launch("m", python=python, log=tmp_path / "log.txt", dtype="float32", environment=given) as server:
+        there = psutil.Process(server.pid).environ()
+    assert {name: there[name] for name in ranks if name in there} == given
+    assert there["CUDA_VISIBLE_DEVICES"] == there["RANKING"] == there["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_an_adapter_of_a_rank_that_vllm_does_not_know_has_room_in_the_next_or_is_refused(start):
+    assert [max_lora_rank(rank) for rank in (1, 8, 9, 257, 512)] == [1, 8, 16, 320, 512]
+    with pytest.raises(ValueError, match=r"lora\.r: vLLM takes adapters up to rank 512, got 513; lower lora\.r, or"):
+        start(lora_rank=513)

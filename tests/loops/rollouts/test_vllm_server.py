@@ -18,10 +18,10 @@ from burnish.loops.rollouts.vllm_server import VLLMServer
 from burnish.loops.rollouts.vllm_updates import Adapters, Files
 from conformance import Conformance, Subject
 from killed import assert_each_answer_once, assert_undisturbed, kill_and_resume
-from online import prepare
+from online import lines, on_ranks, prepare, stored
 from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer
-from vllm_servers import CONTEXT, TOLERANCE, VOCABULARY, connect, furthest, start
+from vllm_servers import CONTEXT, ENVIRONMENT, TOLERANCE, VOCABULARY, connect, furthest, start, vllm_python
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,20 @@ def test_wrong_flags_of_a_real_server_are_named(server, directory):
     tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
     with pytest.raises(SourceError, match="the tokenizer of"):
         VLLMServer(server.url, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32")
+
+
+def test_a_run_on_two_ranks_starts_a_server_of_its_own(tmp_path):
+    """Which is no rank of theirs: torchrun's variables would have it wait for a store that nobody hosts."""
+    fields = {**prepare(tmp_path), "model": str(vllm_model.save_model(tmp_path / "model"))}
+    options = {"max_model_len": CONTEXT, "max_num_seqs": 32, "enforce_eager": True}
+    fields |= {"output": str(tmp_path / "run"), "source": "vllm"}
+    fields["vllm"] = {"python": vllm_python(), "options": options, "environment": ENVIRONMENT}
+    done = on_ranks(2, fields, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
+    samples = stored(tmp_path / "run")
+    assert len(samples) == 2 * 4 * 4
+    assert all(span[0] == sample["task"] // 4 for sample in samples for span in sample["spans"])
 
 
 @contextmanager

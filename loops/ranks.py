@@ -1,0 +1,49 @@
+"""What the main process does for all ranks: they wait for it as long as it takes, and fail where it fails."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+T = TypeVar("T")
+
+_LONGEST = timedelta(days=7)  # of NCCL it is ten minutes, less than a rollout may take
+
+
+class MainProcessError(RuntimeError):
+    """The main process failed at what the other ranks were waiting for."""
+
+
+def from_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """What ``function()`` gives on the main process, on every rank. All of them call it; it must be possible to pickle.
+
+    Raises:
+        MainProcessError: on the other ranks, with its message, where the main process raises an error.
+    """
+    if accelerator.num_processes == 1:
+        return function()
+    said: list[Any] = [None]
+    failed: Exception | None = None
+    if accelerator.is_main_process:
+        try:
+            said = [(function(), None)]
+        except Exception as error:
+            failed, said = error, [(None, f"{type(error).__name__}: {error}")]
+    dist.broadcast_object_list(said, src=0, group=_control(dist.group.WORLD), device=torch.device("cpu"))
+    if failed is not None:
+        raise failed
+    result, problem = said[0]
+    if problem is not None:
+        raise MainProcessError(f"rank {accelerator.process_index}: the main process failed: {problem}")
+    given: T = result
+    return given
+
+
+@lru_cache(maxsize=1)
+def _control(world: Any) -> Any:
+    """A group of all ranks over gloo: whoever waits in NCCL occupies its device, and is given up too soon."""
+    return dist.new_group(backend="gloo", timeout=_LONGEST)

@@ -1,0 +1,53 @@
+"""What one rank does for the others, who wait for it and fail with it."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from online import on_ranks, prepare
+from transformers import AutoTokenizer
+from vllm_fake import Fake
+
+PATIENCE = 6.0
+
+
+@pytest.fixture(scope="module")
+def wedged(tmp_path_factory):
+    """Two ranks, whose server is healthy and stops to answer as they begin to sample."""
+    directory = tmp_path_factory.mktemp("ranks")
+    fields = prepare(directory)
+    fake = Fake(AutoTokenizer.from_pretrained(fields["model"]))
+    fake.root, fake.config["model_config"]["max_model_len"] = fields["model"], 256
+    usual, since = fake.do_inference_v1_generate, []
+
+    def answer(body):
+        if body["sampling_params"]["max_tokens"] == 1:  # it is tried before it is trusted
+            return usual(body)
+        since.append(time.monotonic())
+        return None, 600
+
+    fake.odd["/inference/v1/generate"] = answer
+    fields |= {"output": str(directory / "run"), "source": "vllm", "rewards": {"online:Loaded": {"note": "loaded"}}}
+    fields["rewards"]["online:Loaded"]["note"] = str(directory / "loaded")
+    fields["vllm"] = {"url": fake.url, "timeout": 2.5, "patience": PATIENCE}
+    done = on_ranks(2, fields, timeout=300)
+    seconds = time.monotonic() - since[0]
+    fake.close()
+    return SimpleNamespace(directory=directory, url=fake.url, done=done, seconds=seconds)
+
+
+def test_a_server_that_is_healthy_and_answers_nothing_ends_the_run_on_all_ranks_by_its_name(wedged):
+    said = [(wedged.directory / f"run-rank{rank}.txt").read_text() for rank in (0, 1)]
+    assert said[0].startswith(
+        f"vllm: the server at {wedged.url} has given nothing of what it was asked for in 6 s; see"
+    )
+    assert said[1] == f"rank 1: the main process failed: SourceError: {said[0]}"
+    assert wedged.done.returncode != 0 and wedged.seconds < PATIENCE + 60
+    assert "task 0 could not be answered in attempt 1 of 8: " in wedged.done.stderr
+    assert "/inference/v1/generate: no answer in 2.5 s" in wedged.done.stderr
+
+
+def test_rewards_are_loaded_when_the_run_is_open_on_the_main_process_alone_and_on_its_device(wedged):
+    notes = {path.name: path.read_text() for path in Path(wedged.directory).glob("loaded-*")}
+    assert notes == {"loaded-0.txt": "cpu:0 True"}  # what Accelerate calls the device of rank 0
