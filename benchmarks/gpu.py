@@ -30,14 +30,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from . import ceilings, harness
 from .chain import Book, Record, Unit, attempted, chain
 from .clocks import shown
-from .isolation import Room
+from .isolation import Failure, Room
 from .kernels import OPERATION
 from .operation import named
 from .report import TARGET_HEADER, Report, grid, merged, plot, save, target_cells
@@ -54,6 +53,7 @@ class Options(NamedTuple):
     shapes: list[str] | None
     providers: list[str] | None
     more: list[str]
+    room: Room | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,17 +67,19 @@ Part = Callable[[str, Options, Missing], Iterator[Unit]]
 
 def benchmark(operation_name: str, own: str, part: str, options: Options, missing: Missing) -> Iterator[Unit]:
     """Of ``burnish bench operation_name`` with these flags, each provider in each case."""
-    operation, device = named(operation_name), torch.device(options.device)
+    operation = named(operation_name)
     shapes = ["--shapes", *options.shapes] if options.shapes else []
-    flags = [*own.split(), *shapes, *options.more, "--device", options.device]
+    flags = [*ROUNDS.split(), *own.split(), *shapes, *options.more, "--device", options.device]
     asked = harness.parser(operation, None).parse_args(flags)
-    if reason := operation.needed(device):
-        missing[part] = reason
-        return
-    asked.providers = [who for who in options.providers or asked.providers if operation.knows(who)]
+    known = [who for who in options.providers or asked.providers if operation.knows(who)]
+    asked.providers = [who for who in known if who not in missing]  # one whose import hangs is not asked again
     if not asked.providers:
         return
-    absent, cases = harness.plan(operation, asked)
+    try:
+        absent, cases = harness.plan(operation, asked, options.room)
+    except harness.Unmeasurable as error:
+        missing[part] = str(error)
+        return
     missing |= absent
     for case, names in cases:
         for name in names:
@@ -103,13 +105,10 @@ def measure_digits(part: str, options: Options, missing: Missing) -> Iterator[Un
     for width in (d // 8, d // 4, d // 2, d, 2 * d):
         sizes = width, min(n, 256), min(v, 8192)
         yield Unit(part, f"product, K = {width}", "cublas", 1, 10, ceilings.truncation, (options.device, *sizes))
-    for name in ("cublas", "naive", "burnish-triton", "burnish-fused", "trl", "liger", "liger-scaled", "cce-exact"):
-        reason = None if name == "cublas" else OPERATION.find(name).missing(torch.device(options.device))
-        if reason:
-            missing[name] = reason
-        else:
-            arguments = options.device, options.shape, name
-            yield Unit(part, "log-probs", name, 4, 10, ceilings.logprobs, arguments)
+    names = [name for name in DIGITS.split() if name not in missing]
+    missing |= harness.missing(OPERATION, names, options.device, options.room)
+    for name in ("cublas", *(name for name in names if name not in missing)):
+        yield Unit(part, "log-probs", name, 4, 10, ceilings.logprobs, (options.device, options.shape, name))
 
 
 def measure_profile(part: str, options: Options, missing: Missing) -> Iterator[Unit]:
@@ -123,13 +122,15 @@ def measure_tiles(part: str, options: Options, missing: Missing) -> Iterator[Uni
         yield Unit(part, f"{rows}x{columns}", "burnish", 8, 10, ceilings.tiles, arguments)
 
 
+DIGITS = "naive burnish-triton burnish-fused trl liger liger-scaled cce-exact"
+ROUNDS = "--rounds 3 --seconds 0.3"
 OURS = "burnish-triton-4GiB burnish-triton-recompute burnish-triton"
 HEAD = f"--outputs logprob+entropy --passes train forward --providers {OURS} burnish-fused trl naive liger-scaled"
 DEAD = f"--outputs logprob+entropy --passes train --dead_rows 0.8 --providers {OURS} trl"
 ALONE = "--outputs logprob --passes train --providers burnish-triton-4GiB liger cce cce-exact trl"
 KL = "--outputs divergence --passes train forward --beta 0 0.5 --providers burnish-triton burnish-triton-recompute trl"
 GRID = "--shapes grid --outputs logprob+entropy --passes train forward --providers burnish-triton burnish-fused trl"
-LOSSES = "--shapes large --dtypes float32 --providers burnish trl"
+LOSSES = "--shapes large --dtypes float32 --seconds 0.05 --providers burnish trl"
 COMPILED = "--outputs logprob+entropy --passes train --providers compiled"
 
 PARTS: dict[str, Part] = {
@@ -168,35 +169,45 @@ def main(given: Sequence[str] | None = None, clock: Callable[[], float] = time.m
     began = clock()
     given = list(sys.argv[1:] if given is None else given)
     options, more = arguments().parse_known_args(given)
-    what = Options(options.device, options.shapes, options.providers, ["--rounds", "3", "--seconds", "0.3", *more])
     console = harness.wide_console()
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    try:
-        for who in what.providers or []:
-            if not any(named(name).knows(who) for name in ("kernels", "divergence", "objectives")):
-                OPERATION.find(who)
-        report = harness.new_report(shlex.join(["burnish", "bench", "gpu", *given]), options.device)
-        missing: Missing = report["unavailable"]
-        units = [unit for part in options.parts for unit in PARTS[part](part, what, missing)]
-    except ValueError as error:
-        print(f"burnish bench gpu: {error}", file=sys.stderr)
-        return 2
-    for who, reason in missing.items():
-        say(f"{who} is not measured: {reason}")
-    options.output.mkdir(parents=True, exist_ok=True)
-    book = Book(options.output / "gpu.jsonl", options.device)
     isolate = options.device.startswith("cuda") if options.isolate is None else options.isolate
 
     def left() -> float:
         return 60 * float(options.minutes) - (clock() - began)
 
-    with closing(Room(options.patience, start=START)) as room:
-        attempt = partial(attempted, room if isolate else None, clock=clock)
+    with closing(Room(options.patience, start=START)) as opened:
+        room = opened if isolate else None
+        what = Options(options.device, options.shapes, options.providers, more, room)
+        try:
+            report = harness.new_report(shlex.join(["burnish", "bench", "gpu", *given]), options.device)
+            units = planned(options.parts, what, report["unavailable"])
+        except (ValueError, Failure) as error:
+            print(f"burnish bench gpu: {error}", file=sys.stderr)
+            return 2
+        for who, reason in report["unavailable"].items():
+            say(f"{who} is not measured: {reason}")
+        options.output.mkdir(parents=True, exist_ok=True)
+        book = Book(options.output / "gpu.jsonl", options.device)
+        attempt = partial(attempted, room, clock=clock)
         rest = chain(units, book, left, attempt, lambda record: write(record, book, report, options.output, say))
     finish(report, book, options.output)
     show(report, console)
     tell_what_is_left(rest, book, say)
     return status(book, report)
+
+
+def planned(parts: Sequence[str], options: Options, missing: Missing) -> list[Unit]:
+    """Of all parts; in ``missing`` who can't take part, and why.
+
+    Raises:
+        ValueError: for a mistake in the arguments.
+        Failure: if no process can be started.
+    """
+    for who in options.providers or []:
+        if not any(named(name).knows(who) for name in ("kernels", "divergence", "objectives")):
+            OPERATION.find(who)
+    return [unit for part in parts for unit in PARTS[part](part, options, missing)]
 
 
 def write(record: Record, book: Book, report: Report, output: Path, say: Callable[[str], None]) -> None:
@@ -223,7 +234,7 @@ def in_a_line(row: Row) -> str:
         return f"{row['status']}, {row['reason']}"
     ratios = " ".join(f"÷{name} {value:.2f}" for name, value in row["ratio"].items())
     errors = " ".join(f"{name} {float(value):.0e}" for name, value in row["errors"].items())
-    return f"{1000 * row['seconds']['median']:.3g} ms, {ratios}; {errors}; {shown(row['clocks'])}"
+    return f"{1000 * row['seconds']['median']:.3g} ms, {ratios}; {errors}; {shown(row.get('clocks'))}"
 
 
 def finish(report: Report, book: Book, output: Path, *, plots: bool = True) -> None:

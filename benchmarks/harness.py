@@ -90,7 +90,7 @@ def main(operation: Operation, arguments: Sequence[str] | None, description: str
         report = new_report(command, options.device)
         bench(operation, options, report, operation.name)
         plot(report, options.output / f"{operation.name}.png")
-    except (ValueError, Unavailable, LostDevice) as error:
+    except (ValueError, Unavailable, LostDevice, Failure) as error:
         print(f"burnish bench {operation.name}: {error}", file=sys.stderr)
         return 2
     return status(report)
@@ -114,15 +114,13 @@ def bench(operation: Operation, options: argparse.Namespace, report: Report, nam
     Raises:
         ValueError: for what is wrong with the options, before anything is measured.
     """
-    if reason := operation.needed(torch.device(options.device)):
-        raise ValueError(f"{reason}, and everyone is held to it")
-    missing, cases = plan(operation, options)
-    report["unavailable"] |= missing
     console = wide_console()
-    for who, reason in missing.items():
-        console.print(f"{who} is not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
     isolate = options.device.startswith("cuda") if options.isolate is None else options.isolate
     with closing(Room(options.patience)) as room:
+        gone, cases = plan(operation, options, room if isolate else None)
+        report["unavailable"] |= gone
+        for who, reason in gone.items():
+            console.print(f"{who} is not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
         for asked, able in cases:
             lost: dict[str, str] = {}
             if isolate:
@@ -151,33 +149,65 @@ def wide_console() -> Console:
     return console
 
 
-def plan(operation: Operation, options: argparse.Namespace) -> tuple[dict[str, str], list[tuple[Asked, list[str]]]]:
+class Unmeasurable(ValueError):
+    """There is nothing here that providers could be held to."""
+
+
+def missing(operation: Operation, names: Sequence[str], device: str, room: Room | None) -> dict[str, str]:
+    """Who can't run here, and why; asked in the room if there is one, for an import, too, may hang or crash.
+
+    Raises:
+        Failure: if the room can't be opened.
+    """
+    if room is None:
+        return absent(operation.name, device, names, lambda name: None)
+    found, lost = room(absent, (operation.name, device), list(names))
+    return {**found, **lost}
+
+
+def absent(operation_name: str, device: str, names: Sequence[str], notice: Notice) -> dict[str, str]:
+    found = {}
+    for name in names:
+        notice(name)
+        if reason := named(operation_name).find(name).missing(torch.device(device)):
+            found[name] = reason
+    return found
+
+
+def plan(
+    operation: Operation, options: argparse.Namespace, room: Room | None
+) -> tuple[dict[str, str], list[tuple[Asked, list[str]]]]:
     """Who can't run here and why, and the cases, each with those who can take part.
 
     Raises:
+        Failure: if the room can't be opened.
+        Unmeasurable: if the definition needs a package that is not there.
         ValueError: for what is wrong with the options.
     """
     if options.rounds < 1 or options.seconds < 0 or not all(0 <= share < 1 for share in options.dead_rows):
         raise ValueError("--rounds must be >= 1, --seconds >= 0, and --dead_rows in [0, 1)")
-    on_gpu, device = options.device.startswith("cuda"), torch.device(options.device)
+    on_gpu = options.device.startswith("cuda")
     providers = {name: operation.find(name) for name in options.providers or operation.providers}
     outputs = [operation.parse_outputs(text) for text in options.outputs or operation.asked(on_gpu)]
     dtypes = options.dtypes or (["bfloat16"] if on_gpu else ["float32"])
     shapes = operation.parse_shapes(options.shapes or [("large" if on_gpu else "small")])
-    missing = {name: reason for name, provider in providers.items() if (reason := provider.missing(device))}
+    needed = [operation.needed] if operation.needed else []
+    gone = missing(operation, list(dict.fromkeys([*providers, *needed])), options.device, room)
+    if reason := gone.get(operation.needed or ""):
+        raise Unmeasurable(f"{reason}, and everyone is held to it")
     values = product(*(getattr(options, setting) for setting in operation.settings))
     settings = [tuple(zip(operation.settings, each, strict=True)) for each in values]
     cases = []
     for shape, dtype, dead_rows, each, wanted in product(shapes, dtypes, options.dead_rows, settings, outputs):
         if dead_rows and wanted[0] in operation.alone:  # it has one upstream gradient for all rows
             continue
-        able = [n for n, p in providers.items() if n not in missing and operation.can_give(p, wanted)]
+        able = [n for n, p in providers.items() if n not in gone and operation.can_give(p, wanted)]
         asked = Asked(
             operation.name, options.inputs, tuple(shape), dtype, options.device, dead_rows, each, wanted,
             tuple(options.passes), options.rounds, options.seconds, options.memory, torch.get_num_threads(),
         )  # fmt: skip
         cases.append((asked, able))
-    return missing, cases
+    return gone, cases
 
 
 def estimate(asked: Asked, name: str) -> tuple[float, float]:
@@ -187,7 +217,7 @@ def estimate(asked: Asked, name: str) -> tuple[float, float]:
     rate, exact = (3e14, 2e13) if asked.device.startswith("cuda") else (5e10, 5e9)
     step = 8 * work / rate
     each = asked.rounds * 4 * max(asked.seconds, step) + 8 * step + (40 if name == "compiled" else 2)
-    return 1 + len(asked.passes) * each, 10 + 20 * work / exact
+    return 1 + len(asked.passes) * each, 5 + 20 * work / exact
 
 
 @lru_cache(1)

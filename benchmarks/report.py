@@ -127,7 +127,7 @@ def cells(case: Case) -> Iterator[list[str]]:
         against = (*case["floor"], case["baseline"])
         ratios = [f"{row['ratio'][name]:.2f}" if name in row["ratio"] else "" for name in against]
         memory = "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 1e6:.0f}"
-        yield [row["provider"], *_time(row), *ratios, memory, *errors, *[shown(row["clocks"])] * clocked]
+        yield [row["provider"], *_time(row), *ratios, memory, *errors, *[shown(row.get("clocks"))] * clocked]
 
 
 def _time(row: dict[str, Any]) -> list[str]:

@@ -177,6 +177,7 @@ def test_who_is_missing_broken_or_wrong_is_named_and_the_others_are_measured(tmp
 
 DANGER = """
 import os, time
+from burnish.benchmarks.operation import Provider
 from burnish.benchmarks.providers import naive
 
 def dies(hidden, weight, target):
@@ -185,6 +186,12 @@ def dies(hidden, weight, target):
 def hangs(hidden, weight, target):
     time.sleep(1000)
 
+def _exit(device):
+    os._exit(5)
+
+broken = Provider("danger:broken", naive, missing=_exit)
+stuck = Provider("danger:stuck", naive, missing=lambda device: time.sleep(1000))
+
 def well(hidden, weight, target):
     return naive(hidden, weight, target, ("logprob",))[0]
 """
@@ -192,7 +199,7 @@ def well(hidden, weight, target):
 
 def test_who_dies_or_hangs_loses_a_row_and_the_chain_goes_on(tmp_path):
     (tmp_path / "danger.py").write_text(DANGER)
-    names = ["danger:hangs", "danger:dies", "danger:well"]
+    names = ["danger:broken", "danger:stuck", "danger:hangs", "danger:dies", "danger:well"]
     command = [sys.executable, "-W", "ignore", "-m", "burnish.benchmarks", *TINY, "--isolate", "--patience", "4"]
     command += ["--parts", "logprob", "dead_rows", "--outputs", "logprob", "--providers", *names, "--output", "out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -205,6 +212,11 @@ def test_who_dies_or_hangs_loses_a_row_and_the_chain_goes_on(tmp_path):
         ("dead_rows", "danger:dies", "lost", "ended its process with status 7"),
         ("dead_rows", "danger:well", "done", None),
     ]
+    for line in (
+        "danger:broken is not measured: ended its process with status 5",
+        "danger:stuck is not measured: no a",
+    ):
+        assert line in done.stdout  # they are lost while they are imported
     assert "danger:hangs is not asked again: logprob" in done.stdout and "nothing is left" in done.stdout
 
 
@@ -217,7 +229,7 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
             monkeypatch.setitem(operation.providers, key, present)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     missing = {}
-    options = Options("cuda", None, None, ["--rounds", "3", "--seconds", "0.3"])
+    options = Options("cuda", None, None, [], None)
     units = {part: list(PARTS[part](part, options, missing)) for part in PARTS}
     assert missing == {} and all(units.values())
     assert [unit.provider for unit in units["compiled"]] == ["compiled"]
@@ -227,6 +239,8 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
     assert all(unit.seconds + unit.setup < 120 for each in units.values() for unit in each)
     assert guesses["ceilings"] + guesses["head"] < 9 * 60
     sizes = [unit.arguments[1:4] for unit in units["ceilings"] if unit.function is gpu.ceilings.products]
+    (asked, _), *_ = (unit.arguments for unit in units["head"])
+    assert (asked.rounds, asked.seconds, asked.dtype, asked.shape) == (3, 0.3, "bfloat16", (8192, 4096, 151936))
     assert sizes == [(rows, columns, 4096) for rows in (4096, 8192) for columns in (4096, 8192, 16384)]
 
 

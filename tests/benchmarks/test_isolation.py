@@ -148,9 +148,11 @@ def test_a_case_without_room_for_the_truth_is_named_and_the_next_one_measured(be
     calls = []
 
     def room(self, function, arguments, names):
-        calls.append(1)
-        if len(calls) == 1:
+        calls.append(function)
+        if calls.count(harness.measured) == 1 and function is harness.measured:
             raise isolation.Failure("OutOfMemoryError: CUDA out of memory")
+        if function is harness.absent:
+            return {}, {}
         return function(*arguments, names, lambda name: None), {"trl": "no answer in 8 s"}
 
     monkeypatch.setattr(isolation.Room, "__call__", room)
