@@ -132,7 +132,7 @@ def profile(device: str, shape: tuple[int, ...], notice: Notice) -> Row:
     step = _ours(inputs, "-4GiB")
     timed(step, inputs.device, count=3)
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    with torch.profiler.profile(activities=activities) as found:
+    with torch.profiler.profile(activities=activities, acc_events=True) as found:
         timed(step, inputs.device)
     by = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
     return {"text": found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70)}

@@ -105,7 +105,8 @@ def measure_digits(part: str, options: Options, missing: Missing) -> Iterator[Un
     for width in (d // 8, d // 4, d // 2, d, 2 * d):
         sizes = width, min(n, 256), min(v, 8192)
         yield Unit(part, f"product, K = {width}", "cublas", 1, 10, ceilings.truncation, (options.device, *sizes))
-    names = [name for name in DIGITS.split() if name not in missing]
+    known = [name for name in options.providers or DIGITS.split() if OPERATION.knows(name)]
+    names = [name for name in known if name not in missing]
     missing |= harness.missing(OPERATION, names, options.device, options.room)
     for name in ("cublas", *(name for name in names if name not in missing)):
         yield Unit(part, "log-probs", name, 4, 10, ceilings.logprobs, (options.device, options.shape, name))

@@ -91,12 +91,13 @@ def test_without_tensor_cores_a_log_prob_has_more_digits(machine, error, met):
 def test_units_of_one_case_are_one_table_with_the_floor_of_all_their_rounds():
     def record(rows, *rounds):
         floor = {"6NDV": {"seconds": seconds(*rounds), "tflops": 12 / rounds[0]}}
-        changes = {"settings": {}, "inputs": "random", "floor": floor}
+        changes = {"settings": {}, "inputs": "random", "floor": floor, "baseline": "b"}
         return {"found": [case("train", rows, **changes)]}
 
     again = [record([row("a", 2.0)], 1.0), {"found": {"TB/s": 4.0}}, {"status": "lost"}]
     (whole,) = merged([record([row("a", 1.0), row("b", 1.0)], 3.0, 2.0, 4.0), *again])
     assert [(r["provider"], r["seconds"]["median"]) for r in whole["rows"]] == [("b", 1.0), ("a", 2.0)]
+    assert [r["ratio"]["b"] for r in whole["rows"]] == [1.0, 2.0]
     assert whole["floor"]["6NDV"]["seconds"]["rounds"] == [3.0, 2.0, 4.0, 1.0]
     assert whole["floor"]["6NDV"]["seconds"]["median"] == 2.5
     assert whole["floor"]["6NDV"]["tflops"] == pytest.approx(12 / 2.5)
@@ -242,6 +243,11 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
     (asked, _), *_ = (unit.arguments for unit in units["head"])
     assert (asked.rounds, asked.seconds, asked.dtype, asked.shape) == (3, 0.3, "bfloat16", (8192, 4096, 151936))
     assert sizes == [(rows, columns, 4096) for rows in (4096, 8192) for columns in (4096, 8192, 16384)]
+
+
+def test_digits_are_asked_of_cublas_and_of_who_is_named():
+    units = PARTS["digits"]("digits", Options("cpu", ["tiny"], ["burnish", "naive"], [], None), {})
+    assert [unit.provider for unit in units if unit.case == "log-probs"] == ["cublas", "naive"]
 
 
 def test_without_trl_datasets_and_matplotlib_the_rest_is_measured(tmp_path):
