@@ -9,7 +9,7 @@ LINES = {
     "kernels": "the language-model head: time, memory and error of every way to its log-probabilities",
     "divergence": "student and teacher heads: time, memory and error of every way to their divergence",
     "objectives": "our objectives against the peer's own loss code on the same tensors",
-    "gpu": "all of these at the sizes that matter on a GPU, and the figures that they are to meet",
+    "gpu": "all of these on a GPU, as many as fit into minutes, and the figures that they are to meet",
     "loops": "our recipe against the peer's trainer: losses, time and memory of a step",
 }
 

@@ -15,10 +15,11 @@ import torch
 from rich.console import Console
 
 from . import measure
+from .clocks import Clocks
 from .isolation import Failure, LostDevice, Notice, Room, check_device
 from .operation import Inputs, Operation, Outputs, Settings, first_line, named
 from .real_model import Unavailable
-from .report import Case, Report, machine, plot, save, show
+from .report import Case, Report, machine, plot, save, show, summary
 
 Row = dict[str, Any]
 
@@ -38,8 +39,16 @@ class Asked(NamedTuple):
     outputs: Outputs
     passes: tuple[str, ...]
     rounds: int
+    seconds: float
     memory: bool
     threads: int
+
+    @property
+    def title(self) -> str:
+        """What is measured, in one line; each pass of it is a case."""
+        parts = [self.operation, "x".join(map(str, self.shape)), self.dtype, "+".join(self.outputs)]
+        parts += [f"{name}={value:g}" for name, value in (*self.settings, ("dead_rows", self.dead_rows)) if value]
+        return " ".join(parts)
 
 
 def parser(operation: Operation, description: str | None) -> argparse.ArgumentParser:
@@ -62,6 +71,8 @@ def parser(operation: Operation, description: str | None) -> argparse.ArgumentPa
     for name, values in operation.settings.items():
         add(f"--{name}", nargs="+", type=float, default=list(values), help=f"{values} unless something else is said")
     add("--rounds", type=int, default=5, help="in each, everyone runs once")
+    seconds = "how long one runs in a round, step after step; 0: one step. 0.3 on a GPU"
+    add("--seconds", type=float, default=0.3 if on_gpu else 0.0, help=seconds)
     add("--device", default="cuda" if on_gpu else "cpu")
     add("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory")
     add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; so on a GPU")
@@ -79,7 +90,7 @@ def main(operation: Operation, arguments: Sequence[str] | None, description: str
         report = new_report(command, options.device)
         bench(operation, options, report, operation.name)
         plot(report, options.output / f"{operation.name}.png")
-    except (ValueError, Unavailable, LostDevice) as error:
+    except (ValueError, Unavailable, LostDevice, Failure) as error:
         print(f"burnish bench {operation.name}: {error}", file=sys.stderr)
         return 2
     return status(report)
@@ -103,54 +114,110 @@ def bench(operation: Operation, options: argparse.Namespace, report: Report, nam
     Raises:
         ValueError: for what is wrong with the options, before anything is measured.
     """
+    console = wide_console()
+    isolate = options.device.startswith("cuda") if options.isolate is None else options.isolate
+    with closing(Room(options.patience)) as room:
+        gone, cases = plan(operation, options, room if isolate else None)
+        report["unavailable"] |= gone
+        for who, reason in gone.items():
+            console.print(f"{who} is not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
+        for asked, able in cases:
+            lost: dict[str, str] = {}
+            if isolate:
+                try:
+                    found, lost = room(measured, (asked,), able)
+                except Failure as error:
+                    console.print(f"{asked.title} is not measured: {error}", markup=False, soft_wrap=True)
+                    report["unavailable"][asked.title] = str(error)
+                    continue
+            else:
+                found = measured(asked, able, lambda name: None)
+            for case in found:
+                case["rows"] += [lost_row(who, why) for who, why in lost.items()]
+                report["cases"].append(case)
+                show(case, console)
+            save(report, options.output, name)
+
+
+def lost_row(name: str, reason: str) -> Row:
+    return {"provider": name, "status": "lost", "reason": reason, "errors": {}}
+
+
+def wide_console() -> Console:
+    console = Console()
+    console.width = max(console.width, 132)  # a table that wraps can still be read, one that is cut can't
+    return console
+
+
+class Unmeasurable(ValueError):
+    """There is nothing here that providers could be held to."""
+
+
+def missing(operation: Operation, names: Sequence[str], device: str, room: Room | None) -> dict[str, str]:
+    """Who can't run here, and why; asked in the room if there is one, for an import, too, may hang or crash.
+
+    Raises:
+        Failure: if the room can't be opened.
+    """
+    if room is None:
+        return absent(operation.name, device, names, lambda name: None)
+    found, lost = room(absent, (operation.name, device), list(names))
+    return {**found, **lost}
+
+
+def absent(operation_name: str, device: str, names: Sequence[str], notice: Notice) -> dict[str, str]:
+    found = {}
+    for name in names:
+        notice(name)
+        if reason := named(operation_name).find(name).missing(torch.device(device)):
+            found[name] = reason
+    return found
+
+
+def plan(
+    operation: Operation, options: argparse.Namespace, room: Room | None
+) -> tuple[dict[str, str], list[tuple[Asked, list[str]]]]:
+    """Who can't run here and why, and the cases, each with those who can take part.
+
+    Raises:
+        Failure: if the room can't be opened.
+        Unmeasurable: if the definition needs a package that is not there.
+        ValueError: for what is wrong with the options.
+    """
+    if options.rounds < 1 or options.seconds < 0 or not all(0 <= share < 1 for share in options.dead_rows):
+        raise ValueError("--rounds must be >= 1, --seconds >= 0, and --dead_rows in [0, 1)")
     on_gpu = options.device.startswith("cuda")
-    if options.rounds < 1 or not all(0 <= share < 1 for share in options.dead_rows):
-        raise ValueError("--rounds must be >= 1, and --dead_rows in [0, 1)")
     providers = {name: operation.find(name) for name in options.providers or operation.providers}
     outputs = [operation.parse_outputs(text) for text in options.outputs or operation.asked(on_gpu)]
     dtypes = options.dtypes or (["bfloat16"] if on_gpu else ["float32"])
     shapes = operation.parse_shapes(options.shapes or [("large" if on_gpu else "small")])
-    console = Console()
-    console.width = max(console.width, 132)  # a table that wraps can still be read, one that is cut can't
-    device = torch.device(options.device)
-    if reason := operation.needed(device):
-        raise ValueError(f"{reason}, and everyone is held to it")
-    missing = {name: reason for name, provider in providers.items() if (reason := provider.missing(device))}
-    for who, reason in missing.items():
-        if report["unavailable"].setdefault(who, reason) is not None:
-            console.print(f"{who} is not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
-    here = {name: provider for name, provider in providers.items() if name not in missing}
+    needed = [operation.needed] if operation.needed else []
+    gone = missing(operation, list(dict.fromkeys([*providers, *needed])), options.device, room)
+    if reason := gone.get(operation.needed or ""):
+        raise Unmeasurable(f"{reason}, and everyone is held to it")
     values = product(*(getattr(options, setting) for setting in operation.settings))
     settings = [tuple(zip(operation.settings, each, strict=True)) for each in values]
-    isolate = on_gpu if options.isolate is None else options.isolate
-    with closing(Room(measured, options.patience)) as room:
-        for shape, dtype, dead_rows, each in product(shapes, dtypes, options.dead_rows, settings):
-            for wanted in outputs:
-                if dead_rows and wanted[0] in operation.alone:  # it has one upstream gradient for all rows
-                    continue
-                able = [name for name, provider in here.items() if operation.can_give(provider, wanted)]
-                passes = tuple(options.passes)
-                asked = Asked(
-                    operation.name, options.inputs, tuple(shape), dtype, options.device, dead_rows, each, wanted,
-                    passes, options.rounds, options.memory, torch.get_num_threads(),
-                )  # fmt: skip
-                if isolate:
-                    try:
-                        cases, lost = room((asked,), able)
-                    except Failure as error:
-                        what = f"{operation.name} {'x'.join(map(str, shape))} {dtype} {'+'.join(wanted)}"
-                        console.print(f"{what} is not measured: {error}", markup=False, soft_wrap=True)
-                        report["unavailable"][what] = str(error)
-                        continue
-                else:
-                    cases, lost = measured(asked, able, lambda name: None), {}
-                for case in cases:
-                    case["rows"] += [
-                        {"provider": w, "status": "lost", "reason": r, "errors": {}} for w, r in lost.items()
-                    ]
-                    report["cases"].append(case)
-                    show(case, console)
-                save(report, options.output, name)
+    cases = []
+    for shape, dtype, dead_rows, each, wanted in product(shapes, dtypes, options.dead_rows, settings, outputs):
+        if dead_rows and wanted[0] in operation.alone:  # it has one upstream gradient for all rows
+            continue
+        able = [n for n, p in providers.items() if n not in gone and operation.can_give(p, wanted)]
+        asked = Asked(
+            operation.name, options.inputs, tuple(shape), dtype, options.device, dead_rows, each, wanted,
+            tuple(options.passes), options.rounds, options.seconds, options.memory, torch.get_num_threads(),
+        )  # fmt: skip
+        cases.append((asked, able))
+    return gone, cases
+
+
+def estimate(asked: Asked, name: str) -> tuple[float, float]:
+    """Seconds for a provider, and before it for inputs and truth: a guess, from operations and plausible rates."""
+    tokens, *widths, vocab = asked.shape
+    work = tokens * vocab * sum(widths)
+    rate, exact = (3e14, 2e13) if asked.device.startswith("cuda") else (5e10, 5e9)
+    step = 8 * work / rate
+    each = asked.rounds * 4 * max(asked.seconds, step) + 8 * step + (40 if name == "compiled" else 2)
+    return 1 + len(asked.passes) * each, 5 + 20 * work / exact
 
 
 @lru_cache(1)
@@ -159,17 +226,26 @@ def _inputs(asked: Asked) -> Inputs:
     return make(asked.shape, DTYPES[asked.dtype], torch.device(asked.device), asked.dead_rows, dict(asked.settings))
 
 
+@lru_cache(1)
+def _truth(asked: Asked) -> tuple[measure.Outcome, dict[str, float]]:
+    """What everyone is held to, and how far one may be from it."""
+    operation, inputs = named(asked.operation), _inputs(asked._replace(outputs=()))
+    truth = measure.exact(operation, inputs, asked.outputs)
+    return truth, measure.limits(operation, inputs, asked.outputs, truth)
+
+
 def measured(asked: Asked, names: Sequence[str], notice: Notice) -> list[Case]:
     """A case for each pass, with a row for each provider: judged, and timed unless it has failed."""
     torch.set_num_threads(asked.threads)
     operation, outputs = named(asked.operation), asked.outputs
-    inputs = _inputs(asked._replace(outputs=(), passes=(), rounds=0))
-    judged = judge(operation, names, inputs, outputs, asked.passes, notice)
+    same = asked._replace(passes=(), rounds=0, seconds=0.0, memory=False)
+    inputs, truth = _inputs(same._replace(outputs=())), _truth(same)
+    judged = judge(operation, names, inputs, outputs, asked.passes, *truth, notice)
     if inputs.device.type == "cuda":
-        torch.cuda.empty_cache()  # what held the truth is not for providers to find
+        torch.cuda.empty_cache()  # what made the truth is not for providers to find
     cases = []
     for kind, rows in judged.items():
-        case = timing(operation, rows, inputs, outputs, kind, asked.rounds, notice)
+        case = timing(operation, rows, inputs, outputs, kind, asked.rounds, asked.seconds, notice)
         settings: Settings = dict(asked.settings)
         cases.append(
             {
@@ -192,11 +268,16 @@ def measured(asked: Asked, names: Sequence[str], notice: Notice) -> list[Case]:
 
 
 def judge(
-    operation: Operation, names: Sequence[str], inputs: Inputs, outputs: Outputs, passes: Sequence[str], notice: Notice
+    operation: Operation,
+    names: Sequence[str],
+    inputs: Inputs,
+    outputs: Outputs,
+    passes: Sequence[str],
+    truth: measure.Outcome,
+    limits: dict[str, float],
+    notice: Notice,
 ) -> dict[str, dict[str, Row]]:
     """For each pass, each provider's errors, and the reason if it has failed."""
-    truth = measure.exact(operation, inputs, outputs)
-    limits = measure.limits(operation, inputs, outputs, truth)
     judged: dict[str, dict[str, Row]] = {kind: {} for kind in passes}
     for kind, name in product(passes, names):
         notice(name)
@@ -233,6 +314,7 @@ def timing(
     outputs: Outputs,
     kind: str,
     rounds: int,
+    each: float,
     notice: Notice,
 ) -> Case:
     """One pass: what can't be avoided alone, and the figures of those who have not failed, added to their rows."""
@@ -245,7 +327,8 @@ def timing(
     def stumbled(name: str, error: Exception) -> None:
         rows[name] |= failure(error, inputs.device)
 
-    spans = measure.interleave(alone.steps | steps, rounds, inputs.device, notice, stumbled)
+    with Clocks(inputs.device) as clocks:
+        spans = measure.interleave(alone.steps | steps, rounds, inputs.device, notice, stumbled, each)
     seconds = {name: [sum(span) for span in found] for name, found in spans.items()}
     floors = measure.floors(alone, seconds)
     against = {name: floor["rounds"] for name, floor in floors.items()}
@@ -259,6 +342,7 @@ def timing(
             "tflops": flops / median(seconds[name]) / 1e12 if flops else None,
             "ratio": {other: measure.ratio(seconds[name], theirs) for other, theirs in against.items()},
             "extra_bytes": None,
+            "clocks": clocks.found,
         }
     floor = {
         name: {
@@ -269,7 +353,3 @@ def timing(
     }
     shown = {"outputs": list(outputs), "pass": kind, "products_in": str(dtype).removeprefix("torch.")}
     return {**shown, "baseline": operation.baseline, "floor": floor, "rows": list(rows.values())}
-
-
-def summary(seconds: list[float]) -> dict[str, Any]:
-    return {"median": median(seconds), "min": min(seconds), "max": max(seconds), "rounds": seconds}

@@ -3,7 +3,9 @@
 An illegal memory access ends every later use of the GPU in its process; a lock that is never released waits for ever.
 """
 
+import math
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -39,21 +41,34 @@ def check_device(device: torch.device) -> None:
         raise LostDevice(str(error).strip().partition("\n")[0]) from error
 
 
+class Lost(RuntimeError):
+    """``provider`` has ended its process, taken the GPU along, or (``silent``) given no answer."""
+
+    def __init__(self, reason: str, provider: str, *, silent: bool) -> None:
+        super().__init__(reason)
+        self.provider, self.silent = provider, silent
+
+
 class Room:
-    """Calls ``function(*arguments, names, notice)`` in another process, again without whoever has ended it.
+    """Calls functions in another process, in a new one after whoever has ended it.
+
+    A function is at the top of a module, and takes ``notice`` last: it calls ``notice(name)`` before it lets a provider
+    run.
 
     Args:
-        function: at the top of a module; it calls ``notice(name)`` before it lets a provider run.
         patience: seconds between notices after which the one who runs is given up.
+        start: seconds until the first notice after which the call is given up.
     """
 
-    def __init__(self, function: Callable[..., Any], patience: float) -> None:
-        self.function, self.patience = function, patience
+    def __init__(self, patience: float, start: float = START) -> None:
+        self.patience, self.start = patience, start
         self._process: Any = None
         self._line: Any = None
 
-    def __call__(self, arguments: tuple[Any, ...], names: list[str]) -> tuple[Any, dict[str, str]]:
-        """What the function returns, and for each provider who had to be left out, why.
+    def __call__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], names: list[str]
+    ) -> tuple[Any, dict[str, str]]:
+        """What ``function(*arguments, names, notice)`` returns, called again without whoever has ended it; and why.
 
         Raises:
             ValueError: for a mistake in the arguments.
@@ -61,38 +76,63 @@ class Room:
         """
         lost: dict[str, str] = {}
         while True:
-            self._open()
-            self._line.send((arguments, [name for name in names if name not in lost]))
-            kind, content, running = self._listen()
-            if kind == "done":
-                return content, lost
-            self.close()
-            if kind == "mistake":
-                raise ValueError(content)
-            if kind == "failure" or running not in names or running in lost:
-                raise Failure(content)
-            lost[running] = content
+            try:
+                return self.once(function, (*arguments, [name for name in names if name not in lost])), lost
+            except Lost as error:
+                if error.provider not in names or error.provider in lost:
+                    raise Failure(str(error)) from error
+                lost[error.provider] = str(error)
 
-    def _listen(self) -> tuple[str, Any, str | None]:
+    def once(self, function: Callable[..., Any], arguments: tuple[Any, ...], limit: float = math.inf) -> Any:
+        """What ``function(*arguments, notice)`` returns.
+
+        Raises:
+            ValueError: for a mistake in the arguments.
+            Failure: if it was no provider who failed.
+            Lost: if it was one.
+            TimeoutError: after ``limit`` seconds.
+        """
+        self._open()
+        self._line.send((function, arguments))
+        try:
+            kind, content = self._listen(time.monotonic() + limit)
+        except BaseException:
+            self.close()
+            raise
+        if kind == "done":
+            return content
+        self.close()
+        raise ValueError(content) if kind == "mistake" else Failure(content)
+
+    def _listen(self, deadline: float) -> tuple[str, Any]:
         running: str | None = None
         while True:
-            patience = START if running is None else self.patience
-            if not self._line.poll(patience):
-                return "lost", f"no answer in {patience:g} s", running
+            patience, left = self.start if running is None else self.patience, deadline - time.monotonic()
+            if not self._line.poll(max(0.0, min(patience, left))):
+                if left < patience:
+                    raise TimeoutError
+                raise self._gone(f"no answer in {patience:g} s", running, silent=True)
             try:
                 kind, content = self._line.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 self._process.join()
-                return "lost", f"ended its process with status {self._process.exitcode}", running
+                reason = f"ended its process with status {self._process.exitcode}"
+                raise self._gone(reason, running, silent=False) from None
+            if kind == "lost":
+                raise self._gone(content, running, silent=False)
             if kind != "on":
-                return kind, content, running
+                return kind, content
             running = content
+
+    @staticmethod
+    def _gone(reason: str, running: str | None, *, silent: bool) -> RuntimeError:
+        return Failure(reason) if running is None else Lost(reason, running, silent=silent)
 
     def _open(self) -> None:
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._line, other = context.Pipe()
-            self._process = context.Process(target=_work, args=(self.function, other))
+            self._process = context.Process(target=_work, args=(other,))
             self._process.start()
             other.close()
 
@@ -104,14 +144,14 @@ class Room:
             self._process = None
 
 
-def _work(function: Callable[..., Any], line: Connection) -> None:
+def _work(line: Connection) -> None:
     while True:
         try:
-            arguments, names = line.recv()
+            function, arguments = line.recv()
         except EOFError:
             return
         try:
-            line.send(("done", function(*arguments, names, lambda name: line.send(("on", name)))))
+            line.send(("done", function(*arguments, lambda name: line.send(("on", name)))))
         except LostDevice as error:
             line.send(("lost", f"the GPU was lost: {error}"))
         except (ValueError, Unavailable) as error:

@@ -158,26 +158,42 @@ def gate(found: dict[str, float], limits: dict[str, float], gradients: set[str])
     return None
 
 
-def timed(step: Step, device: torch.device) -> list[float]:
-    """Seconds from one mark to the next; the first is set before the step, the last after it."""
-    if device.type != "cuda":
-        times = [time.perf_counter()]
-        step(lambda: times.append(time.perf_counter()))
-        times.append(time.perf_counter())
-        return [after - before for before, after in pairwise(times)]
-    events: list[torch.cuda.Event] = []
+def timed(step: Step, device: torch.device, seconds: float = 0.0, count: int = 1) -> list[float]:
+    """Seconds from one mark of a step to the next; the first is set before it, the last after it.
+
+    Of ``count`` steps back to back, or as many as take ``seconds``, the medians: a GPU that is never idle runs at the
+    clock that its power allows, which a single step after a pause does not show.
+    """
+    if seconds:
+        _, warm = _spans(step, device, 2)
+        count = min(2000, math.ceil(seconds / max(sum(warm), 1e-6)))
+    return [median(spans) for spans in zip(*_spans(step, device, count), strict=True)]
+
+
+def _spans(step: Step, device: torch.device, count: int) -> list[list[float]]:
+    """Of each step its spans; it begins where the one before it has ended."""
+    on_gpu = device.type == "cuda"
+    marks: list[Any] = []
 
     def mark() -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        events.append(event)
+        if on_gpu:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            marks.append(event)
+        else:
+            marks.append(time.perf_counter())
 
-    torch.cuda.synchronize(device)
+    if on_gpu:
+        torch.cuda.synchronize(device)
     mark()
-    step(mark)
-    mark()
-    torch.cuda.synchronize(device)
-    return [before.elapsed_time(after) / 1000 for before, after in pairwise(events)]
+    for _ in range(count):
+        step(mark)
+        mark()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    gaps = [a.elapsed_time(b) / 1000 if on_gpu else b - a for a, b in pairwise(marks)]
+    each = len(gaps) // count
+    return [gaps[i : i + each] for i in range(0, len(gaps), each)]
 
 
 def turns(names: list[str], rounds: int) -> Iterator[list[str]]:
@@ -192,19 +208,20 @@ def interleave(
     device: torch.device,
     notice: Callable[[str], None] = lambda name: None,
     stumbled: Callable[[str, Exception], None] | None = None,
+    seconds: float = 0.0,
 ) -> dict[str, list[list[float]]]:
-    """For every step the spans between its marks, round by round, after one round to warm up.
+    """For every step the spans between its marks, round by round, after one round to warm up; see ``timed``.
 
     Before a turn ``notice`` is told who is next. Whoever raises is handed to ``stumbled`` and takes no further part.
     """
     taken: dict[str, list[list[float]]] = {name: [] for name in steps}
-    for names in turns(list(steps), rounds + 1):
+    for i, names in enumerate(turns(list(steps), rounds + 1)):
         for name in names:
             if name not in taken:
                 continue
             notice(name)
             try:
-                taken[name].append(timed(steps[name], device))
+                taken[name].append(timed(steps[name], device, seconds if i else 0.0))
             except Exception as error:
                 if stumbled is None:
                     raise

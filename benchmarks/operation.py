@@ -95,7 +95,7 @@ class Operation:
         providers: those who are known, by name.
         definition: what everyone is held to, in float64; in the dtype of the inputs its error sets the limits.
         baseline: the provider against whom the others are timed.
-        needed: why the definition can't be computed here, as of a provider.
+        needed: the provider who is the definition, if that needs a package.
         outputs: what can be asked for, several at once joined by +.
         alone: of these, the ones that are asked for alone.
         asked: what is asked for unless something else is said, on a CPU and on a GPU.
@@ -127,7 +127,7 @@ class Operation:
     products: Callable[[Inputs, str, torch.dtype], Products]
     settings: dict[str, tuple[float, ...]] = field(default_factory=dict)
     collect: Callable[[Inputs, dict[str, Tensor]], dict[str, Tensor]] = lambda inputs, gradients: gradients
-    needed: Callable[[torch.device], str | None] = _nothing
+    needed: str | None = None
     find_more: Callable[[str], Provider | None] = lambda name: None
 
     def can_give(self, provider: Provider, outputs: Outputs) -> bool:

@@ -1,6 +1,7 @@
 """What is made of measurements: a table in the terminal, and under one name JSON, Markdown and a plot."""
 
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -8,12 +9,15 @@ import platform
 from collections.abc import Iterable, Iterator
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from .clocks import shown
 
 PACKAGES = (
     "torch",
@@ -35,6 +39,30 @@ TARGET_HEADER = ["target", "found", "wanted", ""]
 
 Case = dict[str, Any]
 Report = dict[str, Any]
+
+
+def merged(records: Iterable[dict[str, Any]]) -> list[Case]:
+    """A case for each that was measured, with the rows of all units; its floor is that of all their rounds."""
+    cases: dict[str, Case] = {}
+    for found in (case for r in records if isinstance(r.get("found"), list) for case in r["found"]):
+        case = cases.setdefault(title(found), {**found, "floor": {}, "rows": []})
+        names = {row["provider"] for row in found["rows"]}
+        case["rows"] = [row for row in case["rows"] if row["provider"] not in names] + found["rows"]
+        for name, floor in found["floor"].items():
+            before = case["floor"].get(name)
+            rounds = [*(before["seconds"]["rounds"] if before else []), *floor["seconds"]["rounds"]]
+            flops, whole = (floor["tflops"] or 0) * floor["seconds"]["median"], summary(rounds)
+            case["floor"][name] = {"seconds": whole, "tflops": flops / whole["median"] or None}
+    for case in cases.values():  # a provider at a time: none has the baseline's rounds beside its own
+        whole = [row for row in case["rows"] if row["status"] == "measured"]
+        for base in [row for row in whole if row["provider"] == case["baseline"]]:
+            for row in whole:
+                row["ratio"][case["baseline"]] = row["seconds"]["median"] / base["seconds"]["median"]
+    return list(cases.values())
+
+
+def summary(seconds: list[float]) -> dict[str, Any]:
+    return {"median": median(seconds), "min": min(seconds), "max": max(seconds), "rounds": seconds}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -83,23 +111,28 @@ def title(case: Case) -> str:
 
 def header(case: Case) -> list[str]:
     floors = [f"÷{name}" for name in case["floor"]]
-    return ["provider", "ms", "min–max", "TFLOP/s", *floors, f"÷{case['baseline']}", "MB", "error", "of gradients"]
+    names = ["provider", "ms", "min–max", "TFLOP/s", *floors, f"÷{case['baseline']}", "MB", "error", "of gradients"]
+    return [*names, *["MHz / W / °C"] * _clocked(case)]
+
+
+def _clocked(case: Case) -> bool:
+    return any(row.get("clocks") for row in case["rows"])
 
 
 def cells(case: Case) -> Iterator[list[str]]:
     """The rows of a table as text: the floors, then whoever was measured, then whoever was not."""
-    others = len(case["floor"]) + 2
+    others, clocked = len(case["floor"]) + 2, _clocked(case)
     for name, floor in case["floor"].items():
-        yield [f"{name} in {case['products_in']}", *_time(floor), *[""] * (others + 2)]
+        yield [f"{name} in {case['products_in']}", *_time(floor), *[""] * (others + 2 + clocked)]
     for row in sorted(case["rows"], key=lambda row: row["status"] != "measured"):
         errors = [_worst(row["errors"], gradients=False), _worst(row["errors"], gradients=True)]
         if row["status"] != "measured":
-            yield [row["provider"], row["status"], "", "", *[""] * others, *errors]
+            yield [row["provider"], row["status"], "", "", *[""] * others, *errors, *[""] * clocked]
             continue
         against = (*case["floor"], case["baseline"])
         ratios = [f"{row['ratio'][name]:.2f}" if name in row["ratio"] else "" for name in against]
         memory = "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 1e6:.0f}"
-        yield [row["provider"], *_time(row), *ratios, memory, *errors]
+        yield [row["provider"], *_time(row), *ratios, memory, *errors, *[shown(row.get("clocks"))] * clocked]
 
 
 def _time(row: dict[str, Any]) -> list[str]:
@@ -137,10 +170,24 @@ def markdown(report: Report) -> str:
     lines += [f"- {name} is not measured: {reason}" for name, reason in report["unavailable"].items()]
     if report.get("targets"):
         lines += ["", *table(TARGET_HEADER, target_cells(report["targets"]))]
+    for name, rows in report.get("tables", {}).items():
+        lines += ["", f"## {name}", "", *table(*grid(rows))]
     for case in report["cases"]:
         lines += ["", f"## {title(case)}", "", *table(header(case), cells(case)), ""]
         lines += [f"- {reason}" for reason in reasons(case)]
     return "\n".join(lines) + "\n"
+
+
+def grid(rows: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of rows that may have different columns."""
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    return ["", *names], [[label, *(_cell(row.get(name)) for name in names)] for label, row in rows.items()]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "" if value is None else str(value)
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
@@ -168,14 +215,17 @@ def save(report: Report, directory: Path, name: str) -> None:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Time over the floor with the logits kept, a panel for each pass and its outputs, a group for each shape."""
+    """Time over the floor with the logits kept, a panel for each pass and its outputs, a group for each shape.
+
+    There is none where nothing was measured, or matplotlib is not installed.
+    """
+    if not report["cases"] or importlib.util.find_spec("matplotlib") is None:
+        return
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    if not report["cases"]:
-        return
     panels: dict[str, list[Case]] = {}
     for case in report["cases"]:
         panels.setdefault(title(case).replace("x".join(map(str, case["shape"])) + " ", ""), []).append(case)

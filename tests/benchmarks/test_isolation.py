@@ -2,9 +2,10 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
-from types import SimpleNamespace
+from contextlib import closing
 
 import pytest
 import torch
@@ -53,7 +54,21 @@ def test_who_dies_or_hangs_is_shown_with_the_reason_and_the_others_are_measured(
 
 
 def asked(**changes):
-    values = ("kernels", "random", (64, 32, 257), "float32", "cpu", 0.0, (), ("logprob",), ("forward",), 1, False, 1)
+    values = (
+        "kernels",
+        "random",
+        (64, 32, 257),
+        "float32",
+        "cpu",
+        0.0,
+        (),
+        ("logprob",),
+        ("forward",),
+        1,
+        0.0,
+        False,
+        1,
+    )
     return harness.Asked(*values)._replace(**changes)
 
 
@@ -101,26 +116,44 @@ def test_who_fails_only_when_timed_has_failed(monkeypatch):
     assert naive_row["status"] == "measured" and not math.isnan(naive_row["ratio"]["2NDV"])
 
 
-def test_a_mistake_of_the_arguments_in_the_other_process_is_told_here(monkeypatch):
-    room = isolation.Room(harness.measured, 100)
-    answers = iter([("mistake", "smollm2 has width 576", None), ("failure", "out of memory", "naive")])
-    monkeypatch.setattr(room, "_open", lambda: None)
-    monkeypatch.setattr(room, "_line", SimpleNamespace(send=lambda message: None))
-    monkeypatch.setattr(room, "_listen", lambda: next(answers))
-    with pytest.raises(ValueError, match="smollm2 has width 576"):
-        room((asked(),), ["naive"])
-    with pytest.raises(isolation.Failure, match="out of memory"):
-        room((asked(),), ["naive"])
+def mistaken(notice):
+    raise ValueError("smollm2 has width 576")
+
+
+def fails(names, notice):
+    for name in names:
+        notice(name)
+    raise RuntimeError("out of memory")
+
+
+def dies(names, notice):
+    notice(names[0])
+    os._exit(3)
+
+
+def test_a_mistake_of_the_arguments_in_the_other_process_is_told_here():
+    with closing(isolation.Room(60)) as room:
+        with pytest.raises(ValueError, match="smollm2 has width 576"):
+            room.once(mistaken, ())
+        with pytest.raises(isolation.Failure, match="out of memory"):
+            room(fails, (), ["naive"])
+        with pytest.raises(isolation.Lost, match="ended its process with status 3") as lost:
+            room.once(dies, (["naive"],))
+        assert lost.value.provider == "naive" and not lost.value.silent
+        with pytest.raises(isolation.Failure, match="IndexError"):  # nobody is there who could be blamed
+            room(dies, (), [])
 
 
 def test_a_case_without_room_for_the_truth_is_named_and_the_next_one_measured(bench, monkeypatch):
     calls = []
 
-    def room(self, arguments, names):
-        calls.append(1)
-        if len(calls) == 1:
+    def room(self, function, arguments, names):
+        calls.append(function)
+        if calls.count(harness.measured) == 1 and function is harness.measured:
             raise isolation.Failure("OutOfMemoryError: CUDA out of memory")
-        return harness.measured(*arguments, names, lambda name: None), {"trl": "no answer in 8 s"}
+        if function is harness.absent:
+            return {}, {}
+        return function(*arguments, names, lambda name: None), {"trl": "no answer in 8 s"}
 
     monkeypatch.setattr(isolation.Room, "__call__", room)
     report = bench("--isolate", "--providers", "naive", "--outputs", "loss", "logprob", "--passes", "forward")

@@ -115,6 +115,26 @@ def test_the_round_that_warms_up_is_not_counted(monkeypatch):
     assert measure.interleave({"a": step}, 3, CPU) == {"a": [[1.0, 2.0]] * 3}
 
 
+def test_steps_that_follow_each_other_fill_the_time_and_count_by_their_median(monkeypatch):
+    now, taken = [0.0], iter([9.0, 0.1, *(0.1, 0.3, 0.1, 0.1, 0.2)])
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+
+    def step(mark):
+        now[0] += next(taken)
+        mark()
+        now[0] += 1.0
+
+    spans = measure.timed(step, CPU, seconds=5.0)  # the first may compile; the second says how many fill 5 s
+    assert spans == pytest.approx([0.1, 1.0]) and next(taken, None) is None
+
+
+def test_a_round_is_filled_but_for_the_one_that_warms_up(monkeypatch):
+    asked = []
+    monkeypatch.setattr(measure, "timed", lambda step, device, seconds: asked.append(seconds) or [1.0])
+    measure.interleave({"a": print}, 2, CPU, seconds=0.3)
+    assert asked == [0.0, 0.3, 0.3]
+
+
 def test_a_floor_is_the_sum_of_its_steps_as_often_as_they_are_done():
     nothing = lambda mark: None  # noqa: E731
     floors = {"once": {"a": 1, "b": 1}, "twice": {"a": 2, "b": 1}}

@@ -46,6 +46,18 @@ def test_a_row_shows_milliseconds_megabytes_and_the_worst_errors():
     assert kept[:4] == ["6NDV in bfloat16", "12.3", "12–1500", "0.5"]
     assert twice[0] == "8NDV in bfloat16"
     assert shown == ["fast", "12.3", "12–1500", "123", "1.23", "0.90", "", "250", "3e-06", "2e-03"]
+    clocks = {"mhz": 1755.0, "watts": 690.2, "celsius": 61.0, "samples": 9}
+    failed = {"provider": "slow", "status": "failed", "reason": "off", "errors": {}}
+    on_gpu = case | {"rows": [row | {"clocks": clocks}, row | {"clocks": {"absent": "no nvidia-smi"}}, failed]}
+    assert report.header(on_gpu)[-1] == "MHz / W / °C"
+    assert [cells[-1] for cells in report.cells(on_gpu)] == ["", "", "1755 / 690 / 61", "unknown", ""]
+    assert {len(cells) for cells in report.cells(on_gpu)} == {len(report.header(on_gpu))}
+
+
+def test_a_table_has_the_columns_of_all_its_rows():
+    head, cells = report.grid({"copy": {"TB/s": 4.2345}, "square": {"burst": 790.4, "state": "1755"}})
+    assert head == ["", "TB/s", "burst", "state"]
+    assert cells == [["copy", "4.23", "", ""], ["square", "", "790", "1755"]]
 
 
 def test_a_title_says_what_was_asked_of_whom():

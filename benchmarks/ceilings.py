@@ -1,0 +1,186 @@
+"""What the machine itself gives, in the run in which providers are measured, and where the time of our step goes.
+
+Each function returns one row of a table, numbers by column; products are TFLOP/s unless something else is said. On a
+CPU they run the same lines, at sizes that are given, in products of float32.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+
+from ..kernels import tiled
+from . import measure
+from .clocks import Clocks, shown
+from .inputs import SPREAD, Shape, random_inputs
+from .isolation import Notice
+from .kernels import OPERATION
+from .measure import timed
+from .operation import Inputs, Outputs, Step
+
+Row = dict[str, Any]
+BOTH: Outputs = ("logprob", "entropy")
+ROWS = 512  # of these the log-probs are compared
+
+
+def copy(device: str, size: int, seconds: float, notice: Notice) -> Row:
+    """A copy of ``size`` bytes, each read and written once."""
+    x = torch.randint(255, (size,), dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return _rates({"TB/s": (lambda _: y.copy_(x), 2 * size)}, x.device, seconds, notice)
+
+
+def square(device: str, side: int, seconds: float, notice: Notice) -> Row:
+    """A product of two square matrices: ten at once, and for so long that power sets the clock."""
+    a, b = _random(device, (side, side), (side, side))
+    out, flops = torch.empty_like(a), 2 * side**3
+    product: Step = lambda _: torch.mm(a, b, out=out)  # noqa: E731
+    notice("burst of ten")
+    timed(product, a.device, count=3)
+    burst = flops / timed(product, a.device, count=10)[0] / 1e12
+    return {"burst of ten": burst, **_rates({"sustained": (product, flops)}, a.device, seconds, notice)}
+
+
+def products(device: str, rows: int, columns: int, width: int, seconds: float, notice: Notice) -> Row:
+    """The products of a tile: logits into float32 and bfloat16, sums of gradients, and a gradient in one product."""
+    h, w, dc = _random(device, (rows, width), (columns, width), (rows, columns))
+    z, dh, dw = (torch.zeros(size, device=device) for size in ((rows, columns), (rows, width), (columns, width)))
+    z16, dw16 = z.to(h.dtype), dw.to(h.dtype)
+    steps: dict[str, Step] = {
+        "z f32": lambda _: _multiply(h, w.t(), z, 0.0),
+        "z bf16": lambda _: torch.mm(h, w.t(), out=z16),
+        "dh += f32": lambda _: _multiply(dc, w, dh, 1.0),
+        "dW += f32": lambda _: _multiply(dc.t(), h, dw, 1.0),
+        "dW bf16": lambda _: torch.mm(dc.t(), h, out=dw16),
+    }
+    flops = 2 * rows * columns * width
+    return _rates({name: (step, flops) for name, step in steps.items()}, h.device, seconds, notice)
+
+
+def truncation(device: str, width: int, rows: int, columns: int, notice: Notice) -> Row:
+    """Errors of logits in a product of bfloat16 into float32, whose sums a tensor core may cut off, not round."""
+    notice("cublas")
+    h, w = _random(device, (rows, width), (columns, width))
+    w *= SPREAD / math.sqrt(width)
+    exact = h.double() @ w.double().t()
+    error = _float32_product(h, w).double() - exact
+    toward_zero = -(error * exact.sign()).mean()
+    return {"largest error": _small(error.abs().max()), "toward 0 on average": _small(toward_zero)}
+
+
+def logprobs(device: str, shape: tuple[int, ...], provider: str, notice: Notice) -> Row:
+    """Errors of log-probs in nats; of the provider "cublas" with its logits from one product into float32."""
+    inputs, exact = _exact(device, shape)
+    hidden, weight, target = inputs.tensors.values()
+    notice(provider)
+    with torch.no_grad():
+        if provider == "cublas":
+            logp = _float32_product(hidden[:ROWS], weight).log_softmax(-1)
+            found = logp.gather(1, target[:ROWS, None])[:, 0]
+        else:
+            compute = OPERATION.find(provider).compute
+            found = compute(hidden[:ROWS], weight, target[:ROWS], ("logprob",))[0]
+    error = found.double() - exact
+    kinds = {"largest": error.abs().max(), "root mean square": error.square().mean().sqrt(), "mean": error.mean()}
+    return {name: _small(value) for name, value in kinds.items()}
+
+
+@lru_cache(1)
+def _exact(device: str, shape: tuple[int, ...]) -> tuple[Inputs, Tensor]:
+    """Inputs, and the log-probs of their first rows in float64."""
+    inputs = _inputs(device, shape)
+    hidden, weight, target = inputs.tensors.values()
+    wide, found = weight.double(), []
+    for h, t in zip(*(torch.split(x[:ROWS], 128) for x in (hidden, target)), strict=True):
+        found.append((h.double() @ wide.t()).log_softmax(-1).gather(1, t[:, None])[:, 0])
+    return inputs, torch.cat(found)
+
+
+def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds: float, notice: Notice) -> Row:
+    """Milliseconds of our forward and backward with tiles of that size, for three budgets of kept logits."""
+    inputs, found = _inputs(device, shape), {}
+    with Clocks(inputs.device) as clocks, _tiles_of(inputs.device, rows, columns):
+        for budget in ("-recompute", "", "-4GiB"):
+            notice("burnish")
+            found[f"ms{budget.replace('-', ' ')}"] = 1000 * sum(timed(_ours(inputs, budget), inputs.device, seconds))
+    return found | _state(clocks)
+
+
+@contextmanager
+def _tiles_of(device: torch.device, rows: int, columns: int) -> Iterator[None]:
+    names = ("GPU_ROWS", "GPU_COLUMNS") if device.type == "cuda" else ("ROWS", "COLUMNS")
+    before = [getattr(tiled, name) for name in names]
+    try:
+        for name, value in zip(names, (rows, columns), strict=True):
+            setattr(tiled, name, value)
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(tiled, name, value)
+
+
+def profile(device: str, shape: tuple[int, ...], notice: Notice) -> Row:
+    """The kernels of one step of ours, log-prob and entropy, forward and backward, with all logits kept."""
+    inputs = _inputs(device, shape)
+    notice("burnish")
+    on_gpu = inputs.device.type == "cuda"
+    step = _ours(inputs, "-4GiB")
+    timed(step, inputs.device, count=3)
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    with torch.profiler.profile(activities=activities, acc_events=True) as found:
+        timed(step, inputs.device)
+    by = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
+    return {"text": found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70)}
+
+
+def _ours(inputs: Inputs, budget: str) -> Step:
+    backend = "triton" if inputs.device.type == "cuda" else "tiled"
+    return partial(
+        measure.step, OPERATION, OPERATION.find(f"burnish-{backend}{budget}"), inputs, BOTH, "train"
+    )  # fmt: skip
+
+
+def _inputs(device: str, shape: tuple[int, ...]) -> Inputs:
+    return random_inputs(Shape(*shape), torch.bfloat16, torch.device(device))
+
+
+def _random(device: str, *sizes: tuple[int, ...]) -> list[Tensor]:
+    random = torch.Generator(device).manual_seed(0)
+    return [torch.randn(size, generator=random, device=device).bfloat16() for size in sizes]
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, beta: float) -> None:
+    """out = beta·out + a·b, of 16 bits into float32; where no product does that, of float32."""
+    if a.device.type == "cuda":
+        torch.addmm(out, a, b, beta=beta, out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, out=out)
+
+
+def _float32_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    out = torch.empty(len(hidden), len(weight), device=hidden.device)
+    _multiply(hidden, weight.t(), out, 0.0)
+    return out
+
+
+def _rates(steps: dict[str, tuple[Step, float]], device: torch.device, seconds: float, notice: Notice) -> Row:
+    """Of each step its operations, or bytes, in 10¹² a second."""
+    found = {}
+    with Clocks(device) as clocks:
+        for name, (step, work) in steps.items():
+            notice(name)
+            found[name] = work / timed(step, device, seconds)[0] / 1e12
+    return found | _state(clocks)
+
+
+def _state(clocks: Clocks) -> Row:
+    return {"MHz / W / °C": shown(clocks.found)} if clocks.found else {}
+
+
+def _small(value: Tensor) -> str:
+    return f"{float(value):.1e}"
