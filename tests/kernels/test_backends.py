@@ -122,7 +122,8 @@ class TestOnTheGpu:
     ) -> None:
         for keep_bytes in (0, 2**20):
             if not (backend == "fused" and keep_bytes):
-                assert_as_good_as_the_reference(on_device(CASES[case]) | {"keep_bytes": keep_bytes}, dtype, backend)
+                case_with = on_device(CASES[case]) | {"keep_bytes": keep_bytes}
+                assert_as_good_as_the_reference(case_with, dtype, backend, "of 16 bits")
 
     @pytest.mark.parametrize("backend", ["triton", "fused"])
     def test_bfloat16_logprobs_have_five_digits(self, backend: str) -> None:
