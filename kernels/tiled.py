@@ -173,8 +173,7 @@ def _(hidden: Tensor, weight: Tensor, target: Tensor, *rest: Any) -> tuple[Tenso
 def _space(hidden: Tensor, vocab: int, columns: int, keep: int, passes: str) -> tuple[Tensor, Tensor]:
     """Room for the tiles that are kept, and for their tops: none where c itself is kept."""
     exact = accumulation_dtype(hidden.dtype)
-    halved = passes == "triton" and factors(hidden[:0]).dtype != exact
-    kept = room(hidden, vocab, columns, keep, torch.bfloat16 if halved else exact)
+    kept = room(hidden, vocab, columns, keep, factors(hidden[:0]).dtype if passes == "triton" else exact)
     return kept, hidden.new_empty(kept.shape[0] if passes == "triton" else 0, hidden.shape[0], dtype=exact)
 
 
