@@ -44,7 +44,7 @@ def test_float16_factors_cost_no_more_than_their_roundings(case: str, keep_bytes
 
 
 @pytest.mark.parametrize("field", ["level", "gain"])
-@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("case", ["plain", "peaked", "scale", "adapter"])
 def test_one_per_cent_is_more_than_a_rounding(case: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pull_ = triton_tiles.pull_
 
