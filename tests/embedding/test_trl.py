@@ -169,7 +169,8 @@ def digits(completions, **columns):
 
 
 def test_the_surrogate_in_the_grpo_trainer_equals_its_own(saved, tmp_path):
-    setting = {**QUIET, "learning_rate": 1e-2, "per_device_train_batch_size": 8}
+    # With its usual epsilon, Adam makes whole steps of gradients that are nothing but rounding.
+    setting = {**QUIET, "learning_rate": 1e-2, "per_device_train_batch_size": 8, "adam_epsilon": 1e-6}
     arguments = GRPOConfig(
         tmp_path,
         max_steps=6,

@@ -125,7 +125,8 @@ class TestOnTheGpu:
     ) -> None:
         for keep_bytes in (0, 2**20):
             if not (backend == "fused" and keep_bytes):
-                assert_as_good_as_the_reference(on_device(CASES[case]) | {"keep_bytes": keep_bytes}, dtype, backend)
+                case_with = on_device(CASES[case]) | {"keep_bytes": keep_bytes}
+                assert_as_good_as_the_reference(case_with, dtype, backend, "of 16 bits")
 
     @pytest.mark.parametrize("backend", ["triton", "fused"])
     def test_bfloat16_logprobs_are_within_1e_4_of_float64(self, backend: str) -> None:

@@ -1,0 +1,57 @@
+"""The road of a GPU, on which the factors of every product have 16 bits, with Triton's interpreter: in float16 only.
+
+bfloat16 is not in the interpreter; the same tests in it, and on tensor cores, are in test_backends.py.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from burnish.kernels import operands, sweeps, tiled
+from heads import CASES, assert_as_good_as_the_reference
+from torch import Tensor
+
+triton_tiles = pytest.importorskip("burnish.kernels.triton_tiles", reason="needs triton", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes this road itself")
+SOME = ["plain", "one_token", "peaked", "rising_over_the_vocabulary", "scale", "adapter", "more_of_everything"]
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors stay in 16 bits, and their products are summed in float32, which torch does on a GPU only."""
+
+    def multiply_(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=alpha, out=out)
+
+    monkeypatch.setattr(operands, "multiply_", multiply_)
+    for module in (operands, sweeps, tiled):
+        monkeypatch.setattr(module, "factors", lambda hidden: hidden)
+    monkeypatch.setattr(tiled, "ROWS", 10)
+    monkeypatch.setattr(tiled, "COLUMNS", 48)
+
+
+def some_rows(name: str, keep_bytes: int) -> dict[str, Any]:
+    """The interpreter is slow: two tiles of rows and a bit."""
+    case = CASES[name] | {"keep_bytes": keep_bytes}
+    rows = {name: case[name][:23] for name in ("hidden", "target", "temperature") if isinstance(case.get(name), Tensor)}
+    return case | rows
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 2**20], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("case", SOME)
+def test_float16_factors_cost_no_more_than_their_roundings(case: str, keep_bytes: int) -> None:
+    assert_as_good_as_the_reference(some_rows(case, keep_bytes), torch.float16, "triton", "of 16 bits")
+
+
+@pytest.mark.parametrize("field", ["level", "gain"])
+@pytest.mark.parametrize("case", ["plain", "peaked", "scale", "adapter"])
+def test_one_per_cent_is_more_than_a_rounding(case: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pull_ = triton_tiles.pull_
+
+    def wrong(tile: Tensor, column: Tensor, shift: Tensor, upstream: Any, *rest: Any, **options: Any) -> None:
+        changed = upstream._replace(**{field: getattr(upstream, field) * 1.01})
+        pull_(tile, column, shift, changed, *rest, **options)
+
+    monkeypatch.setattr(triton_tiles, "pull_", wrong)
+    with pytest.raises(AssertionError, match="d_"):
+        assert_as_good_as_the_reference(some_rows(case, 0), torch.float16, "triton", "of 16 bits")
