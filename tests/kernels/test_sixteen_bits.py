@@ -6,8 +6,9 @@ bfloat16 is not in the interpreter; the same tests in it, and on tensor cores, a
 from typing import Any
 
 import pytest
+import tensor_cores
 import torch
-from burnish.kernels import operands, sweeps, tiled
+from burnish.kernels import tiled
 from heads import CASES, assert_as_good_as_the_reference
 from torch import Tensor
 
@@ -18,14 +19,7 @@ SOME = ["plain", "one_token", "peaked", "rising_over_the_vocabulary", "scale", "
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Factors stay in 16 bits, and their products are summed in float32, which torch does on a GPU only."""
-
-    def multiply_(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
-        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=alpha, out=out)
-
-    monkeypatch.setattr(operands, "multiply_", multiply_)
-    for module in (operands, sweeps, tiled):
-        monkeypatch.setattr(module, "factors", lambda hidden: hidden)
+    tensor_cores.emulate(monkeypatch)
     monkeypatch.setattr(tiled, "ROWS", 10)
     monkeypatch.setattr(tiled, "COLUMNS", 48)
 

@@ -103,20 +103,19 @@ def gradients(arguments: dict[str, Any], result: Any, outputs: tuple[str, ...] =
 
 
 def of_16_bit_factors(arguments: dict[str, Any]) -> MoreLogprobs:
-    """The definition in float32, but for what has to be rounded where backward multiplies factors of 16 bits.
+    """The definition in float32, but for what has to be rounded where products have factors of 16 bits.
 
     A product of tensor cores has both factors in the precision of its inputs, so dc, which autograd has in float32, is
-    rounded to it once before dh = dc·W, dW = dcᵀ·h, du = dc·B and dB = dcᵀ·u, and so is u in the last one. The two
-    gradients that reach h, through W and through u, leave two operators, and are rounded before they are added.
+    rounded to it once before dh = dc·W, dW = dcᵀ·h, du = dc·B and dB = dcᵀ·u. u is rounded when it is computed, and so
+    is du. The two gradients that reach h, through W and through u, leave two operators, and are rounded before they are
+    added.
     """
     hidden, weight, adapter = arguments["hidden"], arguments["weight"], arguments.get("adapter")
     vocab, dtype = arguments.get("vocab") or len(weight), hidden.dtype
     c = reference.head_logits(hidden, Head(weight, arguments.get("bias")), vocab, torch.float32)
     if adapter is not None:
         down, up, scaling = adapter
-        low, up = scaling * hidden.float() @ down.float().t(), up[:vocab].float()
-        for_up = low.detach().to(dtype).float() @ up.t()
-        c = c + low @ up.detach().t() + (for_up - for_up.detach())
+        c = c + (scaling * (hidden @ down.t())).float() @ up[:vocab].float().t()
     if c.requires_grad:
         c.register_hook(lambda dc: _rounded(dc, dtype))
     z = arguments.get("scale", 1.0) * c
