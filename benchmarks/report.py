@@ -54,9 +54,9 @@ def merged(records: Iterable[dict[str, Any]]) -> list[Case]:
             flops, whole = (floor["tflops"] or 0) * floor["seconds"]["median"], summary(rounds)
             case["floor"][name] = {"seconds": whole, "tflops": flops / whole["median"] or None}
     for case in cases.values():  # a provider at a time: none has the baseline's rounds beside its own
-        whole = [row for row in case["rows"] if row["status"] == "measured"]
-        for base in [row for row in whole if row["provider"] == case["baseline"]]:
-            for row in whole:
+        measured = [row for row in case["rows"] if row["status"] == "measured"]
+        for base in [row for row in measured if row["provider"] == case["baseline"]]:
+            for row in measured:
                 row["ratio"][case["baseline"]] = row["seconds"]["median"] / base["seconds"]["median"]
     return list(cases.values())
 
