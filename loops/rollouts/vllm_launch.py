@@ -26,7 +26,7 @@ _DYING = 3.0  # seconds that a server may take to end after it has stopped answe
 SHARE = 0.4
 """Of the memory of a device, what vLLM takes beside a trainer on it."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM can be told of
-# What torchrun and accelerate tell a rank about its process group: vLLM would wait for a store of nobody's.
+# What torchrun and accelerate tell a rank of its group; another group over TCP would wait for a store of nobody's.
 _OF_RANKS = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 

@@ -145,7 +145,7 @@ def test_nothing_of_a_server_outlives_a_trainer_that_is_killed(python, tmp_path)
 
 
 def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, monkeypatch):
-    """With TORCHELASTIC_USE_AGENT_STORE, vLLM's own group would wait for a store that nobody hosts."""
+    """With TORCHELASTIC_USE_AGENT_STORE a group over TCP waits for a store that nobody hosts."""
     ranks = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_NAME MASTER_ADDR MASTER_PORT"
     ranks = [*ranks.split(), "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_FSDP", "FSDP_VERSION"]
     for name in (*ranks, "CUDA_VISIBLE_DEVICES", "RANKING"):

@@ -147,7 +147,7 @@ def test_wrong_flags_of_a_real_server_are_named(server, directory):
 
 
 def test_a_run_on_two_ranks_starts_a_server_of_its_own(tmp_path):
-    """Which is no rank of theirs: torchrun's variables would have it wait for a store that nobody hosts."""
+    """Under torchrun, of whose process group it is no rank."""
     fields = {**prepare(tmp_path), "model": str(vllm_model.save_model(tmp_path / "model"))}
     options = {"max_model_len": CONTEXT, "max_num_seqs": 32, "enforce_eager": True}
     fields |= {"output": str(tmp_path / "run"), "source": "vllm"}
