@@ -200,7 +200,8 @@ def _forward(
     else:
         compute = linear_logprob
         result = compute(here, target=target, **road, **how, **given._asdict())
-        result = result._replace(logprob=result.logprob.clone())  # it is a view, which FSDP warns about
+        # It is a view, which FSDP warns about; and torch 2.11 can't compile `_replace`.
+        result = type(result)(result.logprob.clone(), *result[1:])
     return result if here is hidden else _REPLICATED[type(result)](*result)
 
 
