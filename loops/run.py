@@ -37,7 +37,7 @@ from .weights import Expression
 log = logging.getLogger(__name__)
 
 # What may differ when a run is resumed: none of it changes the steps that were already taken.
-_FREE = {"resume", "steps", "epochs", "eval_every", "save_every", "report_to"}
+_FREE = {"resume", "steps", "epochs", "eval_every", "save_every", "report_to", "vllm"}
 
 
 Evaluation = Callable[[int], Mapping[str, float]]

@@ -113,6 +113,13 @@ def test_a_servers_limits_are_settings(fake, fields, monkeypatch):
     players.sampler.close()
 
 
+def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
+    run_grpo(GRPO(**fields | {"steps": 1}, save_every=1, source="vllm", vllm=VLLM(url=fake.url)))
+    moved = VLLM(url=f"http://localhost:{fake.port}", patience=70.0)
+    run_grpo(GRPO(**fields, resume=True, source="vllm", vllm=moved))
+    assert [line["step"] for line in lines(Path(fields["output"]))] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("url", "given", "address"),
     [
