@@ -264,7 +264,7 @@ def accumulate(head: Operands, target: Tensor, *, transform: Transform, vocab: i
             SQUARES=squares,
             RAGGED=vocab % tile.columns != 0,
             DESCRIBED=described,
-            PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+            PRECISION="tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             DEPTH=tile.depth,
