@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
+from ...kernels.head import autocast_dtype
+
 _STEP = 64  # columns that are added at once
 _untyped: Any = cache_utils  # its attributes are optional tensors of several kinds of layers
 
@@ -135,6 +137,4 @@ class Slots(_untyped.Cache):  # type: ignore[misc]
 
 def matmul_dtype(states: Tensor) -> torch.dtype:
     """The precision that such states are multiplied in here: autocast's where it is on."""
-    device = states.device.type
-    cast = torch.is_autocast_enabled(device) and states.dtype != torch.float64  # autocast leaves float64 alone
-    return torch.get_autocast_dtype(device) if cast else states.dtype
+    return autocast_dtype(states) or states.dtype

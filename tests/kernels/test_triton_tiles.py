@@ -35,7 +35,7 @@ NAN = float("nan")
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in a row, the last one ragged."""
-    monkeypatch.setattr(triton_tiles, "launch", lambda columns: Launch(64, 1))
+    monkeypatch.setattr(triton_tiles, "launch", lambda columns, most=0: Launch(64, 1))
 
 
 class Case(NamedTuple):

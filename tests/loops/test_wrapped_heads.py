@@ -7,9 +7,10 @@ import pickle
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from burnish.kernels import tiled
+from burnish.kernels import linear_logprob, tiled
 from burnish.loops import head as heads
 from burnish.loops.batch import collate
+from burnish.loops.head import operands
 from burnish.loops.policy import Policy
 from burnish.loops.reference import adapters_off
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
@@ -284,14 +285,19 @@ def test_a_fused_head_compiles_in_one_graph_for_any_number_of_tokens(adapter):
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_autocast_does_not_reach_the_log_probs(adapter):
+def test_autocast_rounds_factors_and_not_the_log_probs(adapter):
     model = make_model(dtype=torch.float32)
     policy = policy_of(wrapped(lora(), model) if adapter else model)
     states, target = hidden(policy).detach(), collate(EXAMPLES).target
     with torch.autocast("cpu", torch.bfloat16):
         cast = policy.head(states, target=target)
-    for ours, expected in zip(cast, policy.head(states, target=target), strict=True):
-        assert ours.dtype == torch.float32 and torch.equal(ours, expected)
+    head = operands(policy.head, policy.transform)
+    expected = linear_logprob(
+        states, head.weight, target, bias=head.bias, adapter=head.adapter, compute_dtype=torch.bfloat16
+    )
+    for ours, theirs in zip(cast, expected, strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours, theirs)
+    assert not torch.equal(cast.logprob, policy.head(states, target=target).logprob)
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -35,7 +35,6 @@ from burnish.loops.reference import frozen_copy
 from burnish.loops.reward import TERMS as REWARD_TERMS
 from burnish.loops.reward import read_scores
 from burnish.loops.rewards import Watch, Weighted
-from burnish.loops.rewards.judge import Unscored
 from burnish.loops.rollouts.replay import ReplaySource
 from burnish.loops.rollouts.sample import Sample, Span
 from burnish.loops.rollouts.sampler import Sampler
@@ -248,7 +247,7 @@ def handed_over(config, policy, reference, samples, accelerator):
     recipe = SimpleNamespace(model=policy, tokenizer=None, run=run, data=range(GROUPS), eval_data=None)
     sampler = replaying(samples, config) if accelerator.is_main_process else None
     rewards = [Weighted(name, None, weight) for name, weight in config.rewards.items()]
-    players = Players(recipe, rewards, sampler, Unscored(), Watch(), None, lambda source, row: source)
+    players = Players(recipe, rewards, sampler, Watch(), None, lambda source, row: source)
     run_recipe, module = (run_ppo, "ppo") if isinstance(config, PPO) else (run_grpo, "grpo")
 
     def opened(*arguments, needed, **options):

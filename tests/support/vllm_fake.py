@@ -18,6 +18,10 @@ CONFIG = {
 }
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # of 5, some of a dozen connections at once wait a second for the kernel's next attempt
+
+
 class Fake:
     """Attributes may be changed at any time.
 
@@ -37,7 +41,7 @@ class Fake:
         self.odd, self.calls = {}, []
         self.active = self.paused = False
         self.hung_up = threading.Event()
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
+        self.server = _Server(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
         self.server.daemon_threads = True
         self.port = self.server.server_port
         self.url = f"http://127.0.0.1:{self.port}"

@@ -627,7 +627,7 @@ class TestNccl:
         with pytest.raises(
             ValueError, match=r"vllm\.trainer_address: .* the route to no\.such\.host\.invalid .*set it"
         ):
-            address_towards("no.such.invalid")
+            address_towards("no.such.host.invalid")
 
     def test_a_server_that_came_back_is_met_anew(self, connect, fake, groups):
         source = connect(updates=Nccl())
