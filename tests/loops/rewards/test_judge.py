@@ -98,7 +98,7 @@ def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(fun
 
     one = sometimes_async if asyncio.iscoroutinefunction(function) else sometimes
     begun = time.monotonic()
-    unscored = judging([Weighted("bad", one, timeout=0.3), Weighted("good", lambda row, sample: 1)], *groups)
+    unscored = judging([Weighted("bad", one, timeout=1.0), Weighted("good", lambda row, sample: 1)], *groups)
     assert time.monotonic() - begun < 5
     found = None if reason == "none" else reason
     assert [sample.rewards["bad"] for sample in groups[1]] == [0.25, found, 0.25, found]

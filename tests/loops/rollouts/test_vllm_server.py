@@ -69,7 +69,7 @@ def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_
         await source.publish(weights(3).items(), 3)
         undisturbed = await source.sample(request)
         under_way = asyncio.create_task(source.sample(request))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         os.killpg(server.pid, signal.SIGKILL)
         with pytest.raises(SourceLost):
             await under_way
