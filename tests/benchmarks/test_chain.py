@@ -6,6 +6,7 @@ import pytest
 from burnish.benchmarks import chain as chains
 from burnish.benchmarks.chain import Book, Unit, attempted, chain, version
 from burnish.benchmarks.isolation import Lost, Room
+from tasks import no_memory, returns, sleeps
 
 
 class Time:
@@ -141,22 +142,6 @@ def test_an_error_is_tried_again_by_the_next_call_and_a_row_that_failed_too(run)
     assert run(units, 1, lambda unit, limit: next(found))[1] == []  # not left: it would fail again
     assert run(units, 1)[0] == [("a", "x"), ("a", "y")]
     assert run(units, 1)[0] == []
-
-
-def no_memory(notice):
-    raise RuntimeError("no room for the truth")
-
-
-def sleeps(notice):
-    import time
-
-    notice("sleeper")
-    time.sleep(60)
-
-
-def returns(value, notice):
-    notice("it")
-    return value
 
 
 def test_each_way_to_end_is_a_record(monkeypatch):
