@@ -18,7 +18,7 @@ from burnish.loops.rollouts.vllm_server import VLLMServer
 from burnish.loops.rollouts.vllm_updates import Adapters, Files
 from conformance import Conformance, Subject
 from killed import assert_each_answer_once, assert_undisturbed, kill_and_resume
-from online import lines, on_ranks, prepare, stored
+from online import Killed, lines, on_ranks, prepare, stored
 from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer
 from vllm_servers import CONTEXT, ENVIRONMENT, TOLERANCE, VOCABULARY, connect, furthest, start, vllm_python
@@ -91,12 +91,12 @@ def test_an_update_cut_off_in_the_middle_is_repaired_by_the_next_trainer(server,
     def dying():
         for count, item in enumerate(weights(6).items()):
             if count == 8:
-                raise KeyboardInterrupt
+                raise Killed  # which a task hands on; an interrupt it would throw into the event loop
             yield item
 
     async def run():
         dead = connect(server, Files(directory / "files"), directory / "model")
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             await dead.publish(dying(), 6)
         heir = connect(server, Files(directory / "files"), directory / "model")
         assert await heir.version() is None
