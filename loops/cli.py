@@ -36,79 +36,79 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sft() -> tuple[type, Callable[..., Any]]:
-    from .sft import SFT, sft
+    from .recipes.sft import SFT, sft
 
     return SFT, sft
 
 
 def _dpo() -> tuple[type, Callable[..., Any]]:
-    from .dpo import DPO, dpo
+    from .recipes.dpo import DPO, dpo
 
     return DPO, dpo
 
 
 def _kto() -> tuple[type, Callable[..., Any]]:
-    from .kto import KTO, run_kto
+    from .recipes.kto import KTO, run_kto
 
     return KTO, run_kto
 
 
 def _cpo() -> tuple[type, Callable[..., Any]]:
-    from .cpo import CPO, run_cpo
+    from .recipes.cpo import CPO, run_cpo
 
     return CPO, run_cpo
 
 
 def _orpo() -> tuple[type, Callable[..., Any]]:
-    from .cpo import ORPO, run_orpo
+    from .recipes.cpo import ORPO, run_orpo
 
     return ORPO, run_orpo
 
 
 def _reward() -> tuple[type, Callable[..., Any]]:
-    from .reward import Reward, run_reward
+    from .recipes.reward import Reward, run_reward
 
     return Reward, run_reward
 
 
 def _prm() -> tuple[type, Callable[..., Any]]:
-    from .prm import PRM, run_prm
+    from .recipes.prm import PRM, run_prm
 
     return PRM, run_prm
 
 
 def _distill() -> tuple[type, Callable[..., Any]]:
-    from .distill import Distill, run_distill
+    from .recipes.distill import Distill, run_distill
 
     return Distill, run_distill
 
 
 def _grpo() -> tuple[type, Callable[..., Any]]:
-    from .grpo import GRPO, run_grpo
+    from .recipes.grpo import GRPO, run_grpo
 
     return GRPO, run_grpo
 
 
 def _rloo() -> tuple[type, Callable[..., Any]]:
-    from .grpo import RLOO, run_grpo
+    from .recipes.grpo import RLOO, run_grpo
 
     return RLOO, run_grpo
 
 
 def _ppo() -> tuple[type, Callable[..., Any]]:
-    from .ppo import PPO, run_ppo
+    from .recipes.ppo import PPO, run_ppo
 
     return PPO, run_ppo
 
 
 def _online_dpo() -> tuple[type, Callable[..., Any]]:
-    from .online_dpo import OnlineDPO, run_online_dpo
+    from .recipes.online_dpo import OnlineDPO, run_online_dpo
 
     return OnlineDPO, run_online_dpo
 
 
 def _demo() -> tuple[type, Callable[..., Any]]:
-    from .demo import Demo, demo
+    from .recipes.demo import Demo, demo
 
     return Demo, demo
 

@@ -9,10 +9,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..rewards.judge import Row
+from ..rewards.scoring import Row
 from ..rollouts.sample import Sample
-from .conversation import Step
-from .turns import Message
+from .chat_turns import Message
+from .multi_turn import Step
 
 
 def optimal_guesses(numbers: int) -> int:

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from ..rewards.judge import Row, score
+from ..rewards.scoring import Row, score
 from ..rewards.workers import OutOfTime, call, is_async, within
 from ..rollouts.record import plain
 from ..rollouts.sample import Request, Sample, Span, check_sample
 from ..rollouts.source import RolloutSource, SourceError
-from .turns import Message, Turns
+from .chat_turns import Message, Turns
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..data import Example
-from .rows import Layout, Read, Rows, arrange
+from ...data import Example
+from .inputs import Layout, Read, Rows, arrange
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..data import Example
+from ...data import Example
 
 Layout = Literal["padded", "packed", "shared"]
 Read = Literal["before", "at"]

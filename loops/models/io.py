@@ -23,8 +23,8 @@ from transformers import (
 from transformers import logging as logging_of_transformers
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from ..config import Common
 from .backbone import Backbone
-from .config import Common
 
 log = logging.getLogger(__name__)
 

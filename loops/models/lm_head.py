@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Split
 
-from ..kernels import (
+from ...kernels import (
     Backend,
     Extra,
     Head,
@@ -34,7 +34,7 @@ from ..kernels import (
     linear_logprob,
     logits_logprob,
 )
-from ..objectives import generalized_jsd, with_tail
+from ...objectives import generalized_jsd, with_tail
 
 log = logging.getLogger(__name__)
 

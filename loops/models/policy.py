@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import Backend, Extra, TopK, logits_logprob
+from ...kernels import Backend, Extra, TopK, logits_logprob
+from ..batch import Batch
 from .backbone import PROBE, Backbone, evaluating
-from .batch import Batch
-from .head import CannotFuse, Lesson, Transform, fuse, operands
-from .rows import Layout
+from .inputs import Layout
+from .lm_head import CannotFuse, Lesson, Transform, fuse, operands
 from .scorer import Scorer
 
 log = logging.getLogger(__name__)

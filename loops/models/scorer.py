@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..data import Example
+from ...data import Example
+from ..batch import Batch
 from .backbone import Backbone, evaluating
-from .batch import Batch
-from .rows import Layout, Read, Rows
+from .inputs import Layout, Read, Rows
 
 
 class Scores(NamedTuple):

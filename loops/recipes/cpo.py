@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ..data import encode_preference
-from ..objectives import alpha_po, cpo, nll, orpo, simpo
-from .config import Common
+from ...data import encode_preference
+from ...objectives import alpha_po, cpo, nll, orpo, simpo
+from ..config import Common
+from ..runs.context import open_recipe
+from ..train.losses import CHOSEN, Loss, Term, parse, policy_tensors
 from .dpo import train_pairs
-from .recipe import open_recipe
-from .terms import CHOSEN, Loss, Term, parse, policy_tensors
 
 
 @dataclass(frozen=True)

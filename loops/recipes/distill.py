@@ -14,18 +14,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..data import encode_supervised
-from ..objectives import sampled_reverse_kl
-from .batch import Batch
-from .experience import Experience
-from .feed import Feed
-from .policy import Policy
-from .recipe import Recipe, open_recipe
-from .rewards import judged
-from .sampling import Sampled, check_sampled, open_sampler, open_store
-from .sft import TOKEN_LOSSES, WEIGHTINGS
-from .teacher import Teacher, distillation, load_teacher, open_teacher
-from .terms import (
+from ...data import encode_supervised
+from ...objectives import sampled_reverse_kl
+from ..batch import Batch
+from ..models.policy import Policy
+from ..rewards import judged
+from ..rl.buffer import Experience
+from ..rl.sources import Sampled, check_sampled, open_sampler, open_store
+from ..runs.context import Recipe, open_recipe
+from ..runs.feed import Feed
+from ..runs.teacher import Teacher, distillation, load_teacher, open_teacher
+from ..train.losses import (
     ENTROPY,
     Loss,
     Reader,
@@ -40,6 +39,7 @@ from .terms import (
     parse,
     policy_tensors,
 )
+from .sft import TOKEN_LOSSES, WEIGHTINGS
 
 LOSSES: dict[str, Loss] = {
     **TOKEN_LOSSES,

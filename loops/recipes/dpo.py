@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..data import encode_preference
-from ..objectives import (
+from ...data import encode_preference
+from ...objectives import (
     f_score,
     length_desensitized_sum,
     preference,
@@ -16,13 +16,12 @@ from ..objectives import (
     sequence_length,
     sequence_mean,
 )
-from .batch import Batch
-from .config import Common
-from .policy import Policy
-from .recipe import PerToken, Recipe, ReferenceKind, open_recipe, open_reference
-from .sft import TOKEN_LOSSES
-from .teacher import Teacher, distillation, open_teacher
-from .terms import (
+from ..batch import Batch
+from ..config import Common
+from ..models.policy import Policy
+from ..runs.context import PerToken, Recipe, ReferenceKind, open_recipe, open_reference
+from ..runs.teacher import Teacher, distillation, open_teacher
+from ..train.losses import (
     CHOSEN,
     ENTROPY,
     PAIR_LOGPS,
@@ -40,6 +39,7 @@ from .terms import (
     parse,
     policy_tensors,
 )
+from .sft import TOKEN_LOSSES
 
 _STEP_COUPLED = {"aot", "aot_unpaired"}
 

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..objectives import group_advantage, kl_estimate, leave_one_out, normalize_then_sum, sequence_sum, whiten
-from . import weights
-from .experience import Rollout
-from .online import open_players
-from .surrogate import PolicyGradient, Weighting, surrogate_terms, train_policy
-from .terms import Term
+from ...objectives import group_advantage, kl_estimate, leave_one_out, normalize_then_sum, sequence_sum, whiten
+from ..rl.buffer import Rollout
+from ..rl.policy_gradient import PolicyGradient, Weighting, surrogate_terms, train_policy
+from ..rl.setup import open_players
+from ..train import weighting as weights
+from ..train.losses import Term
 
 Baseline = Literal["group", "leave_one_out"]
 Scale = Literal["group", "batch", "none"]

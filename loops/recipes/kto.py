@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..data import Example, encode_feedback
-from ..objectives import PerSequence, feedback, kto_kl, sequence_sum
-from .backbone import evaluating
-from .batch import Batch, collate
-from .config import Common
-from .feed import Feed, Prepare
-from .optimize import Stats, sum_over_ranks
-from .policy import Policy
-from .recipe import ReferenceKind, open_recipe, open_reference
-from .reference import Reference
-from .sft import TOKEN_LOSSES
-from .teacher import Teacher, distillation, open_teacher
-from .terms import (
+from ...data import Example, encode_feedback
+from ...objectives import PerSequence, feedback, kto_kl, sequence_sum
+from ..batch import Batch, collate
+from ..config import Common
+from ..models.backbone import evaluating
+from ..models.policy import Policy
+from ..runs.context import ReferenceKind, open_recipe, open_reference
+from ..runs.feed import Feed, Prepare
+from ..runs.reference import Reference
+from ..runs.teacher import Teacher, distillation, open_teacher
+from ..train.losses import (
     ENTROPY,
     Loss,
     Term,
@@ -34,6 +32,8 @@ from .terms import (
     parse,
     policy_tensors,
 )
+from ..train.step import Stats, sum_over_ranks
+from .sft import TOKEN_LOSSES
 
 FEEDBACK_LOSSES: dict[str, Loss] = {**losses_of(feedback), **TOKEN_LOSSES, "distillation": distillation}
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ..rl.buffer import Rollout, Unit
+from ..rl.setup import Online, missing_end, open_players
+from ..runs.context import ReferenceKind, open_reference
+from ..train.losses import CHOSEN, ENTROPY, PAIR_LOGPS, Term, needs, outputs_for, parse, policy_tensors
 from .dpo import PAIR_LOSSES, refuse_split_steps
-from .experience import Rollout, Unit
-from .online import Online, missing_end, open_players
-from .recipe import ReferenceKind, open_reference
-from .terms import CHOSEN, ENTROPY, PAIR_LOGPS, Term, needs, outputs_for, parse, policy_tensors
 
 
 @dataclass(frozen=True)

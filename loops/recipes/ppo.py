@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from ..objectives import gae, kl_estimate, kl_penalized_reward, sequence_sum, value_loss, whiten
-from .experience import Rollout
-from .model import load_classifier, load_tokenizer, save_model
-from .online import missing_end, open_players
-from .policy import Policy
-from .scorer import Critic
-from .surrogate import PolicyGradient, surrogate_terms, train_policy
-from .terms import Term, needs, units_of
+from ...objectives import gae, kl_estimate, kl_penalized_reward, sequence_sum, value_loss, whiten
+from ..models.io import load_classifier, load_tokenizer, save_model
+from ..models.policy import Policy
+from ..models.scorer import Critic
+from ..rl.buffer import Rollout
+from ..rl.policy_gradient import PolicyGradient, surrogate_terms, train_policy
+from ..rl.setup import missing_end, open_players
+from ..train.losses import Term, needs, units_of
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..data import encode_steps, step_example
-from ..objectives import step_loss
-from .batch import collate
-from .config import Common
-from .model import load_classifier
-from .recipe import open_run
+from ...data import encode_steps, step_example
+from ...objectives import step_loss
+from ..batch import collate
+from ..config import Common
+from ..models.io import load_classifier
+from ..models.scorer import Scorer, scores
+from ..runs.context import open_run
+from ..train.losses import Term, compose, expression, score_tensors
 from .reward import wrap
-from .scorer import Scorer, scores
-from .terms import Term, compose, expression, score_tensors
 
 
 @dataclass(frozen=True)

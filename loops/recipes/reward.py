@@ -10,16 +10,16 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..data import Accounting, encode_preference, encode_ranking, encode_scores, encode_supervised, example
-from ..objectives import Stats, bradley_terry, centering, plackett_luce, score_regression
-from ..objectives.reward import AnswerIds, PerAnswer
-from .batch import Batch, collate
-from .config import Common
-from .model import load_classifier
-from .recipe import Recipe, open_run
-from .scorer import Scorer, ends_marked, scores
-from .terms import Tensors, Term, compose, expression, score_tensors
-from .weights import Weights
+from ...data import Accounting, encode_preference, encode_ranking, encode_scores, encode_supervised, example
+from ...objectives import Stats, bradley_terry, centering, plackett_luce, score_regression
+from ...objectives.reward import AnswerIds, PerAnswer
+from ..batch import Batch, collate
+from ..config import Common
+from ..models.io import load_classifier
+from ..models.scorer import Scorer, ends_marked, scores
+from ..runs.context import Recipe, open_run
+from ..train.losses import Tensors, Term, compose, expression, score_tensors
+from ..train.weighting import Weights
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..data import encode_supervised
-from ..objectives import supervised
-from .config import Common
-from .recipe import open_recipe
-from .terms import ENTROPY, Loss, Term, columns_of, compose, expression, losses_of, outputs_for, parse, policy_tensors
-from .weights import sequence_mean, token_mean
+from ...data import encode_supervised
+from ...objectives import supervised
+from ..config import Common
+from ..runs.context import open_recipe
+from ..train.losses import (
+    ENTROPY,
+    Loss,
+    Term,
+    columns_of,
+    compose,
+    expression,
+    losses_of,
+    outputs_for,
+    parse,
+    policy_tensors,
+)
+from ..train.weighting import sequence_mean, token_mean
 
 # Losses of one token, which every recipe on text can add to its own.
 TOKEN_LOSSES: dict[str, Loss] = losses_of(supervised)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..rollouts.sample import Sample
-from .judge import Row
+from .scoring import Row
 
 _FRACTION = re.compile(r"(?<!\d)[¼-¾⅐-⅞]")  # behind a digit it is part of a mixed number
 

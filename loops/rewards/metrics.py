@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...objectives import group_stats, total_reward
 from ..rollouts.sample import Sample
-from .judge import Weighted
+from .scoring import Weighted
 
 log = logging.getLogger(__name__)
 

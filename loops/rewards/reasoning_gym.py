@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..rollouts.sample import Sample
-from .judge import Row
 from .names import nearest
+from .scoring import Row
 
 INSTRUCTION = "Give your final answer between <answer> and </answer>."
 

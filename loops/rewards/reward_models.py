@@ -14,9 +14,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from ...data import Example
 from ...objectives import step_aggregate
 from ..batch import collate
+from ..models.scorer import Scorer, ends_marked, scores
 from ..rollouts.sample import Sample
-from ..scorer import Scorer, ends_marked, scores
-from .judge import Over, Row
+from .scoring import Over, Row
 
 Tokenizer = Any  # of transformers
 How = Literal["min", "prod", "last", "mean"]

@@ -18,16 +18,16 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ..data import Batches, Example
-from ..objectives import total_reward
-from .backbone import evaluating
-from .batch import Batch, collate
-from .policy import Policy
-from .ranks import from_main
-from .rewards.statistics import Judged
-from .rollouts.record import from_record, to_record
-from .rollouts.sample import Sample
-from .rollouts.sampler import Group, Sampler
+from ...data import Batches, Example
+from ...objectives import total_reward
+from ..batch import Batch, collate
+from ..models.backbone import evaluating
+from ..models.policy import Policy
+from ..ranks import from_main
+from ..rewards.metrics import Judged
+from ..rollouts.record import from_record, to_record
+from ..rollouts.sample import Sample
+from ..rollouts.scheduler import Group, Sampler
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..objectives import correction
+from ...objectives import correction
 
 log = logging.getLogger(__name__)
 

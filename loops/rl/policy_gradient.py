@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..objectives import (
+from ...objectives import (
     PerSequence,
     PerToken,
     Stats,
@@ -24,16 +24,13 @@ from ..objectives import (
     policy,
     sequence_sum,
 )
-from . import weights
-from .batch import Batch
-from .distance import ClipWatch, Distance
-from .experience import Advantages, Measure, Report
-from .online import Online, Players
-from .policy import Policy
-from .recipe import ReferenceKind, open_reference
-from .reference import Reference, column
-from .sft import TOKEN_LOSSES
-from .terms import (
+from ..batch import Batch
+from ..models.policy import Policy
+from ..recipes.sft import TOKEN_LOSSES
+from ..runs.context import ReferenceKind, open_reference
+from ..runs.reference import Reference, column
+from ..train import weighting as weights
+from ..train.losses import (
     ENTROPY,
     Loss,
     Reader,
@@ -47,6 +44,9 @@ from .terms import (
     policy_tensors,
     units_of,
 )
+from .buffer import Advantages, Measure, Report
+from .mismatch import ClipWatch, Distance
+from .setup import Online, Players
 
 Old = Literal["sampled", "recomputed"]
 Weighting = Literal["token_mean", "sequence_mean", "fixed_length"]

@@ -10,14 +10,12 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 
-from ..data import Batches, encode_prompts, load
-from .environments import Conversations, Limits, resolve_environment, tool_metrics, turns_for
-from .experience import Experience, Rollout, Store
-from .model import load_model, load_tokenizer
-from .policy import Policy
-from .ranks import from_main
-from .recipe import Recipe, open_run
-from .rewards import (
+from ...data import Batches, encode_prompts, load
+from ..environments import Conversations, Limits, resolve_environment, tool_metrics, turns_for
+from ..models.io import load_model, load_tokenizer
+from ..models.policy import Policy
+from ..ranks import from_main
+from ..rewards import (
     Watch,
     Weighted,
     check_columns,
@@ -28,15 +26,17 @@ from .rewards import (
     resolve_names,
     reward_metrics,
 )
-from .rewards.judge import Row
-from .rewards.resolve import SHIPPED
-from .rollouts.embedded import EmbeddedSource
-from .rollouts.sample import Request, Sample
-from .rollouts.sampler import Group, Sampler
-from .rollouts.source import RolloutSource
-from .run import Evaluation, Run
-from .sampling import Sampled, check_sampled, open_sampler, open_store, stop_tokens
-from .terms import Reader, Terms, compose, expression
+from ..rewards.resolve import SHIPPED
+from ..rewards.scoring import Row
+from ..rollouts.local.source import EmbeddedSource
+from ..rollouts.sample import Request, Sample
+from ..rollouts.scheduler import Group, Sampler
+from ..rollouts.source import RolloutSource
+from ..runs.context import Recipe, open_run
+from ..runs.run import Evaluation, Run
+from ..train.losses import Reader, Terms, compose, expression
+from .buffer import Experience, Rollout, Store
+from .sources import Sampled, check_sampled, open_sampler, open_store, stop_tokens
 
 Converse = Callable[[RolloutSource, Callable[[int], Row]], RolloutSource]
 

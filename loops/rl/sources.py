@@ -20,22 +20,22 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from ..data import load
-from .config import Common
-from .experience import Store
-from .model import merged
-from .policy import Policy
-from .ranks import from_main
-from .recipe import Recipe
-from .rollouts.embedded import DetachedSource, EmbeddedSource
-from .rollouts.replay import SampleWriter, read_samples
-from .rollouts.sample import Sample, Sampling
-from .rollouts.sampler import Sampler, Tasks
-from .rollouts.source import RolloutSource
-from .rollouts.vllm_engine import VLLMEngine, start_engine
-from .rollouts.vllm_launch import launch, max_lora_rank
-from .rollouts.vllm_server import VLLMServer
-from .rollouts.vllm_updates import Adapters, Files, Nccl, Updates, address_towards
+from ...data import load
+from ..config import Common
+from ..models.io import merged
+from ..models.policy import Policy
+from ..ranks import from_main
+from ..rollouts.local.source import DetachedSource, EmbeddedSource
+from ..rollouts.replay import SampleWriter, read_samples
+from ..rollouts.sample import Sample, Sampling
+from ..rollouts.scheduler import Sampler, Tasks
+from ..rollouts.source import RolloutSource
+from ..rollouts.vllm.engine import VLLMEngine, start_engine
+from ..rollouts.vllm.launch import launch, max_lora_rank
+from ..rollouts.vllm.server import VLLMServer
+from ..rollouts.vllm.weights import Adapters, Files, Nccl, Updates, address_towards
+from ..runs.context import Recipe
+from .buffer import Store
 
 _SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and letters of one
 

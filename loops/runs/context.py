@@ -10,17 +10,17 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..data import Accounting, Batches, Example, load, token_cost
-from .backbone import Backbone
-from .batch import Batch
-from .config import Common
+from ...data import Accounting, Batches, Example, load, token_cost
+from ..models.backbone import Backbone
+from ..batch import Batch
+from ..config import Common
 from .feed import Feed, Prepare
-from .model import load_model, load_tokenizer
-from .optimize import Objective
-from .policy import Policy
+from ..models.io import load_model, load_tokenizer
+from ..train.step import Objective
+from ..models.policy import Policy
 from .reference import Reference, adapters_off, column, frozen_copy, precompute
 from .run import Run, StepMemory
-from .weights import Expression
+from ..train.weighting import Expression
 
 Encode = Callable[..., tuple[Dataset, Accounting]]
 PerToken = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]

@@ -6,8 +6,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from ..data import Batches, Example, example
-from .batch import Batch, collate
+from ...data import Batches, Example, example
+from ..batch import Batch, collate
 
 Prepare = Callable[["Feed", int, list[Batch]], list[Batch]]
 

@@ -15,8 +15,8 @@ from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .batch import Batch
-from .policy import Policy
+from ..batch import Batch
+from ..models.policy import Policy
 
 Reference = Callable[[Batch], Tensor]
 

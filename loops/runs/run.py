@@ -25,14 +25,14 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from . import checkpoint
-from .backbone import Backbone
-from .batch import Batch
-from .config import Common
+from ..models.backbone import Backbone
+from ..batch import Batch
+from ..config import Common
 from .curves import draw_curves
-from .model import save_model
-from .optimize import Objective, evaluate, optimize
+from ..models.io import save_model
+from ..train.step import Objective, evaluate, optimize
 from .progress import progress
-from .weights import Expression
+from ..train.weighting import Expression
 
 log = logging.getLogger(__name__)
 

@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..data import DataError, check_same_vocabulary, example
-from ..objectives import PerToken, Stats
-from .backbone import evaluating
-from .batch import Batch
-from .head import Lesson
-from .policy import Policy
-from .recipe import PerToken as PerTokenColumns
-from .recipe import Recipe
+from ...data import DataError, check_same_vocabulary, example
+from ...objectives import PerToken, Stats
+from ..models.backbone import evaluating
+from ..batch import Batch
+from ..models.lm_head import Lesson
+from ..models.policy import Policy
+from .context import PerToken as PerTokenColumns
+from .context import Recipe
 
 Teaching = Callable[[Batch], Lesson]
 

@@ -18,13 +18,13 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from ..kernels import Extra
-from ..objectives import PerPair, PerToken, sequence_mean, sequence_sum, wpo_weight
-from . import weights
-from .batch import Batch, Of
-from .head import Lesson
-from .optimize import Objective, Stats
-from .weights import Expression, Unit, Weighting
+from ...kernels import Extra
+from ...objectives import PerPair, PerToken, sequence_mean, sequence_sum, wpo_weight
+from ..batch import Batch, Of
+from ..models.lm_head import Lesson
+from . import weighting as weights
+from .step import Objective, Stats
+from .weighting import Expression, Unit, Weighting
 
 Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit

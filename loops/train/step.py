@@ -18,8 +18,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .batch import Batch
-from .weights import Expression
+from ..batch import Batch
+from .weighting import Expression
 
 Stats = dict[str, Tensor]
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import yaml
-from burnish.loops.command import main
+from burnish.loops.cli import main
 from tiny import save_model, sums, write_rows
 
 

@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from accelerate.state import AcceleratorState
 from burnish.loops.environments import Step
-from burnish.loops.grpo import GRPO, run_grpo
-from burnish.loops.sampling import VLLM
+from burnish.loops.recipes.grpo import GRPO, run_grpo
+from burnish.loops.rl.sources import VLLM
 from tiny import save_model, sums, write_rows
 
 
@@ -87,7 +87,7 @@ class Killed(BaseException):
 @contextmanager
 def dying_in_step(number):
     """The process dies when the answers of this step (from 1) are drawn and written, and it has not been taken."""
-    module = sys.modules["burnish.loops.optimize"]  # the package has a function of that name
+    module = sys.modules["burnish.loops.train.step"]  # the package has a function of that name
     step, taken = module.train_step, 0
 
     def die(*arguments, **options):
@@ -123,5 +123,5 @@ def run_rank(fields):
 
 
 if __name__ == "__main__":
-    with patch("burnish.loops.run.draw_curves"):
+    with patch("burnish.loops.runs.run.draw_curves"):
         run_rank(json.loads(sys.argv[1]))

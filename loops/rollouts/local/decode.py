@@ -11,12 +11,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from ..sample import Request, Sampling
+from ..source import SourceError
 from .draw import draw
-from .memory import Fit, Lockstep, Memory, Ragged, lockstep_fit, ragged_fit
-from .reader import Answer, Reader
-from .sample import Request, Sampling
+from .kv_cache import Fit, Lockstep, Memory, Ragged, lockstep_fit, ragged_fit
+from .runner import Answer, Reader
 from .slots import matmul_dtype
-from .source import SourceError
 
 log = logging.getLogger(__name__)
 

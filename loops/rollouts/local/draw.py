@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .sample import Sampling
+from ..sample import Sampling
 
 _ELEMENTS = 1 << 24  # logits that are turned into probabilities at once
 _ELEMENTS_CPU = 1 << 19  # beyond which memory is mapped, and given back, for every token anew

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .reader import Answer, Reader
+from .runner import Answer, Reader
 from .slots import Slots
 
 READ = 8192  # tokens of context that are read at once

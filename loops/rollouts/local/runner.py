@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..policy import Policy
+from ...models.policy import Policy
+from ..sample import Finish, Request, Sampling, Span
 from .draw import uniforms
-from .sample import Finish, Request, Sampling, Span
 
 _CACHES = ("past_key_values", "cache_params")  # the latter in Mamba and its kin
 

@@ -11,13 +11,13 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..policy import Policy
-from .checks import check_request
-from .generate import advance, choose_memory, read_again
-from .memory import Memory
-from .reader import Answer, Context, Reader
-from .sample import Request, Sample
-from .source import SourceError
+from ...models.policy import Policy
+from ..checks import check_request
+from ..sample import Request, Sample
+from ..source import SourceError
+from .decode import advance, choose_memory, read_again
+from .kv_cache import Memory
+from .runner import Answer, Context, Reader
 
 _CACHE_CPU = 2 << 30  # bytes
 _SHARE = 4  # of a GPU's free memory, one part in so many: see `free_share`

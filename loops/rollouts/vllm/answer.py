@@ -4,8 +4,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .sample import Finish, Request, Sample, Sampling, Span
-from .source import SourceError, SourceLost
+from ..sample import Finish, Request, Sample, Sampling, Span
+from ..source import SourceError, SourceLost
 
 # Of vLLM: what has been tested. Its endpoints for training are younger than its promises of stability.
 VERSIONS = ("0.32",)

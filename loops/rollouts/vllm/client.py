@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from .source import SourceError, SourceLost
+from ..source import SourceError, SourceLost
 
 log = logging.getLogger(__name__)
 

@@ -13,15 +13,15 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from . import vllm_files
-from .checks import check_request
-from .sample import Request, Sample
-from .source import SourceError
-from .vllm_answer import FINISH, VERSIONS, made, parameters
-from .vllm_checks import Expected, install_advice
-from .vllm_http import Refused
-from .vllm_launch import SHARE
-from .vllm_updates import Files
+from ..checks import check_request
+from ..sample import Request, Sample
+from ..source import SourceError
+from . import plugin
+from .answer import FINISH, VERSIONS, made, parameters
+from .client import Refused
+from .launch import SHARE
+from .preflight import Expected, install_advice
+from .weights import Files
 
 T = TypeVar("T")
 
@@ -57,13 +57,13 @@ def start_engine(
         raise SourceError(f"vllm: version {vllm.__version__} is installed, but {known} are known to work; "
                           f"{install_advice(VERSIONS)}, or set source to vllm and --vllm.python to the interpreter of "
                           "an environment that has it")  # fmt: skip
-    vllm_files.register()
+    plugin.register()
     return vllm.LLM(
         str(model),
         dtype=dtype,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
-        weight_transfer_config=WeightTransferConfig(backend=vllm_files.BACKEND),
+        weight_transfer_config=WeightTransferConfig(backend=plugin.BACKEND),
         enable_sleep_mode=sleep,
         async_scheduling=False,  # or else a step is under way while weights change
         **{"gpu_memory_utilization": SHARE, **options},

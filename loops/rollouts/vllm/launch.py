@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import vllm_files
-from .source import SourceError, SourceLost
-from .vllm_http import Http
-from .vllm_log import advice, first_error
+from ..source import SourceError, SourceLost
+from . import plugin
+from .client import Http
+from .log import advice, first_error
 
 _PLUGIN = "burnish_vllm_files"
 # In the group of the server, `cat` reads what only we could write to, until the kernel closes it because we died.
@@ -138,7 +138,7 @@ def launch(
     dtype: str,
     python: str | Path = sys.executable,
     max_model_len: int | None = None,
-    backend: str = vllm_files.BACKEND,
+    backend: str = plugin.BACKEND,
     lora_rank: int = 0,
     adapters: int = 4,
     host: str = "127.0.0.1",
@@ -234,12 +234,12 @@ def outside_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _lay_out(directory: Path) -> None:
     """The plugin as a distribution of its own, for an environment that has no burnish."""
-    shutil.copy(vllm_files.__file__, directory / f"{_PLUGIN}.py")
+    shutil.copy(plugin.__file__, directory / f"{_PLUGIN}.py")
     info = directory / f"{_PLUGIN}-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
-        f"[vllm.general_plugins]\n{vllm_files.BACKEND} = {_PLUGIN}:{vllm_files.register.__name__}\n"
+        f"[vllm.general_plugins]\n{plugin.BACKEND} = {_PLUGIN}:{plugin.register.__name__}\n"
     )
 
 

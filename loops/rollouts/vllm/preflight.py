@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from .source import SourceError
-from .vllm_http import Http, Refused
-from .vllm_launch import max_lora_rank
-from .vllm_updates import UNDO, Settings, Weights
+from ..source import SourceError
+from .client import Http, Refused
+from .launch import max_lora_rank
+from .weights import UNDO, Settings, Weights
 
 _PROBE = "Größe 12345.678 – 你好 🙂\n\tdef f(x):  return {x!r}  # don't"
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

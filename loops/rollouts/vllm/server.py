@@ -14,13 +14,13 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from .checks import check_request
-from .sample import Request, Sample
-from .source import SourceError, SourceLost
-from .vllm_answer import FINISH, VERSIONS, made, parameters
-from .vllm_checks import Expected, check_model, check_server
-from .vllm_http import Http, SourceLate
-from .vllm_updates import Updates
+from ..checks import check_request
+from ..sample import Request, Sample
+from ..source import SourceError, SourceLost
+from .answer import FINISH, VERSIONS, made, parameters
+from .client import Http, SourceLate
+from .preflight import Expected, check_model, check_server
+from .weights import Updates
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class VLLMServer:
         url: ``http://host:port``.
         config: of the model that is trained.
         tokenizer: of the model that is trained.
-        updates: how weights get there, see `burnish.loops.rollouts.vllm_updates`.
+        updates: how weights get there, see `burnish.loops.rollouts.vllm.weights`.
         dtype: that the server is to compute in; the trainer's, or else log-probs differ.
         concurrency: answers under way at once. More of them wait here.
         timeout: seconds that one completion may take; it is asked for again then.

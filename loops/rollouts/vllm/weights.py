@@ -25,10 +25,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .sample import Span
-from .source import SourceError, SourceLost
-from .vllm_files import BACKEND
-from .vllm_http import Refused
+from ..sample import Span
+from ..source import SourceError, SourceLost
+from .client import Refused
+from .plugin import BACKEND
 
 _PART = 1 << 30  # bytes that are on their way at once
 _INCOMPLETE = "incomplete"

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 from burnish.loops.environments import Conversations
-from burnish.loops.environments.guess import GuessNumber, guess_rows, optimal_guesses
+from burnish.loops.environments.games import GuessNumber, guess_rows, optimal_guesses
 
 
 def play(game, said, row, strategy):

@@ -9,7 +9,7 @@ import torch
 import transformers
 import wrapped
 from burnish.kernels import tiled
-from burnish.loops.policy import Policy
+from burnish.loops.models.policy import Policy
 from wrapped import EXAMPLES, TILES, VOCABULARY, ask, hidden_states, make_model, plain_head, plain_run, run, with_lora
 
 RANKS = 2

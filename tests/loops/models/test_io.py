@@ -4,8 +4,8 @@ import pytest
 import torch
 from burnish.loops.batch import collate
 from burnish.loops.config import Common, Lora
-from burnish.loops.model import load_model, load_tokenizer, save_model
-from burnish.loops.policy import Policy
+from burnish.loops.models.io import load_model, load_tokenizer, save_model
+from burnish.loops.models.policy import Policy
 from tiny import make_examples
 from tiny import save_model as save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer

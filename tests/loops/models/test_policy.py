@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from burnish.loops.batch import collate
-from burnish.loops.policy import Policy
+from burnish.loops.models.policy import Policy
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, make_examples, make_model
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from burnish.kernels import Head, reference
-from burnish.loops import head
-from burnish.loops.command import main
+from burnish.loops.cli import main
+from burnish.loops.models import lm_head as head
 from online import prepare
 from tiny import save_model, sums, write_rows
 from transformers import AutoModelForCausalLM

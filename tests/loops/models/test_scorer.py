@@ -7,8 +7,8 @@ import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.config import Common
-from burnish.loops.model import load_classifier
-from burnish.loops.scorer import Scorer, ends_marked, scores
+from burnish.loops.models.io import load_classifier
+from burnish.loops.models.scorer import Scorer, ends_marked, scores
 from tiny import FAMILIES, make_classifier, make_examples
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

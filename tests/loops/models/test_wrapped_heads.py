@@ -8,11 +8,11 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from burnish.kernels import linear_logprob, tiled
-from burnish.loops import head as heads
 from burnish.loops.batch import collate
-from burnish.loops.head import operands
-from burnish.loops.policy import Policy
-from burnish.loops.reference import adapters_off
+from burnish.loops.models import lm_head as heads
+from burnish.loops.models.lm_head import operands
+from burnish.loops.models.policy import Policy
+from burnish.loops.runs.reference import adapters_off
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from tiny import in_full_precision
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig

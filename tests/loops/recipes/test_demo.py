@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from burnish.loops import demo
+from burnish.loops.recipes import demo
 from burnish.loops.rewards import resolve
 from burnish.loops.rollouts.sample import Sample
 from matplotlib.image import imread

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from burnish.loops.distill import Distill, own_steps, run_distill
-from burnish.loops.teacher import Teacher
+from burnish.loops.recipes.distill import Distill, own_steps, run_distill
+from burnish.loops.runs.teacher import Teacher
 from online import Killed, dying_in_step, lines, stored
 from safetensors.torch import load_file
 from tiny import save_model, sums, write_rows
@@ -114,6 +114,6 @@ def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.recipe.load_model", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
         run_distill(Distill(**{**common, "output": str(tmp_path / "run"), **config}))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
-from burnish.loops.dpo import DPO, answer_of
-from burnish.loops.policy import Policy
-from burnish.loops.terms import PAIR_LOGPS, Term, compose, outputs_for, policy_tensors
+from burnish.loops.models.policy import Policy
+from burnish.loops.recipes.dpo import DPO, answer_of
+from burnish.loops.train.losses import PAIR_LOGPS, Term, compose, outputs_for, policy_tensors
 from burnish.objectives import dpo, f_score, sequence_sum
 from law import EXAMPLES, assert_as_near, make_policy, numbers, one_step
 from peer import dpo_trainer_loss

@@ -16,12 +16,12 @@ import torch
 from accelerate import Accelerator
 from burnish.data import Example
 from burnish.loops.batch import collate
-from burnish.loops.command import main
-from burnish.loops.distance import Distance
-from burnish.loops.experience import Rollout
-from burnish.loops.grpo import GRPO, RLOO, VARIANTS, advantages, grpo_terms, run_grpo
-from burnish.loops.rewards.statistics import Judged
-from burnish.loops.surrogate import corrections, rollout_tensors
+from burnish.loops.cli import main
+from burnish.loops.recipes.grpo import GRPO, RLOO, VARIANTS, advantages, grpo_terms, run_grpo
+from burnish.loops.rewards.metrics import Judged
+from burnish.loops.rl.buffer import Rollout
+from burnish.loops.rl.mismatch import Distance
+from burnish.loops.rl.policy_gradient import corrections, rollout_tensors
 from burnish.objectives import effective_sample_size
 from online import Killed, dying_in_step, lines, prepare, stored
 from safetensors.torch import load_file
@@ -101,7 +101,7 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.online.load_model", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("burnish.loops.rl.setup.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
         run_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), **config}))
 
@@ -122,7 +122,7 @@ def test_an_estimator_that_only_measures_and_a_weighting_that_weighs_something_a
 
 
 def test_a_reward_that_reads_a_missing_column_is_refused_before_a_model_is_loaded(common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.online.load_model", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("burnish.loops.rl.setup.load_model", lambda config: pytest.fail("the model was loaded"))
     rewards = {"exact_match": {"column": "solution"}}
     with pytest.raises(ValueError, match="'solution'"):
         run_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), "rewards": rewards}))

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from burnish.loops.distance import ClipWatch
-from burnish.loops.grpo import GRPO, RLOO, VARIANTS, grpo_terms, run_grpo
-from burnish.loops.ppo import PPO, ppo_terms, run_ppo
-from burnish.loops.recipe import open_reference
+from burnish.loops.recipes.grpo import GRPO, RLOO, VARIANTS, grpo_terms, run_grpo
+from burnish.loops.recipes.ppo import PPO, ppo_terms, run_ppo
+from burnish.loops.rl.mismatch import ClipWatch
+from burnish.loops.rl.policy_gradient import old_policy
 from burnish.loops.rollouts.replay import ReplaySource, read_samples
-from burnish.loops.surrogate import old_policy
+from burnish.loops.runs.context import open_reference
 from online import lines, prepare, stored
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 NOISE = 0.02  # of a token's log-prob, between two ways to compute it in bfloat16
 WARNING = "clipped in the first step on a rollout"
-SUMS = sys.modules["burnish.loops.optimize"].Sums  # the package has a function of that name
+SUMS = sys.modules["burnish.loops.train.step"].Sums  # the package has a function of that name
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def noisy(samples, monkeypatch):
     """The sampler is off by the noise in every log-prob, and by nothing else."""
     draw = random.Random(0)
     off = [replace(s, logprobs=[logp + draw.gauss(0, NOISE) for logp in s.logprobs]) for s in samples]
-    monkeypatch.setattr("burnish.loops.sampling.open_source", lambda *_, **__: ReplaySource(off))
+    monkeypatch.setattr("burnish.loops.rl.sources.open_source", lambda *_, **__: ReplaySource(off))
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def referred(monkeypatch):
 
         return counted, columns
 
-    monkeypatch.setattr("burnish.loops.surrogate.open_reference", opened)
+    monkeypatch.setattr("burnish.loops.rl.policy_gradient.open_reference", opened)
     return counts
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.data import Batches, Example
-from burnish.loops.command import main
-from burnish.loops.feed import Feed
-from burnish.loops.kto import RunningMean, kl_of_mismatched, prepare_feedback
-from burnish.loops.optimize import train_step
-from burnish.loops.policy import Policy
-from burnish.loops.reference import frozen_copy
-from burnish.loops.terms import Term, compose, expression, policy_tensors
+from burnish.loops.cli import main
+from burnish.loops.models.policy import Policy
+from burnish.loops.recipes.kto import RunningMean, kl_of_mismatched, prepare_feedback
+from burnish.loops.runs.feed import Feed
+from burnish.loops.runs.reference import frozen_copy
+from burnish.loops.train.losses import Term, compose, expression, policy_tensors
+from burnish.loops.train.step import train_step
 from burnish.objectives import bco, kto
 from datasets import Dataset
 from tiny import make_examples, make_model, save_model, write_rows

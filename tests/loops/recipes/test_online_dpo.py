@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from burnish.loops.dpo import PAIR_LOSSES
-from burnish.loops.experience import Rollout
-from burnish.loops.online_dpo import OnlineDPO, best_and_worst, run_online_dpo
-from burnish.loops.rewards.statistics import Judged
+from burnish.loops.recipes.dpo import PAIR_LOSSES
+from burnish.loops.recipes.online_dpo import OnlineDPO, best_and_worst, run_online_dpo
+from burnish.loops.rewards.metrics import Judged
+from burnish.loops.rl.buffer import Rollout
 from burnish.loops.rollouts.sample import Sample
 from online import lines, prepare
 
@@ -88,6 +88,6 @@ def test_all_pair_losses_take_a_step(common, tmp_path):
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.online.load_model", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("burnish.loops.rl.setup.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
         run_online_dpo(OnlineDPO(**{**common, "output": str(tmp_path / "run"), **config}))

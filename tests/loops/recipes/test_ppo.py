@@ -7,12 +7,12 @@ import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.config import Lora
-from burnish.loops.experience import Rollout
-from burnish.loops.model import load_model
-from burnish.loops.ppo import PPO, ValueHead, advantages, objective_metrics, open_critic, run_ppo, with_values
-from burnish.loops.reference import frozen_copy
-from burnish.loops.rewards.statistics import Judged
+from burnish.loops.models.io import load_model
+from burnish.loops.recipes.ppo import PPO, ValueHead, advantages, objective_metrics, open_critic, run_ppo, with_values
+from burnish.loops.rewards.metrics import Judged
+from burnish.loops.rl.buffer import Rollout
 from burnish.loops.rollouts.sample import Sample
+from burnish.loops.runs.reference import frozen_copy
 from online import Killed, dying_in_step, lines, prepare, stored
 from safetensors.torch import load_file, save_file
 
@@ -159,7 +159,7 @@ def test_the_head_computes_in_its_own_precision():
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.online.load_model", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("burnish.loops.rl.setup.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
         run_ppo(PPO(**{**common, "output": str(tmp_path / "run"), **config}))
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from burnish.loops.prm import step_scores
-from burnish.loops.reward import reward_scores
-from burnish.loops.scorer import Scorer
+from burnish.loops.models.scorer import Scorer
+from burnish.loops.recipes.prm import step_scores
+from burnish.loops.recipes.reward import reward_scores
 from burnish.objectives import step_aggregate
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 from worlds import chains, demonstrations, feedback, save_start, successors, train

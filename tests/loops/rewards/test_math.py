@@ -5,7 +5,7 @@ import time
 
 import pytest
 from burnish.loops.rewards import Weighted, isolated, judge
-from burnish.loops.rewards.equivalence import MathEquivalence
+from burnish.loops.rewards.math import MathEquivalence
 from burnish.loops.rewards.workers import in_thread
 
 pytest.importorskip("math_verify")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from burnish.loops.rewards.reasoning import ReasoningGym, reasoning_gym_rows
+from burnish.loops.rewards.reasoning_gym import ReasoningGym, reasoning_gym_rows
 
 pytest.importorskip("reasoning_gym")
 from reasoning_gym.factory import DATASETS
@@ -25,7 +25,7 @@ def test_every_task_gives_1_to_its_own_answer(answer):
 
 
 def test_tuples_and_numbers_as_keys_survive():
-    from burnish.loops.rewards.reasoning import _decoded, _encoded
+    from burnish.loops.rewards.reasoning_gym import _decoded, _encoded
 
     value = {"grid": ((1, 2), [3]), 4: {"a": None, "b": [{}, ()]}, "text": "x"}
     assert _decoded(json.loads(json.dumps(_encoded(value)))) == value

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from burnish.loops.rewards import Weighted, models, resolve
-from burnish.loops.rewards.models import ProcessRewardModel, RewardModel, check_same_tokens
-from burnish.loops.scorer import Scorer
+from burnish.loops.models.scorer import Scorer
+from burnish.loops.rewards import Weighted, resolve
+from burnish.loops.rewards import reward_models as models
+from burnish.loops.rewards.reward_models import ProcessRewardModel, RewardModel, check_same_tokens
 from burnish.objectives import step_aggregate
 from tiny import make_classifier, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForTokenClassification

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from burnish.loops.rewards import Weighted, batched, check_columns
-from burnish.loops.rewards.judge import score
+from burnish.loops.rewards.scoring import score
 
 
 def test_each_function_scores_each_sample(groups, judging):

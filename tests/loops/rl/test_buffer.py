@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 from accelerate import Accelerator
-from burnish.loops.experience import Experience
-from burnish.loops.policy import Policy
+from burnish.loops.models.policy import Policy
 from burnish.loops.rewards import Weighted, judged
+from burnish.loops.rl.buffer import Experience
+from burnish.loops.rl.sources import Samples
 from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
 from burnish.loops.rollouts.sample import Sample, Sampling, Span
-from burnish.loops.rollouts.sampler import Sampler
-from burnish.loops.sampling import Samples
+from burnish.loops.rollouts.scheduler import Sampler
 from tiny import make_model
 
 GROUPS, ANSWERS = 4, 3

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from burnish.loops.command import main
+from burnish.loops.cli import main
 from tiny import save_model, sums, write_rows
 
 ROWS = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in sums(4)]

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from burnish.loops import sampling
 from burnish.loops.config import Lora
 from burnish.loops.environments import Limits
-from burnish.loops.environments.guess import guess_rows
-from burnish.loops.grpo import GRPO, run_grpo
-from burnish.loops.online import open_players
+from burnish.loops.environments.games import guess_rows
+from burnish.loops.recipes.grpo import GRPO, run_grpo
+from burnish.loops.rl import sources as sampling
+from burnish.loops.rl.setup import open_players
+from burnish.loops.rl.sources import VLLM, check_sampled, flags_of, open_updates
 from burnish.loops.rollouts.source import SourceError
-from burnish.loops.rollouts.vllm_server import VLLMServer
-from burnish.loops.sampling import VLLM, check_sampled, flags_of, open_updates
+from burnish.loops.rollouts.vllm.server import VLLMServer
 from online import lines, prepare, stored
 from safetensors.torch import load_file
 from tiny import write_rows

@@ -9,8 +9,8 @@ import sys
 import online
 import pytest
 import torch
-from burnish.loops import grpo
-from burnish.loops.command import main
+from burnish.loops.cli import main
+from burnish.loops.recipes import grpo
 from online import Killed, dying_in_step, lines, prepare, stored
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 from burnish.loops.rollouts.sample import Sample, Sampling, Span
-from burnish.loops.rollouts.sampler import Ledger, Sampler
+from burnish.loops.rollouts.scheduler import Ledger, Sampler
 from burnish.loops.rollouts.source import SourceError, SourceLost
-from burnish.loops.rollouts.vllm_http import Refused
+from burnish.loops.rollouts.vllm.client import Refused
 
 B, G = 3, 2
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from accelerate import Accelerator
-from burnish.loops import checkpoint
+from burnish.loops.runs import checkpoint
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
-from burnish.loops.policy import Policy
-from burnish.loops.reference import adapters_off, frozen_copy, precompute
+from burnish.loops.models.policy import Policy
+from burnish.loops.runs.reference import adapters_off, frozen_copy, precompute
 from peft import LoraConfig, get_peft_model
 from tiny import make_examples, make_model
 

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 from burnish.loops.batch import collate
-from burnish.loops.command import main
-from burnish.loops.policy import Policy
+from burnish.loops.cli import main
+from burnish.loops.models.policy import Policy
 from tiny import make_examples, make_model, save_model, write_rows
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -6,12 +6,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
-from burnish.loops.dpo import PAIR_LOSSES
-from burnish.loops.kto import FEEDBACK_LOSSES
-from burnish.loops.optimize import train_step
-from burnish.loops.policy import Policy
-from burnish.loops.sft import TOKEN_LOSSES
-from burnish.loops.terms import CHOSEN, Term, compose, expression, needs, parse, policy_tensors
+from burnish.loops.models.policy import Policy
+from burnish.loops.recipes.dpo import PAIR_LOSSES
+from burnish.loops.recipes.kto import FEEDBACK_LOSSES
+from burnish.loops.recipes.sft import TOKEN_LOSSES
+from burnish.loops.train.losses import CHOSEN, Term, compose, expression, needs, parse, policy_tensors
+from burnish.loops.train.step import train_step
 from burnish.objectives import apo_zero_unpaired, dpo, nll, sequence_sum, simpo
 from tiny import make_examples, make_model
 

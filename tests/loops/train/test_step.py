@@ -5,11 +5,11 @@ import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
 from burnish.loops.config import Common
-from burnish.loops.optimize import PATIENCE, evaluate, optimize, train_step
-from burnish.loops.policy import Policy
-from burnish.loops.run import Run
-from burnish.loops.terms import Term, compose, policy_tensors
-from burnish.loops.weights import token_mean
+from burnish.loops.models.policy import Policy
+from burnish.loops.runs.run import Run
+from burnish.loops.train.losses import Term, compose, policy_tensors
+from burnish.loops.train.step import PATIENCE, evaluate, optimize, train_step
+from burnish.loops.train.weighting import token_mean
 from burnish.objectives import nll
 from tiny import make_examples, make_model
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from burnish.loops.rollouts import draw as module
-from burnish.loops.rollouts.draw import draw, uniforms
+from burnish.loops.rollouts.local import draw as module
+from burnish.loops.rollouts.local.draw import draw, uniforms
 from burnish.loops.rollouts.sample import Sampling
 
 ALL = Sampling(max_tokens=1)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
-from burnish.loops.policy import Policy
-from burnish.loops.rollouts.embedded import DetachedSource, EmbeddedSource, free_share
-from burnish.loops.rollouts.memory import Lockstep, Ragged, lockstep_fit
-from burnish.loops.rollouts.reader import Reader
-from burnish.loops.rollouts.slots import Slots, _Layer
+from burnish.loops.models.policy import Policy
+from burnish.loops.rollouts.local.kv_cache import Lockstep, Ragged, lockstep_fit
+from burnish.loops.rollouts.local.runner import Reader
+from burnish.loops.rollouts.local.slots import Slots, _Layer
+from burnish.loops.rollouts.local.source import DetachedSource, EmbeddedSource, free_share
 from burnish.loops.rollouts.source import SourceError
 from conformance import Conformance, Subject, ask
 from peft import LoraConfig, get_peft_model
@@ -595,7 +595,7 @@ def test_a_detached_source_does_not_follow_the_trainer_until_weights_are_publish
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     assert answers_of(source, requests()) == before
-    from burnish.loops.model import merged
+    from burnish.loops.models.io import merged
 
     asyncio.run(source.publish(merged(model).named_parameters(), 1))
     after = answers_of(source, requests())

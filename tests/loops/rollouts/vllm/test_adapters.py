@@ -5,7 +5,7 @@ import asyncio
 import torch
 import vllm_model
 from burnish.loops.rollouts.sample import Request, Sampling
-from burnish.loops.rollouts.vllm_updates import Adapters
+from burnish.loops.rollouts.vllm.weights import Adapters
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from vllm_servers import TOLERANCE, VOCABULARY, connect, furthest, start
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from burnish.loops.rollouts.sample import Request, Sampling, Span
 from burnish.loops.rollouts.source import SourceError, SourceLost
-from burnish.loops.rollouts.vllm_http import Refused
-from burnish.loops.rollouts.vllm_server import VLLMServer
-from burnish.loops.rollouts.vllm_updates import Adapters, Files, Nccl, address_towards
+from burnish.loops.rollouts.vllm.client import Refused
+from burnish.loops.rollouts.vllm.server import VLLMServer
+from burnish.loops.rollouts.vllm.weights import Adapters, Files, Nccl, address_towards
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny import save_model
@@ -370,7 +370,7 @@ class TestWholeWeights:
         assert not list((tmp_path / "files").iterdir()), "the file is not kept"
 
     def test_many_weights_come_in_parts_that_are_bounded(self, connect, fake, monkeypatch):
-        monkeypatch.setattr("burnish.loops.rollouts.vllm_updates._PART", 100)
+        monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 100)
         source, got = connect(), []
         fake.odd["/update_weights"] = lambda body: (
             got.append((load_file(body["update_info"]["path"]), body["update_info"]["last"])),

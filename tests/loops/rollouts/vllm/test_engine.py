@@ -11,7 +11,7 @@ import burnish
 import pytest
 import vllm_model
 from burnish.loops.rollouts.source import SourceError
-from burnish.loops.rollouts.vllm_engine import VLLMEngine, start_engine
+from burnish.loops.rollouts.vllm.engine import VLLMEngine, start_engine
 from conformance import Conformance, Subject
 from transformers import AutoConfig, AutoTokenizer
 from vllm_servers import vllm_python

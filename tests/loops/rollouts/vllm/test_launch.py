@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from burnish.loops.rollouts.source import SourceLost
-from burnish.loops.rollouts.vllm_launch import launch, max_lora_rank
+from burnish.loops.rollouts.vllm.launch import launch, max_lora_rank
 
 WRONG = "unrecognized arguments: --no-such-flag"
 SERVER = f"""#!{sys.executable}
@@ -37,7 +37,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 """
 TRAINER = """
 import sys, time
-from burnish.loops.rollouts.vllm_launch import launch
+from burnish.loops.rollouts.vllm.launch import launch
 
 python, log = sys.argv[1:]
 print(launch("model", python=python, log=log, dtype="float32").pid, flush=True)

@@ -14,8 +14,8 @@ import pytest
 import vllm_model
 from burnish.loops.rollouts.sample import Request, Sampling
 from burnish.loops.rollouts.source import SourceError, SourceLost
-from burnish.loops.rollouts.vllm_server import VLLMServer
-from burnish.loops.rollouts.vllm_updates import Adapters, Files
+from burnish.loops.rollouts.vllm.server import VLLMServer
+from burnish.loops.rollouts.vllm.weights import Adapters, Files
 from conformance import Conformance, Subject
 from killed import assert_each_answer_once, assert_undisturbed, kill_and_resume
 from online import Killed, lines, on_ranks, prepare, stored
@@ -86,7 +86,7 @@ def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_
 
 
 def test_an_update_cut_off_in_the_middle_is_repaired_by_the_next_trainer(server, directory, monkeypatch):
-    monkeypatch.setattr("burnish.loops.rollouts.vllm_updates._PART", 1)  # a file for each tensor
+    monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 1)  # a file for each tensor
 
     def dying():
         for count, item in enumerate(weights(6).items()):

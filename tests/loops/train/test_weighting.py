@@ -6,7 +6,7 @@ import pytest
 import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
-from burnish.loops.weights import fixed_length, pair_mean, sequence_mean, token_mean
+from burnish.loops.train.weighting import fixed_length, pair_mean, sequence_mean, token_mean
 
 
 @pytest.fixture

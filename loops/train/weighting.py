@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import Batch, Of
+from ..batch import Batch, Of
 
 
 class Weights(NamedTuple):
