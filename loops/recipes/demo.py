@@ -13,7 +13,6 @@ directory. No stage sees any of the questions that the accuracies are of.
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +24,15 @@ from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .dpo import DPO, dpo
-from .grpo import GRPO, run_grpo
-from .sft import SFT, sft
+from .dpo import dpo
+from .grpo import run_grpo
+from .settings import DPO, GRPO, SFT, Demo
+from .sft import sft
 
 ALPHABET = "0123456789+="
 TERM = 2  # digits of each number
 TAUGHT = 5000  # questions whose answers SFT copies
 HELD_OUT = 1000  # questions that no stage trains on
-
-
-@dataclass(frozen=True)
-class Demo:
-    """Train a small model from scratch, offline: SFT, then DPO on its own answers, then GRPO."""
-
-    output: str = "burnish-demo"
-    """Directory of the demonstration; a number is appended if it is taken."""
-    seed: int = 0
-    """Seed of questions, weights and samples."""
-    sft_steps: int = 300
-    """Optimizer steps of SFT, 128 sums each."""
-    dpo_steps: int = 150
-    """Optimizer steps of DPO, 128 pairs each."""
-    questions: int = 4000
-    """Questions that the model answers to make pairs, four times each."""
-    grpo_steps: int = 210
-    """Optimizer steps of GRPO, three on 8 answers to each of 128 questions."""
 
 
 def demo(config: Demo) -> dict[str, float]:
