@@ -5,9 +5,6 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 _LEFT_OUT = {"step", "seconds", "tokens", "skipped"}
 _FIRST = ("loss", "reward", "kl", "entropy", "grad_norm", "completions/mean_length", "learning_rate")
 _PANELS = 12
@@ -17,10 +14,13 @@ Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by metric, and by what
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """One panel for each of the foremost metrics of ``metrics.jsonl``."""
+    """One panel for each of the foremost metrics of ``metrics.jsonl``, unless none was measured more than once."""
     curves = foremost(read_curves(metrics))
-    if not curves:
+    if all(len(points) < 2 for lines in curves.values() for points in lines.values()):
         return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
     columns = min(3, len(curves))
     rows = -(-len(curves) // columns)
     figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), layout="constrained")
