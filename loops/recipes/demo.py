@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -212,6 +210,9 @@ def _vacant(wanted: Path) -> Path:
 
 
 def _draw(directory: Path, accuracy: dict[str, float]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     bars, loss, margins, reward = figure.subplots(1, 4)

@@ -138,7 +138,7 @@ def check_room(config: Sampled, recipe: Recipe[Policy], context: int | None) -> 
         if source is None or data is None or context is None:
             continue
         known = "row" in data.column_names  # all of this data is prompts, to which answers are sampled
-        for i, prompt in enumerate(data["prompt"] if known or data is recipe.data else []):
+        for i, prompt in enumerate(data["prompt"][:] if known or data is recipe.data else []):
             if len(prompt) + config.max_tokens > context:
                 where = load(source).where(data[i]["row"]) if known else f"{source}, example {i + 1}"
                 raise ValueError(
