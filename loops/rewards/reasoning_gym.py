@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..rollouts.sample import Sample
-from .names import nearest
+from ..registry import nearest
 from .scoring import Row
 
 INSTRUCTION = "Give your final answer between <answer> and </answer>."

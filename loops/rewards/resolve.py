@@ -14,7 +14,7 @@ from typing import Any
 
 from ..rollouts.sample import Sample
 from .isolated import isolated
-from .names import build, find
+from ..registry import build, find
 from .scoring import RewardFunction, Row
 from .trl import from_trl, is_trl
 
