@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..rollouts.sample import Sample
 from ..registry import nearest
+from ..rollouts.sample import Sample
 from .scoring import Row
 
 INSTRUCTION = "Give your final answer between <answer> and </answer>."
