@@ -133,7 +133,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a conversation; ``Sampling.max_tokens`` is the limit of one turn, and a turn that is cut by it is the last."""
+    """Limits of a conversation. ``max_tokens`` of the sampling limits one turn; a turn cut by it is the last."""
 
     turns: int = 8
     """Answers of the policy."""

@@ -41,10 +41,10 @@ def demo(config: Demo) -> dict[str, float]:
     drawn = questions(rng, HELD_OUT + TAUGHT + config.questions)
     held_out, taught, asked = drawn[:HELD_OUT], drawn[HELD_OUT:][:TAUGHT], drawn[HELD_OUT + TAUGHT :]
     save_start(directory / "start", seed=config.seed)
-    accuracy = {"before training": score(directory / "start", held_out)}
 
     console.rule("SFT: answers to copy")
     teach(directory, taught, steps=config.sft_steps, seed=config.seed)
+    accuracy = {"before training": score(directory / "start", held_out)}
     accuracy["after SFT"] = score(directory / "sft/model", held_out)
 
     console.rule("DPO + NLL: its own right and wrong answers")
@@ -79,9 +79,9 @@ def demo(config: Demo) -> dict[str, float]:
             batch_size=128,
             group_size=8,
             max_tokens=TERM + 3,
-            rollout_epochs=3,
-            hyper={"clip_low": 0.02, "clip_high": 0.3},  # failures are pushed down no further than they must be
-            learning_rate=2e-4,
+            epochs_per_rollout=3,
+            loss_kwargs={"clip_low": 0.02, "clip_high": 0.3},  # failures are pushed down no further than they must be
+            learning_rate=2.5e-4,
             schedule="linear",
             warmup=0.15,
             show_every=20,

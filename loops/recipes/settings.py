@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..config import Common, ReferenceKind, Teacher
-from ..rl.settings import Online, PolicyGradient, Sampled, Weighting
+from ..rl.settings import OnlineConfig, PolicyGradientConfig, SamplingConfig, Weighting
 
 Scale = Literal["group", "batch", "none"]
 Name = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo", "rloo"]
@@ -56,7 +56,7 @@ class DPO(Common):
     one pass over the data before training, cached in the run directory."""
     teacher: Teacher = field(default_factory=Teacher)
     """A teacher, for the loss `distillation` in a mix."""
-    hyper: dict[str, float] = field(default_factory=dict)
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Further hyper-parameters by name, such as {gamma: 0.5, tau: 0.05}, for every loss that has one of that name."""
 
 
@@ -78,7 +78,7 @@ class KTO(Common):
     """Where reference log-probs come from, as for dpo; kto can't precompute them, its mismatched answers change."""
     teacher: Teacher = field(default_factory=Teacher)
     """A teacher, for the loss `distillation` in a mix."""
-    hyper: dict[str, float] = field(default_factory=dict)
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Further hyper-parameters by name, for every loss that has one of that name."""
 
 
@@ -140,7 +140,7 @@ class PRM(Common):
 
 
 @dataclass(frozen=True)
-class Distill(Sampled):
+class Distill(SamplingConfig):
     """Training on a teacher's distribution of the next token, on messages, text, or prompts with completions."""
 
     learning_rate: float = 2e-5
@@ -162,7 +162,7 @@ class Distill(Sampled):
 
 
 @dataclass(frozen=True)
-class GRPO(PolicyGradient):
+class GRPO(PolicyGradientConfig):
     """Reinforcement learning from rewards, each answer compared with the others to its prompt."""
 
     variant: Name = "grpo"
@@ -171,11 +171,11 @@ class GRPO(PolicyGradient):
     """Whether tokens or answers count the same, or a token 1 over max_tokens."""
     scale: Scale | None = None
     """What differences in reward are divided by: the standard deviation in the group, in the batch, or nothing."""
-    combine: Literal["sum", "normalize"] = "sum"
+    reward_aggregation: Literal["sum", "normalize"] = "sum"
     """Whether rewards are summed before they are compared, or compared one by one (GDPO)."""
-    varied: bool | None = None
+    dynamic_sampling: bool | None = None
     """Pass over groups whose rewards are all the same and sample others (dynamic sampling)."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_as: Literal["loss", "reward"] = "loss"
     """Whether the divergence from the reference is a loss of its own, or is taken off the reward."""
 
 
@@ -189,19 +189,19 @@ class RLOO(GRPO):
     """Answers to each prompt."""
     beta: float = 0.05
     """Strength of the pull towards the reference policy; 0 needs no reference."""
-    kl_in: Literal["loss", "reward"] = "reward"
+    kl_as: Literal["loss", "reward"] = "reward"
     """Whether the divergence from the reference is a loss of its own, or is taken off the reward."""
 
 
 @dataclass(frozen=True)
-class PPO(PolicyGradient):
+class PPO(PolicyGradientConfig):
     """Reinforcement learning from rewards with a value function, on one answer or several to each prompt."""
 
     group_size: int = 1
     """Answers to each prompt."""
     batch_size: int = 64
     """Prompts per rollout, over all ranks."""
-    rollout_epochs: int = 4
+    epochs_per_rollout: int = 4
     """How often a rollout is trained on."""
     beta: float = 0.05
     """Strength of the pull towards the reference policy, taken off the reward of each token; 0 needs no reference."""
@@ -223,7 +223,7 @@ class PPO(PolicyGradient):
 
 
 @dataclass(frozen=True)
-class OnlineDPO(Online):
+class OnlineDPO(OnlineConfig):
     """Preference training on pairs of the policy's own answers, the best and the worst of each group by reward."""
 
     group_size: int = 2
@@ -238,7 +238,7 @@ class OnlineDPO(Online):
     """Where reference log-probs come from, as for dpo; precompute does not apply."""
     missing_eos_penalty: float = 0.0
     """What an answer that was cut at max_tokens loses of its reward."""
-    hyper: dict[str, float] = field(default_factory=dict)
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Further hyper-parameters by name, such as {gamma: 0.5}, for every loss that has one of that name."""
 
 
@@ -250,11 +250,11 @@ class Demo:
     """Directory of the demonstration; a number is appended if it is taken."""
     seed: int = 0
     """Seed of questions, weights and samples."""
-    sft_steps: int = 300
+    sft_steps: int = 220
     """Optimizer steps of SFT, 128 sums each."""
-    dpo_steps: int = 150
+    dpo_steps: int = 100
     """Optimizer steps of DPO, 128 pairs each."""
     questions: int = 4000
     """Questions that the model answers to make pairs, four times each."""
-    grpo_steps: int = 210
+    grpo_steps: int = 150
     """Optimizer steps of GRPO, three on 8 answers to each of 128 questions."""

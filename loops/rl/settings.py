@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ..config import Common, Limits, ReferenceKind
-from ..rollouts.sample import Sampling
+from ..rollouts.sample import SamplingParams
 
 Old = Literal["sampled", "recomputed"]
 Weighting = Literal["token_mean", "sequence_mean", "fixed_length"]
@@ -57,7 +57,7 @@ class VLLM:
 
 
 @dataclass(frozen=True)
-class Sampled(Common):
+class SamplingConfig(Common):
     """How answers are sampled."""
 
     group_size: int = 8
@@ -82,12 +82,12 @@ class Sampled(Common):
     """Rollouts between two of which a few answers are shown; 0 shows none."""
 
     @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k)
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.top_k)
 
 
 @dataclass(frozen=True)
-class Online(Sampled):
+class OnlineConfig(SamplingConfig):
     """Training on answers that the policy samples and that rewards judge."""
 
     batch_size: int = 8
@@ -109,9 +109,9 @@ class Online(Sampled):
     module:Environment; null for single answers."""
     limits: Limits = field(default_factory=Limits)
     """Of a conversation; max_tokens is that of one turn."""
-    max_age: int = 0
+    max_staleness: int = 0
     """How many rollouts behind the weights of its step an answer may be; above 0, answers are drawn while training."""
-    rollout_epochs: int = 1
+    epochs_per_rollout: int = 1
     """How often a rollout is trained on."""
     minibatches: int = 1
     """Optimizer steps in which a rollout is trained on, each epoch."""
@@ -122,7 +122,7 @@ class Online(Sampled):
 
 
 @dataclass(frozen=True)
-class PolicyGradient(Online):
+class PolicyGradientConfig(OnlineConfig):
     """Reinforcement learning from rewards by policy gradient."""
 
     loss: str | dict[str, float | dict[str, Any]] | None = None
@@ -144,7 +144,7 @@ class PolicyGradient(Online):
     """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""
     correction_high: float | None = None
     """Upper bound of that ratio."""
-    hyper: dict[str, float] = field(default_factory=dict)
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""
 
     @property

@@ -4,7 +4,7 @@ import asyncio
 import functools
 
 import pytest
-from burnish.loops.environments import Conversations
+from burnish.loops.environments import MultiTurnSource
 from burnish.loops.environments.games import GuessNumber, guess_rows, optimal_guesses
 
 
@@ -18,7 +18,7 @@ def play(game, said, row, strategy):
         reward += step.reward
         if step.done:
             return reward, guesses
-        low, high = (guess + 1, high) if step.said == "higher" else (low, guess - 1)
+        low, high = (guess + 1, high) if step.observation == "higher" else (low, guess - 1)
     raise AssertionError("the game never ends")
 
 
@@ -58,7 +58,11 @@ def test_what_is_no_guess_is_wasted(said):
     game.reset(games(1, 100)[41])
     for text in ("", "no idea", "0", "101", "9" * 50):
         step = game.step(said(text))
-        assert step.said == "Say a whole number from 1 to 100." and step.reward == 0.0 and step.counts == {"wasted": 1}
+        assert (
+            step.observation == "Say a whole number from 1 to 100."
+            and step.reward == 0.0
+            and step.counts == {"wasted": 1}
+        )
     assert game.step(said("Not 7 but 42.")).reward == 1.0  # the sixth of seven
 
 
@@ -72,7 +76,7 @@ def test_the_row_decides_the_game_and_rows_differ_by_seed():
 def test_a_game_in_tokens(tokenizer, turns, scripted, request_for):
     row = guess_rows(1, low=1, high=7, seed=0)[0] | {"secret": 3}
     source = scripted(tokenizer, ["4", "2", "3"])
-    conversations = Conversations(source, GuessNumber, lambda task: row, turns)
+    conversations = MultiTurnSource(source, GuessNumber, lambda task: row, turns)
     (sample,) = asyncio.run(conversations.sample(request_for()))
     assert sample.finish == "stop" and sample.info["environment_reward"] == 1.0 and sample.info["won"] == 1
     assert [m["content"] for m in sample.info["messages"]] == ["4", "lower", "2", "higher", "3"]

@@ -14,7 +14,7 @@ def config(tmp_path):
         **prepare(tmp_path),
         "output": str(tmp_path / "run"),
         "steps": 36,
-        "rollout_epochs": 2,
+        "epochs_per_rollout": 2,
         "minibatches": 2,
         "old": "recomputed",
         "beta": 0.1,
@@ -32,7 +32,7 @@ def test_a_run_that_samples_by_itself_ends_with_the_same_weights(recipe, kills, 
 
 
 def test_a_run_that_samples_while_it_trains_has_each_answer_once(config):
-    config |= {"max_age": 2, "rollout_epochs": 1, "minibatches": 1}
+    config |= {"max_staleness": 2, "epochs_per_rollout": 1, "minibatches": 1}
     happened, _ = kill_and_resume("grpo", config, "write:4", "random:6")
     assert (happened["random"], happened["write"]) == (6, 1)
     assert assert_each_answer_once(config)[2] > 0

@@ -1,15 +1,12 @@
 """Functions in processes of their own: they can be killed, and their crashes are nobody else's."""
 
 import asyncio
-import importlib
 import os
-import sys
 import time
 
 import pytest
-from burnish.loops.rewards import Weighted, isolated
-from burnish.loops.rewards.isolated import ProcessError
-from burnish.loops.rewards.serve import postpone
+from burnish.loops.rewards import RewardFunction, isolated
+from burnish.loops.rewards.sandbox import ProcessError
 from burnish.loops.rewards.workers import OutOfTime, within
 
 MODULE = """
@@ -127,7 +124,7 @@ def test_as_many_calls_as_processes_run_at_once(functions):
 
 
 def test_a_judge_masks_what_was_killed(functions, groups, judging):
-    reward = Weighted("slow", isolated(functions.by_index), timeout=30)
+    reward = RewardFunction("slow", isolated(functions.by_index), timeout=30)
     rows, samples = groups
     judging([reward], rows[:1], samples[:1])  # starting a process takes longer than what follows
     reward.timeout = 0.5
@@ -140,25 +137,8 @@ def test_a_judge_masks_what_was_killed(functions, groups, judging):
 def test_its_process_starts_without_torch(functions, answer, judging):
     """Or it would take hundreds of megabytes, and seconds, for a function that compares texts."""
     sample = answer()
-    assert judging([Weighted("torch", isolated(functions.has_torch))], [{}], [sample]) == {}
+    assert judging([RewardFunction("torch", isolated(functions.has_torch))], [{}], [sample]) == {}
     assert sample.rewards == {"torch": 0.0}
-
-
-def test_a_postponed_package_runs_when_something_of_it_is_asked_for(tmp_path, monkeypatch):
-    package = tmp_path / "heavy_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("from .light import value\nloaded = value + 1")
-    (package / "light.py").write_text("value = 1")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "heavy_package", None)  # so that it is taken out again
-    del sys.modules["heavy_package"]
-    postpone("heavy_package")
-    light = importlib.import_module("heavy_package.light")
-    heavy = sys.modules["heavy_package"]
-    assert light.value == 1 and "loaded" not in vars(heavy)
-    assert heavy.loaded == 2
-    with pytest.raises(AttributeError):
-        _ = heavy.missing
 
 
 def test_it_keeps_what_the_function_says_of_itself(functions):
