@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -43,10 +41,10 @@ def demo(config: Demo) -> dict[str, float]:
     drawn = questions(rng, HELD_OUT + TAUGHT + config.questions)
     held_out, taught, asked = drawn[:HELD_OUT], drawn[HELD_OUT:][:TAUGHT], drawn[HELD_OUT + TAUGHT :]
     save_start(directory / "start", seed=config.seed)
-    accuracy = {"before training": score(directory / "start", held_out)}
 
     console.rule("SFT: answers to copy")
     teach(directory, taught, steps=config.sft_steps, seed=config.seed)
+    accuracy = {"before training": score(directory / "start", held_out)}
     accuracy["after SFT"] = score(directory / "sft/model", held_out)
 
     console.rule("DPO + NLL: its own right and wrong answers")
@@ -83,7 +81,7 @@ def demo(config: Demo) -> dict[str, float]:
             max_tokens=TERM + 3,
             epochs_per_rollout=3,
             loss_kwargs={"clip_low": 0.02, "clip_high": 0.3},  # failures are pushed down no further than they must be
-            learning_rate=2e-4,
+            learning_rate=2.5e-4,
             schedule="linear",
             warmup=0.15,
             show_every=20,
@@ -212,6 +210,9 @@ def _vacant(wanted: Path) -> Path:
 
 
 def _draw(directory: Path, accuracy: dict[str, float]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     bars, loss, margins, reward = figure.subplots(1, 4)

@@ -145,7 +145,7 @@ def _write(path: Path, state: Any) -> str:
     """Write the file and flush it to the disk; returns its SHA-256."""
     with path.open("wb") as file, _Digest(file) as digest:
         with _without_crc32():
-            torch.save(state, digest)
+            torch.save(state, cast(BinaryIO, digest))
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
