@@ -43,7 +43,7 @@ PARTS = {  # what a command names by @
     "distill": "distill @offline --data @demonstrations --teacher.model @teacher",
     "sampled": "--group_size 4 --max_tokens 8 --show_every 0",
     "rewards": "--rewards '{identity_inputs:even: 1.0, identity_inputs:brief: 0.3}'",
-    "online": "@steps @sampled @rewards --batch_size 4 --data @prompts",
+    "online": "@steps @sampled @rewards --batch_size 4 --data @prompts --learning_rate 1e-2",
     "split": "--rollout_epochs 2 --minibatches 2 --beta 0.05",
 }
 RECIPES = {  # in both precisions, on one rank and on two
@@ -57,7 +57,7 @@ RECIPES = {  # in both precisions, on one rank and on two
     "distill": "@distill",
     "distill_on_policy": "@distill @sampled --on_policy 0.5 --teacher.divergence jsd",
     "grpo": "grpo @online @split --eval_data @prompts",
-    "rloo": "rloo @online",
+    "rloo": "rloo @online --rollout_epochs 2",
     "ppo": "ppo @online @split --group_size 2 --missing_eos_penalty 0.5",
     "online_dpo": "online_dpo @online --loss '{dpo: 1.0, nll: 0.1}' --missing_eos_penalty 0.5",
 }
@@ -88,17 +88,18 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
     "sampled_reverse_kl": "@distill @sampled --on_policy 1 --loss sampled_reverse_kl --temperature 0.9",
     **{variant: f"grpo @online @split --variant {variant}" for variant in (
         "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo")},
-    "grpo_once": "grpo @online --mask_truncated true --top_p 0.9 --old recomputed --correction tis",
+    "grpo_once": "grpo @online --mask_truncated true --top_p 0.9 --correction tis --correction_high 0.902",
     "grpo_kl_in_reward": "grpo @online @split --kl_in reward --kl k2 --scale batch --weighting token_mean --lora.r 4",
-    "grpo_gdpo": "grpo @online @split --combine normalize --temperature 0.8 --top_k 50 --correction icepop",
+    "grpo_gdpo": "grpo @online @split --combine normalize --temperature 0.8 --top_k 240 --correction icepop",
     "grpo_mix": "grpo @online @split --loss '{clipped_surrogate: 1, entropy_bonus: 0.01, topr: 0.1, reinforce: 0.1}'",
     "grpo_turns": "grpo @online --environment guess_number --limits.turns 3",
-    **{f"gspo_{correction}": f"grpo @online @split --variant gspo --correction {correction}" for correction in (
-        "sequence_tis", "sequence_mask", "geometric_mask")},
+    "gspo_truncated": "grpo @online --variant gspo --top_p 0.9 --correction sequence_tis --correction_high 0.6",
+    "gspo_masked": "grpo @online --variant gspo --top_p 0.9 --correction sequence_mask",
+    "gspo_mean_masked": "grpo @online --variant gspo --top_p 0.9 --correction geometric_mask --correction_low 0.901",
     "rloo_whitened": "rloo @online @split --scale batch --loss reinforce",
     "ppo_critic": "ppo @online @split --value_model @teacher --loss '{clipped_surrogate: 1, entropy_bonus: 0.01}'",
 }  # fmt: skip
-SKIPPED = ("step", "seconds", "sampling/seconds")  # metrics that are no results
+SKIPPED = ("step", "seconds", "sampling/seconds")  # fields of a line of metrics that are no results
 RENAMED: dict[str, str] = {}  # regular expression -> replacement, for names of cases and numbers in an older file
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"} | dict.fromkeys(
     ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TRITON_INTERPRET"), "1"
@@ -203,10 +204,9 @@ def differences(old: dict[str, Any], new: dict[str, Any], only: str) -> Iterator
     for key in ("machine", "inputs"):
         if old[key] != new[key]:
             yield f"another {key}, numbers may differ for that alone: {old[key]} -> {new[key]}"
-    text = json.dumps(old["cases"])
+    before = old["cases"]
     for pattern, name in RENAMED.items():
-        text = re.sub(pattern, name, text)
-    before = json.loads(text)
+        before = json.loads(re.sub(pattern, name, json.dumps(before)))
     for case in sorted(before.keys() | new["cases"].keys()):
         first, second = before.get(case, {}), new["cases"].get(case, {})
         if re.search(only, case) and ("failed" in second or first != second):

@@ -58,12 +58,9 @@ KERNELS = {
     "linear_gather_logprob": {"several": {"hidden": (N, D), "head": HEAD, "ids": (N, 3), "temperature": (N,)}},
     "linear_logits": {"head": {"hidden": (N, D), "head": HEAD, "vocab": 90}},
 }  # fmt: skip
-ONLY_TORCH = (
-    "tiles",
-    "halves",
-    "halves_of_all",
-    "linear_logits",
-)  # cases too large for the interpreter, or alike in all
+# Cases that are too large for the interpreter, or alike in all backends; kernels whose "fused" is "triton".
+ONLY_TORCH = ("tiles", "halves", "halves_of_all", "linear_logits")
+AS_TRITON = ("logits_logprob", "linear_divergence")
 
 
 def run_kernels(only: str, rank: int | None) -> dict[str, dict[str, str]]:
@@ -75,6 +72,7 @@ def run_kernels(only: str, rank: int | None) -> dict[str, dict[str, str]]:
         for case, backend, mode in itertools.product(cases, BACKENDS, MODES):
             name = f"{kernel}.{case}.{backend}.{mode}" + ("" if rank is None else f".rank{rank}")
             alike = backend != "torch" and (case in ONLY_TORCH or kernel in ONLY_TORCH)
+            alike |= backend == "fused" and kernel in AS_TRITON
             if alike or case.startswith("halves") != (rank is not None) or not re.search(only, name):
                 continue
             options = {} if kernel == "linear_logits" else {"backend": BACKENDS[backend]}
