@@ -44,7 +44,7 @@ PARTS = {  # what a command names by @
     "sampled": "--group_size 4 --max_tokens 8 --show_every 0",
     "rewards": "--rewards '{identity_inputs:even: 1.0, identity_inputs:brief: 0.3}'",
     "online": "@steps @sampled @rewards --batch_size 4 --data @prompts --learning_rate 1e-2",
-    "split": "--rollout_epochs 2 --minibatches 2 --beta 0.05",
+    "split": "--epochs_per_rollout 2 --minibatches 2 --beta 0.05",
 }
 RECIPES = {  # in both precisions, on one rank and on two
     "sft": "@sft",
@@ -57,7 +57,7 @@ RECIPES = {  # in both precisions, on one rank and on two
     "distill": "@distill",
     "distill_on_policy": "@distill @sampled --on_policy 0.5 --teacher.divergence jsd",
     "grpo": "grpo @online @split --eval_data @prompts",
-    "rloo": "rloo @online --rollout_epochs 2",
+    "rloo": "rloo @online --epochs_per_rollout 2",
     "ppo": "ppo @online @split --group_size 2 --missing_eos_penalty 0.5",
     "online_dpo": "online_dpo @online --loss '{dpo: 1.0, nll: 0.1}' --missing_eos_penalty 0.5",
 }
@@ -68,7 +68,7 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
     "sft_packed": "@sft --layout packed --gradient_checkpointing true --keep_bytes 0 --train_on all",
     "sft_reference": "@sft --backend reference --shuffle false --max_length 24 --truncation keep_end --save_every 1",
     "sft_lora": "@sft --lora.r 4 --lora.dropout 0.1",
-    "dpo_losses": "@dpo --hyper '{gamma: 0.5, tau: 0.05, alpha: 0.25}' --label_smoothing 0.1 --loss '{dpo: 1, "
+    "dpo_losses": "@dpo --loss_kwargs '{gamma: 0.5, tau: 0.05, alpha: 0.25}' --label_smoothing 0.1 --loss '{dpo: 1, "
     "ipo: 0.1, robust_dpo: 1, hinge: 1, exo: 1, nca: 1, bco_pair: 1, sppo_hard: 0.1, apo_zero: 1, apo_down: 1, "
     "discopop: 1, cpo: 1, simpo: 1, alpha_po: 1, orpo: 1, nll: 0.1}'",
     "dpo_wpo": "@dpo --weight wpo --ld_alpha 0.5 --layout padded",
@@ -89,8 +89,8 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
     **{variant: f"grpo @online @split --variant {variant}" for variant in (
         "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo")},
     "grpo_once": "grpo @online --mask_truncated true --top_p 0.9 --correction tis --correction_high 0.902",
-    "grpo_kl_in_reward": "grpo @online @split --kl_in reward --kl k2 --scale batch --weighting token_mean --lora.r 4",
-    "grpo_gdpo": "grpo @online @split --combine normalize --temperature 0.8 --top_k 240 --correction icepop",
+    "grpo_kl_in_reward": "grpo @online @split --kl_as reward --kl k2 --scale batch --weighting token_mean --lora.r 4",
+    "grpo_gdpo": "grpo @online @split --reward_aggregation normalize --temperature 0.8 --top_k 240 --correction icepop",
     "grpo_mix": "grpo @online @split --loss '{clipped_surrogate: 1, entropy_bonus: 0.01, topr: 0.1, reinforce: 0.1}'",
     "grpo_turns": "grpo @online --environment guess_number --limits.turns 3 --cache_bytes 1",  # one by one: same bits
     "gspo_truncated": "grpo @online --variant gspo --top_p 0.9 --correction sequence_tis --correction_high 0.6",
