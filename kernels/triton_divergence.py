@@ -1,13 +1,13 @@
-"""The three elementwise passes of divergence_tiles.py over two tiles of logits ``[n, columns]``, each one launch.
+"""The three elementwise passes of divergence_passes.py over two tiles of logits ``[n, columns]``, each one launch.
 
     z = cap(scale·c)/T of either head, in float32, with its own scale and soft cap, and the T of the row
 
     fold_:  x = z_P − m_P,  y = z_Q − m_Q:   S = Σ eˣ,  R = Σ eʸ and, if asked for, G = Σ eˣ·(x − y), brought up to date
     mix_:   s = z_S − m_S − log S,  t = z_T − m_T − log R,  M = (1−β)·eˢ + β·eᵗ:   += Σ eᵗ·(t − log M), Σ eˢ·(s − log M)
-    pull_:  dz = eˢ − eᵗ,  eˢ·(s − t − D)  or  eˢ·(s − log M − K);   dc = gain·dz·cap′(scale·c)
+    backward_tile_:  dz = eˢ − eᵗ,  eˢ·(s − t − D)  or  eˢ·(s − log M − K);   dc = gain·dz·cap′(scale·c)
 
-Moved: 8 bytes a logit are read, and ``pull_`` writes 2 or 4; all else is per row. Nothing is shared between rows, and
-the sums of a row have a fixed order: the same call gives the same bits.
+Moved: 8 bytes a logit are read, and ``backward_tile_`` writes 2 or 4; all else is per row. Nothing is shared between
+rows, and the sums of a row have a fixed order: the same call gives the same bits.
 
 Tiles are float32, kept ones too: near the optimum the gradient is made of s − t alone, which is smaller than the
 rounding of s and t to 16 bits, however well they are centered.
@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import Transform
-from .triton_tiles import LOG2E, NEVER, factors, tempered
+from .softmax import LogitTransform
+from .triton_softmax import LOG2E, NEVER, factors, tempered
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-KNOWN = tl.constexpr(5)  # columns of ``known`` and of the state of a fold
+FIELDS = tl.constexpr(5)  # columns of ``row_stats`` and of the state of a fold
 
 
 @triton.jit
@@ -49,9 +49,9 @@ def _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS: tl.const
 
 
 @triton.jit
-def _known(known_ptr, row):
+def _row_stats(row_stats_ptr, row):
     """m_S, log S, m_T, log R and the level, D or K, each ``[ROWS, 1]``."""
-    at = known_ptr + row[:, None] * KNOWN
+    at = row_stats_ptr + row[:, None] * FIELDS
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
 
@@ -80,7 +80,7 @@ def _fold_kernel(
     BLOCK: tl.constexpr,
 ):
     row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
-    state_ptr += row * KNOWN
+    state_ptr += row * FIELDS
     shift, total = tl.load(state_ptr), tl.load(state_ptr + 1)  # [ROWS]
     other_shift, other_total = tl.load(state_ptr + 2), tl.load(state_ptr + 3)
     if GAP:
@@ -115,7 +115,7 @@ def _mix_kernel(
     sums_ptr,  # [n, 2]
     student_ptr,  # [n, columns]
     teacher_ptr,  # [n, columns]
-    known_ptr,  # [n, 5]
+    row_stats_ptr,  # [n, 5]
     temperature_ptr,  # [n] or None
     scale,
     softcap,
@@ -131,7 +131,7 @@ def _mix_kernel(
     BLOCK: tl.constexpr,
 ):
     row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
-    shift, log_total, other_shift, other_log_total, _ = _known(known_ptr, row)
+    shift, log_total, other_shift, other_log_total, _ = _row_stats(row_stats_ptr, row)
     from_teacher = tl.zeros((ROWS, BLOCK), tl.float32)
     from_student = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, columns, BLOCK):
@@ -151,11 +151,11 @@ def _mix_kernel(
 
 
 @triton.jit
-def _pull_kernel(
+def _backward_kernel(
     out_ptr,  # [n, columns]
     student_ptr,  # [n, columns]
     teacher_ptr,  # [n, columns]
-    known_ptr,  # [n, 5]
+    row_stats_ptr,  # [n, 5]
     gain_ptr,  # [n]
     temperature_ptr,  # [n] or None
     scale,
@@ -175,7 +175,7 @@ def _pull_kernel(
 ):
     row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
     gain = tl.load(gain_ptr + row)[:, None]  # [ROWS, 1]
-    shift, log_total, other_shift, other_log_total, level = _known(known_ptr, row)
+    shift, log_total, other_shift, other_log_total, level = _row_stats(row_stats_ptr, row)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         inside = there[:, None] & (column < columns)[None, :]
@@ -216,8 +216,8 @@ def launch(n: int, columns: int, device: torch.device) -> Launch:
     return Launch(1, min(max(triton.next_power_of_2(columns), 64), 512), 1)
 
 
-def fold_(state: Tensor, p: Tensor, q: Tensor, to_z: Transform, to_w: Transform, gap: bool) -> None:
-    """``divergence_tiles.fold``, with ``state`` ``[n, 5]`` brought up to date; G only if it is asked for."""
+def fold_(state: Tensor, p: Tensor, q: Tensor, to_z: LogitTransform, to_w: LogitTransform, gap: bool) -> None:
+    """``divergence_passes.fold``, with ``state`` ``[n, 5]`` brought up to date; G only if it is asked for."""
     n, columns = p.shape
     rows, block, warps = launch(n, columns, p.device)
     assert state.is_contiguous()
@@ -239,18 +239,24 @@ def fold_(state: Tensor, p: Tensor, q: Tensor, to_z: Transform, to_w: Transform,
 
 
 def mix_(
-    sums: Tensor, student: Tensor, teacher: Tensor, known: Tensor, to_z: Transform, to_w: Transform, beta: float
+    sums: Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    row_stats: Tensor,
+    to_z: LogitTransform,
+    to_w: LogitTransform,
+    beta: float,
 ) -> None:
-    """``divergence_tiles.mix``, added to ``sums`` ``[n, 2]``."""
+    """``divergence_passes.mix``, added to ``sums`` ``[n, 2]``."""
     n, columns = student.shape
     rows, block, warps = launch(n, columns, student.device)
-    assert sums.is_contiguous() and known.is_contiguous()
+    assert sums.is_contiguous() and row_stats.is_contiguous()
     with torch.cuda.device_of(student):
         _mix_kernel[(triton.cdiv(n, rows),)](
             sums,
             student,
             teacher,
-            known,
+            row_stats,
             *_constants(to_z, to_w),
             beta,
             1 - beta,
@@ -264,26 +270,26 @@ def mix_(
         )
 
 
-def pull_(
+def backward_tile_(
     out: Tensor,
     student: Tensor,
     teacher: Tensor,
-    known: Tensor,
+    row_stats: Tensor,
     gain: Tensor,
-    to_z: Transform,
-    to_w: Transform,
+    to_z: LogitTransform,
+    to_w: LogitTransform,
     beta: float,
 ) -> None:
-    """``divergence_tiles.pull``, written into ``out`` in float32 or 16 bits; it may be the tile of the student."""
+    """``divergence_passes.backward_tile`` in float32 or 16 bits; ``out`` may be the tile of the student."""
     n, columns = student.shape
     rows, block, warps = launch(n, columns, student.device)
-    assert known.is_contiguous() and gain.is_contiguous()
+    assert row_stats.is_contiguous() and gain.is_contiguous()
     with torch.cuda.device_of(student):
-        _pull_kernel[(triton.cdiv(n, rows),)](
+        _backward_kernel[(triton.cdiv(n, rows),)](
             out,
             student,
             teacher,
-            known,
+            row_stats,
             gain,
             *_constants(to_z, to_w),
             beta,
@@ -300,6 +306,6 @@ def pull_(
         )
 
 
-def _constants(to_z: Transform, to_w: Transform) -> tuple[Tensor | float | None, ...]:
+def _constants(to_z: LogitTransform, to_w: LogitTransform) -> tuple[Tensor | float | None, ...]:
     temperature = None if to_z.temperature is None else to_z.temperature.contiguous()
     return temperature, to_z.scale, to_z.softcap, to_w.scale, to_w.softcap

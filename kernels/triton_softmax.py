@@ -1,9 +1,9 @@
-"""The two elementwise passes of tiles.py over a tile of logits ``[n, columns]``, each one launch of Triton.
+"""The two elementwise passes of softmax.py over a tile of logits ``[n, columns]``, each one launch of Triton.
 
     z = cap(scale·c)/T        x = z − m        cap(s) = softcap·tanh(s/softcap)
 
     fold_:  m, S = Σ eˣ, M = Σ x·eˣ and, if asked for, X = Σ x, n and Q = Σ e²ˣ, brought up to date, and the targets' z
-    pull_:  dz = eˣ·(level + slope·x + bend·eˣ) + flat,  dc = dz·cap′(scale·c) + Σ_j 1[column_j = v]·gain_j
+    backward_tile_:  dz = eˣ·(level + slope·x + bend·eˣ) + flat,  dc = dz·cap′(scale·c) + Σ_j 1[column_j = v]·gain_j
 
 Moved, for a tile in b bytes per logit: fold_ reads b·n·columns; what backward keeps is written from the registers of a
 row that one block holds, else from a second reading of it. pull_ reads b·n·columns and writes as many of its output's.
@@ -26,11 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tiles
-from .tiles import State, Transform, Upstream
+from . import softmax
+from .softmax import Coefficients, LogitTransform, SoftmaxState
 
-NEVER = tl.constexpr(tiles.NEVER)
-IMPOSSIBLE = tl.constexpr(tiles.IMPOSSIBLE)
+NEVER = tl.constexpr(softmax.NEVER)
+IMPOSSIBLE = tl.constexpr(softmax.IMPOSSIBLE)
 LOG2E = tl.constexpr(1.4426950408889634)
 MOST_KEPT = 8192  # columns of a row that are kept from the registers of 16 warps
 
@@ -50,7 +50,7 @@ def tanh(x):
 
 @triton.jit
 def finite(c):
-    """Float32 with −inf as ``tiles.NEVER``; NaN stays NaN."""
+    """Float32 with −inf as ``softmax.NEVER``; NaN stays NaN."""
     return tl.maximum(c.to(tl.float32), NEVER, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -174,7 +174,7 @@ def _fold_kernel(
 
 
 @triton.jit
-def _pull_kernel(
+def _backward_kernel(
     out_ptr,  # [n, columns]
     moments_ptr,  # [n], as all others without a stride; or None
     tile_ptr,  # [n, columns]
@@ -267,9 +267,13 @@ def launch(columns: int, most: int = 4096) -> Launch:
 
 
 def fold_(
-    tile: Tensor, column: Tensor, state: State, transform: Transform, kept: tuple[Tensor, Tensor] | None = None
+    tile: Tensor,
+    column: Tensor,
+    state: SoftmaxState,
+    transform: LogitTransform,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """``tiles.fold``, in place.
+    """``softmax.fold``, in place.
 
     ``tile`` ``[n, columns]`` is c in float32, float16 or bfloat16, of any row stride. ``kept`` takes
     z − (largest z of the row in this tile) ``[n, columns]``, and that largest z ``[n]``.
@@ -301,18 +305,18 @@ def fold_(
         )
 
 
-def pull_(
+def backward_tile_(
     tile: Tensor,
     column: Tensor,
     shift: Tensor,
-    upstream: Upstream,
-    transform: Transform,
+    upstream: Coefficients,
+    transform: LogitTransform,
     out: Tensor,
     *,
     top: Tensor | None = None,
     moments: Tensor | None = None,
 ) -> None:
-    """``tiles.pull`` with the targets' share, written into ``out``, which may be ``tile``.
+    """``softmax.backward_tile`` with the targets' share, written into ``out``, which may be ``tile``.
 
     ``tile`` is c, or what ``fold_`` kept, if ``top`` is given. ``moments`` ``[n]`` += Σ_v dz_v·x_v, without that share.
     """
@@ -321,7 +325,7 @@ def pull_(
         return
     block, warps = launch(columns)
     with torch.cuda.device_of(tile):
-        _pull_kernel[(n,)](
+        _backward_kernel[(n,)](
             out,
             moments,
             tile,

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import Head, linear_logprob, logits_logprob, tiled
-from burnish.kernels.operands import operands
+from burnish.kernels import Head, linear_logprob, logits_logprob, passes
+from burnish.kernels.head import HeadFactors
 from heads import CASES, EXTRAS, OUTPUTS, assert_as_good_as_the_reference, head, in_dtype, leaves, measure
 from torch import Tensor
 
@@ -15,8 +15,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(autouse=True)
 def small_tiles_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("", "GPU_"):
-        monkeypatch.setattr(tiled, f"{prefix}ROWS", 10)
-        monkeypatch.setattr(tiled, f"{prefix}COLUMNS", 48)
+        monkeypatch.setattr(passes, f"{prefix}ROWS", 10)
+        monkeypatch.setattr(passes, f"{prefix}COLUMNS", 48)
 
 
 def on_device(case: dict[str, Any]) -> dict[str, Any]:
@@ -87,15 +87,15 @@ def test_logits_by_triton_are_as_close_to_float64_as_the_reference() -> None:
 
 
 def test_without_gradients_auto_writes_no_logits() -> None:
-    plain = operands(torch.zeros(3, 4), Head(torch.zeros(5, 4)))
+    plain = HeadFactors.of(torch.zeros(3, 4), Head(torch.zeros(5, 4)))
     road = {"keep_bytes": None}
-    assert tiled.plan(plain, "auto", **road, graph=False, ranked=False).passes == "fused"
-    assert tiled.plan(plain, "auto", **road, graph=True, ranked=False).passes == "triton"
-    assert tiled.plan(plain, "auto", **road, graph=False, ranked=True).passes == "triton"
-    assert tiled.plan(plain, "triton", **road, graph=False, ranked=False).keep == 0
-    assert tiled.plan(plain, "triton", **road, graph=True, ranked=False).keep is None  # the device's own
+    assert passes.plan(plain, "auto", **road, graph=False, ranked=False).passes == "fused"
+    assert passes.plan(plain, "auto", **road, graph=True, ranked=False).passes == "triton"
+    assert passes.plan(plain, "auto", **road, graph=False, ranked=True).passes == "triton"
+    assert passes.plan(plain, "triton", **road, graph=False, ranked=False).keep == 0
+    assert passes.plan(plain, "triton", **road, graph=True, ranked=False).keep is None  # the device's own
     rounded = plain._replace(compute=torch.bfloat16)  # of a weight in float32 there would have to be a copy
-    assert tiled.plan(rounded, "auto", **road, graph=False, ranked=False).passes == "triton"
+    assert passes.plan(rounded, "auto", **road, graph=False, ranked=False).passes == "triton"
 
 
 def test_ranks_need_tiles() -> None:
@@ -106,10 +106,10 @@ def test_ranks_need_tiles() -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "fused"])
 def test_triton_without_a_gpu_or_in_float64_says_what_to_do(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=f"backend='{backend}' has no float64; use 'tiled' or 'reference'"):
+    with pytest.raises(ValueError, match=f"backend='{backend}' has no float64; use 'torch' or 'reference'"):
         linear_logprob(**CASES["plain"], backend=backend)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match=r"runs on a GPU, and the tensors are on cpu; use 'tiled', or Triton's inter"):
+    with pytest.raises(ValueError, match=r"runs on a GPU, and the tensors are on cpu; use 'torch', or Triton's inter"):
         linear_logprob(**in_dtype(CASES["plain"], torch.float32), backend=backend)
 
 
@@ -142,8 +142,8 @@ class TestOnTheGpu:
 
     @pytest.mark.parametrize("backend", ["triton", "fused"])
     def test_logits_are_never_in_memory(self, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(tiled, "GPU_ROWS", 256)
-        monkeypatch.setattr(tiled, "GPU_COLUMNS", 1024)
+        monkeypatch.setattr(passes, "GPU_ROWS", 256)
+        monkeypatch.setattr(passes, "GPU_COLUMNS", 1024)
         hidden = torch.randn(1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(65536, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         target = torch.randint(65536, (1024,), device="cuda")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import linear_logprob, tiled
+from burnish.kernels import linear_logprob, passes
 from heads import CASES, EXTRAS, in_dtype, leaves
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -30,7 +30,7 @@ def gradients(case: dict[str, Any], alive: Tensor, **options: Any) -> dict[str, 
 def test_rows_without_a_gradient_change_nothing(case: str, share: float) -> None:
     n = len(CASES[case]["hidden"])
     alive = torch.randperm(n, generator=torch.Generator().manual_seed(4)) < share * n
-    ours, exact = (gradients(CASES[case], alive, backend=backend) for backend in ("tiled", "reference"))
+    ours, exact = (gradients(CASES[case], alive, backend=backend) for backend in ("torch", "reference"))
     assert (ours["hidden"][~alive] == 0).all()
     for name, truth in exact.items():
         torch.testing.assert_close(ours[name], truth, rtol=1e-12, atol=1e-11)
@@ -40,7 +40,7 @@ def test_rows_without_a_gradient_change_nothing(case: str, share: float) -> None
 def test_backward_costs_in_proportion_to_the_rows_with_a_gradient(
     keep_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiled, "COLUMNS", 32)
+    monkeypatch.setattr(passes, "COLUMNS", 32)
 
     def work(alive: int) -> int:
         case = in_dtype(CASES["exact_tiles"], torch.float32)
@@ -68,8 +68,8 @@ def forward_and_backward(case: dict[str, Any], **options: Any) -> tuple[dict[str
 
 
 def test_a_budget_saves_products_and_no_bits_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "ROWS", 48)
-    monkeypatch.setattr(tiled, "COLUMNS", 32)
+    monkeypatch.setattr(passes, "ROWS", 48)
+    monkeypatch.setattr(passes, "COLUMNS", 32)
     tile = 48 * 32 * 4
     counts = []
     for keep_bytes in (0, tile, 5 * tile):

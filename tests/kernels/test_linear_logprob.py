@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import Head, Logprobs, linear_gather_logprob, linear_logprob, tiled, tiles
+from burnish.kernels import Head, Logprobs, linear_gather_logprob, linear_logprob, passes, tiles
 from heads import (
     CASES,
     EXTRAS,
@@ -44,14 +44,14 @@ def test_any_subset_of_more_outputs_has_its_gradient(outputs: tuple[str, ...]) -
 
 
 def test_tiles_of_real_size_are_exact_too() -> None:
-    case = head(tiled.ROWS + 7, 8, 2 * tiled.COLUMNS + 5, bias=lambda normal: normal(2 * tiled.COLUMNS + 5))
+    case = head(passes.ROWS + 7, 8, 2 * passes.COLUMNS + 5, bias=lambda normal: normal(2 * passes.COLUMNS + 5))
     assert_as_good_as_the_reference(case, torch.float32)
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_float64_agrees_to_the_last_digits() -> None:
     for case in CASES.values():
-        ours, exact = (measure(in_dtype(case, torch.float64), backend) for backend in ("tiled", "reference"))
+        ours, exact = (measure(in_dtype(case, torch.float64), backend) for backend in ("torch", "reference"))
         for name, truth in exact.items():
             torch.testing.assert_close(ours[name], truth, rtol=1e-12, atol=1e-11)
 
@@ -70,7 +70,7 @@ def test_reference_equals_the_equations() -> None:
     torch.testing.assert_close(ours.log_sum_squares, (p * p).sum(1).log())
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.usefixtures("small_tiles")
 def test_several_targets_are_the_targets_one_by_one(backend: str) -> None:
     case = CASES["everything"] | {"target": ids(63, 4, 100), "backend": backend}
@@ -93,7 +93,7 @@ def test_gathering_the_whole_vocabulary_gives_probabilities_that_sum_to_one() ->
     torch.testing.assert_close(logp.gather(1, case["target"][:, None])[:, 0], expected)
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.usefixtures("small_tiles")
 def test_gradcheck(backend: str) -> None:
     case = in_dtype(
@@ -112,7 +112,7 @@ def test_gradcheck(backend: str) -> None:
     assert torch.autograd.gradcheck(outputs, tuple(tensors.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.usefixtures("small_tiles")
 def test_a_forbidden_token_keeps_everything_finite(backend: str) -> None:
     bias = torch.zeros(100, dtype=torch.float64)
@@ -133,7 +133,7 @@ def test_a_forbidden_target_has_the_logprob_of_the_definition(softcap: float | N
     bias = torch.zeros(100)
     bias[7] = -torch.inf
     case = in_dtype(head(4, 20, 100, bias=bias, target=torch.tensor([7, 8, 7, 9]), softcap=softcap), torch.float32)
-    ours, expected = (linear_logprob(**case, backend=backend) for backend in ("tiled", "reference"))
+    ours, expected = (linear_logprob(**case, backend=backend) for backend in ("torch", "reference"))
     assert ours.logprob.isneginf().any() == (softcap is None)
     torch.testing.assert_close(ours, expected)
 
@@ -142,10 +142,10 @@ def test_padding_has_no_probability_and_no_gradient() -> None:
     case = in_dtype(head(9, 20, 107, vocab=100, target=torch.arange(9)), torch.float64)
     shorter = case | {"weight": case["weight"][:100].detach(), "vocab": None}
     torch.testing.assert_close(linear_logprob(**case), linear_logprob(**shorter))
-    assert (measure(case, "tiled")["d_weight"][100:] == 0).all()
+    assert (measure(case, "torch")["d_weight"][100:] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_no_tokens_give_a_differentiable_zero(backend: str) -> None:
     case = in_dtype(head(0, 20, 100, temperature=torch.ones(0), adapter=lora(20, 100)), torch.float32)
     result = linear_logprob(**case, backend=backend)
@@ -155,7 +155,7 @@ def test_no_tokens_give_a_differentiable_zero(backend: str) -> None:
         assert leaf.grad is not None and (leaf.grad == 0).all(), name
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_every_gradient_has_the_dtype_of_its_input(backend: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     case = in_dtype(CASES["everything"], dtypes[0]) | {"weight": CASES["plain"]["weight"].to(dtypes[1])}
@@ -169,7 +169,7 @@ def test_every_gradient_has_the_dtype_of_its_input(backend: str, dtypes: tuple[t
 def operations(case: dict[str, Any], *outputs: str) -> Counter[str]:
     """How often each torch operation runs, inside the ops too."""
     with profile(activities=[ProfilerActivity.CPU]) as record:
-        result = linear_logprob(**case, backend="tiled")
+        result = linear_logprob(**case, backend="torch")
         sum(getattr(result, name).sum() for name in outputs).backward()
     return Counter(event.name for event in record.events())
 
@@ -177,7 +177,7 @@ def operations(case: dict[str, Any], *outputs: str) -> Counter[str]:
 @pytest.mark.usefixtures("small_tiles")
 def test_what_is_frozen_costs_no_matrix_product() -> None:
     case = in_dtype(CASES["exact_tiles"], torch.float32)  # 2 × 3 tiles, of which 2 × 2 may be kept
-    logits = 6 + (6 if tiled.KEEP == 0 else 2)
+    logits = 6 + (6 if passes.KEEP == 0 else 2)
     assert operations(case, "logprob")["aten::addmm"] == logits + 6 + 6
     assert operations(case | {"weight": case["weight"].detach()}, "logprob")["aten::addmm"] == logits + 6
     assert operations(case | {"hidden": case["hidden"].detach()}, "logprob")["aten::addmm"] == logits + 6
@@ -204,10 +204,10 @@ def test_nothing_is_kept_when_no_gradient_is_needed() -> None:
 
 
 def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "ROWS", 64)
-    monkeypatch.setattr(tiled, "COLUMNS", 64)
+    monkeypatch.setattr(passes, "ROWS", 64)
+    monkeypatch.setattr(passes, "COLUMNS", 64)
     for keep, largest in ((0, 4 * 1000 * 8), (100_000, 100_000)):  # the gradient of the weight; the tiles kept
-        monkeypatch.setattr(tiled, "KEEP", keep)
+        monkeypatch.setattr(passes, "KEEP", keep)
         case = head(300, 8, 1000, temperature=lambda normal: normal(300).exp(), softcap=5.0, adapter=lora(8, 1000))
         case |= {"target": ids(300, 25, 1000), "outputs": EXTRAS}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
@@ -233,10 +233,10 @@ def test_a_second_derivative_is_an_error_and_not_a_wrong_number() -> None:
 
 def test_checkpointing_recomputes_the_same_gradients() -> None:
     plain, checkpointed = (in_dtype(CASES["everything"], torch.float32) for _ in range(2))
-    expected = measure(plain, "tiled")
+    expected = measure(plain, "torch")
 
     def run(hidden: Tensor) -> Logprobs:
-        return linear_logprob(**(checkpointed | {"hidden": hidden}), backend="tiled")
+        return linear_logprob(**(checkpointed | {"hidden": hidden}), backend="torch")
 
     result = torch.utils.checkpoint.checkpoint(run, checkpointed["hidden"], use_reentrant=False)
     random = torch.Generator().manual_seed(1)
@@ -271,17 +271,17 @@ def test_opcheck(case: str) -> None:
     inputs = (a["hidden"], a["weight"], target, a.get("bias"), low, up, a.get("temperature"))
     constants = (a.get("scale", 1.0), a.get("softcap"), a.get("vocab", 100), 0, None)
     asked = [name in a.get("outputs", ()) for name in EXTRAS]
-    road = (tiled.ROWS, tiled.COLUMNS)
-    arguments = (*inputs, None, *constants, *asked, target.shape[1] == 1, 3, *road, tiled.KEEP, "torch", torch.float32)
-    torch.library.opcheck(tiled._forward, arguments)
-    results = [t.detach() for t in tiled._forward(*arguments)]
-    softmax, kept = results[: tiled.SAVED], results[tiled.SAVED : tiled.SAVED + 2]
+    road = (passes.ROWS, passes.COLUMNS)
+    arguments = (*inputs, None, *constants, *asked, target.shape[1] == 1, 3, *road, passes.KEEP, "torch", torch.float32)
+    torch.library.opcheck(passes._forward, arguments)
+    results = [t.detach() for t in passes._forward(*arguments)]
+    softmax, kept = results[: passes.SAVED], results[passes.SAVED : passes.SAVED + 2]
     upstream = [softmax[0], None, softmax[2], *(softmax[3 + i] if asked[i] else None for i in range(2))]
     needed = [isinstance(t, Tensor) for i, t in enumerate(inputs) if i != 2]
     frozen = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
     backward = (upstream, softmax, kept, *frozen, *constants, *road, "torch", torch.float32, needed)
-    torch.library.opcheck(tiled._backward, backward)
-    torch.library.opcheck(tiled._backward_into, (torch.zeros_like(frozen[1]), *backward))
+    torch.library.opcheck(passes._backward, backward)
+    torch.library.opcheck(passes._backward_into, (torch.zeros_like(frozen[1]), *backward))
 
 
 @pytest.fixture
@@ -296,13 +296,13 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_tiles", "compiling")
 def test_compiled_tiles_are_as_good_and_compiled_once(case: str) -> None:
     assert_as_good_as_the_reference(CASES[case], torch.float32)
-    assert not tiles._uncompilable
+    assert not softmax._uncompilable
     with torch.compiler.set_stance("fail_on_recompile"):
         shorter = CASES[case] | {"hidden": CASES[case]["hidden"][:30], "target": CASES[case]["target"][:30]}
         if "temperature" in shorter:
             shorter["temperature"] = shorter["temperature"][:30]
         assert_as_good_as_the_reference(shorter, torch.float32)
-    assert not tiles._uncompilable
+    assert not softmax._uncompilable
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -312,18 +312,18 @@ def test_without_a_compiler_the_same_numbers_come_out_eagerly(monkeypatch: pytes
 
     case = CASES["exact_tiles"]
     with fresh_cache(), torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}):
-        ours = measure(in_dtype(case, torch.float32), "tiled")
-    assert tiles._uncompilable == {tiles.fold, tiles.pull_into}
+        ours = measure(in_dtype(case, torch.float32), "torch")
+    assert softmax._uncompilable == {softmax.fold, softmax.backward_tile_into}
     monkeypatch.setattr(tiles, "COMPILE_FROM", math.inf)
-    for name, expected in measure(in_dtype(case, torch.float32), "tiled").items():
+    for name, expected in measure(in_dtype(case, torch.float32), "torch").items():
         torch.testing.assert_close(ours[name], expected, rtol=0, atol=0)
 
 
 def test_only_large_calls_on_a_cpu_are_compiled() -> None:
     tile = torch.empty(1024, 1024)
-    assert tiles.worth_compiling(tile, 2048 * 49152)
-    assert not tiles.worth_compiling(tile, 4096 * 256)
-    assert not tiles.worth_compiling(tile.to("meta"), 2048 * 49152)
+    assert softmax.worth_compiling(tile, 2048 * 49152)
+    assert not softmax.worth_compiling(tile, 4096 * 256)
+    assert not softmax.worth_compiling(tile.to("meta"), 2048 * 49152)
 
 
 @pytest.mark.parametrize(
@@ -363,10 +363,10 @@ def test_only_large_calls_on_a_cpu_are_compiled() -> None:
         ({"main_grad": torch.zeros(100, 20).half()}, ValueError, r"main_grad must be torch.float32 \[100, 20\] on cpu"),
         ({"main_grad": torch.zeros(100, 2)}, ValueError, r"like weight, got torch.float32 \[100, 2\] on cpu"),
         ({"main_grad": torch.zeros(100, 20).requires_grad_()}, ValueError, "must not require a gradient itself"),
-        ({"backend": "cuda"}, ValueError, "backend must be 'auto', 'triton', 'fused', 'tiled' or 'reference', got 'cu"),
+        ({"backend": "cuda"}, ValueError, "backend must be 'auto', 'triton', 'fused', 'torch' or 'reference', got 'cu"),
     ],
 )
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_what_cannot_be_meant_is_an_error(
     backend: str, change: dict[str, Any], error: type[Exception], message: str
 ) -> None:

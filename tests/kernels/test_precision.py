@@ -13,7 +13,7 @@ from burnish.kernels import (
     linear_logprob,
     reference,
     sweeps,
-    tiled,
+    passes,
     tiles,
 )
 from heads import CASES, in_dtype, leaves
@@ -21,15 +21,15 @@ from heads import head as head_of
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["tiled", "triton", "fused", "reference"]
+BACKENDS = ["torch", "triton", "fused", "reference"]
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("", "GPU_"):
-        monkeypatch.setattr(tiled, f"{prefix}ROWS", 24)
-        monkeypatch.setattr(tiled, f"{prefix}COLUMNS", 64)
+        monkeypatch.setattr(passes, f"{prefix}ROWS", 24)
+        monkeypatch.setattr(passes, f"{prefix}COLUMNS", 64)
 
 
 def autocast(dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> Any:
@@ -110,7 +110,7 @@ def test_a_compute_dtype_is_float32_or_one_of_16_bits() -> None:
 def test_autocast_leaves_float64_alone() -> None:
     case = on_device(wide(), torch.float64)
     with autocast():
-        found = linear_logprob(**case, backend="tiled").logprob
+        found = linear_logprob(**case, backend="torch").logprob
     torch.testing.assert_close(found, exact(case, torch.float64), rtol=0, atol=1e-12)
 
 
@@ -165,7 +165,7 @@ def test_on_tensor_cores_no_product_has_a_float32_factor(
     n, v, d, r = 63, 150, 32, 3
     case = in_dtype(head_of(n, d, v, adapter=lambda normal: (normal(r, d) / d, normal(v, r), 0.7)), dtype)
     with autocast(enabled=dtype == torch.float32):
-        linear_logprob(**case, backend="tiled", keep_bytes=0).logprob.sum().backward()
+        linear_logprob(**case, backend="torch", keep_bytes=0).logprob.sum().backward()
     assert made and all(a == b == torch.bfloat16 for _, a, b, _ in made)
     assert sum(operations for *_, operations in made) == 8 * n * v * (d + r)
     products = 3 * (63 // 24 + 1)  # of spans of the vocabulary and tiles of rows
@@ -182,7 +182,7 @@ def test_on_tensor_cores_no_product_has_a_float32_factor(
         plain = case | again | {"adapter": (again["A"], again["B"], 0.7)}
         for name in ("A", "B"):
             del plain[name]
-        linear_logprob(**plain, backend="tiled").logprob.sum().backward()
+        linear_logprob(**plain, backend="torch").logprob.sum().backward()
     for name, leaf in again.items():
         assert (grads[name] - leaf.grad).norm() <= 6e-3 * leaf.grad.norm(), name  # dc is rounded to 16 bits as well
 
@@ -191,7 +191,7 @@ def test_kept_logits_have_the_dtype_of_the_factors(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(head, "has_tensor_cores", lambda device: True)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         hidden = torch.zeros(24, 8, dtype=dtype)
-        kept, tops = tiled._space(hidden, 150, 64, 2**20, "triton", dtype)
+        kept, tops = passes._space(hidden, 150, 64, 2**20, "triton", dtype)
         assert kept.dtype == dtype and tops.dtype == torch.float32
 
 
@@ -199,15 +199,15 @@ def test_a_gpu_cuts_off_what_is_ragged() -> None:
     """GPT-2's vocabulary, Qwen's without its padding, and one that is smaller than a tile."""
     gpu = torch.device("cuda")
     for vocab, last in ((50257, 17), (151669, 53), (100, 36), (63, 63)):
-        found = list(tiles.vocabulary_spans(vocab, 8192, gpu))
+        found = list(passes.vocabulary_spans(vocab, 8192, gpu))
         assert [s.stop for s in found[:-1]] == [s.start for s in found[1:]]
         assert found[0].start == 0 and found[-1] == slice(vocab - last, vocab)
         assert all((s.stop - s.start) % 64 == 0 for s in found[:-1])
-    assert list(tiles.vocabulary_spans(100, 64, torch.device("cpu"))) == [slice(0, 64), slice(64, 100)]
+    assert list(passes.vocabulary_spans(100, 64, torch.device("cpu"))) == [slice(0, 64), slice(64, 100)]
 
 
 def test_operators_that_wait_are_not_captured_in_graphs() -> None:
-    for name in ("tiled_linear_logprob", "tiled_linear_logprob_backward", "tiled_linear_divergence", "logits_logprob"):
+    for name in ("linear_logprob", "linear_logprob_backward", "linear_divergence", "logits_logprob"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.burnish, name).default.tags
 
 

@@ -20,7 +20,7 @@ def logits(case: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("case", RANKED)
-@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.usefixtures("small_tiles")
 def test_rank_top1_and_top_k_are_those_of_the_sorted_logits(case: str, backend: str) -> None:
     c, target = logits(CASES[case]), CASES[case]["target"]
@@ -64,7 +64,7 @@ def test_what_was_not_asked_for_is_none_and_the_rest_has_gradients() -> None:
     assert case["hidden"].grad is not None
 
 
-@pytest.mark.parametrize("backend", ["tiled", "reference"])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_of_logits_at_hand_the_same(backend: str) -> None:
     case = CASES["plain"]
     expected = linear_logprob(**case, **ASKED, top_k=4, temperature=0.7)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from burnish.kernels import linear_logprob, tiled
+from burnish.kernels import linear_logprob, passes
 from burnish.loops import head as heads
 from burnish.loops.batch import collate
 from burnish.loops.head import operands
@@ -37,7 +37,7 @@ KERNEL = "linear_logprob"
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     for name, size in TILES.items():
-        monkeypatch.setattr(tiled, name, size)
+        monkeypatch.setattr(passes, name, size)
 
 
 @pytest.fixture(autouse=True)

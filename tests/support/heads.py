@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from burnish.kernels import Head, linear_logprob, reference
-from burnish.kernels.reference import MoreLogprobs
+from burnish.kernels import Logprobs
 from torch import Tensor
 
 OUTPUTS = ("logprob", "entropy", "logsumexp")
@@ -102,7 +102,7 @@ def gradients(arguments: dict[str, Any], result: Any, outputs: tuple[str, ...] =
     return {name: t.detach().double() for name, t in (found | grads).items()}
 
 
-def of_16_bit_factors(arguments: dict[str, Any]) -> MoreLogprobs:
+def of_16_bit_factors(arguments: dict[str, Any]) -> Logprobs:
     """The definition in float32, but for what has to be rounded where products have factors of 16 bits.
 
     A product of tensor cores has both factors in the precision of its inputs, so dc, which autograd has in float32, is
@@ -132,7 +132,7 @@ def _rounded(dc: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_as_good_as_the_reference(
-    arguments: dict[str, Any], dtype: torch.dtype, backend: str = "tiled", products: str = "exact", **options: Any
+    arguments: dict[str, Any], dtype: torch.dtype, backend: str = "torch", products: str = "exact", **options: Any
 ) -> None:
     """Error against float64 at most twice the definition's own in the same precision, plus 1e-6.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from burnish.kernels import Shard, linear_logprob, tiled
+from burnish.kernels import Shard, linear_logprob, passes
 from heads import CASES, EXTRAS, head, in_dtype, leaves
 
 BOUNDS = (0, 41, 42, 100)  # the second rank holds a single token
@@ -45,7 +45,7 @@ def shard_of(case: dict, rank: int) -> dict:
 
 def run(rank: int, directory: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3)
-    tiled.ROWS, tiled.COLUMNS, tiled.KEEP = 24, 32, 20_000
+    passes.ROWS, passes.COLUMNS, passes.KEEP = 24, 32, 20_000
     shard = Shard(dist.group.WORLD, BOUNDS[rank])
     results = {
         name: measured(shard_of(in_dtype(case, torch.float64), rank), shard=shard) for name, case in SPLIT.items()

@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from burnish.kernels import Head, tiled
+from burnish.kernels import Head, passes
 from burnish.loops.batch import collate
 from burnish.loops.head import Lesson, Transform, fuse
 from burnish.loops.policy import Policy
@@ -312,7 +312,7 @@ def main():
     """Fork the ranks from this process, which has imported everything and computed nothing."""
     output, ranks = sys.argv[1], int(sys.argv[2])
     for name, size in TILES.items():
-        setattr(tiled, name, size)
+        setattr(passes, name, size)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
