@@ -187,7 +187,9 @@ class DivergenceArguments(NamedTuple):
 
     def allocate_kept(self) -> tuple[Tensor, Tensor]:
         """Memory for the tiles of each head that stay: half of the bytes for either."""
-        keep_bytes = passes.keep_by_default(self.hidden.device, divergence_passes.KEEP) if self.keep_bytes is None else self.keep_bytes
+        keep_bytes = self.keep_bytes
+        if keep_bytes is None:
+            keep_bytes = passes.keep_by_default(self.hidden.device, divergence_passes.KEEP)
         shape, dtype = (self.vocab, self.columns, keep_bytes // 2), accumulation_dtype(self.hidden.dtype)
         return allocate_kept(self.hidden, *shape, dtype), allocate_kept(self.hidden, *shape, dtype)
 
@@ -249,8 +251,11 @@ def _backward(
         upstream, row_stats = live.pick(upstream), live.pick(row_stats)
     sums = student_gradients(pair, upstream, row_stats, unit, needed)
     grads = scatter_rows(sums.hidden, live), sums.weight, sums.bias, scatter_rows(sums.low, live), sums.up
-    pairs, empty = zip(grads, given[:NEEDED], strict=True), given.hidden.new_empty
-    return tuple(empty(0) if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs)
+    inputs, empty = (given.hidden, given.weight, given.bias, given.low, given.up), given.hidden.new_empty
+    return tuple(
+        empty(0) if grad is None or like is None else grad.to(like.dtype)
+        for grad, like in zip(grads, inputs, strict=True)
+    )
 
 
 @_backward.register_fake
@@ -272,8 +277,8 @@ def _apply_backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor 
     grads: list[Tensor | None] = [None] * len(DivergenceArguments._fields)
     needed = list(ctx.needs_input_grad[:NEEDED])
     if upstream is not None:
-        saved, inputs = ctx.saved_tensors[:-TENSORS], ctx.saved_tensors[-TENSORS:]
-        found = _backward(upstream, *saved, needed, *inputs, *ctx.constants)
+        tensors = ctx.saved_tensors  # read once: a checkpoint recomputes them
+        found = _backward(upstream, *tensors[:-TENSORS], needed, *tensors[-TENSORS:], *ctx.constants)
         grads[:NEEDED] = [grad if wanted else None for grad, wanted in zip(found, needed, strict=True)]
     return tuple(grads)
 

@@ -200,6 +200,10 @@ class LogprobArguments(NamedTuple):
     backend: str
     compute: torch.dtype
 
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The arguments with a gradient, in the order of ``NEEDED``."""
+        return self.hidden, self.weight, self.bias, self.low, self.up, self.temperature
+
     def head(self) -> HeadFactors:
         return HeadFactors(self.hidden, self.weight, self.bias, self.low, self.up, self.compute)
 
@@ -216,7 +220,9 @@ class LogprobArguments(NamedTuple):
     def allocate_kept(self) -> tuple[Tensor, Tensor]:
         """Memory for the tiles that are kept, and for their tops: none where c itself is kept."""
         exact, triton = accumulation_dtype(self.hidden.dtype), self.backend == "triton"
-        keep_bytes = passes.keep_by_default(self.hidden.device, passes.KEEP) if self.keep_bytes is None else self.keep_bytes
+        keep_bytes = self.keep_bytes
+        if keep_bytes is None:
+            keep_bytes = passes.keep_by_default(self.hidden.device, passes.KEEP)
         dtype = factor_dtype(self.hidden, self.compute) if triton else exact
         kept = allocate_kept(self.hidden, self.vocab, self.columns, keep_bytes, dtype)
         return kept, self.hidden.new_empty(kept.shape[0] if triton else 0, self.hidden.shape[0], dtype=exact)
@@ -285,7 +291,7 @@ def _backward(
     main_grad = given.main_grad if _has_main_grad(given) else None
     tensors = Softmax(*softmax), kept, given.head(), target
     grads = gradients(upstream, *tensors, transform, tiling, given.group, needed, main_grad)
-    pairs = zip(grads, (given[i] for i in NEEDED), strict=True)
+    pairs = zip(grads, given.differentiable(), strict=True)
     empty = given.hidden.new_empty
     return tuple(empty(0) if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs)
 
@@ -294,7 +300,7 @@ def _backward(
 def _(upstream: Any, softmax: Any, kept: Any, needed: list[bool], *arguments: Any) -> tuple[Tensor, ...]:
     given = LogprobArguments(*arguments)
     returned = [needed[0], needed[1] and not _has_main_grad(given), *needed[2:]]
-    inputs = zip((given[i] for i in NEEDED), returned, strict=True)
+    inputs = zip(given.differentiable(), returned, strict=True)
     return tuple(t.new_empty(t.shape) if n and t is not None else given.hidden.new_empty(0) for t, n in inputs)
 
 
@@ -310,10 +316,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    softmax, kept, inputs = ctx.saved_tensors[:SAVED], ctx.saved_tensors[SAVED:-TENSORS], ctx.saved_tensors[-TENSORS:]
-    given = LogprobArguments(*inputs, ctx.main_grad, *ctx.constants)
+    tensors = ctx.saved_tensors  # read once: a checkpoint recomputes them
+    given = LogprobArguments._make((*tensors[-TENSORS:], ctx.main_grad, *ctx.constants))
     needed = [ctx.needs_input_grad[i] for i in NEEDED]
-    found = _backward(list(upstream[:OUTPUTS]), list(softmax), list(kept), needed, *given)
+    found = _backward(list(upstream[:OUTPUTS]), list(tensors[:SAVED]), list(tensors[SAVED:-TENSORS]), needed, *given)
     grads: list[Tensor | None] = [None] * len(given)
     for i, grad, wanted in zip(NEEDED, found, needed, strict=True):
         grads[i] = grad if wanted else None

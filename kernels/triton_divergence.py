@@ -15,8 +15,6 @@ rounding of s and t to 16 bits, however well they are centered.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -199,21 +197,15 @@ def _backward_kernel(
         tl.store(out_ptr + offset, dc.to(out_ptr.dtype.element_ty), inside)
 
 
-class Launch(NamedTuple):
-    rows: int
-    block: int
-    warps: int
-
-
-def launch(n: int, columns: int, device: torch.device) -> Launch:
+def launch(n: int, columns: int, device: torch.device) -> tuple[int, int, int]:
     """How many rows a program has, how many of their logits it takes at once, and its warps.
 
     On a GPU one row and one warp: its sums then need no shared memory, and 32 logits a thread are enough to be on the
     way. The interpreter runs one program after the other, so there each has many rows.
     """
     if device.type == "cpu":
-        return Launch(min(triton.next_power_of_2(n), 64), min(triton.next_power_of_2(columns), 256), 1)
-    return Launch(1, min(max(triton.next_power_of_2(columns), 64), 512), 1)
+        return min(triton.next_power_of_2(n), 64), min(triton.next_power_of_2(columns), 256), 1
+    return 1, min(max(triton.next_power_of_2(columns), 64), 512), 1
 
 
 def fold_(state: Tensor, p: Tensor, q: Tensor, to_z: LogitTransform, to_w: LogitTransform, gap: bool) -> None:

@@ -19,8 +19,6 @@ instruction less, and logits of ±1000 would cost four digits.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -250,20 +248,15 @@ def _backward_kernel(
         tl.store(moments_ptr + row, tl.load(moments_ptr + row) + tl.sum(moments, 0))
 
 
-class Launch(NamedTuple):
-    block: int
-    warps: int
-
-
-def launch(columns: int, most: int = 4096) -> Launch:
-    """How many logits of a row a program takes at a time, and with how many warps: 16 per thread.
+def launch(columns: int, most: int = 4096) -> tuple[int, int]:
+    """The logits of a row that a program takes at a time, and its warps: 16 logits per thread.
 
     They arrive in two to four of a thread's widest loads and leave the usual passes at 32 to 48 registers, so that some
     50 (16 bits) to 100 kB (float32) are under way in a multiprocessor, twice what memory needs to be busy; 32 of them
     took up to 226 registers.
     """
     block = min(max(triton.next_power_of_2(columns), 128), most)  # short rows: no idle warps; long ones: 8 warps
-    return Launch(block, max(1, block // 512))
+    return block, max(1, block // 512)
 
 
 def fold_(

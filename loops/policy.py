@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels import Backend, Extra, TopK, logits_logprob
+from ..kernels import Backend, Extra, LogitTransform, TopK, logits_logprob
 from .backbone import PROBE, Backbone, evaluating
 from .batch import Batch
-from .head import CannotFuse, Lesson, Transform, fuse, operands
+from .head import CannotFuse, Lesson, fuse, logit_transform, operands
 from .rows import Layout
 from .scorer import Scorer
 
@@ -81,8 +81,8 @@ class Policy(Backbone):
         return self.plain.get_output_embeddings()
 
     @property
-    def transform(self) -> Transform:
-        return Transform.of(self.plain.config.get_text_config())
+    def transform(self) -> LogitTransform:
+        return logit_transform(self.plain.config.get_text_config())
 
     def forward(
         self,

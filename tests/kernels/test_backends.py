@@ -1,12 +1,24 @@
 """The Triton backends of ``linear_logprob`` and ``logits_logprob``: on a GPU where there is one, else interpreted."""
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
 from burnish.kernels import Head, linear_logprob, logits_logprob, passes
 from burnish.kernels.head import HeadFactors
-from heads import CASES, EXTRAS, OUTPUTS, assert_as_good_as_the_reference, head, in_dtype, leaves, measure
+from heads import (
+    CASES,
+    EXTRAS,
+    OUTPUTS,
+    assert_as_good_as_the_reference,
+    head,
+    in_dtype,
+    leaves,
+    logprobs,
+    measure,
+    total,
+)
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +65,7 @@ def test_each_output_alone_has_its_gradient(outputs: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("backend", ["triton", "fused"])
 def test_no_tokens_give_a_differentiable_zero(backend: str) -> None:
     case = in_dtype(on_device(head(0, 20, 100)), torch.float32)
-    sum(output.sum() for output in linear_logprob(**case, backend=backend)).backward()
+    total(logprobs(case, backend=backend)).backward()
     assert all((leaf.grad == 0).all() for leaf in leaves(case).values())
 
 
@@ -88,29 +100,29 @@ def test_logits_by_triton_are_as_close_to_float64_as_the_reference() -> None:
 
 def test_without_gradients_auto_writes_no_logits() -> None:
     plain = HeadFactors.of(torch.zeros(3, 4), Head(torch.zeros(5, 4)))
-    road = {"keep_bytes": None}
-    assert passes.plan(plain, "auto", **road, graph=False, ranked=False).passes == "fused"
-    assert passes.plan(plain, "auto", **road, graph=True, ranked=False).passes == "triton"
-    assert passes.plan(plain, "auto", **road, graph=False, ranked=True).passes == "triton"
-    assert passes.plan(plain, "triton", **road, graph=False, ranked=False).keep == 0
-    assert passes.plan(plain, "triton", **road, graph=True, ranked=False).keep is None  # the device's own
+    plan = importlib.import_module("burnish.kernels.linear_logprob").plan
+    assert plan(plain, "auto", None, graph=False, ranked=False)["backend"] == "fused"
+    assert plan(plain, "auto", None, graph=True, ranked=False)["backend"] == "triton"
+    assert plan(plain, "auto", None, graph=False, ranked=True)["backend"] == "triton"
+    assert plan(plain, "triton", None, graph=False, ranked=False)["keep_bytes"] == 0
+    assert plan(plain, "triton", None, graph=True, ranked=False)["keep_bytes"] is None  # the device's default
     rounded = plain._replace(compute=torch.bfloat16)  # of a weight in float32 there would have to be a copy
-    assert passes.plan(rounded, "auto", **road, graph=False, ranked=False).passes == "triton"
+    assert plan(rounded, "auto", None, graph=False, ranked=False)["backend"] == "triton"
 
 
 def test_ranks_need_tiles() -> None:
     case = on_device(in_dtype(CASES["plain"], torch.float32))
     with pytest.raises(ValueError, match="backend='fused' sees no tile of logits to rank"):
-        linear_logprob(**case, outputs=("rank",), backend="fused")
+        logprobs(case, outputs=("rank",), backend="fused")
 
 
 @pytest.mark.parametrize("backend", ["triton", "fused"])
 def test_triton_without_a_gpu_or_in_float64_says_what_to_do(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=f"backend='{backend}' has no float64; use 'torch' or 'reference'"):
-        linear_logprob(**CASES["plain"], backend=backend)
+        logprobs(CASES["plain"], backend=backend)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"runs on a GPU, and the tensors are on cpu; use 'torch', or Triton's inter"):
-        linear_logprob(**in_dtype(CASES["plain"], torch.float32), backend=backend)
+        logprobs(in_dtype(CASES["plain"], torch.float32), backend=backend)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

@@ -1,4 +1,4 @@
-"""``linear_divergence``: the tiled backend against the definition, and the definition against the equations."""
+"""``linear_divergence``: backend "torch" against the definition, and the definition against the equations."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tensor_cores
 import torch
-from burnish.kernels import Head, linear_divergence, divergence_passes, tiles
+from burnish.kernels import Head, divergence_passes, linear_divergence, softmax
 from burnish.kernels.head import Shard
 from pairs import (
     BETAS,
@@ -37,7 +37,7 @@ def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("small_tiles")
-def test_tiled_is_as_close_to_float64_as_the_reference(case: str, beta: float, dtype: torch.dtype) -> None:
+def test_it_is_as_close_to_float64_as_the_reference(case: str, beta: float, dtype: torch.dtype) -> None:
     assert_as_good_as_the_reference(CASES[case], beta, dtype)
 
 
@@ -417,41 +417,9 @@ def test_fullgraph_compile_serves_every_number_of_tokens_with_one_graph(beta: fl
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 @pytest.mark.parametrize("small_tiles", [40_000], indirect=True, ids=["some_kept"])
 @pytest.mark.usefixtures("small_tiles")
-def test_opcheck() -> None:
-    case = in_dtype(CASES["everything"], torch.float32)
-    student, teacher = (
-        [case[f"{w}_hidden"], case[w].weight, case[w].bias, case[f"{w}_hidden"].detach()[:, :3], case[w].adapter[1]]
-        for w in ("student", "teacher")
-    )
-    frozen = [t.detach() for t in student]
-    rest = *(t.detach() for t in teacher), case["temperature"].detach(), 1.5, 4.0, 0.8, 6.0
-    dtypes = torch.float32, torch.float32
-    for beta in (0.0, 0.5):
-        how = beta, 100, 24, 32, 20_000, "torch", *dtypes
-        torch.library.opcheck(divergence_passes._forward, (*student, *rest, *how))
-        divergence, *known = (t.detach() for t in divergence_passes._forward(*student, *rest, *how))
-        inputs = (
-            divergence,
-            *known,
-            *frozen,
-            *rest,
-            beta,
-            100,
-            24,
-            32,
-            "torch",
-            *dtypes,
-            [True, False, True, True, True],
-        )
-        torch.library.opcheck(divergence_passes._backward, inputs)
-
-
-@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
-@pytest.mark.parametrize("small_tiles", [40_000], indirect=True, ids=["some_kept"])
-@pytest.mark.usefixtures("small_tiles")
 def test_compiled_tiles_are_as_good_and_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "COMPILE_FROM", 0)
-    monkeypatch.setattr(tiles, "_uncompilable", set())
+    monkeypatch.setattr(softmax, "COMPILE_FROM", 0)
+    monkeypatch.setattr(softmax, "_uncompilable", set())
     torch._dynamo.reset()
     case = CASES["everything"]
     rows = ("student_hidden", "teacher_hidden", "temperature")

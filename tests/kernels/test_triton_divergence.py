@@ -1,5 +1,6 @@
 """Triton's passes over two tiles, in the interpreter where there is no GPU: against torch's, and against float64."""
 
+import importlib
 import math
 import subprocess
 import sys
@@ -7,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import Head, linear_divergence, reference, divergence_passes
-from burnish.kernels.divergence_passes import LEVEL, fold, mix, pull
+from burnish.kernels import Head, divergence_passes, linear_divergence, passes, reference
+from burnish.kernels.divergence_passes import LEVEL, backward_tile, fold, mix
 from burnish.kernels.softmax import NEVER, LogitTransform
 from pairs import (
     BETAS,
@@ -35,7 +36,7 @@ def four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("", "GPU_"):
         monkeypatch.setattr(divergence_passes, f"{prefix}ROWS", 40)
         monkeypatch.setattr(divergence_passes, f"{prefix}COLUMNS", 64)
-    monkeypatch.setattr(divergence_passes, "keep_by_default", lambda device, on_cpu: 2 * (63 * 64 * 4 + 1))
+    monkeypatch.setattr(passes, "keep_by_default", lambda device, on_cpu: 2 * (63 * 64 * 4 + 1))
 
 
 def on_device(case: Any) -> Any:
@@ -60,7 +61,7 @@ def logits(case: dict[str, Any], who: str) -> Tensor:
 def torch_passes(
     student: Tensor, teacher: Tensor, to_z: LogitTransform, to_w: LogitTransform, gain: Tensor, beta: float
 ) -> tuple[Tensor, ...]:
-    """SoftmaxState, sums of a mixture and dc, as torch computes them."""
+    """State, sums of a mixture and dc, as torch computes them."""
     state = student.new_zeros(len(student), 5)
     state[:, 0] = state[:, 2] = NEVER
     for columns in halves(student):
@@ -281,11 +282,12 @@ def test_nothing_is_asked_of_triton_where_it_cannot_run(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_on_a_gpu_auto_is_triton_and_float64_is_torchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(divergence_passes, "plan", lambda hidden, passes, *_, **__: seen.append(passes) or 1 / 0)
+    module = importlib.import_module("burnish.kernels.linear_divergence")
+    monkeypatch.setattr(module, "plan", lambda factors, backend, *_, **__: seen.append(backend) or 1 / 0)
     for precision in (dtype, torch.float64):
         with pytest.raises(ZeroDivisionError):
             linear_divergence(**in_dtype(on_device(problem(tokens=3)), precision), beta=0.5)
-    assert seen == ["triton", "torch"]
+    assert seen == ["auto", "torch"]
 
 
 @on_gpu

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from burnish.kernels import Head, Logprobs, reference, tiles
+from burnish.kernels import Head, Logprobs, reference, softmax
 from burnish.kernels.head import HeadFactors
 from torch import Tensor
 

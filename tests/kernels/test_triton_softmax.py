@@ -1,4 +1,4 @@
-"""The Triton passes over a tile against ``softmax.fold`` and ``softmax.backward_tile`` in float64; interpreted without a GPU."""
+"""The Triton passes over a tile against those of torch in float64; interpreted where there is no GPU."""
 
 import itertools
 import subprocess
@@ -8,24 +8,24 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from burnish.kernels.passes import spans
 from burnish.kernels.softmax import (
     NEVER,
+    Coefficients,
+    LogitTransform,
     Softmax,
     SoftmaxState,
-    LogitTransform,
-    Coefficients,
     add_target_,
+    backward_tile,
     coefficients,
     finish,
     fold,
-    backward_tile,
-    spans,
 )
 from torch import Tensor
 
 pytest.importorskip("triton")
 from burnish.kernels import triton_softmax
-from burnish.kernels.triton_softmax import Launch, fold_, backward_tile_
+from burnish.kernels.triton_softmax import backward_tile_, fold_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]  # not in the interpreter
@@ -35,7 +35,7 @@ NAN = float("nan")
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in a row, the last one ragged."""
-    monkeypatch.setattr(triton_softmax, "launch", lambda columns, most=0: Launch(64, 1))
+    monkeypatch.setattr(triton_softmax, "launch", lambda columns, most=0: (64, 1))
 
 
 class Case(NamedTuple):
@@ -270,7 +270,9 @@ def test_no_rows() -> None:
     case = a_case(n=0)
     fold_(case.logits, case.target, case.start(), case.transform, (torch.empty_like(case.logits), torch.empty(0)))
     none = torch.empty(0, device=DEVICE)
-    backward_tile_(case.logits, case.target, none, Coefficients(none, *[None] * 4), case.transform, torch.empty_like(case.logits))
+    backward_tile_(
+        case.logits, case.target, none, Coefficients(none, *[None] * 4), case.transform, torch.empty_like(case.logits)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -28,7 +28,7 @@ import torch
 import triton
 from burnish.kernels import triton_divergence, triton_forward, triton_softmax
 from burnish.kernels.head import HeadFactors
-from burnish.kernels.softmax import SoftmaxState, LogitTransform, Coefficients
+from burnish.kernels.softmax import Coefficients, LogitTransform, SoftmaxState
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
@@ -112,7 +112,7 @@ def fold(dtype: torch.dtype, full: bool, kept: bool = False) -> None:
     triton_softmax.fold_(absent(n, columns, dtype=dtype), target, state, transform(n, full), space)
 
 
-def backward_tile(dtype: torch.dtype, full: bool) -> None:
+def backward(dtype: torch.dtype, full: bool) -> None:
     n, columns, k = 2048, 4096, 7 if full else 1
     upstream = Coefficients(absent(n), *(rows(n, full) for _ in range(3)), absent(n, k))
     triton_softmax.backward_tile_(
@@ -131,7 +131,7 @@ def divergence_mix(full: bool) -> None:
     triton_divergence.mix_(absent(n, 2), tile, tile, absent(n, 5), transform(n, full), transform(n, full), 0.5)
 
 
-def divergence_pull(full: bool, beta: float) -> None:
+def divergence_backward(full: bool, beta: float) -> None:
     n, tile, out = 2048, absent(2048, 4096), absent(2048, 4096, dtype=torch.bfloat16)
     both = transform(n, full), transform(n, full)
     triton_divergence.backward_tile_(out, tile, tile, absent(n, 5), absent(n), *both, beta)
@@ -147,15 +147,15 @@ CASES: dict[str, Callable[[], None]] = {
     "fold fp32 plain": lambda: fold(torch.float32, False),
     "fold fp32 kept": lambda: fold(torch.float32, False, kept=True),
     "fold fp32 everything": lambda: fold(torch.float32, True, kept=True),
-    "pull bf16 plain": lambda: backward_tile(torch.bfloat16, False),
-    "pull fp32 plain": lambda: backward_tile(torch.float32, False),
-    "pull fp32 everything": lambda: backward_tile(torch.float32, True),
+    "backward bf16 plain": lambda: backward(torch.bfloat16, False),
+    "backward fp32 plain": lambda: backward(torch.float32, False),
+    "backward fp32 everything": lambda: backward(torch.float32, True),
     "divergence fold plain": lambda: divergence_fold(False),
     "divergence fold everything": lambda: divergence_fold(True),
     "divergence mix everything": lambda: divergence_mix(True),
-    "divergence pull forward KL plain": lambda: divergence_pull(False, 0.0),
-    "divergence pull reverse KL plain": lambda: divergence_pull(False, 1.0),
-    "divergence pull mixture everything": lambda: divergence_pull(True, 0.5),
+    "divergence backward forward KL plain": lambda: divergence_backward(False, 0.0),
+    "divergence backward reverse KL plain": lambda: divergence_backward(False, 1.0),
+    "divergence backward mixture everything": lambda: divergence_backward(True, 0.5),
 }
 
 
@@ -237,7 +237,7 @@ def complaints(found: dict[str, Figures | str], committed: dict[str, Any]) -> It
             continue
         if now["shared"] > ARCHITECTURES[name].shared:
             yield f"{label}: shared is {now['shared']} bytes, {name} has {ARCHITECTURES[name].shared}"
-        if name == "sm_90" and "pull" not in label and now["spills"]:
+        if name == "sm_90" and "backward" not in label and now["spills"]:
             yield f"{label}: spills are {now['spills']}, a forward kernel must have none on sm_90"
         if budget is not None and label not in budget:
             yield f"{label}: has no budget; run with --update"

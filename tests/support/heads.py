@@ -4,8 +4,7 @@ import itertools
 from typing import Any
 
 import torch
-from burnish.kernels import Head, linear_logprob, reference
-from burnish.kernels import Logprobs
+from burnish.kernels import Head, Logprobs, linear_logprob, reference
 from torch import Tensor
 
 OUTPUTS = ("logprob", "entropy", "logsumexp")
@@ -85,9 +84,21 @@ def leaves(arguments: dict[str, Any]) -> dict[str, Tensor]:
     return {name: t for name, t in flat.items() if isinstance(t, Tensor) and t.is_floating_point()}
 
 
+def logprobs(arguments: dict[str, Any], **options: Any) -> Logprobs:
+    """``linear_logprob``, with the arguments that belong to a head put into one."""
+    rest = arguments | options
+    parts = {name: rest.pop(name) for name in Head._fields if name in rest}
+    return linear_logprob(rest.pop("hidden"), Head(**parts), rest.pop("target"), **rest)
+
+
+def total(result: Logprobs) -> Tensor:
+    """The sum of all outputs that are differentiable."""
+    return sum(output.sum() for output in result[:5] if output is not None)
+
+
 def measure(arguments: dict[str, Any], backend: str, outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """``gradients`` of ``linear_logprob``."""
-    return gradients(arguments, linear_logprob(**arguments, backend=backend), outputs)
+    return gradients(arguments, logprobs(arguments, backend=backend), outputs)
 
 
 def gradients(arguments: dict[str, Any], result: Any, outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:

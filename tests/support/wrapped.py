@@ -14,9 +14,9 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from burnish.kernels import Head, passes
+from burnish.kernels import Head, LogitTransform, passes
 from burnish.loops.batch import collate
-from burnish.loops.head import Lesson, Transform, fuse
+from burnish.loops.head import Lesson, fuse
 from burnish.loops.policy import Policy
 from peft import LoraConfig, get_peft_model
 from tiny import _SMALL, in_full_precision, make_examples
@@ -232,7 +232,7 @@ def plain_head(placements=None):
     return head
 
 
-TRANSFORM = Transform(0.7, 5.0)
+TRANSFORM = LogitTransform(0.7, 5.0)
 TEMPERATURE = torch.linspace(0.5, 1.5, len(TARGET), dtype=torch.float64)
 
 
