@@ -6,9 +6,8 @@ if __name__ != "kernels":
     from .backend import Backend
     from .head import Head, Shard
     from .linear_divergence import linear_divergence
-    from .linear_logits import linear_logits
     from .linear_logprob import linear_logprob
-    from .logits_logprob import logits_logprob
+    from .logits_logprob import linear_logits, logits_logprob
     from .reference import Extra, Logprobs, TopK
     from .softmax import LogitTransform
 

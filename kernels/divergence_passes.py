@@ -43,7 +43,7 @@ class HeadPair(NamedTuple):
     def columns(self, columns: slice) -> "HeadPair":
         return self._replace(student=self.student.columns(columns), teacher=self.teacher.columns(columns))
 
-    def tile(self, rows: slice, columns: slice, seen: bool) -> Tiles:
+    def tile(self, rows: slice, columns: slice, *, seen: bool) -> Tiles:
         """Both tiles of c, computed unless an earlier pass has ``seen`` them and they were kept."""
         student, teacher = (store.tile(rows, columns) for store in self.stores)
         if not (seen and self.stores[0].keeps(columns)):
@@ -55,12 +55,12 @@ class HeadPair(NamedTuple):
         student, teacher = self.transforms
         return student.rows(rows), teacher.rows(rows)
 
-    def tiles(self, seen: bool) -> Iterator[tuple[slice, Tiles, Transforms]]:
+    def tiles(self, *, seen: bool) -> Iterator[tuple[slice, Tiles, Transforms]]:
         """Every pair of tiles, with its rows and transforms."""
         for columns in vocabulary_spans(self.tiling.vocab, self.tiling.columns, self.student.hidden.device):
             span = self.columns(columns)
             for rows in spans(len(self.student.hidden), self.tiling.rows):
-                yield rows, span.tile(rows, columns, seen), self.transforms_of(rows)
+                yield rows, span.tile(rows, columns, seen=seen), self.transforms_of(rows)
 
     def run(self, function: Callable[..., T], tile: Tensor, *rest: object) -> T:
         """``function`` of a tile, compiled where that is worth it; ``tile`` is one of full or lesser width."""
@@ -175,15 +175,9 @@ def mix(
 
 
 def backward_tile(
-    out: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    row_stats: Tensor,
-    gain: Tensor,
-    to_z: LogitTransform,
-    to_w: LogitTransform,
-    beta: float,
-) -> None:
+    out: Tensor, student: Tensor, teacher: Tensor, row_stats: Tensor, gain: Tensor, to_z: LogitTransform,
+    to_w: LogitTransform, beta: float,
+) -> None:  # fmt: skip
     """Write the student's dc of a pair of tiles of c into ``out``; ``gain`` is g·scale/T, in a mixture times 1−β."""
     s, t = _log_probabilities(student, teacher, row_stats, to_z, to_w)
     p, level = s.exp(), row_stats[:, LEVEL, None]

@@ -30,6 +30,7 @@ much again in backward, and 4·D_S for its products; logits that are kept are co
 gradient arrives at are left out of backward. The passes are in divergence_passes.py.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from .backend import Backend, choose_backend
 from .checks import check_keep, check_rows, check_values, checked_vocab
 from .divergence_passes import LEVEL, HeadPair, first_pass, second_pass, student_gradients, tile_shape
 from .head import Head, HeadFactors, as_head, check_head
-from .operators import WAITS, no_second_derivative, operator_schema
+from .operators import WAITS, no_second_derivative, operator_schema, returned, returned_shapes
 from .passes import TileStore, Tiling, allocate_kept, live_rows, scatter_rows
 from .precision import accumulation_dtype, autocast_dtype, check_compute_dtype
 from .softmax import LogitTransform, per_row
@@ -76,11 +77,9 @@ def linear_divergence(
             smaller of the two vocabularies.
         keep_bytes: how many bytes of logits, of both heads together, a pass may leave for the next, which computes the
             others again. Default 64 MB, on a GPU a thirty-second of its memory and at most 4 GiB.
-        compute_dtype: what the factors of products are rounded to, of both heads, as in ``linear_logprob``; without it
-            and without autocast the hidden states of each head decide for theirs.
-        backend: "auto" is the fastest that runs on the device. "torch" is torch alone; "triton" has Triton kernels
-            between the matrix products, and needs a GPU, or its interpreter (TRITON_INTERPRET=1), and no float64;
-            "reference" is differentiable any number of times and materializes ``[N, V]``.
+        compute_dtype: as in ``linear_logprob``, for both heads; without it and without autocast the hidden states of
+            each head decide for theirs.
+        backend: as in ``linear_logprob``; "fused" is "triton".
 
     Raises:
         ValueError: if shapes or devices disagree, or a hyper-parameter is out of range.
@@ -173,7 +172,7 @@ class DivergenceArguments(NamedTuple):
         tensors = self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.teacher_low, self.teacher_up
         return HeadFactors(*tensors, self.teacher_compute)
 
-    def pair(self, kept: tuple[Tensor, Tensor], only: Tensor | None = None) -> HeadPair:
+    def pair(self, kept: Sequence[Tensor], only: Tensor | None = None) -> HeadPair:
         """Both heads, ready for the passes; ``only`` ``[live]``: the rows that are worked on, if not all."""
         temperature = self.temperature if self.temperature is None or only is None else self.temperature[only]
         transforms = (
@@ -221,49 +220,28 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return given.hidden.new_empty(n, dtype=dtype), given.hidden.new_empty(n, 5, dtype=dtype), *given.allocate_kept()
 
 
-@torch.library.custom_op(
-    "burnish::linear_divergence_backward",
-    mutates_args=(),
-    tags=WAITS,
-    schema=operator_schema(
-        DivergenceArguments,
-        NEEDED,
-        upstream=Tensor,
-        row_stats=Tensor,
-        student_kept=Tensor,
-        teacher_kept=Tensor,
-        needed=list[bool],
-    ),
-)
+BEFORE = {"upstream": Tensor, "row_stats": Tensor, "kept": list[Tensor], "needed": list[bool]}
+BACKWARD = operator_schema(DivergenceArguments, NEEDED, **BEFORE)
+
+
+@torch.library.custom_op("burnish::linear_divergence_backward", mutates_args=(), tags=WAITS, schema=BACKWARD)
 def _backward(
-    upstream: Tensor,
-    row_stats: Tensor,
-    student_kept: Tensor,
-    teacher_kept: Tensor,
-    needed: list[bool],
-    *arguments: Any,
+    upstream: Tensor, row_stats: Tensor, kept: list[Tensor], needed: list[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of hidden, weight, bias, low and up, empty where not needed."""
     given = DivergenceArguments(*arguments)
     live, unit = live_rows([upstream], given.student(), given.scale)
-    pair = given.pair((student_kept, teacher_kept), None if live is None else live.rows)
+    pair = given.pair(kept, None if live is None else live.rows)
     if live is not None:
         upstream, row_stats = live.pick(upstream), live.pick(row_stats)
     sums = student_gradients(pair, upstream, row_stats, unit, needed)
     grads = scatter_rows(sums.hidden, live), sums.weight, sums.bias, scatter_rows(sums.low, live), sums.up
-    inputs, empty = (given.hidden, given.weight, given.bias, given.low, given.up), given.hidden.new_empty
-    return tuple(
-        empty(0) if grad is None or like is None else grad.to(like.dtype)
-        for grad, like in zip(grads, inputs, strict=True)
-    )
+    return returned((given.hidden, given.weight, given.bias, given.low, given.up), grads)
 
 
 @_backward.register_fake
-def _(
-    upstream: Any, row_stats: Any, student_kept: Any, teacher_kept: Any, needed: list[bool], *arguments: Any
-) -> tuple[Tensor, ...]:
-    inputs, empty = zip(arguments[:NEEDED], needed, strict=True), arguments[0].new_empty
-    return tuple(t.new_empty(t.shape) if n else empty(0) for t, n in inputs)
+def _(upstream: Any, row_stats: Any, kept: Any, needed: list[bool], *arguments: Any) -> tuple[Tensor, ...]:
+    return returned_shapes(arguments[:NEEDED], needed)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -278,7 +256,8 @@ def _apply_backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor 
     needed = list(ctx.needs_input_grad[:NEEDED])
     if upstream is not None:
         tensors = ctx.saved_tensors  # read once: a checkpoint recomputes them
-        found = _backward(upstream, *tensors[:-TENSORS], needed, *tensors[-TENSORS:], *ctx.constants)
+        row_stats, *kept = tensors[:-TENSORS]
+        found = _backward(upstream, row_stats, kept, needed, *tensors[-TENSORS:], *ctx.constants)
         grads[:NEEDED] = [grad if wanted else None for grad, wanted in zip(found, needed, strict=True)]
     return tuple(grads)
 

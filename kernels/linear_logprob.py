@@ -34,7 +34,7 @@ from . import passes, reference
 from .backend import Backend, choose_backend
 from .checks import check_keep, check_main_grad, check_outputs, check_rows, check_top_k, check_values, checked_vocab
 from .head import Head, HeadFactors, as_head, check_head
-from .operators import WAITS, no_second_derivative, operator_schema
+from .operators import WAITS, no_second_derivative, operator_schema, returned, returned_shapes
 from .passes import TileStore, Tiling, allocate_kept, fold_all, gradients, tile_shape
 from .precision import accumulation_dtype, autocast_dtype, check_compute_dtype, factor_dtype
 from .ranking import Ranking
@@ -120,15 +120,10 @@ def linear_logprob(
         temperatures = per_row(temperature, hidden)
         graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*factors[:5], temperatures))
         rank, likeliest = "rank" in outputs, max(top_k or 0, int("top1" in outputs))
+        columns_of_targets = target if target.ndim == 2 else target[:, None]
         arguments = LogprobArguments(
-            factors.hidden,
-            factors.weight,
-            target if target.ndim == 2 else target[:, None],
-            factors.bias,
-            factors.low,
-            factors.up,
-            temperatures,
-            hidden.new_empty(0) if main_grad is None else main_grad,
+            *(factors.hidden, factors.weight, columns_of_targets, factors.bias, factors.low, factors.up, temperatures),
+            main_grad=hidden.new_empty(0) if main_grad is None else main_grad,
             scale=head.scale,
             softcap=head.softcap,
             vocab=columns,
@@ -207,15 +202,11 @@ class LogprobArguments(NamedTuple):
     def head(self) -> HeadFactors:
         return HeadFactors(self.hidden, self.weight, self.bias, self.low, self.up, self.compute)
 
-    def transform(self) -> LogitTransform:
-        return LogitTransform.of(self.scale, self.softcap, self.temperature, self.hidden)
-
-    def tiling(self) -> Tiling:
-        return Tiling(self.rows, self.columns, self.vocab, self.backend)
-
-    def local_target(self) -> Tensor:
-        """The targets as this rank numbers them."""
-        return self.target - self.start if self.start else self.target
+    def rest(self) -> tuple[Tensor, LogitTransform, Tiling]:
+        """The targets as this rank numbers them, what is done to logits, and how they are cut."""
+        transform = LogitTransform.of(self.scale, self.softcap, self.temperature, self.hidden)
+        target = self.target - self.start if self.start else self.target
+        return target, transform, Tiling(self.rows, self.columns, self.vocab, self.backend)
 
     def allocate_kept(self) -> tuple[Tensor, Tensor]:
         """Memory for the tiles that are kept, and for their tops: none where c itself is kept."""
@@ -239,7 +230,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     """The fields of ``Softmax``, what is kept for backward and its tops (``TileStore``), and a ``Ranking``."""
     given = LogprobArguments(*arguments)
     check_values("linear_logprob", given.target if given.group is None else None, given.vocab, given.temperature)
-    target, transform, tiling, head = given.local_target(), given.transform(), given.tiling(), given.head().rounded()
+    (target, transform, tiling), head = given.rest(), given.head().rounded()
     kept, tops = given.allocate_kept()
     ranking = Ranking(head, given.top_k, target[:, 0] if given.rank else None, given.vocab, given.group)
     if given.backend == "fused":
@@ -267,41 +258,28 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return *softmax, *given.allocate_kept(), ranks, ids, softmax.entropy.new_empty(n, given.top_k)
 
 
-@torch.library.custom_op(
-    "burnish::linear_logprob_backward",
-    mutates_args=("main_grad",),
-    tags=WAITS,
-    schema=operator_schema(
-        LogprobArguments,
-        len(NEEDED),
-        mutates=("main_grad",),
-        upstream=list[Tensor | None],
-        softmax=list[Tensor],
-        kept=list[Tensor],
-        needed=list[bool],
-    ),
-)
+BEFORE = {"upstream": list[Tensor | None], "softmax": list[Tensor], "kept": list[Tensor], "needed": list[bool]}
+BACKWARD = operator_schema(LogprobArguments, len(NEEDED), mutates=("main_grad",), **BEFORE)
+
+
+@torch.library.custom_op("burnish::linear_logprob_backward", mutates_args=("main_grad",), tags=WAITS, schema=BACKWARD)
 def _backward(
     upstream: list[Tensor | None], softmax: list[Tensor], kept: list[Tensor], needed: list[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of hidden, weight, bias, low, up and temperature, empty where not needed; that of the weight is
     added to ``main_grad`` if there is one."""
     given = LogprobArguments(*arguments)
-    target, transform, tiling = given.local_target(), given.transform(), given.tiling()
     main_grad = given.main_grad if _has_main_grad(given) else None
-    tensors = Softmax(*softmax), kept, given.head(), target
-    grads = gradients(upstream, *tensors, transform, tiling, given.group, needed, main_grad)
-    pairs = zip(grads, given.differentiable(), strict=True)
-    empty = given.hidden.new_empty
-    return tuple(empty(0) if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs)
+    arriving, head = (upstream, Softmax(*softmax), kept), given.head()
+    grads = gradients(*arriving, head, *given.rest(), given.group, needed, main_grad)
+    return returned(given.differentiable(), grads)
 
 
 @_backward.register_fake
 def _(upstream: Any, softmax: Any, kept: Any, needed: list[bool], *arguments: Any) -> tuple[Tensor, ...]:
     given = LogprobArguments(*arguments)
-    returned = [needed[0], needed[1] and not _has_main_grad(given), *needed[2:]]
-    inputs = zip(given.differentiable(), returned, strict=True)
-    return tuple(t.new_empty(t.shape) if n and t is not None else given.hidden.new_empty(0) for t, n in inputs)
+    kept_apart = needed[1] and not _has_main_grad(given)
+    return returned_shapes(given.differentiable(), [needed[0], kept_apart, *needed[2:]])
 
 
 def _has_main_grad(given: LogprobArguments) -> bool:

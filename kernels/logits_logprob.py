@@ -1,7 +1,12 @@
-"""``linear_logprob`` of logits that are already in memory.
+"""Logits in memory: made by ``linear_logits``, for sampling, and their log-probs, as in ``linear_logprob``.
 
-Moved: the logits once forward; the logits once and their gradient once backward. Triton has a row in each program;
-torch takes a few rows at a time, while they are in the cache.
+    c = h·Wᵀ + b + u·Bᵀ        cap(scale·c)
+
+rounded like every product of a head (README.md), so that a sampler and a trainer with the same hidden states see the
+same distribution. ``[N, V]`` is what they are: meant for the few rows of a decoding step.
+
+``logits_logprob`` moves the logits once forward, and the logits and their gradient once backward. Triton has a row in
+each program; torch takes a few rows at a time, while they are in the cache.
 """
 
 from typing import Any
@@ -12,9 +17,10 @@ from torch import Tensor
 from . import reference
 from .backend import Backend, choose_backend
 from .checks import check_outputs, check_rows, check_top_k, check_values, checked_vocab
+from .head import Head, HeadFactors, as_head, check_head
 from .operators import WAITS, no_second_derivative
-from .passes import spans
-from .precision import accumulation_dtype
+from .passes import COLUMNS, spans, vocabulary_spans
+from .precision import accumulation_dtype, autocast_dtype, check_compute_dtype
 from .reference import EXTRAS, Extra, Logprobs, TopK
 from .softmax import (
     IMPOSSIBLE,
@@ -36,6 +42,37 @@ from .softmax import (
 )
 
 LOGITS_AT_ONCE = 2**20
+
+
+@torch.no_grad()
+def linear_logits(
+    hidden: Tensor, head: Tensor | Head, *, vocab: int | None = None, compute_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Logits ``[N, vocab]`` before any temperature: constants, in float32, in float64 for float64 hidden states.
+
+    Args:
+        hidden: ``[N, D]``.
+        head: W ``[V, D]`` alone, or a ``Head`` without a shard.
+        vocab: how many rows of W are not padding; by default all.
+        compute_dtype: what factors are rounded to, as in ``linear_logprob``.
+
+    Raises:
+        ValueError: if shapes or devices disagree, or the head is a shard.
+    """
+    who, head = "linear_logits", as_head(head)
+    check_head(who, hidden, head)
+    check_compute_dtype(who, compute_dtype)
+    vocab = checked_vocab(who, vocab, len(head.weight))
+    if head.shard is not None:
+        raise ValueError(f"{who}: the head must hold its whole vocabulary, got a shard; gather its weight before")
+    compute = compute_dtype or autocast_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        factors = HeadFactors.of(hidden, head, compute).rounded()
+        logits = hidden.new_empty(len(hidden), vocab, dtype=accumulation_dtype(hidden.dtype))
+        at_once = head.weight.dtype == factors.hidden.dtype  # else in spans, so that little of W is ever there twice
+        for columns in vocabulary_spans(vocab, vocab if at_once else COLUMNS, hidden.device):
+            factors.columns(columns).logits(slice(None), logits[:, columns])
+        return head.transform().capped(logits)
 
 
 def logits_logprob(
@@ -115,15 +152,10 @@ def _forward(
         from . import triton_softmax
 
         triton_softmax.fold_(logits[:, :vocab], target, state, transform)
-        return _finished(state)
-    for rows in spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
+    for rows in [] if triton else spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile = _precise(logits, rows, vocab)
         compiled = worth_compiling(tile, len(logits) * vocab)
         state.store_(rows, run(fold, tile, target[rows], state.rows(rows), transform.rows(rows), compiled=compiled))
-    return _finished(state)
-
-
-def _finished(state: SoftmaxState) -> Softmax:
     softmax = finish(state)
     softmax.logprob.masked_fill_(softmax.chosen < IMPOSSIBLE, -torch.inf)
     return softmax
@@ -137,15 +169,9 @@ def _(logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("burnish::logits_logprob_backward", mutates_args=())
 def _backward(
-    upstream: list[Tensor | None],
-    softmax: list[Tensor],
-    logits: Tensor,
-    target: Tensor,
-    temperature: Tensor | None,
-    vocab: int,
-    triton: bool,
-    needed: list[bool],
-) -> list[Tensor]:
+    upstream: list[Tensor | None], softmax: list[Tensor], logits: Tensor, target: Tensor,
+    temperature: Tensor | None, vocab: int, triton: bool, needed: list[bool],
+) -> list[Tensor]:  # fmt: skip
     """The gradients of logits and temperature, those of them that are needed."""
     saved = Softmax(*softmax)
     transform = LogitTransform.of(1.0, None, temperature, logits)
@@ -158,8 +184,8 @@ def _backward(
         from . import triton_softmax
 
         out = torch.empty_like(logits) if d_logits is None else d_logits
-        known = logits[:, :vocab], target, saved.shift, arriving, transform
-        triton_softmax.backward_tile_(*known, out[:, :vocab], moments=moments)
+        rest = logits[:, :vocab], target, saved.shift, arriving, transform
+        triton_softmax.backward_tile_(*rest, out[:, :vocab], moments=moments)
     for rows in [] if triton else spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile, here = _precise(logits, rows, vocab), arriving.rows(rows)
         compiled = worth_compiling(tile, len(logits) * vocab)
@@ -183,7 +209,7 @@ def _(upstream: list[Tensor | None], softmax: list[Tensor], *rest: Any) -> list[
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, temperature, ctx.vocab, _, _, ctx.triton = inputs
-    ctx.set_materialize_grads(False)  # None for an output nobody used
+    ctx.set_materialize_grads(False)  # None for an output that is not used
     ctx.mark_non_differentiable(*output[OUTPUTS:])
     ctx.save_for_backward(*output, logits, target, temperature)
 

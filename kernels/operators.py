@@ -29,6 +29,19 @@ def operator_schema(arguments: type, results: int, *, mutates: Sequence[str] = (
     return torch.library.infer_schema(prototype, mutates_args=mutates)
 
 
+def returned(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """What an operator returns for gradients: each in the dtype of its input, empty for one that is not needed."""
+    pairs, empty = zip(gradients, inputs, strict=True), inputs[0]
+    assert empty is not None
+    return tuple(empty.new_empty(0) if grad is None or t is None else grad.to(t.dtype) for grad, t in pairs)
+
+
+def returned_shapes(inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor, ...]:
+    """``returned`` for tracing."""
+    pairs = zip(inputs, needed, strict=True)
+    return returned(inputs, [t.new_empty(t.shape) if n and t is not None else None for t, n in pairs])
+
+
 def no_second_derivative(ctx: Any, *_: Any) -> None:
     """The backward of a backward."""
     raise NotImplementedError(

@@ -133,14 +133,9 @@ def keep_by_default(device: torch.device, on_cpu: int) -> int:
 
 
 def fold_all(
-    head: HeadFactors,
-    target: Tensor,
-    transform: LogitTransform,
-    tiling: Tiling,
-    state: SoftmaxState,
-    store: TileStore,
-    ranking: Ranking,
-) -> None:
+    head: HeadFactors, target: Tensor, transform: LogitTransform, tiling: Tiling, state: SoftmaxState,
+    store: TileStore, ranking: Ranking,
+) -> None:  # fmt: skip
     """Forward: bring ``state`` up to date with all tiles, and fill those that ``store`` keeps."""
     n = len(head.hidden)
     for columns in vocabulary_spans(tiling.vocab, tiling.columns, head.hidden.device):
@@ -159,17 +154,9 @@ def fold_all(
 
 
 def gradients(
-    upstream: Sequence[Tensor | None],
-    softmax: Softmax,
-    kept: Sequence[Tensor],
-    head: HeadFactors,
-    target: Tensor,
-    transform: LogitTransform,
-    tiling: Tiling,
-    group: str | None,
-    needed: Sequence[bool],
-    main_grad: Tensor | None,
-) -> list[Tensor | None]:
+    upstream: Sequence[Tensor | None], softmax: Softmax, kept: Sequence[Tensor], head: HeadFactors, target: Tensor,
+    transform: LogitTransform, tiling: Tiling, group: str | None, needed: Sequence[bool], main_grad: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
     """Backward: the gradients of the tensors of ``HeadFactors`` and of the temperature, in accumulation precision or
     rounded to that of their input; None where not needed.
 
@@ -233,12 +220,9 @@ def gradients(
 
 
 def multiply_out(
-    head: HeadFactors,
-    sums: HeadGradients,
-    tiling: Tiling,
-    unit: float,
+    head: HeadFactors, sums: HeadGradients, tiling: Tiling, unit: float,
     open_span: Callable[[slice], tuple[HeadFactors, WriteTile]],
-) -> None:
+) -> None:  # fmt: skip
     """Fill ``sums`` with the products of dc, tile by tile.
 
     Args:

@@ -17,11 +17,8 @@ def autocast_dtype(like: Tensor) -> torch.dtype | None:
 
 
 def factor_dtype(like: Tensor, compute: torch.dtype) -> torch.dtype:
-    """The dtype in which rounded factors are multiplied.
-
-    Tensor cores take 16 bits as they are. Elsewhere it is the dtype of the sums, in which products of 16-bit numbers
-    are exact, so that nothing is rounded once more.
-    """
+    """The dtype that rounded factors are multiplied in: 16 bits on tensor cores; elsewhere that of the sums, in which
+    products of 16-bit numbers are exact, so that nothing is rounded once more."""
     exact = accumulation_dtype(like.dtype)
     return compute if has_tensor_cores(like.device) and compute.itemsize == 2 and exact == torch.float32 else exact
 

@@ -42,32 +42,18 @@ class Logprobs(NamedTuple):
 
 
 def linear_logprob(
-    hidden: Tensor,
-    head: Head,
-    target: Tensor,
-    *,
-    temperature: float | Tensor,
-    vocab: int,
-    outputs: Collection[Extra],
-    top_k: int | None = None,
-    compute_dtype: torch.dtype | None = None,
-) -> Logprobs:
+    hidden: Tensor, head: Head, target: Tensor, *, temperature: float | Tensor, vocab: int,
+    outputs: Collection[Extra], top_k: int | None = None, compute_dtype: torch.dtype | None = None,
+) -> Logprobs:  # fmt: skip
     """``logits_logprob`` of the head's logits."""
     logits = head_logits(hidden, head, vocab, accumulation_dtype(hidden.dtype), compute_dtype)
     return logits_logprob(logits, target, temperature=temperature, vocab=vocab, outputs=outputs, top_k=top_k)
 
 
 def linear_divergence(
-    student_hidden: Tensor,
-    student: Head,
-    teacher_hidden: Tensor,
-    teacher: Head,
-    *,
-    beta: float,
-    temperature: float | Tensor,
-    vocab: int,
-    compute_dtype: torch.dtype | None = None,
-) -> Tensor:
+    student_hidden: Tensor, student: Head, teacher_hidden: Tensor, teacher: Head, *, beta: float,
+    temperature: float | Tensor, vocab: int, compute_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Generalized Jensen-Shannon divergence of softmax(logits / temperature) of the teacher T and the student S."""
     check_values("linear_divergence", None, vocab, temperature)
     dtype = accumulation_dtype(student_hidden.dtype)
@@ -86,14 +72,9 @@ def linear_divergence(
 
 
 def logits_logprob(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    temperature: float | Tensor,
-    vocab: int,
-    outputs: Collection[Extra] = (),
+    logits: Tensor, target: Tensor, *, temperature: float | Tensor, vocab: int, outputs: Collection[Extra] = (),
     top_k: int | None = None,
-) -> Logprobs:
+) -> Logprobs:  # fmt: skip
     """log p = log softmax(logits / temperature): its target entries, −Σ p log p, and its normalizer.
 
     If asked for, the mean of log p over the tokens that are possible, log Σ p², the likeliest token, how many others

@@ -62,21 +62,11 @@ def _log_mixture(p, q, beta, rest):
 @triton.jit
 def _fold_kernel(
     state_ptr,  # [n, 5]: m_P, S, m_Q, R, G
-    p_ptr,  # [n, columns]
-    q_ptr,  # [n, columns]
+    p_ptr, q_ptr,  # [n, columns]
     temperature_ptr,  # [n] or None
-    scale,
-    softcap,
-    scale_w,
-    softcap_w,
-    n,
-    columns,
-    p_stride: tl.int64,
-    q_stride: tl.int64,
-    GAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scale, softcap, scale_w, softcap_w, n, columns, p_stride: tl.int64, q_stride: tl.int64,
+    GAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
     state_ptr += row * FIELDS
     shift, total = tl.load(state_ptr), tl.load(state_ptr + 1)  # [ROWS]
@@ -111,23 +101,13 @@ def _fold_kernel(
 @triton.jit
 def _mix_kernel(
     sums_ptr,  # [n, 2]
-    student_ptr,  # [n, columns]
-    teacher_ptr,  # [n, columns]
+    student_ptr, teacher_ptr,  # [n, columns]
     row_stats_ptr,  # [n, 5]
     temperature_ptr,  # [n] or None
-    scale,
-    softcap,
-    scale_w,
-    softcap_w,
-    beta,
-    rest,  # 1 − β, which float32 would round
-    n,
-    columns,
-    student_stride: tl.int64,
-    teacher_stride: tl.int64,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scale, softcap, scale_w, softcap_w,
+    beta, rest,  # 1 − β, which float32 would round
+    n, columns, student_stride: tl.int64, teacher_stride: tl.int64, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
     shift, log_total, other_shift, other_log_total, _ = _row_stats(row_stats_ptr, row)
     from_teacher = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -150,27 +130,15 @@ def _mix_kernel(
 
 @triton.jit
 def _backward_kernel(
-    out_ptr,  # [n, columns]
-    student_ptr,  # [n, columns]
-    teacher_ptr,  # [n, columns]
+    out_ptr, student_ptr, teacher_ptr,  # [n, columns]
     row_stats_ptr,  # [n, 5]
     gain_ptr,  # [n]
     temperature_ptr,  # [n] or None
-    scale,
-    softcap,
-    scale_w,
-    softcap_w,
-    beta,
-    rest,  # 1 − β, which float32 would round
-    n,
-    columns,
-    out_stride: tl.int64,
-    student_stride: tl.int64,
-    teacher_stride: tl.int64,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scale, softcap, scale_w, softcap_w,
+    beta, rest,  # 1 − β, which float32 would round
+    n, columns, out_stride: tl.int64, student_stride: tl.int64, teacher_stride: tl.int64,
+    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
     gain = tl.load(gain_ptr + row)[:, None]  # [ROWS, 1]
     shift, log_total, other_shift, other_log_total, level = _row_stats(row_stats_ptr, row)
@@ -209,95 +177,40 @@ def launch(n: int, columns: int, device: torch.device) -> tuple[int, int, int]:
 
 
 def fold_(state: Tensor, p: Tensor, q: Tensor, to_z: LogitTransform, to_w: LogitTransform, gap: bool) -> None:
-    """``divergence_passes.fold``, with ``state`` ``[n, 5]`` brought up to date; G only if it is asked for."""
-    n, columns = p.shape
-    rows, block, warps = launch(n, columns, p.device)
+    """``divergence_passes.fold``, in place: ``state`` is ``[n, 5]``; G only if ``gap``."""
     assert state.is_contiguous()
-    with torch.cuda.device_of(p):
-        _fold_kernel[(triton.cdiv(n, rows),)](
-            state,
-            p,
-            q,
-            *_constants(to_z, to_w),
-            n,
-            columns,
-            p.stride(0),
-            q.stride(0),
-            GAP=gap,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
+    _run(_fold_kernel, (state, p, q), to_z, to_w, (), (p, q), GAP=gap)
 
 
 def mix_(
-    sums: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    row_stats: Tensor,
-    to_z: LogitTransform,
-    to_w: LogitTransform,
+    sums: Tensor, student: Tensor, teacher: Tensor, row_stats: Tensor, to_z: LogitTransform, to_w: LogitTransform,
     beta: float,
-) -> None:
+) -> None:  # fmt: skip
     """``divergence_passes.mix``, added to ``sums`` ``[n, 2]``."""
-    n, columns = student.shape
-    rows, block, warps = launch(n, columns, student.device)
     assert sums.is_contiguous() and row_stats.is_contiguous()
-    with torch.cuda.device_of(student):
-        _mix_kernel[(triton.cdiv(n, rows),)](
-            sums,
-            student,
-            teacher,
-            row_stats,
-            *_constants(to_z, to_w),
-            beta,
-            1 - beta,
-            n,
-            columns,
-            student.stride(0),
-            teacher.stride(0),
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
+    tensors, strided = (sums, student, teacher, row_stats), (student, teacher)
+    _run(_mix_kernel, tensors, to_z, to_w, (beta, 1 - beta), strided)
 
 
 def backward_tile_(
-    out: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    row_stats: Tensor,
-    gain: Tensor,
-    to_z: LogitTransform,
-    to_w: LogitTransform,
-    beta: float,
-) -> None:
+    out: Tensor, student: Tensor, teacher: Tensor, row_stats: Tensor, gain: Tensor, to_z: LogitTransform,
+    to_w: LogitTransform, beta: float,
+) -> None:  # fmt: skip
     """``divergence_passes.backward_tile`` in float32 or 16 bits; ``out`` may be the tile of the student."""
-    n, columns = student.shape
-    rows, block, warps = launch(n, columns, student.device)
     assert row_stats.is_contiguous() and gain.is_contiguous()
-    with torch.cuda.device_of(student):
-        _backward_kernel[(triton.cdiv(n, rows),)](
-            out,
-            student,
-            teacher,
-            row_stats,
-            gain,
-            *_constants(to_z, to_w),
-            beta,
-            1 - beta,
-            n,
-            columns,
-            out.stride(0),
-            student.stride(0),
-            teacher.stride(0),
-            KIND={0.0: "forward", 1.0: "reverse"}.get(beta, "mixture"),
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
+    tensors, strided = (out, student, teacher, row_stats, gain), (out, student, teacher)
+    kind = {0.0: "forward", 1.0: "reverse"}.get(beta, "mixture")
+    _run(_backward_kernel, tensors, to_z, to_w, (beta, 1 - beta), strided, KIND=kind)
 
 
-def _constants(to_z: LogitTransform, to_w: LogitTransform) -> tuple[Tensor | float | None, ...]:
+def _run(kernel, tensors, to_z: LogitTransform, to_w: LogitTransform, numbers, strided, **constants) -> None:
+    """Launch ``kernel`` over all rows; ``strided`` are the tensors whose row strides it takes."""
+    n, columns = strided[0].shape
+    rows, block, warps = launch(n, columns, strided[0].device)
     temperature = None if to_z.temperature is None else to_z.temperature.contiguous()
-    return temperature, to_z.scale, to_z.softcap, to_w.scale, to_w.softcap
+    transforms = temperature, to_z.scale, to_z.softcap, to_w.scale, to_w.softcap
+    strides = (t.stride(0) for t in strided)
+    with torch.cuda.device_of(strided[0]):
+        kernel[(triton.cdiv(n, rows),)](
+            *tensors, *transforms, *numbers, n, columns, *strides, ROWS=rows, BLOCK=block, num_warps=warps, **constants
+        )

@@ -6,7 +6,7 @@
     backward_tile_:  dz = eˣ·(level + slope·x + bend·eˣ) + flat,  dc = dz·cap′(scale·c) + Σ_j 1[column_j = v]·gain_j
 
 Moved, for a tile in b bytes per logit: fold_ reads b·n·columns; what backward keeps is written from the registers of a
-row that one block holds, else from a second reading of it. pull_ reads b·n·columns and writes as many of its output's.
+row that one block holds, else from a second reading of it. backward_tile_ reads b·n·columns and writes its output.
 All else is per row. So a caller's own logits ``[N, V]`` are one tile: one reading forward, one reading and one writing
 backward.
 
@@ -85,9 +85,7 @@ def tempered(c, inner, outer, temperature_ptr, softcap):
 
 @triton.jit
 def _fold_kernel(
-    shift_ptr,  # [n], as all others without a stride
-    total_ptr,
-    moment_ptr,
+    shift_ptr, total_ptr, moment_ptr,  # [n], as all others without a stride
     chosen_ptr,  # [n, targets]
     linear_ptr,  # [n, 2] or None
     squares_ptr,  # [n] or None
@@ -95,17 +93,10 @@ def _fold_kernel(
     top_ptr,
     tile_ptr,  # [n, columns]
     column_ptr,  # [n, targets]
-    temperature_ptr,
-    scale,
-    softcap,
-    columns,
-    targets,
-    kept_stride: tl.int64,
-    tile_stride: tl.int64,
+    temperature_ptr, scale, softcap, columns, targets, kept_stride: tl.int64, tile_stride: tl.int64,
     WHOLE: tl.constexpr,  # a row is one block
-    BLOCK: tl.constexpr,
-    TARGETS: tl.constexpr,
-):
+    BLOCK: tl.constexpr, TARGETS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile_ptr += row * tile_stride
     inner, outer = factors(temperature_ptr, row, scale, softcap)
@@ -177,22 +168,10 @@ def _backward_kernel(
     moments_ptr,  # [n], as all others without a stride; or None
     tile_ptr,  # [n, columns]
     column_ptr,  # [n, targets]
-    top_ptr,
-    shift_ptr,
-    level_ptr,
-    slope_ptr,
-    bend_ptr,
-    flat_ptr,
+    top_ptr, shift_ptr, level_ptr, slope_ptr, bend_ptr, flat_ptr,
     gain_ptr,  # [n, targets] or None
-    temperature_ptr,
-    scale,
-    softcap,
-    columns,
-    targets,
-    out_stride: tl.int64,
-    tile_stride: tl.int64,
-    BLOCK: tl.constexpr,
-):
+    temperature_ptr, scale, softcap, columns, targets, out_stride: tl.int64, tile_stride: tl.int64, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * out_stride
     tile_ptr += row * tile_stride
@@ -279,36 +258,18 @@ def fold_(
     targets, (block, warps) = column.shape[1], launch(columns, 4096 if shifted is None else MOST_KEPT)
     with torch.cuda.device_of(tile):
         _fold_kernel[(n,)](
-            *state,
-            shifted,
-            top,
-            tile,
-            column.contiguous(),
-            _dense(transform.temperature),
-            transform.scale,
-            transform.softcap,
-            columns,
-            targets,
-            0 if shifted is None else shifted.stride(0),
-            tile.stride(0),
-            WHOLE=columns <= block,
-            BLOCK=block,
-            TARGETS=min(triton.next_power_of_2(max(targets, 1)), 128),
+            *state, shifted, top, tile, column.contiguous(),
+            _dense(transform.temperature), transform.scale, transform.softcap, columns, targets,
+            0 if shifted is None else shifted.stride(0), tile.stride(0),
+            WHOLE=columns <= block, BLOCK=block, TARGETS=min(triton.next_power_of_2(max(targets, 1)), 128),
             num_warps=warps,
-        )
+        )  # fmt: skip
 
 
 def backward_tile_(
-    tile: Tensor,
-    column: Tensor,
-    shift: Tensor,
-    upstream: Coefficients,
-    transform: LogitTransform,
-    out: Tensor,
-    *,
-    top: Tensor | None = None,
-    moments: Tensor | None = None,
-) -> None:
+    tile: Tensor, column: Tensor, shift: Tensor, arriving: Coefficients, transform: LogitTransform, out: Tensor, *,
+    top: Tensor | None = None, moments: Tensor | None = None,
+) -> None:  # fmt: skip
     """``softmax.backward_tile`` with the targets' share, written into ``out``, which may be ``tile``.
 
     ``tile`` is c, or what ``fold_`` kept, if ``top`` is given. ``moments`` ``[n]`` += Σ_v dz_v·x_v, without that share.
@@ -319,23 +280,10 @@ def backward_tile_(
     block, warps = launch(columns)
     with torch.cuda.device_of(tile):
         _backward_kernel[(n,)](
-            out,
-            moments,
-            tile,
-            column.contiguous(),
-            top,
-            _dense(shift),
-            *map(_dense, upstream),
-            _dense(transform.temperature),
-            transform.scale,
-            transform.softcap,
-            columns,
-            column.shape[1],
-            out.stride(0),
-            tile.stride(0),
-            BLOCK=block,
-            num_warps=warps,
-        )
+            out, moments, tile, column.contiguous(), top, _dense(shift), *map(_dense, arriving),
+            _dense(transform.temperature), transform.scale, transform.softcap, columns, column.shape[1],
+            out.stride(0), tile.stride(0), BLOCK=block, num_warps=warps,
+        )  # fmt: skip
 
 
 def _dense(rows: Tensor | None) -> Tensor | None:
