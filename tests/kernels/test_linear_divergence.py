@@ -8,6 +8,7 @@ import tensor_cores
 import torch
 from burnish.kernels import Head, divergence_passes, linear_divergence, softmax
 from burnish.kernels.head import Shard
+from grids import grid
 from pairs import (
     BETAS,
     CASES,
@@ -24,27 +25,32 @@ from pairs import (
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+KEPT = [0, 40_000]  # bytes: all tiles are recomputed, or some are kept
 
-@pytest.fixture(params=[0, 40_000], ids=["all_recomputed", "some_kept"])
-def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+
+def cut(monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
     """Several tiles in both directions, the last ones ragged, at sizes where float64 references are cheap."""
     monkeypatch.setattr(divergence_passes, "ROWS", 24)
     monkeypatch.setattr(divergence_passes, "COLUMNS", 32)
-    monkeypatch.setattr(divergence_passes, "KEEP", request.param)
+    monkeypatch.setattr(divergence_passes, "KEEP", keep)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("small_tiles")
-def test_it_is_as_close_to_float64_as_the_reference(case: str, beta: float, dtype: torch.dtype) -> None:
+@pytest.fixture(params=KEPT, ids=["all_recomputed", "some_kept"])
+def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, request.param)
+
+
+@grid(strength=2, case=CASES, beta=BETAS, dtype=[torch.float32, torch.bfloat16], keep=KEPT)
+def test_it_is_as_close_to_float64_as_the_reference(
+    case: str, beta: float, dtype: torch.dtype, keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut(monkeypatch, keep)
     assert_as_good_as_the_reference(CASES[case], beta, dtype)
 
 
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("small_tiles")
-def test_float64_agrees_to_the_last_digits(case: str, beta: float) -> None:
+@grid(strength=2, case=CASES, beta=BETAS, keep=KEPT)
+def test_float64_agrees_to_the_last_digits(case: str, beta: float, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, keep)
     ours, exact = (measure(in_dtype(CASES[case], torch.float64), b, beta=beta) for b in ("torch", "reference"))
     for name, truth in exact.items():
         torch.testing.assert_close(ours[name], truth, rtol=1e-11, atol=1e-11)
@@ -61,9 +67,7 @@ def products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor_cores.emulate(monkeypatch)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("case", CASES)
+@grid(strength=2, case=CASES, beta=BETAS, dtype=[torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("small_tiles", [40_000], indirect=True, ids=["some_kept"])
 @pytest.mark.usefixtures("small_tiles", "products_of_a_gpu")
 def test_products_of_16_bits_are_closer_to_float64_than_the_usual_ones(
@@ -308,10 +312,11 @@ def test_rows_that_no_gradient_arrives_at_cost_nothing_in_backward(kept: float, 
     assert multiplications(case, torch.zeros(48), beta=beta) == pytest.approx(both + (passes - 1) * again)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 1.0])
-@pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.usefixtures("small_tiles")
-def test_gradients_are_those_of_all_rows_however_many_are_left_out(beta: float, share: float) -> None:
+@grid(strength=2, share=[0.0, 0.05, 0.3, 1.0], beta=BETAS, keep=KEPT)
+def test_gradients_are_those_of_all_rows_however_many_are_left_out(
+    beta: float, share: float, keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut(monkeypatch, keep)
     upstream = arriving(63).double()
     upstream[torch.arange(63) % 20 < 20 * share] = 0
     case = CASES["everything"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from burnish.kernels import Logprobs, linear_logprob, passes, softmax
+from grids import grid, slow
 from heads import (
     CASES,
     EXTRAS,
@@ -25,10 +26,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("small_tiles")
-def test_it_is_as_close_to_float64_as_the_reference(case: str, dtype: torch.dtype) -> None:
+@grid(strength=2, case=CASES, dtype=[torch.float64, torch.float32, torch.bfloat16], keep=[0, 20_000])
+def test_it_is_as_close_to_float64_as_the_reference(
+    case: str, dtype: torch.dtype, keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in {"ROWS": 24, "COLUMNS": 32, "KEEP": keep}.items():
+        monkeypatch.setattr(passes, name, size)
     assert_as_good_as_the_reference(CASES[case], dtype)
 
 
@@ -265,7 +268,8 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
-@pytest.mark.parametrize("case", ["plain", "more_of_everything"])
+@pytest.mark.parametrize("case", [slow("plain"), "more_of_everything"])
+@pytest.mark.parametrize("small_tiles", [20_000], indirect=True, ids=["some_kept"])
 @pytest.mark.usefixtures("small_tiles", "compiling")
 def test_compiled_tiles_are_as_good_and_compiled_once(case: str) -> None:
     assert_as_good_as_the_reference(CASES[case], torch.float32)
@@ -279,6 +283,7 @@ def test_compiled_tiles_are_as_good_and_compiled_once(case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("small_tiles", [20_000], indirect=True, ids=["some_kept"])
 @pytest.mark.usefixtures("small_tiles", "compiling")
 def test_without_a_compiler_the_same_numbers_come_out_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.utils import fresh_cache

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from burnish.kernels import logits_logprob, reference
+from grids import grid
 from heads import total
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -68,9 +69,12 @@ def measure(function: Any, case: dict[str, Any], outputs: tuple[str, ...] = ()) 
     return {name: t.detach().double() for name, t in (found | grads).items()}
 
 
-@pytest.mark.parametrize("outputs", [(), *((name,) for name in OUTPUTS)], ids="+".join)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@grid(
+    strength=2,
+    case=CASES,
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+    outputs=[(), *((name,) for name in OUTPUTS)],
+)
 def test_it_is_as_close_to_float64_as_the_reference(case: str, dtype: torch.dtype, outputs: tuple[str, ...]) -> None:
     rounded = in_dtype(CASES[case], dtype)
     exact = measure(reference.logits_logprob, in_dtype(rounded, torch.float64), outputs)

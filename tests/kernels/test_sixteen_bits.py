@@ -9,6 +9,7 @@ import pytest
 import tensor_cores
 import torch
 from burnish.kernels import passes
+from grids import grid
 from heads import CASES, assert_as_good_as_the_reference
 from torch import Tensor
 
@@ -31,14 +32,12 @@ def some_rows(name: str, keep_bytes: int) -> dict[str, Any]:
     return case | rows
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 2**20], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("case", SOME)
+@grid(strength=1, case=SOME, keep_bytes=[0, 2**20])
 def test_float16_factors_cost_no_more_than_their_roundings(case: str, keep_bytes: int) -> None:
     assert_as_good_as_the_reference(some_rows(case, keep_bytes), torch.float16, "triton", "of 16 bits")
 
 
-@pytest.mark.parametrize("field", ["level", "gain"])
-@pytest.mark.parametrize("case", ["plain", "peaked", "scale", "adapter"])
+@grid(strength=1, case=["plain", "peaked", "scale", "adapter"], field=["level", "gain"])
 def test_one_per_cent_is_more_than_a_rounding(case: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backward_tile_ = triton_softmax.backward_tile_
 

@@ -11,6 +11,7 @@ import torch
 from burnish.kernels import Head, divergence_passes, linear_divergence, passes, reference
 from burnish.kernels.divergence_passes import LEVEL, backward_tile, fold, mix
 from burnish.kernels.softmax import NEVER, LogitTransform
+from grids import grid
 from pairs import (
     BETAS,
     CASES,
@@ -108,8 +109,7 @@ def transforms(case: dict[str, Any], dtype: torch.dtype) -> list[LogitTransform]
     return [LogitTransform(case[who].scale, case[who].softcap, rows) for who in ("student", "teacher")]
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("case", CASES)
+@grid(strength=1, case=CASES, beta=[0.0, 0.3, 1.0])
 def test_each_pass_is_as_close_to_float64_as_torchs(case: str, beta: float) -> None:
     arguments = CASES[case]
     tiles = [logits(arguments, who) for who in ("student", "teacher")]
@@ -122,9 +122,10 @@ def test_each_pass_is_as_close_to_float64_as_torchs(case: str, beta: float) -> N
         assert (error <= allowed + 1e-6 * truth.abs()).all(), name
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize(
-    "case", ["one_token", "one_column", "peaked", "peaked_on_different_tokens", "one_large_one_negative", "everything"]
+@grid(
+    strength=1,
+    case=["everything", "one_token", "one_column", "peaked", "peaked_on_different_tokens", "one_large_one_negative"],
+    beta=[0.3, 0.0, 1.0, 0.5],
 )
 @pytest.mark.usefixtures("four_tiles")
 def test_it_is_as_close_to_float64_as_the_reference(case: str, beta: float) -> None:

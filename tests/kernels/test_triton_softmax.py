@@ -1,6 +1,5 @@
 """The Triton passes over a tile against those of torch in float64; interpreted where there is no GPU."""
 
-import itertools
 import subprocess
 import sys
 import textwrap
@@ -21,6 +20,7 @@ from burnish.kernels.softmax import (
     finish,
     fold,
 )
+from grids import grid
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -158,16 +158,12 @@ def check(case: Case, used: tuple[bool, ...] = (True,) * 4) -> None:
     assert_as_exact(*pulled, times)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1000, 70], ids=["one_tile", "tiles_in_turn"])
-@pytest.mark.parametrize("vocab", [128, 150])
+@grid(strength=2, vocab=[128, 150], width=[1000, 70], dtype=DTYPES)
 def test_passes_equal_float64(vocab: int, width: int, dtype: torch.dtype, small_blocks: None) -> None:
     check(a_case(n=3, vocab=vocab, width=width, dtype=dtype))
 
 
-@pytest.mark.parametrize("temperature", [False, True], ids=["", "temperature"])
-@pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "softcap"])
-@pytest.mark.parametrize("scale", [1.0, 0.3], ids=["", "scale"])
+@grid(strength=2, scale=[1.0, 0.3], softcap=[None, 5.0], temperature=[False, True])
 def test_temperature_softcap_and_scale(
     temperature: bool, softcap: float | None, scale: float, small_blocks: None
 ) -> None:
@@ -189,8 +185,7 @@ EXTREME = {
 }
 
 
-@pytest.mark.parametrize("temperature", [False, True], ids=["", "temperature"])
-@pytest.mark.parametrize("name", EXTREME)
+@grid(strength=1, name=EXTREME, temperature=[False, True])
 def test_extreme_logits_cost_no_digits(name: str, temperature: bool, small_blocks: None) -> None:
     case = a_case(n=3, vocab=130, temperature=temperature, width=70)
     check(case._replace(logits=EXTREME[name](case.logits.cpu()).to(DEVICE)))
@@ -250,9 +245,9 @@ def test_sums_that_nobody_asked_for_are_not_needed(mean: bool, squares: bool, sm
     check(a_case(n=2, width=70)._replace(mean=mean, squares=squares))
 
 
-@pytest.mark.parametrize("used", [*itertools.product([False, True], repeat=4)], ids=str)
-def test_gradients_of_some_outputs_only(used: tuple[bool, ...], small_blocks: None) -> None:
-    check(a_case(n=2, vocab=100, targets=2, temperature=True, softcap=8.0), used)
+@grid(strength=2, slope=[False, True], bend=[False, True], flat=[False, True], gain=[False, True])
+def test_gradients_of_some_outputs_only(slope: bool, bend: bool, flat: bool, gain: bool, small_blocks: None) -> None:
+    check(a_case(n=2, vocab=100, targets=2, temperature=True, softcap=8.0), (slope, bend, flat, gain))
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65])
