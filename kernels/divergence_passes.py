@@ -63,7 +63,7 @@ class HeadPair(NamedTuple):
                 yield rows, span.tile(rows, columns, seen=seen), self.transforms_of(rows)
 
     def run(self, function: Callable[..., T], tile: Tensor, *rest: object) -> T:
-        """``function`` of a tile, compiled where that is worth it; ``tile`` is one of full or lesser width."""
+        """``function(tile, *rest)``, compiled where that is worth it."""
         return run(function, tile, *rest, compiled=self.tiling.compiled(tile, len(self.student.hidden)))
 
 

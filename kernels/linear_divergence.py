@@ -220,7 +220,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return given.hidden.new_empty(n, dtype=dtype), given.hidden.new_empty(n, 5, dtype=dtype), *given.allocate_kept()
 
 
-BEFORE = {"upstream": Tensor, "row_stats": Tensor, "kept": list[Tensor], "needed": list[bool]}
+BEFORE: dict[str, Any] = {"upstream": Tensor, "row_stats": Tensor, "kept": list[Tensor], "needed": list[bool]}
 BACKWARD = operator_schema(DivergenceArguments, NEEDED, **BEFORE)
 
 

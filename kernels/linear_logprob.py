@@ -258,7 +258,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return *softmax, *given.allocate_kept(), ranks, ids, softmax.entropy.new_empty(n, given.top_k)
 
 
-BEFORE = {"upstream": list[Tensor | None], "softmax": list[Tensor], "kept": list[Tensor], "needed": list[bool]}
+BEFORE: Any = {"upstream": list[Tensor | None], "softmax": list[Tensor], "kept": list[Tensor], "needed": list[bool]}
 BACKWARD = operator_schema(LogprobArguments, len(NEEDED), mutates=("main_grad",), **BEFORE)
 
 

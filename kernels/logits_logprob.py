@@ -184,8 +184,8 @@ def _backward(
         from . import triton_softmax
 
         out = torch.empty_like(logits) if d_logits is None else d_logits
-        rest = logits[:, :vocab], target, saved.shift, arriving, transform
-        triton_softmax.backward_tile_(*rest, out[:, :vocab], moments=moments)
+        tile, out = logits[:, :vocab], out[:, :vocab]
+        triton_softmax.backward_tile_(tile, target, saved.shift, arriving, transform, out, moments=moments)
     for rows in [] if triton else spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile, here = _precise(logits, rows, vocab), arriving.rows(rows)
         compiled = worth_compiling(tile, len(logits) * vocab)
