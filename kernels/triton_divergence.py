@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .softmax import LogitTransform
-from .triton_softmax import LOG2E, NEVER, factors, tempered
+from .triton_softmax import LOG2E, NEVER, tempered, transform_factors
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 FIELDS = tl.constexpr(5)  # columns of ``row_stats`` and of the state of a fold
@@ -37,12 +37,12 @@ def _tile(tile_ptr, stride, row, column, inside, inner, outer, temperature_ptr, 
 
 @triton.jit
 def _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS: tl.constexpr):
-    """This program's rows, which of them there are, and ``factors`` ``[ROWS, 1]`` of both heads."""
+    """This program's rows, which of them there are, and ``transform_factors`` ``[ROWS, 1]`` of both heads."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < n
     at = tl.where(there, row, 0)  # what is past the last row may be read, and is never written
-    inner, outer = factors(temperature_ptr, at[:, None], scale, softcap)
-    inner_w, outer_w = factors(temperature_ptr, at[:, None], scale_w, softcap_w)
+    inner, outer = transform_factors(temperature_ptr, at[:, None], scale, softcap)
+    inner_w, outer_w = transform_factors(temperature_ptr, at[:, None], scale_w, softcap_w)
     return at, there, inner, outer, inner_w, outer_w
 
 

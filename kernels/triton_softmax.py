@@ -53,7 +53,7 @@ def finite(c):
 
 
 @triton.jit
-def factors(temperature_ptr, row, scale, softcap):
+def transform_factors(temperature_ptr, row, scale, softcap):
     """What ``tempered`` multiplies by: scale/T to twice float32's digits; or scale/softcap and softcap/T."""
     inner = scale
     outer = 0.0
@@ -99,7 +99,7 @@ def _fold_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile_ptr += row * tile_stride
-    inner, outer = factors(temperature_ptr, row, scale, softcap)
+    inner, outer = transform_factors(temperature_ptr, row, scale, softcap)
     shift, total, moment = tl.load(shift_ptr + row), tl.load(total_ptr + row), tl.load(moment_ptr + row)
     if linear_ptr is not None:
         linear, possible = tl.load(linear_ptr + 2 * row), tl.load(linear_ptr + 2 * row + 1)
@@ -175,7 +175,7 @@ def _backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * out_stride
     tile_ptr += row * tile_stride
-    inner, outer = factors(temperature_ptr, row, scale, softcap)
+    inner, outer = transform_factors(temperature_ptr, row, scale, softcap)
     shift, level = tl.load(shift_ptr + row), tl.load(level_ptr + row)
     if top_ptr is not None:
         top = tl.load(top_ptr + row)
