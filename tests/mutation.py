@@ -129,7 +129,7 @@ def caught(room: str, name: str, source: str, tree: Path) -> bool:
     try:
         if room == "kernels":
             files = [f"tests/kernels/test_{test}.py" for test in KERNEL_TESTS[Path(name).stem]]
-            return not passes([*files, "-k", UNCOMPILED], target, tree, plugins=False)
+            return not passes([*files, "-m", "not slow", "-k", UNCOMPILED], target, tree, plugins=False)
         quick, shared = _tests(Path(name).stem)
         return not passes(quick, target, tree, plugins=False) or not passes([*quick, *shared], target, tree)
     finally:
@@ -198,7 +198,7 @@ def copy_tree(room: str, tree: Path) -> None:
     (tree / "tests" / "support").mkdir()
     if room == "kernels":
         shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
-        for name in ("heads", "pairs", "shards", "tensor_cores"):
+        for name in ("grids", "heads", "pairs", "shards", "tensor_cores"):
             shutil.copy(ROOT / "tests" / "support" / f"{name}.py", tree / "tests" / "support")
 
 
