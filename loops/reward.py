@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data import Accounting, encode_preference, encode_ranking, encode_scores, encode_supervised, example
 from ..objectives import Stats, bradley_terry, centering, plackett_luce, score_regression
-from ..objectives.reward import AnswerIds, PerAnswer
+from ..objectives.reward import CompletionIds, PerCompletion
 from .batch import Batch, collate
 from .config import Common
 from .model import load_classifier
@@ -102,11 +102,11 @@ def _ranking_mean(batch: Batch) -> Weights:
     return Weights(torch.ones(batch.sequences, dtype=torch.float64, device=batch.target.device), len(batch.examples))
 
 
-def _ranking_loss(score: PerAnswer, group: AnswerIds, rank: AnswerIds) -> tuple[PerAnswer, Stats]:
+def _ranking_loss(score: PerCompletion, group: CompletionIds, rank: CompletionIds) -> tuple[PerCompletion, Stats]:
     return plackett_luce(score, group, rank)[0], {}
 
 
-def _ranking_accuracy(score: PerAnswer, group: AnswerIds, rank: AnswerIds) -> tuple[PerAnswer, Stats]:
+def _ranking_accuracy(score: PerCompletion, group: CompletionIds, rank: CompletionIds) -> tuple[PerCompletion, Stats]:
     _, stats = plackett_luce(score.detach(), group, rank)
     return stats.pop("accuracy"), stats  # the mean over answers, not the sum over those of a ranking
 
