@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from .layouts import BadRow, Message, Value
+from .columns import BadRow, Message, Value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

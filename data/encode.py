@@ -29,7 +29,7 @@ from .examples import (
     question,
     solution,
 )
-from .layouts import (
+from .columns import (
     FEEDBACK,
     OPTION_COLUMNS,
     PREFERENCE,

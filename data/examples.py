@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from .chat import Encoder
 from .example import Example
-from .layouts import BadRow, Row
+from .columns import BadRow, Row
 
 TrainOn = Literal["auto", "assistant", "completion", "all"]
 Truncation = Literal["keep_start", "keep_end", "error"]

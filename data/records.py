@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import datasets
 from datasets import Dataset, DatasetDict
 
-from .layouts import TEXT_COLUMNS
+from .columns import TEXT_COLUMNS
 
 READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 

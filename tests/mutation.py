@@ -149,6 +149,7 @@ def main(names: list[str]) -> None:
         shutil.copytree(ROOT / "objectives", tree / "burnish" / "objectives", ignore=no_cache)
         shutil.copytree(ROOT / "tests" / "objectives", tree / "tests" / "objectives")
         (tree / "tests" / "support").mkdir()
+        shutil.copy(ROOT / "tests" / "support" / "peer.py", tree / "tests" / "support")
         for name in names:
             source = (ROOT / "objectives" / name).read_text()
             assert not caught(name, source, tree), f"the tests of {name} fail as they are"

@@ -1,7 +1,7 @@
 import pytest
 from burnish.data.chat import Encoder
 from burnish.data.examples import Limit, answers, demonstration, feedback, judged_steps, pair, solution
-from burnish.data.layouts import BadRow, Row
+from burnish.data.columns import BadRow, Row
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "aaaa"}

@@ -2,7 +2,7 @@ import math
 import re
 
 import pytest
-from burnish.data.layouts import (
+from burnish.data.columns import (
     FEEDBACK,
     PREFERENCE,
     RANKING,
