@@ -87,7 +87,7 @@ def _reward_head(config: Common) -> nn.Module:
 
 
 def _with_margin(*arguments: Any, column: str, **options: Any) -> tuple[Dataset, Accounting]:
-    data, accounting = encode_preference(*arguments, columns=(column,), **options)
+    data, accounting = encode_preference(*arguments, numeric_columns=(column,), **options)
     return data if column == "margin" else data.rename_column(column, "margin"), accounting
 
 

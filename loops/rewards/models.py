@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from ...data import Example
+from ...data import Example, vocabulary_differences
 from ...objectives import step_aggregate
 from ..batch import collate
 from ..rollouts.sample import Sample
@@ -135,14 +135,12 @@ def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
     Raises:
         ValueError: naming the first token that differs, or that only the policy has.
     """
-    ours, theirs = ({index: token for token, index in one.get_vocab().items()} for one in (policy, model))
-    for index in sorted(ours):
-        if ours[index] != theirs.get(index):
-            other = f"is {theirs[index]!r}" if index in theirs else "does not exist"
-            raise ValueError(
-                f"{who}: token {index} is {ours[index]!r} for the policy, and {other} for the model that judges, so it "
-                "would read another text; choose one that was trained with the policy's tokenizer"
-            )
+    for index, token, other in vocabulary_differences(policy, model):
+        there = "does not exist" if other is None else f"is {other!r}"
+        raise ValueError(
+            f"{who}: token {index} is {token!r} for the policy, and {there} for the model that judges, so it "
+            "would read another text; choose one that was trained with the policy's tokenizer"
+        )
 
 
 def _scorer(kind: Any, model: str, device: str) -> Scorer:
