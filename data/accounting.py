@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 from datasets import Dataset, List, Value
 
-if TYPE_CHECKING:
-    from .records import Records
+from .records import Records
 
 NOTES = {  # columns that an encoded dataset has until `summarize` has read them
     "_kind": Value("string"),
@@ -72,9 +71,7 @@ class Accounting:
         if self.shortened:
             lines.append(f"  {self.shortened:,} where the prompt's last tokens went to the completion")
         if self.contradictory:
-            lines.append(
-                f"  {self.contradictory:,} that another row contradicts: the same answers judged the other way"
-            )
+            lines += [f"  {self.contradictory:,} that another row contradicts: the same answers judged the other way"]
         if self.labels:
             lines.append("  " + ", ".join(f"{count:,} {label}" for label, count in self.labels.items()))
             lines[-1] += "" if all(self.labels.values()) else ": there is nothing of one kind to learn from"
@@ -84,7 +81,7 @@ class Accounting:
 
 
 def summarize(
-    encoded: Dataset, records: "Records", *, labeled: bool, max_length: int | None, unused: Sequence[str]
+    encoded: Dataset, records: Records, *, labeled: bool, max_length: int | None, unused: Sequence[str]
 ) -> tuple[list[int], Accounting]:
     """The examples to keep, and the account of all rows; ``labeled``: whether there is a column `desirable`."""
     kept: list[int] = []
@@ -105,8 +102,7 @@ def summarize(
         trained = pc.list_flatten(pc.list_flatten(table["trained"]))
         prompt = pc.sum(pc.list_value_length(table["prompt"])).as_py() or 0
         flags = [table["_truncated"], table["_shortened"], trained, *([table["desirable"]] if labeled else [])]
-        counts = [pc.sum(column).as_py() or 0 for column in flags]
-        totals += [prompt + len(trained), *counts, *[0] * (4 - len(counts))]
+        totals[: 1 + len(flags)] += [prompt + len(trained), *(pc.sum(column).as_py() or 0 for column in flags)]
         digests.append(pc.list_flatten(table["_digests"]).to_numpy())
         start += len(table)
     total_tokens, truncated, shortened, trained_tokens, desirable = map(int, totals)

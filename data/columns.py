@@ -143,11 +143,7 @@ def read_row(record: Mapping[str, Any], layout: ColumnLayout) -> ParsedRow:
 
 
 def read_number(value: Any, name: str) -> float:
-    """A finite number.
-
-    Raises:
-        BadRow: if it is missing, NaN, infinite, or no number.
-    """
+    """A finite number; BadRow if it is missing, NaN, infinite, or no number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise BadRow(f"bad {name}", f"'{name}' is {_shown(value)}, wanted a finite number; fix it or remove the row")
     return float(value)

@@ -22,7 +22,7 @@ from .examples import EncodedExample, Example, LengthLimit, TrainOn, Truncation
 from .records import Data, DataError, Records, load
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Encode = Callable[..., EncodedExample | list[EncodedExample]]
 
@@ -67,11 +67,7 @@ DEFAULT = Tokenization()
 
 
 def encode_supervised(
-    records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
-    options: Tokenization = DEFAULT,
-    *,
-    train_on: TrainOn = "auto",
+    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT, *, train_on: TrainOn = "auto"
 ) -> tuple[Dataset, Accounting]:
     """Demonstrations as examples with one completion each.
 
@@ -93,7 +89,7 @@ def encode_supervised(
 
 def encode_preference(
     records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "Tokenizer",
     options: Tokenization = DEFAULT,
     *,
     numeric_columns: Sequence[str] = (),
@@ -106,7 +102,7 @@ def encode_preference(
 
 
 def encode_unpaired(
-    records: Records | Data, tokenizer: "PreTrainedTokenizerBase", options: Tokenization = DEFAULT
+    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
     """Completions labeled good or bad, as examples with one completion each and a bool column `desirable`.
 
@@ -116,21 +112,21 @@ def encode_unpaired(
 
 
 def encode_scores(
-    records: Records | Data, tokenizer: "PreTrainedTokenizerBase", options: Tokenization = DEFAULT
+    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
     """Completions with a score, as examples with one completion each and a float64 column `score`."""
     return _encode(records, tokenizer, options, columns.SCORES, examples.completed, {"score": Value("float64")})
 
 
 def encode_ranking(
-    records: Records | Data, tokenizer: "PreTrainedTokenizerBase", options: Tokenization = DEFAULT
+    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
     """Ranked completions of one prompt as one example, with a column `rank` of their places: 0 best, no ties."""
     return _encode(records, tokenizer, options, columns.RANKING, examples.completed, {"rank": List(Value("int64"))})
 
 
 def encode_prompts(
-    records: Records | Data, tokenizer: "PreTrainedTokenizerBase", options: Tokenization = DEFAULT
+    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
     """Prompts that the policy will complete, as examples without completions.
 
@@ -141,7 +137,7 @@ def encode_prompts(
 
 def encode_stepwise(
     records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "Tokenizer",
     options: Tokenization = DEFAULT,
     *,
     separator: str = "\n",
@@ -167,7 +163,7 @@ def encode_stepwise(
 def step_example(
     prompt: str | list[Message],
     steps: Sequence[str],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "Tokenizer",
     *,
     separator: str = "\n",
     chat_template: str | None = None,
@@ -196,7 +192,7 @@ class _Stop(Exception):
 
 def _encode(
     records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "Tokenizer",
     options: Tokenization,
     layouts: Sequence[ColumnLayout],
     encode: Encode,
@@ -231,8 +227,7 @@ def _encode(
             desc=f"Tokenizing {records.source}",
         )
     except _Stop as stop:
-        index, problem = stop.args
-        raise DataError(f"{records.where(index)}: {problem}") from None
+        raise DataError(f"{records.where(stop.args[0])}: {stop.args[1]}") from None
     used = {*layout, *columns.OPTION_COLUMNS, *numeric}
     kept, accounting = summarize(
         encoded,
@@ -288,16 +283,15 @@ def _encode_rows(
 def _numeric_columns(
     records: Records, layout: ColumnLayout, required: Sequence[str], made: Mapping[str, Value | List]
 ) -> dict[str, Value]:
-    features = records.dataset.features
+    types = records.dataset.features
     numeric = {
         name: kind
-        for name, kind in features.items()
+        for name, kind in types.items()
         if name not in layout and isinstance(kind, Value) and kind.dtype.startswith(("int", "uint", "float", "bool"))
     }
     for name in required:
-        if name not in features:
-            present = ", ".join(features)
-            raise DataError(f"{records.source}: wanted a column '{name}', found ({present}); add or rename it")
+        if name not in types:
+            raise DataError(f"{records.source}: wanted a column '{name}', found ({', '.join(types)}); add or rename it")
         numeric[name] = Value("float64")
     for name in numeric:
         if name in made:

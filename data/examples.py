@@ -73,19 +73,19 @@ class EncodedExample(NamedTuple):
 def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: LengthLimit) -> EncodedExample:
     """One completion of one prompt, as `encode_supervised` describes it."""
     ids, trained, shortened = _supervised_tokens(row, encoder, train_on)
-    whole = _sequence(ids, trained)
-    if whole is None:
+    full = _sequence(ids, trained)
+    if full is None:
         raise BadRow("empty", "no token is left to train on; give it an answer or remove the row")
-    excess = limit.excess(whole)
+    excess = limit.excess(full)
     if not excess:
-        return EncodedExample(whole, shortened=shortened)
-    ids = whole.prompt + whole.completions[0]
-    trained = [False] * len(whole.prompt) + whole.trained[0]
+        return EncodedExample(full, shortened=shortened)
+    ids = full.prompt + full.completions[0]
+    trained = [False] * len(full.prompt) + full.trained[0]
     kept = slice(len(ids) - excess) if limit.truncation == "keep_start" else slice(excess, None)
     cut = _sequence(ids[kept], trained[kept])
     if cut is None:
         kind = "fully masked" if row.prompt is None else "prompt too long"
-        raise limit.refuse(kind, f"{len(whole.prompt)} tokens precede the first trained one")
+        raise limit.refuse(kind, f"{len(full.prompt)} tokens precede the first trained one")
     return EncodedExample(cut, truncated=True, shortened=shortened)
 
 
@@ -120,11 +120,11 @@ def completed(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> Encode
         raise BadRow("empty", "an answer has no tokens of its own; fill it in or remove the row")
     if _repeats(completions):
         raise BadRow("identical", "two answers have the same tokens, so neither is preferred; remove the row")
-    whole = Example(prompt, completions, [[True] * len(completion) for completion in completions])
-    excess = limit.excess(whole)
+    full = Example(prompt, completions, [[True] * len(completion) for completion in completions])
+    excess = limit.excess(full)
     if not excess:
-        return EncodedExample(whole, shortened=shortened, annotation=row.annotation)
-    cut = _cut_ends(whole, limit) if limit.truncation == "keep_start" else _cut_prompt(whole, excess, limit)
+        return EncodedExample(full, shortened=shortened, annotation=row.annotation)
+    cut = _cut_ends(full, limit) if limit.truncation == "keep_start" else _cut_prompt(full, excess, limit)
     if _repeats(cut.completions):
         raise _identical_after_truncation(limit)
     return EncodedExample(cut, truncated=True, shortened=shortened, annotation=row.annotation)
@@ -155,14 +155,14 @@ def stepwise(
     row: ParsedRow, encoder: Encoder, *, separator: str, train_on_last_step_only: bool, limit: LengthLimit
 ) -> EncodedExample:
     """The steps of one solution as one completion, and a label for each trained token."""
-    whole, labels = solution(row, encoder, separator=separator), list(row.annotation)
-    excess = limit.excess(whole)
-    cut = whole
+    full, labels = solution(row, encoder, separator=separator), list(row.annotation)
+    excess = limit.excess(full)
+    cut = full
     if excess and limit.truncation == "keep_start":
-        cut = _cut_steps(whole, limit)
+        cut = _cut_steps(full, limit)
         labels = labels[: sum(cut.trained[0])]
     elif excess:
-        cut = _cut_prompt(whole, excess, limit)
+        cut = _cut_prompt(full, excess, limit)
     if train_on_last_step_only:
         if len(labels) < len(row.annotation):
             problem = f"the last step, the only one to train on, ends beyond max_length={limit.max_length}"
@@ -210,31 +210,29 @@ def _sequence(ids: list[int], trained: list[bool]) -> Example | None:
     return Example(ids[:first], [ids[first:end]], [trained[first:end]])
 
 
-def _cut_ends(whole: Example, limit: LengthLimit) -> Example:
+def _cut_ends(full: Example, limit: LengthLimit) -> Example:
     assert limit.max_length is not None
-    left = limit.max_length - len(whole.prompt)
+    left = limit.max_length - len(full.prompt)
     if left <= 0:
-        raise limit.refuse("prompt too long", f"the prompt has {len(whole.prompt)} tokens")
-    return Example(
-        whole.prompt, [ids[:left] for ids in whole.completions], [trained[:left] for trained in whole.trained]
-    )
+        raise limit.refuse("prompt too long", f"the prompt has {len(full.prompt)} tokens")
+    return Example(full.prompt, [ids[:left] for ids in full.completions], [mask[:left] for mask in full.trained])
 
 
-def _cut_steps(whole: Example, limit: LengthLimit) -> Example:
+def _cut_steps(full: Example, limit: LengthLimit) -> Example:
     """Without the steps that don't end within `max_length`."""
-    prompt, (ids,), (trained,) = _cut_ends(whole, limit)
+    prompt, (ids,), (trained,) = _cut_ends(full, limit)
     if not any(trained):
-        first = len(prompt) + whole.trained[0].index(True) + 1
+        first = len(prompt) + full.trained[0].index(True) + 1
         raise limit.refuse("no step left", f"the first step ends at token {first}", "no label is left to train on")
     end = max(position for position, train in enumerate(trained) if train) + 1
     return Example(prompt, [ids[:end]], [trained[:end]])
 
 
-def _cut_prompt(whole: Example, excess: int, limit: LengthLimit) -> Example:
-    if excess >= len(whole.prompt):
-        longest = max(map(len, whole.completions))
+def _cut_prompt(full: Example, excess: int, limit: LengthLimit) -> Example:
+    if excess >= len(full.prompt):
+        longest = max(map(len, full.completions))
         raise limit.refuse("answer too long", f"an answer has {longest} tokens", "nothing is left of the prompt")
-    return whole._replace(prompt=whole.prompt[excess:])
+    return full._replace(prompt=full.prompt[excess:])
 
 
 def _identical_after_truncation(limit: LengthLimit) -> BadRow:
