@@ -169,7 +169,7 @@ class Encoder:
         return ids, list(zip(bounds[::2], bounds[1::2], strict=True))
 
     def _token_bounds(self, text: str, ids: list[int], cuts: list[int]) -> list[int]:
-        """How many tokens precede each cut of the text."""
+        """The number of tokens before each cut of the text."""
         pieces = [self.bare(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
         if [token for piece in pieces for token in piece] == ids:
             return list(accumulate(map(len, pieces)))[:-1]

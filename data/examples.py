@@ -196,8 +196,7 @@ def _supervised_tokens(row: ParsedRow, encoder: Encoder, train_on: TrainOn) -> t
         return prompt + completion, [train_on == "all"] * len(prompt) + [True] * len(completion), shortened
     if train_on == "completion":
         raise ValueError("train_on='completion' wants the columns prompt and completion; choose 'assistant' or 'all'")
-    is_plain = isinstance(text, str)
-    ids = encoder.plain(encoder.with_eos(text)) if is_plain else encoder.chat(text, row.template_options)
+    ids = encoder.plain(encoder.with_eos(text)) if isinstance(text, str) else encoder.chat(text, row.template_options)
     return ids, [True] * len(ids), False
 
 
