@@ -14,7 +14,7 @@ import pytest
 SHOWN = 40
 PAGE = """# The {shown} tests that take most processor time
 
-Made by `{command}`: {tests:,} tests in {total:,.0f} processor seconds, children included, {share:.0%} of them in this table.
+Made by `{command}`: {tests:,} tests in {total:,.0f} processor seconds, children included; {share:.0%} is in this table.
 Each process of pytest takes {collection:.0f} s more before its first test, to import and collect.
 
 | seconds | test |
