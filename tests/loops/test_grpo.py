@@ -3,14 +3,10 @@
 import asyncio
 import gc
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from math import exp, isfinite
 from pathlib import Path
 
-import online
 import pytest
 import torch
 from accelerate import Accelerator
@@ -24,9 +20,9 @@ from burnish.loops.rewards.statistics import Judged
 from burnish.loops.surrogate import corrections, rollout_tensors
 from burnish.objectives import effective_sample_size
 from online import Killed, dying_in_step, lines, prepare, stored
+from ranks import run_ranks
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 LOGGED = {
     "loss", "grad_norm", "learning_rate", "tokens", "seconds", "skipped", "entropy", "reward", "reward_std",
     "frac_reward_zero_std", "rewards/even/mean", "rewards/even/std", "completions/mean_length",
@@ -311,15 +307,8 @@ def test_two_ranks_end_with_the_weights_of_one(common, tmp_path):
     fields = {**common, "dtype": "float64", "rollout_epochs": 2, "old": "recomputed", "beta": 0.1, "steps": 4}
     fields |= {"eval_data": common["data"], "micro_tokens": 60}
     run_grpo(GRPO(**fields, output=str(tmp_path / "one")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", online.__file__]
-    done = subprocess.run(
-        [*command, json.dumps({**fields, "output": str(tmp_path / "two")})],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    (outcomes,) = run_ranks((2, "online", {**fields, "output": str(tmp_path / "two")}))
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
     one, two = (load_file(tmp_path / name / "model/model.safetensors") for name in ("one", "two"))
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-6, atol=1e-6)

@@ -1,12 +1,8 @@
 """The law: loss, gradient and every metric are the same for every split of a step and every layout of its rows."""
 
-import json
-
 import pytest
 import torch
-from law import RECIPES, assert_same, one_step, run_ranks
-
-ON_RANKS = ["shared:", "packed:60", "padded:1"]
+from law import KINDS, RECIPES, assert_same, one_step
 
 
 @pytest.fixture(scope="module", params=RECIPES)
@@ -19,13 +15,6 @@ def whole(request):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    output = tmp_path_factory.mktemp("law") / "results.json"
-    run_ranks(2, output, "offline", *ON_RANKS)
-    return json.loads(output.read_text())
-
-
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 @pytest.mark.parametrize("micro_tokens", [None, 60, 1])
 def test_a_step_does_not_depend_on_layout_or_micro_batches(whole, layout, micro_tokens):
@@ -35,7 +24,7 @@ def test_a_step_does_not_depend_on_layout_or_micro_batches(whole, layout, micro_
     assert_same(result, expected)
 
 
-def test_a_step_does_not_depend_on_the_number_of_ranks(whole, on_two_ranks):
-    name, expected = whole
-    for setting in ON_RANKS:
-        assert_same(on_two_ranks[f"{name}:{setting}"], expected)
+def test_a_step_does_not_depend_on_the_number_of_ranks(whole, law_on_ranks):
+    (name, expected), (on_two_ranks, _) = whole, law_on_ranks
+    for split in KINDS["offline"][2]:
+        assert_same(on_two_ranks[name, split], expected)

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from online import on_ranks, prepare
+from online import prepare, under_torchrun
 from transformers import AutoTokenizer
 from vllm_fake import Fake
 
@@ -31,7 +31,7 @@ def wedged(tmp_path_factory):
     fields |= {"output": str(directory / "run"), "source": "vllm", "rewards": {"online:Loaded": {"note": "loaded"}}}
     fields["rewards"]["online:Loaded"]["note"] = str(directory / "loaded")
     fields["vllm"] = {"url": fake.url, "timeout": 2.5, "patience": PATIENCE}
-    done = on_ranks(2, fields, timeout=300)
+    done = under_torchrun(2, fields, timeout=300)
     seconds = time.monotonic() - since[0]
     fake.close()
     return SimpleNamespace(directory=directory, url=fake.url, done=done, seconds=seconds)
