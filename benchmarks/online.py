@@ -26,11 +26,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
-from ..loops import demo
-from ..loops.distill import Distill, run_distill
-from ..loops.grpo import GRPO, RLOO, run_grpo
-from ..loops.ppo import PPO, run_ppo
-from ..loops.teacher import Teacher
+from ..loops.recipes import demo
+from ..loops.recipes.distill import Distill, run_distill
+from ..loops.recipes.grpo import GRPO, RLOO, run_grpo
+from ..loops.recipes.ppo import PPO, run_ppo
+from ..loops.runs.teacher import Teacher
 
 RESULTS = Path(__file__).parent / "results" / "online.json"
 SEEDS = {"grpo": 3, "rloo": 3, "ppo": 3, "distill": 6}  # students differ by less, and from seed to seed by more

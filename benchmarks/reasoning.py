@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from ..loops.curves import draw_curves
-from ..loops.grpo import GRPO, run_grpo
-from ..loops.rewards.reasoning import reasoning_gym_rows
+from ..loops.recipes.grpo import GRPO, run_grpo
+from ..loops.rewards.reasoning_gym import reasoning_gym_rows
 from ..loops.rollouts.replay import read_samples
+from ..loops.runs.curves import draw_curves
 from .real_model import smollm2, write_jsonl
 from .report import load, machine
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..loops.command import main as burnish
+from ..loops.cli import main as burnish
 from .real_model import conversations, preference_pairs, smollm2, write_jsonl
 
 RESULTS = Path(__file__).parent / "results" / "smollm2_recipes.json"

@@ -133,7 +133,7 @@ def train_burnish(
     **fields: Any,
 ) -> Metrics:
     """Metrics of each step."""
-    from ..loops import dpo, grpo, kto, sft
+    from ..loops.recipes import dpo, grpo, kto, sft
 
     run: Any
     make: Any
@@ -234,7 +234,7 @@ def run_provider(
     if train is train_trl:
         getattr(importlib.import_module("trl"), f"{chosen.trainer}Trainer")
     else:
-        importlib.import_module("burnish.loops.command")
+        importlib.import_module("burnish.loops.cli")
     imported = _peak_mib()
     if evidence is not None:
         if train is train_trl:

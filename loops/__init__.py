@@ -16,13 +16,13 @@ config, command     fields, YAML and flags
 """
 
 from .batch import Batch, collate
-from .optimize import Objective, Step, evaluate, optimize, train_step
-from .policy import Policy
-from .reference import adapters_off, frozen_copy
-from .rows import Rows, arrange
-from .scorer import Scorer
-from .terms import Term, compose, expression, policy_tensors, score_tensors
-from .weights import Weights, answer_mean, fixed_length, pair_mean, sequence_mean, token_mean, weighted
+from .models.inputs import Rows, arrange
+from .models.policy import Policy
+from .models.scorer import Scorer
+from .runs.reference import adapters_off, frozen_copy
+from .train.losses import Term, compose, expression, policy_tensors, score_tensors
+from .train.step import Objective, Step, evaluate, optimize, train_step
+from .train.weighting import Weights, answer_mean, fixed_length, pair_mean, sequence_mean, token_mean, weighted
 
 __all__ = [
     "Batch",

@@ -7,9 +7,9 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from burnish.loops.dpo import PAIR_LOSSES
-from burnish.loops.teacher import Teacher
-from burnish.loops.terms import columns_of, needs, parse
+from burnish.loops.recipes.dpo import PAIR_LOSSES
+from burnish.loops.runs.teacher import Teacher
+from burnish.loops.train.losses import columns_of, needs, parse
 from tiny import save_model, sums, write_rows
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

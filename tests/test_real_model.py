@@ -8,7 +8,7 @@ import torch
 from burnish.benchmarks.real_model import Unavailable, conversations, preference_pairs, smollm2, write_jsonl
 from burnish.data import encode_preference, example
 from burnish.loops import Policy, collate
-from burnish.loops.command import main
+from burnish.loops.cli import main
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TRAINED, HELD_OUT = 160, 48

@@ -6,10 +6,10 @@ single, guess          one turn with a verifier (reasoning-gym); a game of sever
 resolve                the name in a configuration
 """
 
-from .conversation import Conversations, Environment, Limits, Step
+from .chat_turns import Turns
+from .multi_turn import Conversations, Environment, Limits, Step
 from .resolve import resolve_environment, turns_for
 from .tools import Tools, check_tool_tags, tool_metrics
-from .turns import Turns
 
 __all__ = [
     "Conversations",

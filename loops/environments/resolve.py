@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import Encoder
 from ..rewards.names import build, find
-from ..rewards.reasoning import ReasoningGym
+from ..rewards.reasoning_gym import ReasoningGym
 from ..rollouts.event_loops import run
-from .conversation import Environment, close
+from .chat_turns import Turns
+from .multi_turn import Environment, close
 from .single import SingleTurn
 from .tools import check_tool_tags
-from .turns import Turns
 
 SHIPPED = {
     "guess_number": ".guess:GuessNumber",

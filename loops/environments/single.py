@@ -3,11 +3,11 @@
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ..rewards.judge import Row
+from ..rewards.scoring import Row
 from ..rewards.workers import call
 from ..rollouts.sample import Sample
-from .conversation import Step
-from .turns import Message
+from .chat_turns import Message
+from .multi_turn import Step
 
 
 class SingleTurn:

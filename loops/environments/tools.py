@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
-from ..rewards.judge import Row
+from ..rewards.scoring import Row
 from ..rewards.workers import OutOfTime, call, within
 from ..rollouts.sample import Sample
-from .conversation import Step
-from .turns import Message
+from .chat_turns import Message
+from .multi_turn import Step
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -9,9 +9,9 @@ equivalence, text, length, reasoning, models    what is shipped
 """
 
 from .isolated import isolated
-from .judge import RewardError, Weighted, batched, check_columns, judge, refuse_broken
+from .metrics import Watch, judged, reward_metrics
 from .resolve import resolve, resolve_names
-from .statistics import Watch, judged, reward_metrics
+from .scoring import RewardError, Weighted, batched, check_columns, judge, refuse_broken
 from .trl import from_trl
 
 __all__ = [

@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import Any
 
 from ..rollouts.sample import Sample
-from .equivalence import MathEquivalence
-from .judge import Row, score
+from .math import MathEquivalence
+from .scoring import Row, score
 
 
 def length(sample: Sample) -> int:

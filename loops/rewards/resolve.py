@@ -14,8 +14,8 @@ from typing import Any
 
 from ..rollouts.sample import Sample
 from .isolated import isolated
-from .judge import Row, Weighted
 from .names import build, find
+from .scoring import Row, Weighted
 from .trl import from_trl, is_trl
 
 SHIPPED = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..rollouts.sample import Sample
-from .judge import Row
+from .scoring import Row
 
 Ignored = Literal["case", "punctuation", "articles", "whitespace", "numbers", "unicode"]
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..rollouts.record import plain
 from ..rollouts.sample import Sample
-from .judge import Over, Row
+from .scoring import Over, Row
 from .workers import call
 
 GIVEN = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")

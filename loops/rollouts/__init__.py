@@ -7,15 +7,15 @@ replay, record            stored samples
 sampler, event_loops      groups for every step, of bounded age, none lost and none twice
 """
 
-from .embedded import DetachedSource, EmbeddedSource
+from .local.source import DetachedSource, EmbeddedSource
 from .replay import ReplaySource, SampleWriter, read_samples
 from .sample import Request, Sample, Sampling, Span, check_sample
-from .sampler import Ledger, Sampler
+from .scheduler import Ledger, Sampler
 from .source import RolloutSource, SourceError, SourceLost
-from .vllm_engine import VLLMEngine, start_engine
-from .vllm_launch import launch
-from .vllm_server import VLLMServer
-from .vllm_updates import Adapters, Files, Nccl
+from .vllm.engine import VLLMEngine, start_engine
+from .vllm.launch import launch
+from .vllm.server import VLLMServer
+from .vllm.weights import Adapters, Files, Nccl
 
 __all__ = [
     "Adapters",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from burnish.benchmarks import online
-from burnish.loops import demo
+from burnish.loops.recipes import demo
 from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

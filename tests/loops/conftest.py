@@ -14,11 +14,12 @@ JOBS = {
 }
 
 
+<<<<<<< HEAD
 @pytest.fixture(autouse=True)
 def undrawn(request, monkeypatch):
     """Runs of a few small steps end without their picture, which takes longer than they do, unless marked `drawn`."""
     if "drawn" not in request.keywords:
-        monkeypatch.setattr("burnish.loops.run.draw_curves", lambda metrics, picture: None)
+        monkeypatch.setattr("burnish.loops.runs.run.draw_curves", lambda metrics, picture: None)
 
 
 @pytest.fixture(scope="session")
@@ -46,3 +47,9 @@ def fixture_of(job):
 
 
 law_on_ranks, law_online_on_ranks, law_bfloat16_on_ranks, heads_on_ranks = map(fixture_of, JOBS)
+=======
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Runs of a few small steps end without their picture, which takes longer than they do."""
+    monkeypatch.setattr("burnish.loops.runs.run.draw_curves", lambda metrics, picture: None)
+>>>>>>> main

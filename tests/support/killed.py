@@ -24,11 +24,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from burnish.loops import checkpoint
-from burnish.loops.dpo import DPO, dpo
-from burnish.loops.grpo import GRPO, run_grpo
-from burnish.loops.ppo import PPO, run_ppo
-from burnish.loops.sft import SFT, sft
+from burnish.loops.recipes.dpo import DPO, dpo
+from burnish.loops.recipes.grpo import GRPO, run_grpo
+from burnish.loops.recipes.ppo import PPO, run_ppo
+from burnish.loops.recipes.sft import SFT, sft
+from burnish.loops.runs import checkpoint
 
 RECIPES = {"dpo": (DPO, dpo), "sft": (SFT, sft), "grpo": (GRPO, run_grpo), "ppo": (PPO, run_ppo)}
 
@@ -104,7 +104,7 @@ def train(recipe, config, before=lambda: None):
     try:
         before()
         kind, run = RECIPES[recipe]
-        with patch("burnish.loops.run.draw_curves"):  # the picture takes longer than the run
+        with patch("burnish.loops.runs.run.draw_curves"):  # the picture takes longer than the run
             run(build(kind, config))
         status = 0
     except BaseException:

@@ -15,27 +15,26 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from burnish.data import Batches, Example
-from burnish.loops import surrogate
 from burnish.loops.config import Lora
-from burnish.loops.dpo import PAIR_LOSSES
-from burnish.loops.feed import Feed
-from burnish.loops.grpo import GRPO, RLOO, run_grpo
-from burnish.loops.kto import FEEDBACK_LOSSES, RunningMean, feedback_metrics, prepare_feedback
-from burnish.loops.online import Players
-from burnish.loops.optimize import train_step
-from burnish.loops.policy import Policy
-from burnish.loops.ppo import PPO, run_ppo
-from burnish.loops.reference import frozen_copy
-from burnish.loops.reward import TERMS as REWARD_TERMS
-from burnish.loops.reward import read_scores
+from burnish.loops.models.policy import Policy
+from burnish.loops.models.scorer import Scorer, ends_marked
+from burnish.loops.recipes.dpo import PAIR_LOSSES
+from burnish.loops.recipes.grpo import GRPO, RLOO, run_grpo
+from burnish.loops.recipes.kto import FEEDBACK_LOSSES, RunningMean, feedback_metrics, prepare_feedback
+from burnish.loops.recipes.ppo import PPO, run_ppo
+from burnish.loops.recipes.reward import TERMS as REWARD_TERMS
+from burnish.loops.recipes.reward import read_scores
+from burnish.loops.recipes.sft import TOKEN_LOSSES
 from burnish.loops.rewards import Watch, Weighted
+from burnish.loops.rl import policy_gradient as surrogate
+from burnish.loops.rl.setup import Players
 from burnish.loops.rollouts.replay import ReplaySource
 from burnish.loops.rollouts.sample import Sample, Span
-from burnish.loops.rollouts.sampler import Sampler
-from burnish.loops.scorer import Scorer, ends_marked
-from burnish.loops.sft import TOKEN_LOSSES
-from burnish.loops.teacher import distillation
-from burnish.loops.terms import (
+from burnish.loops.rollouts.scheduler import Sampler
+from burnish.loops.runs.feed import Feed
+from burnish.loops.runs.reference import frozen_copy
+from burnish.loops.runs.teacher import distillation
+from burnish.loops.train.losses import (
     CHOSEN,
     ENTROPY,
     PAIR_LOGPS,
@@ -47,7 +46,8 @@ from burnish.loops.terms import (
     policy_tensors,
     score_tensors,
 )
-from burnish.loops.weights import fixed_length, sequence_mean
+from burnish.loops.train.step import train_step
+from burnish.loops.train.weighting import fixed_length, sequence_mean
 from burnish.objectives import centering, clipped_surrogate, entropy_bonus, kl_estimate, nll, step_loss, value_loss
 from datasets import Dataset
 from tiny import in_full_precision, make_classifier, make_examples, make_model
@@ -248,10 +248,10 @@ def handed_over(config, policy, reference, samples, accelerator):
         return (reference if needed else None), None
 
     with (
-        patch(f"burnish.loops.{module}.open_players", lambda *arguments: players),
+        patch(f"burnish.loops.recipes.{module}.open_players", lambda *arguments: players),
         patch.object(surrogate, "open_reference", opened),
-        patch("burnish.loops.experience.Experience.close", lambda self: None),
-        patch("burnish.loops.ppo.save_file"),
+        patch("burnish.loops.rl.buffer.Experience.close", lambda self: None),
+        patch("burnish.loops.recipes.ppo.save_file"),
     ):
         run_recipe(config)
     return caught

@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from accelerate.state import AcceleratorState
 from burnish.loops.environments import Step
-from burnish.loops.grpo import GRPO, run_grpo
-from burnish.loops.sampling import VLLM
+from burnish.loops.recipes.grpo import GRPO, run_grpo
+from burnish.loops.rl.sources import VLLM
 from tiny import save_model, sums, write_rows
 
 
@@ -87,7 +87,7 @@ class Killed(BaseException):
 @contextmanager
 def dying_in_step(number):
     """The process dies when the answers of this step (from 1) are drawn and written, and it has not been taken."""
-    module = sys.modules["burnish.loops.optimize"]  # the package has a function of that name
+    module = sys.modules["burnish.loops.train.step"]  # the package has a function of that name
     step, taken = module.train_step, 0
 
     def die(*arguments, **options):
@@ -116,7 +116,7 @@ def be_rank(fields):
     """Train as one rank of several; what ends it is written beside the run's directory, too."""
     fields["vllm"] = VLLM(**fields.pop("vllm", {}))
     try:
-        with patch("burnish.loops.run.draw_curves"):
+        with patch("burnish.loops.runs.run.draw_curves"):
             run_grpo(GRPO(**fields))
     except Exception as error:
         Path(f"{fields['output']}-rank{os.environ['RANK']}.txt").write_text(str(error))

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 import vllm_model
-from burnish.loops.rollouts.vllm_launch import launch
-from burnish.loops.rollouts.vllm_server import VLLMServer
+from burnish.loops.rollouts.vllm.launch import launch
+from burnish.loops.rollouts.vllm.server import VLLMServer
 from transformers import AutoConfig, AutoTokenizer
 
 CONTEXT = 256

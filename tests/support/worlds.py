@@ -3,8 +3,8 @@
 import json
 import random
 
-from burnish.loops import demo
-from burnish.loops.command import main
+from burnish.loops.cli import main
+from burnish.loops.recipes import demo
 from tiny import write_rows
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from burnish.kernels import Head, tiled
 from burnish.loops.batch import collate
-from burnish.loops.head import Lesson, Transform, fuse
-from burnish.loops.policy import Policy
+from burnish.loops.models.lm_head import Lesson, Transform, fuse
+from burnish.loops.models.policy import Policy
 from peft import LoraConfig, get_peft_model
 from tiny import _SMALL, in_full_precision, make_examples
 from torch import nn

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 from burnish.loops.environments import Conversations, Tools, resolve_environment, turns_for
-from burnish.loops.environments.guess import GuessNumber
+from burnish.loops.environments.games import GuessNumber
 from burnish.loops.environments.single import SingleTurn
-from burnish.loops.rewards.reasoning import reasoning_gym_rows
+from burnish.loops.rewards.reasoning_gym import reasoning_gym_rows
 
 
 def test_a_name_makes_a_new_environment_for_each_conversation():

@@ -7,7 +7,7 @@ import pytest
 from burnish.loops.rollouts.record import from_record, to_record
 from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
 from burnish.loops.rollouts.sample import Request, Sample, Sampling, Span
-from burnish.loops.rollouts.sampler import Sampler
+from burnish.loops.rollouts.scheduler import Sampler
 from burnish.loops.rollouts.source import SourceError
 
 

@@ -1,0 +1,241 @@
+"""``burnish <recipe> [--config file.yaml] [--any.field value]``"""
+
+import dataclasses
+import difflib
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from .. import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console script; returns its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    if not given or given[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if given else 2
+    if given[0] == "--version":
+        print(f"burnish {__version__}")
+        return 0
+    if given[0] == "bench":
+        from ..benchmarks.__main__ import main as bench
+
+        return bench(given[1:])
+    if given[0] not in _RECIPES:
+        nearest = difflib.get_close_matches(given[0], _LINES, n=1, cutoff=0.0)[0]
+        print(f"burnish: no recipe {given[0]!r}, did you mean {nearest!r}?\n\n{_usage()}", file=sys.stderr)
+        return 2
+    return _run(given[0], given[1:])
+
+
+def _sft() -> tuple[type, Callable[..., Any]]:
+    from .recipes.sft import SFT, sft
+
+    return SFT, sft
+
+
+def _dpo() -> tuple[type, Callable[..., Any]]:
+    from .recipes.dpo import DPO, dpo
+
+    return DPO, dpo
+
+
+def _kto() -> tuple[type, Callable[..., Any]]:
+    from .recipes.kto import KTO, run_kto
+
+    return KTO, run_kto
+
+
+def _cpo() -> tuple[type, Callable[..., Any]]:
+    from .recipes.cpo import CPO, run_cpo
+
+    return CPO, run_cpo
+
+
+def _orpo() -> tuple[type, Callable[..., Any]]:
+    from .recipes.cpo import ORPO, run_orpo
+
+    return ORPO, run_orpo
+
+
+def _reward() -> tuple[type, Callable[..., Any]]:
+    from .recipes.reward import Reward, run_reward
+
+    return Reward, run_reward
+
+
+def _prm() -> tuple[type, Callable[..., Any]]:
+    from .recipes.prm import PRM, run_prm
+
+    return PRM, run_prm
+
+
+def _distill() -> tuple[type, Callable[..., Any]]:
+    from .recipes.distill import Distill, run_distill
+
+    return Distill, run_distill
+
+
+def _grpo() -> tuple[type, Callable[..., Any]]:
+    from .recipes.grpo import GRPO, run_grpo
+
+    return GRPO, run_grpo
+
+
+def _rloo() -> tuple[type, Callable[..., Any]]:
+    from .recipes.grpo import RLOO, run_grpo
+
+    return RLOO, run_grpo
+
+
+def _ppo() -> tuple[type, Callable[..., Any]]:
+    from .recipes.ppo import PPO, run_ppo
+
+    return PPO, run_ppo
+
+
+def _online_dpo() -> tuple[type, Callable[..., Any]]:
+    from .recipes.online_dpo import OnlineDPO, run_online_dpo
+
+    return OnlineDPO, run_online_dpo
+
+
+def _demo() -> tuple[type, Callable[..., Any]]:
+    from .recipes.demo import Demo, demo
+
+    return Demo, demo
+
+
+# Recipes are imported when they are asked for: --help and a typing error should not wait for transformers.
+_RECIPES: dict[str, Callable[[], tuple[type, Callable[..., Any]]]] = {
+    "sft": _sft,
+    "dpo": _dpo,
+    "kto": _kto,
+    "orpo": _orpo,
+    "cpo": _cpo,
+    "reward": _reward,
+    "prm": _prm,
+    "distill": _distill,
+    "grpo": _grpo,
+    "rloo": _rloo,
+    "ppo": _ppo,
+    "online_dpo": _online_dpo,
+    "demo": _demo,
+}
+
+_LINES = {
+    "sft": "supervised fine-tuning on messages, text, or prompts with completions",
+    "dpo": "preference training on pairs: dpo, ipo, hinge, ... or a mix of them",
+    "kto": "training on single answers, marked desirable or not: kto, bco, apo_zero_unpaired",
+    "orpo": "preference training in one stage, without a reference",
+    "cpo": "preference training without a reference: cpo, simpo, alpha_po",
+    "reward": "a reward model, from pairs, scores or rankings",
+    "prm": "a process reward model, from solutions whose steps are labeled",
+    "distill": "training on a teacher's distribution of the next token: another model, or its stored top-k",
+    "grpo": "reinforcement learning from rewards: grpo, dr_grpo, dapo, cispo, gspo, gmpo, sapo, vespo, dppo",
+    "rloo": "reinforcement learning from rewards, against the mean of the other answers",
+    "ppo": "reinforcement learning from rewards with a value function",
+    "online_dpo": "preference training on pairs of the policy's own answers",
+    "bench": "measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right",
+    "demo": "train a small model from scratch, offline, in three minutes",
+}
+
+
+def _usage() -> str:
+    lines = "\n".join(f"  {name:10} {line}" for name, line in _LINES.items())
+    usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
+    return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    import datasets
+    import transformers
+
+    config_class, recipe = _RECIPES[name]()
+    if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        recipe(parse(name, config_class, arguments))
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        if os.environ.get("BURNISH_TRACEBACK") or not _is_ours(error):
+            raise
+        print(f"burnish {name}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether the message was written for the person at the terminal, rather than by a bug."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    return raised_in.startswith(__package__.partition(".")[0] + ".")
+
+
+def parse(name: str, config_class: type, arguments: list[str]) -> Any:
+    """The configuration of YAML file and flags; flags win, wherever they stand. Exits with status 2 on a mistake."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__)
+    parser.add_argument("--config", action="config", help="a YAML file with these fields")
+    parser.add_class_arguments(config_class)
+    parser.fields = _fields(config_class)
+    parsed: Namespace = parser.parse_args(_config_first(arguments))
+    parsed.pop("config", None)
+    return _build(config_class, parsed)
+
+
+def _build(config_class: type, parsed: Namespace) -> Any:
+    values = {}
+    for field in dataclasses.fields(config_class):
+        value = parsed[field.name]
+        nested = field.default_factory
+        is_group = isinstance(value, Namespace) and dataclasses.is_dataclass(nested)
+        values[field.name] = nested(**vars(value)) if is_group else value  # type: ignore[operator]
+    return config_class(**values)
+
+
+def _config_first(arguments: list[str]) -> list[str]:
+    """jsonargparse lets the later of two settings win; a flag should win over the file in either order."""
+    files, rest = [], []
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument == "--config":
+            files += [argument, *([value] if (value := next(waiting, None)) is not None else [])]
+        elif argument.startswith("--config="):
+            files.append(argument)
+        else:
+            rest.append(argument)
+    return files + rest
+
+
+def _fields(config_class: type, prefix: str = "") -> list[str]:
+    names = []
+    for field in dataclasses.fields(config_class):
+        names.append(prefix + field.name)
+        if dataclasses.is_dataclass(field.default_factory):
+            names += _fields(field.default_factory, f"{field.name}.")
+    return names
+
+
+class _Parser(ArgumentParser):
+    """Says in two lines what was wrong and which field was probably meant, instead of repeating every flag."""
+
+    fields: Sequence[str] = ()
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        unknown = re.search(r"unrecognized arguments: -*([\w.]+)|Option '([\w.]+)' is not accepted", message)
+        if unknown:
+            name = unknown[1] or unknown[2]
+            nearest = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.0)
+            message = f"no field {name!r}" + (f", did you mean {nearest[0]!r}?" if nearest else "")
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists its fields\n")
+        raise AssertionError("exit returned")

@@ -1,0 +1,69 @@
+"""A game of several turns whose optimal play is known: guess a number, and hear whether it is higher or lower.
+
+Each answer of the other side halves what is left at best, so that among n numbers the best player needs, in the worst
+case, ⌈log₂(n + 1)⌉ guesses: asking for the middle does it, and nothing does better.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..rewards.scoring import Row
+from ..rollouts.sample import Sample
+from .chat_turns import Message
+from .multi_turn import Step
+
+
+def optimal_guesses(numbers: int) -> int:
+    """⌈log₂(n + 1)⌉"""
+    return numbers.bit_length()
+
+
+class GuessNumber:
+    """One game. The last whole number of an answer is the guess.
+
+    r = min(1, b/k) for finding it with the k-th guess, where b is `optimal_guesses`, and 0 for not finding it: optimal
+    play always earns 1. An answer without a number, or with one outside of the range, is a guess that was wasted.
+
+    Args:
+        guesses: how many there are, as a multiple of those that optimal play needs.
+    """
+
+    def __init__(self, *, guesses: float = 2.0) -> None:
+        if not guesses >= 1:
+            raise ValueError(f"guess_number: guesses must be >= 1, so that the game can be won, got {guesses}")
+        self.guesses = guesses
+        self.low = self.high = self.secret = self.used = 0
+
+    def reset(self, row: Row) -> Sequence[Message]:
+        self.low, self.high, self.secret = row["low"], row["high"], row["secret"]
+        self.used = 0
+        prompt: Sequence[Message] = row["prompt"]
+        return prompt
+
+    def step(self, answer: Sample) -> Step:
+        self.used += 1
+        best = optimal_guesses(self.high - self.low + 1)
+        found = re.findall(r"-?[0-9]+", answer.text)
+        guess = int(found[-1]) if found and len(found[-1]) < 20 else None
+        if guess == self.secret:
+            return Step("correct", done=True, reward=min(1.0, best / self.used), counts={"won": 1})
+        if self.used >= self.guesses * best:
+            return Step(done=True, reward=0.0, counts={"won": 0})
+        if guess is None or not self.low <= guess <= self.high:
+            said = f"Say a whole number from {self.low} to {self.high}."
+            return Step(said, reward=0.0, counts={"wasted": 1})
+        return Step("higher" if guess < self.secret else "lower", reward=0.0)
+
+
+def guess_rows(count: int, *, low: int = 1, high: int = 100, seed: int = 0) -> list[dict[str, Any]]:
+    """Games as rows, each number of the range equally likely."""
+    if high < low:
+        raise ValueError(f"guess_rows: wanted low <= high, got {low} and {high}")
+    rng = random.Random(seed)
+    rules = (
+        f"I have chosen a whole number from {low} to {high}. Guess it: say one number, and I answer higher or lower."
+    )
+    prompt = [{"role": "user", "content": rules}]
+    return [{"prompt": prompt, "low": low, "high": high, "secret": rng.randint(low, high)} for _ in range(count)]

@@ -1,0 +1,184 @@
+"""Models and tokenizers in and out of the formats of transformers and peft."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers import logging as logging_of_transformers
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+from ..config import Common
+from .backbone import Backbone
+
+log = logging.getLogger(__name__)
+
+
+def load_tokenizer(config: Common) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the chat template that the configuration names, if any.
+
+    Raises:
+        ValueError: if there is none, most likely because there is no such model.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model: {config.model} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
+            f"that can be reached; check the name. {error}"
+        ) from error
+    if config.chat_template is not None:
+        tokenizer.chat_template = Path(config.chat_template).read_text()
+    return tokenizer
+
+
+def load_model(config: Common) -> nn.Module:
+    """The causal language model to train, see `load`."""
+    return load(config, AutoModelForCausalLM, "CAUSAL_LM")
+
+
+def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
+    """The model to train with a new head of ``len(labels)`` outputs, or the one it has if it is such a classifier.
+
+    Where `transformers` has no such class for an architecture, one is put together from its parts; what is saved of it
+    can be loaded by `burnish` alone, and a warning says so.
+    """
+    names = dict(labels) if len(labels) > 1 else {0: labels[0]}
+    auto: Any = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForTokenClassification
+    architecture = AutoConfig.from_pretrained(config.model)
+    if type(architecture) not in auto._model_mapping:
+        auto = _classifier_of(architecture, task)
+    verbosity = logging_of_transformers.get_verbosity()
+    logging_of_transformers.set_verbosity(logging.ERROR)  # it warns at length that the head is new
+    try:
+        return load(config, auto, task, num_labels=len(names), id2label=names)
+    finally:
+        logging_of_transformers.set_verbosity(verbosity)
+
+
+def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
+    """A model to train: in the configured precision, quantized and with adapters where asked for, without dropout.
+
+    Raises:
+        ValueError: if a quantized model is to be trained without adapters, or they have no possible rank.
+    """
+    if config.lora.r < 0:
+        raise ValueError(f"lora.r: must be >= 0, where 0 trains the model itself, got {config.lora.r}")
+    adapters = config.lora.r > 0
+    if config.quantize and not adapters:
+        raise ValueError(
+            f"quantize={config.quantize}: quantized weights can't be trained; add adapters, such as --lora.r 16"
+        )
+    # What an optimizer updates stays float32: in bfloat16 a step of 1e-6 rounds to nothing.
+    dtype = torch.float32 if config.dtype == "bfloat16" and not adapters else getattr(torch, config.dtype)
+    model: Any = auto.from_pretrained(
+        config.model,
+        **options,
+        dtype=dtype,
+        attn_implementation=config.attention,
+        quantization_config=_quantization(config),
+    )
+    without_dropout(model)
+    if config.gradient_checkpointing:
+        # transformers renames it in 5.2x and warns about the old name.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph at its start
+    if adapters:
+        lora = config.lora
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                task_type=task,
+                r=lora.r,
+                lora_alpha=lora.alpha,  # type: ignore[arg-type]
+                lora_dropout=lora.dropout,
+                target_modules=lora.target_modules,
+                exclude_modules=None if task == "CAUSAL_LM" else ["score", "classifier"],  # a new head trains whole
+            ),
+        )
+    return model.train()  # type: ignore[no-any-return]
+
+
+def _classifier_of(architecture: Any, task: str) -> Any:
+    """`transformers`' generic classifier on the backbone of an architecture that it has no classifier for."""
+    backbone: Any = AutoModel._model_mapping[type(architecture)]
+    generic: Any = GenericForSequenceClassification if task == "SEQ_CLS" else GenericForTokenClassification
+    name = backbone.__name__.removesuffix("Model") + generic.__name__.removeprefix("Generic")
+    log.warning("%s: transformers has no such class; the saved model can be loaded by burnish alone", name)
+    pretrained = next(kind for kind in backbone.__mro__ if kind.__name__.endswith("PreTrainedModel"))
+    return type(name, (generic, pretrained), {})
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Turn every dropout of the architecture off: policy and reference are to differ by their weights alone."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _quantization(config: Common) -> Any:
+    build: Any = BitsAndBytesConfig
+    if config.quantize is None:
+        return None
+    if config.quantize == "8bit":
+        return build(load_in_8bit=True)
+    compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    return build(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+
+
+def save_model(policy: Backbone, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write what transformers and vLLM load: weights (adapters merged in) and tokenizer; adapters also on their own.
+
+    The policy itself is left as it is.
+    """
+    target = directory / "model"
+    if isinstance(policy.model, PeftModel):
+        policy.model.save_pretrained(str(directory / "adapter"), save_embedding_layers=False)
+        merged(policy.model).save_pretrained(target)
+    else:
+        policy.plain.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+@torch.no_grad()
+def merged(model: PeftModel) -> Any:
+    """A plain model whose weights are those of ``model`` with its active adapters added in."""
+    wrapped: Any = model
+    base = wrapped.get_base_model()
+    weights: dict[str, Tensor] = {}
+    for name, module in base.named_modules():
+        path = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
+        if hasattr(module, "get_delta_weight"):
+            weight = dequantize_module_weight(module.get_base_layer())
+            for adapter in module.active_adapters:
+                weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+            weights[f"{path}.weight"] = weight
+        elif not any(part in name for part in ("lora_", "original_module")):
+            for kind, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                weights.setdefault(f"{path}.{kind}" if path else kind, tensor)
+    config = copy.deepcopy(base.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        plain: Any = type(base)(config)
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
+    plain.tie_weights()
+    return plain

@@ -1,0 +1,335 @@
+"""The fused output head: hidden states in, log-probs of the targets out, no logits in between.
+
+`fuse` gives a model's output embedding more ways to be called: ``head(hidden, target=...)``, ``head(hidden,
+lesson=...)`` and, to draw from, ``head(hidden, exact_logits=True)``. All of them round the same factors
+(`burnish.kernels`). It stays the same module with the same parameters under the same names, so hooks of DDP and FSDP
+fire, tied weights stay tied, and the model saves, loads and generates as before.
+
+What it is made of is looked up at every call: peft switches adapters, disables and merges them, and weights that are
+sharded (FSDP) are whole only within the call.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Split
+
+from ...kernels import (
+    Backend,
+    Extra,
+    Head,
+    Logprobs,
+    MoreLogprobs,
+    Shard,
+    linear_divergence,
+    linear_gather_logprob,
+    linear_logits,
+    linear_logprob,
+    logits_logprob,
+)
+from ...objectives import generalized_jsd, with_tail
+
+log = logging.getLogger(__name__)
+
+
+# Factors that Hugging Face architectures apply to the logits, by the name in their config: logits * c or logits / c.
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling",)
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")  # others that derive from these compute something else
+
+
+class CannotFuse(Exception):
+    """This head is not a linear map that the kernel knows."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What an architecture does to its logits after the linear map: ``softcap * tanh(scale * logits / softcap)``."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        logits = self.scale * logits
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    @classmethod
+    def of(cls, config: Any) -> "Transform":
+        """Read a Hugging Face config. Whether it was read rightly is checked on a probe, see `Policy`."""
+        scale = 1.0
+        for name in _MULTIPLIERS:
+            scale *= getattr(config, name, None) or 1.0
+        for name in _DIVISORS:
+            scale /= getattr(config, name, None) or 1.0
+        return cls(scale, getattr(config, "final_logit_softcapping", None) or None)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher predicts for the trained tokens of a batch, and how a student is compared with it.
+
+    Either ``hidden`` [tokens, D] and ``head``, or ``logits`` [tokens, V], or the ``top_k`` likeliest tokens: their ids
+    and log-probs, [tokens, k] each, at this temperature.
+    """
+
+    beta: float
+    temperature: float
+    hidden: Tensor | None = None
+    head: Head | None = None
+    logits: Tensor | None = None
+    top_k: tuple[Tensor, Tensor] | None = None
+
+    def divergence(self, logits: Tensor) -> Tensor:
+        """[tokens], for a student whose logits [tokens, V] are at hand."""
+        if self.top_k is not None:
+            return self.from_top_k(self._log_softmax(logits).gather(1, self.top_k[0]))
+        theirs = self._teacher_logits()
+        vocab = min(logits.shape[1], theirs.shape[1])  # what one of the two has beyond is padding
+        logp, teacher = (self._log_softmax(x[:, :vocab]) for x in (logits, theirs))
+        return generalized_jsd(logp, teacher, beta=self.beta)[0]
+
+    def from_top_k(self, logp: Tensor) -> Tensor:
+        """[tokens], for a student whose log-probs [tokens, k] of the teacher's likeliest tokens are at hand."""
+        assert self.top_k is not None
+        return generalized_jsd(with_tail(logp), with_tail(self.top_k[1].to(logp.dtype)), beta=self.beta)[0]
+
+    def _teacher_logits(self) -> Tensor:
+        if self.logits is not None:
+            return self.logits
+        assert self.hidden is not None and self.head is not None
+        return linear_logits(self.hidden, self.head)
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        precision = torch.promote_types(logits.dtype, torch.float32)
+        return (logits.to(precision) / self.temperature).log_softmax(-1)
+
+
+class Divergence(NamedTuple):
+    """From a teacher, [tokens]."""
+
+    divergence: Tensor
+
+
+class _Replicated:
+    """What torch's `ColwiseParallel` asks of a head's output, and gets: it is to stay as it is."""
+
+    placements = None
+
+    def redistribute(self, **layout: Any) -> Self:
+        return self
+
+    def to_local(self) -> Self:
+        return self
+
+
+_REPLICATED = {kind: type(kind.__name__, (_Replicated, kind), {}) for kind in (Logprobs, MoreLogprobs, Divergence)}
+
+
+def fuse(head: nn.Module, transform: Transform, backend: Backend, keep_bytes: int | None = None) -> None:
+    """Teach ``head`` to answer ``head(hidden, target=..., temperature=...)`` with `Logprobs`, ``head(hidden,
+    lesson=...)`` with the `Divergence` from a teacher, and ``head(hidden, exact_logits=True)`` with logits [N, V] in
+    float32.
+
+    If its vocabulary is split over ranks, by torch's `ColwiseParallel` or the tensor parallelism of transformers, every
+    rank gets the answer for the whole vocabulary.
+
+    Args:
+        backend, keep_bytes: as of the kernels.
+
+    Raises:
+        CannotFuse: if the head is not a linear layer, plain or wrapped by peft or bitsandbytes.
+    """
+    _parts(head)
+    own = vars(head).get("forward")  # hooks of accelerate and tensor parallelism of transformers put one there
+    if isinstance(own, functools.partial) and own.func is _forward:  # fused before
+        own = own.args[-1]
+    # A partial, not a closure: a copy of the head, or one that was pickled, calls itself.
+    head.forward = functools.partial(_forward, head, transform, {"backend": backend, "keep_bytes": keep_bytes}, own)
+
+
+def _forward(
+    head: nn.Module,
+    transform: Transform,
+    road: dict[str, Any],
+    own: Callable[..., Tensor] | None,
+    hidden: Tensor,
+    *args: Any,
+    target: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    outputs: tuple[Extra, ...] = (),
+    lesson: Lesson | None = None,
+    exact_logits: bool = False,
+) -> Any:
+    def logits() -> Tensor:
+        computed: Tensor = type(head).forward(head, hidden, *args) if own is None else own(hidden, *args)
+        return computed
+
+    if target is None and lesson is None and not exact_logits:
+        return logits()
+    how: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
+    compute: Any  # the overloads of what it is can't be told apart here
+    try:
+        parts = _parts(head)
+    except CannotFuse as reason:  # peft has switched to another adapter since the head was fused
+        _warn(str(reason))
+        full, compute = transform(logits()), logits_logprob
+        if exact_logits:
+            return full
+        return Divergence(lesson.divergence(full)) if lesson is not None else compute(full, target, **how)
+    # transformers' tensor parallelism marks its modules so: their plain hidden states are the same on all ranks.
+    shard = _shard(parts.weight, hidden, parallel=any(hasattr(part, "_is_hooked") for part in head.modules()))
+    here = _local(hidden)
+    if exact_logits:
+        return linear_logits(here, _given(parts, transform, _whole))
+    if lesson is not None and lesson.top_k is None:
+        given = _given(parts, transform, _whole)
+    else:
+        given = _given(parts, transform, _local)._replace(shard=shard)
+    result: Any
+    if lesson is not None:
+        result = Divergence(_divergence(here, given, lesson, road))
+    else:
+        compute = linear_logprob
+        result = compute(here, target=target, **road, **how, **given._asdict())
+        # It is a view, which FSDP warns about; and torch 2.11 can't compile `_replace`.
+        result = type(result)(result.logprob.clone(), *result[1:])
+    return result if here is hidden else _REPLICATED[type(result)](*result)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    log.warning("log-probs are taken from full logits: %s", reason)
+
+
+def operands(head: nn.Module, transform: Transform) -> Head:
+    """The head as the kernels are given it, gathered from all ranks if they have parts of it.
+
+    Raises:
+        CannotFuse: if it is not a linear map now.
+    """
+    return _given(_parts(head), transform, _whole)
+
+
+def _given(parts: Head, transform: Transform, get: Callable[[Tensor], Tensor]) -> Head:
+    bias, adapter = None if parts.bias is None else get(parts.bias), None
+    if parts.adapter is not None:
+        down, up, scaling = parts.adapter
+        adapter = get(down), get(up), scaling
+    return Head(get(parts.weight), bias, transform.scale, transform.softcap, adapter)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard(weight: Tensor, hidden: Tensor, *, parallel: bool) -> Shard | None:
+    """This rank's part of a vocabulary that is split; None if it is not.
+
+    Args:
+        parallel: plain hidden states are known to be the same on all ranks.
+
+    Raises:
+        ValueError: if the weight is split, and the ranks may have different hidden states, or the other way round.
+    """
+    split = weight.placements if isinstance(weight, DTensor) else ()
+    whole = all(placement.is_replicate() for placement in split)
+    if isinstance(hidden, DTensor):
+        meshes = {each.device_mesh for each in (weight, hidden) if isinstance(each, DTensor)}
+        same = len(meshes) == 1 and all(placement.is_replicate() for placement in hidden.placements)
+    else:
+        same = whole or parallel
+    if not same or not (whole or split == (Split(0),)):
+        weights, states = (getattr(each, "placements", "plain") for each in (weight, hidden))
+        raise ValueError(
+            f"head: the weight is {weights} and hidden states are {states}. If FSDP sharded the weight, call what "
+            "fully_shard was given (the policy): its hooks gather it. If the vocabulary is split (tensor parallelism), "
+            "give hidden states as a DTensor that is replicated on the same mesh"
+        )
+    if whole:
+        return None
+    assert isinstance(weight, DTensor)
+    mesh, size = weight.device_mesh, -(-len(weight) // weight.device_mesh.size())
+    return Shard(mesh.get_group(), min(mesh.get_local_rank() * size, len(weight)))
+
+
+def _divergence(hidden: Tensor, head: Head, lesson: Lesson, road: dict[str, Any]) -> Tensor:
+    if lesson.top_k is not None:
+        ids, _ = lesson.top_k
+        logp = linear_gather_logprob(hidden, head, ids, temperature=lesson.temperature, backend=road["backend"])
+        return lesson.from_top_k(logp)
+    assert lesson.hidden is not None and lesson.head is not None
+    return linear_divergence(
+        hidden,
+        head,
+        lesson.hidden,
+        lesson.head,
+        beta=lesson.beta,
+        temperature=lesson.temperature,
+        **road,
+    )
+
+
+def _parts(head: Any) -> Head:
+    """Weight, bias and LoRA factors that are active now, under the wrappers of peft and bitsandbytes."""
+    forward = type(head).forward
+    if isinstance(head, ModulesToSaveWrapper):
+        names = head.active_adapters
+        inactive = head.disable_adapters or not all(name in head.modules_to_save for name in names)
+        return _parts(head.original_module if inactive or not names else head.modules_to_save[names[0]])
+    if forward.__module__ in _LORA:
+        return _lora(head)
+    if forward.__module__ == "bitsandbytes.nn.modules" and forward.__qualname__ == "Linear4bit.forward":
+        return Head(_dequantized(head), head.bias)
+    # Neither a subclass nor a kind of tensor that computes something else.
+    if forward is not nn.Linear.forward or type(head.weight) not in (Tensor, nn.Parameter, DTensor):
+        raise CannotFuse(f"output head is {type(head).__name__}")
+    if head.weight.dtype not in _FLOATS or head.weight.is_meta:
+        raise CannotFuse(f"weights of the output head are {head.weight.dtype} on {head.weight.device}")
+    return Head(head.weight, head.bias)
+
+
+def _lora(head: Any) -> Head:
+    if head.disable_adapters and head.merged:  # as its own forward does
+        head.unmerge()
+    base = _parts(head.base_layer)
+    if head.disable_adapters or head.merged:
+        return base
+    names = [name for name in head.active_adapters if name in head.lora_A]
+    if any(name in head.lora_variant or getattr(head.lora_dropout[name], "p", 0.0) > 0 for name in names):
+        raise CannotFuse("output head carries an adapter other than plain LoRA without dropout")
+    if not names:
+        return base
+    bias = base.bias
+    for name in names:
+        if head.lora_B[name].bias is not None:
+            added = head.scaling[name] * head.lora_B[name].bias
+            bias = added if bias is None else bias + added
+    down, up, scaling = (head.lora_A[names[0]].weight, head.lora_B[names[0]].weight, head.scaling[names[0]])
+    if len(names) > 1:  # side by side they are one of a higher rank
+        down = torch.cat([head.scaling[name] * head.lora_A[name].weight for name in names])
+        up, scaling = torch.cat([head.lora_B[name].weight for name in names], 1), 1.0
+    return Head(base.weight, bias, adapter=(down, up, scaling))
+
+
+def _dequantized(layer: Any) -> Tensor:
+    """The frozen weight that the 4-bit layer multiplies by."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = getattr(layer.weight, "quant_state", None) or layer.quant_state  # FSDP makes new parameters without it
+    if state is None or getattr(state, "packing_format_for_cpu", False):  # evaluation repacks on some CPUs
+        raise CannotFuse("weights of the output head are 4-bit, packed in a way that can't be read")
+    weight: Tensor = dequantize_4bit(layer.weight, state)
+    return weight if layer.compute_dtype is None else weight.to(layer.compute_dtype)

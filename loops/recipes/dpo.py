@@ -1,0 +1,145 @@
+"""Preference training: DPO, or any other preference objective of `burnish.objectives`, or a weighted mix of them."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...data import encode_preference
+from ...objectives import (
+    f_score,
+    length_desensitized_sum,
+    preference,
+    reference_free,
+    sequence_length,
+    sequence_mean,
+)
+from ..batch import Batch
+from ..config import Common
+from ..models.policy import Policy
+from ..runs.context import PerToken, Recipe, ReferenceKind, open_recipe, open_reference
+from ..runs.teacher import Teacher, distillation, open_teacher
+from ..train.losses import (
+    CHOSEN,
+    ENTROPY,
+    PAIR_LOGPS,
+    REJECTED,
+    Answer,
+    Loss,
+    Reader,
+    Terms,
+    columns_of,
+    compose,
+    expression,
+    losses_of,
+    needs,
+    outputs_for,
+    parse,
+    policy_tensors,
+)
+from .sft import TOKEN_LOSSES
+
+_STEP_COUPLED = {"aot", "aot_unpaired"}
+
+# Every objective on the log-probs of the answers of a pair, and those on tokens.
+PAIR_LOSSES: dict[str, Loss] = {
+    **losses_of(preference),
+    **losses_of(reference_free),
+    **TOKEN_LOSSES,
+    "distillation": distillation,
+}
+
+
+@dataclass(frozen=True)
+class DPO(Common):
+    """Preference training on pairs of a chosen and a rejected answer to one prompt."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    loss: str | dict[str, float | dict[str, Any]] = "dpo"
+    """A preference objective of burnish.objectives, or a mix: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}; instead of its
+    coefficient, a loss may have {coefficient: 0.8, beta: 0.2, ...}. nll is that of the chosen answers."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference, for every loss that has a beta."""
+    label_smoothing: float = 0.0
+    """Assumed share of pairs labelled the wrong way round, for every loss that knows it."""
+    answer: Literal["sum", "mean"] = "sum"
+    """Whether the log-prob of an answer is the sum over its tokens, as in the papers, or their mean."""
+    ld_alpha: float = 1.0
+    """How much of an answer's log-prob beyond the length of the pair's shorter answer counts (LD-DPO); 1 is all."""
+    weight: Literal["one", "wpo"] = "one"
+    """Whether a pair counts by how likely the policy is to say both of its answers (WPO)."""
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """The f-divergence from the reference (f-DPO); alpha needs `divergence_alpha`."""
+    divergence_alpha: float = 0.5
+    """Order of the alpha-divergence."""
+    reference: ReferenceKind = "auto"
+    """Where reference log-probs come from: a frozen copy, the model without its adapters (auto, if it has some), or
+    one pass over the data before training, cached in the run directory."""
+    teacher: Teacher = field(default_factory=Teacher)
+    """A teacher, for the loss `distillation` in a mix."""
+    hyper: dict[str, float] = field(default_factory=dict)
+    """Further hyper-parameters by name, such as {gamma: 0.5, tau: 0.05}, for every loss that has one of that name."""
+
+
+def dpo(config: DPO) -> dict[str, float]:
+    """Run the recipe; returns the metrics of its last step."""
+    shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.hyper}
+    terms = parse(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.hyper)
+    answer, score = answer_of(config), None
+    if config.weight == "wpo":
+        if coupled := sorted(_STEP_COUPLED & terms.keys()):
+            raise ValueError(f"weight: {coupled[0]} sorts the pairs of a step, so no weight is that of its entries")
+        terms = {k: replace(term, factor="wpo") if term.unit == "pairs" else term for k, term in terms.items()}
+    if config.divergence != "reverse_kl":
+        for name, term in terms.items():
+            if term.unit == "pairs" and "ref_chosen" not in needs({name: term}):
+                raise ValueError(
+                    f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl"
+                )
+        score = partial(f_score, divergence=config.divergence, alpha=config.divergence_alpha)
+    config.teacher.check(needed="divergence" in needs(terms))
+    recipe = open_recipe(config, encode_preference)
+    refuse_split_steps(terms, recipe)
+    reference, before = open_reference(recipe, config.reference, needed="ref_chosen" in needs(terms))
+    teaching, told = open_teacher(recipe, config.teacher, needed="divergence" in needs(terms))
+    how: dict[str, Any] = {"answer": answer, "score": score, "outputs": outputs_for(terms), "pairs": True}
+    read = policy_tensors(reference=reference, teaching=teaching, **how)
+    return train_pairs(recipe, terms, read, lambda data: {**before(data), **told(data)})
+
+
+def train_pairs(
+    recipe: Recipe[Policy], terms: Terms, read: Reader, per_token: PerToken = lambda data: {}
+) -> dict[str, float]:
+    """Train on pairs, and log entropy and log-probs beside the losses."""
+    logged = {**terms, **PAIR_LOGPS, **ENTROPY}
+    return recipe.train(compose(logged, read), expression(logged), columns=columns_of(terms), per_token=per_token)
+
+
+def answer_of(config: DPO) -> Answer | None:
+    """From the log-probs of tokens to that of an answer, where it is not their plain sum."""
+    if not 0 <= config.ld_alpha <= 1:
+        raise ValueError(f"ld_alpha: must be in [0, 1], got {config.ld_alpha}")
+    if config.answer == "mean":
+        if config.ld_alpha != 1:
+            raise ValueError("ld_alpha: is about sums over answers of different length; leave answer at 'sum'")
+        return lambda x, batch: sequence_mean(x, batch.sequence, batch.sequences)
+    return None if config.ld_alpha == 1 else partial(_desensitized, alpha=config.ld_alpha)
+
+
+def _desensitized(x: Tensor, batch: Batch, *, alpha: float) -> Tensor:
+    length = sequence_length(batch.sequence, batch.sequences)
+    public = torch.minimum(length[batch.completion == CHOSEN], length[batch.completion == REJECTED])
+    return length_desensitized_sum(x, batch.sequence, public[batch.example], alpha=alpha)
+
+
+def refuse_split_steps(terms: Terms, recipe: Recipe[Policy]) -> None:
+    """Raises if a loss couples all pairs of a step, and they are not all in one micro-batch on one rank."""
+    coupled = sorted(_STEP_COUPLED & terms.keys())
+    if coupled and (recipe.run.config.micro_tokens is not None or recipe.run.accelerator.num_processes > 1):
+        raise ValueError(
+            f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
+            "pass --micro_tokens null and run one process"
+        )

@@ -1,0 +1,171 @@
+"""Training on single answers, each marked desirable or undesirable: KTO and its relatives."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ...data import Example, encode_feedback
+from ...objectives import PerSequence, feedback, kto_kl, sequence_sum
+from ..batch import Batch, collate
+from ..config import Common
+from ..models.backbone import evaluating
+from ..models.policy import Policy
+from ..runs.context import ReferenceKind, open_recipe, open_reference
+from ..runs.feed import Feed, Prepare
+from ..runs.reference import Reference
+from ..runs.teacher import Teacher, distillation, open_teacher
+from ..train.losses import (
+    ENTROPY,
+    Loss,
+    Term,
+    Terms,
+    columns_of,
+    compose,
+    expression,
+    losses_of,
+    needs,
+    outputs_for,
+    parse,
+    policy_tensors,
+)
+from ..train.step import Stats, sum_over_ranks
+from .sft import TOKEN_LOSSES
+
+FEEDBACK_LOSSES: dict[str, Loss] = {**losses_of(feedback), **TOKEN_LOSSES, "distillation": distillation}
+
+
+@dataclass(frozen=True)
+class KTO(Common):
+    """Training on answers marked desirable or undesirable; preference pairs count as one of each."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    loss: str | dict[str, float | dict[str, Any]] = "kto"
+    """kto, bco or apo_zero_unpaired, or a mix: {kto: 1.0, nll: 0.1}. nll is that of the desirable answers."""
+    beta: float = 0.1
+    """Strength of the pull towards the reference, for every loss that has a beta."""
+    desirable_weight: float = 1.0
+    """What a desirable answer counts (kto); the paper balances the two classes to within a factor of 4/3."""
+    undesirable_weight: float = 1.0
+    """What an undesirable answer counts (kto)."""
+    reference: ReferenceKind = "auto"
+    """Where reference log-probs come from, as for dpo; kto can't precompute them, its mismatched answers change."""
+    teacher: Teacher = field(default_factory=Teacher)
+    """A teacher, for the loss `distillation` in a mix."""
+    hyper: dict[str, float] = field(default_factory=dict)
+    """Further hyper-parameters by name, for every loss that has one of that name."""
+
+
+def run_kto(config: KTO) -> dict[str, float]:
+    """Run the recipe; returns the metrics of its last step."""
+    names = ("beta", "desirable_weight", "undesirable_weight")
+    shared = {name: getattr(config, name) for name in names} | config.hyper
+    terms = parse(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.hyper)
+    config.teacher.check(needed="divergence" in needs(terms))
+    if "kto" in terms and config.batch_size < 2:
+        raise ValueError("kto: its z0 comes from the answers to other prompts of a step; use a batch_size of 2 or more")
+    if "kto" in terms and config.reference == "precompute":
+        raise ValueError("reference: the mismatched answers of kto can't be precomputed; use copy or adapters_off")
+    recipe = open_recipe(config, encode_feedback)
+    reference, before = open_reference(recipe, config.reference)
+    assert reference is not None
+    teaching, told = open_teacher(recipe, config.teacher, needed="divergence" in needs(terms))
+    rewards = RunningMean()
+    logged = {**terms, **feedback_metrics(config.beta), **ENTROPY}
+    return recipe.train(
+        compose(logged, policy_tensors(reference=reference, teaching=teaching, outputs=outputs_for(terms))),
+        expression(logged),
+        columns=sorted({"desirable", *columns_of(terms)} - {"undesirable"}),
+        per_token=lambda data: {**before(data), **told(data)},
+        prepare=prepare_feedback(terms, rewards, recipe.model, reference, recipe.run.accelerator),
+        memory=rewards if "bco" in terms else None,
+    )
+
+
+class RunningMean:
+    """BCO's δ: the mean reward of all answers of the steps before this one; 0 at first, where every reward is."""
+
+    def __init__(self) -> None:
+        self.total, self.steps = 0.0, 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.steps, 1)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        self.total, self.steps = self.total + metrics["rewards"], self.steps + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.steps = state["total"], state["steps"]
+
+
+def prepare_feedback(
+    terms: Terms, rewards: RunningMean, policy: Policy, reference: Reference, accelerator: Accelerator
+) -> Prepare:
+    """What the losses compare an answer with, found before the first forward pass of a step and over the whole of it:
+    the columns ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
+    measure = kl_of_mismatched(policy, reference, accelerator) if "kl" in needs(terms) else None
+
+    def prepare(feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
+        kl = {} if measure is None else {"kl": measure(feed, step)}
+        delta = torch.tensor(rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype())
+        return [
+            replace(batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], "delta": delta, **kl})
+            for batch in micro_batches
+        ]
+
+    return prepare
+
+
+def kl_of_mismatched(
+    policy: Policy, reference: Reference, accelerator: Accelerator
+) -> Callable[[Feed, int], torch.Tensor]:
+    """KTO's z₀ of a step, one number for all ranks: the KL estimate from answers that were given to other prompts.
+
+    Each prompt of the step is paired with an answer from half a step further on, so that neither ranks nor
+    micro-batches matter, and that the two answers of a pair do not meet. A step of one example has z₀ = 0.
+    """
+
+    @torch.no_grad()
+    def measure(feed: Feed, step: int) -> torch.Tensor:
+        indices = feed.batches.indices(step)
+        half = len(indices) // 2
+        other = dict(zip(indices, indices[half:] + indices[:half], strict=True))
+        ratios = []
+        with evaluating(policy.model), accelerator.autocast():
+            for mine in feed.plan(step) if half else []:
+                pairs = [mismatched(feed.example(i), feed.example(other[i])) for i in mine]
+                batch = collate(pairs, device=accelerator.device)
+                log_ratio = policy(batch).logprob - reference(batch)
+                ratios.append(sequence_sum(log_ratio, batch.sequence, batch.sequences).double())
+        parts = {"sum": sum(float(ratio.sum()) for ratio in ratios), "count": float(sum(map(len, ratios)))}
+        total = sum_over_ranks(accelerator, parts)
+        mean = torch.tensor([total["sum"] / max(total["count"], 1.0)], device=accelerator.device, dtype=torch.float64)
+        precision = torch.promote_types(policy.plain.dtype, torch.float32)
+        return kto_kl(mean, torch.zeros_like(mean)).to(precision)
+
+    return measure
+
+
+def mismatched(example: Example, other: Example) -> Example:
+    """The prompt of one example with the answer of another."""
+    return Example(example.prompt, other.completions, other.trained)
+
+
+def feedback_metrics(beta: float) -> dict[str, Term]:
+    """Mean reward and log-prob of the desirable answers (chosen) and of the others (rejected), as TRL logs them."""
+
+    def measured(logp: PerSequence, ref_logp: PerSequence, *, kind: str) -> tuple[PerSequence, Stats]:
+        return beta * (logp - ref_logp).detach(), {f"logps/{kind}": logp.detach()}
+
+    return {
+        f"rewards/{kind}": Term(partial(measured, kind=kind), 0.0, of=of)
+        for kind, of in (("chosen", "desirable"), ("rejected", "undesirable"))
+    }

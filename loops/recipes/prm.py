@@ -1,0 +1,63 @@
+"""Process reward models: is each step of a solution right?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ...data import encode_steps, step_example
+from ...objectives import step_loss
+from ..batch import collate
+from ..config import Common
+from ..models.io import load_classifier
+from ..models.scorer import Scorer, scores
+from ..runs.context import open_run
+from ..train.losses import Term, compose, expression, score_tensors
+from .reward import wrap
+
+
+@dataclass(frozen=True)
+class PRM(Common):
+    """A process reward model: a head that judges each step where it ends, trained on solutions with labeled steps."""
+
+    learning_rate: float = 1e-5
+    """Peak learning rate of AdamW."""
+    separator: str = "\n"
+    """What ends a step; the model reads it after each step, and judges the step there."""
+    train_on_last_step_only: bool = False
+    """Judge a solution by its last step alone, which makes an outcome reward model."""
+
+
+def run_prm(config: PRM) -> dict[str, float]:
+    """Run the recipe; returns the metrics of its last step."""
+    encode = partial(encode_steps, separator=config.separator, train_on_last_step_only=config.train_on_last_step_only)
+    terms = {"step_loss": Term(step_loss)}
+    recipe = open_run(config, encode, partial(wrap, config), _step_head)
+    recipe.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
+    return recipe.train(compose(terms, score_tensors), expression(terms), columns=("label",))
+
+
+def step_scores(
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[dict[str, Any]],
+    steps: Sequence[str],
+) -> Tensor:
+    """The probability [steps] that each step of a solution is right, given those before it.
+
+    `burnish.objectives.step_aggregate` makes one score of a solution of them. The separator is the one that the model
+    was trained with, read from its configuration.
+
+    Raises:
+        DataError: if there is no step, or a step is empty or no text.
+    """
+    separator = getattr(scorer.plain.config, "step_separator", "\n")
+    solution = step_example(prompt, steps, tokenizer, separator=separator)
+    return scores(scorer, [collate([solution], device=scorer.device)]).sigmoid()
+
+
+def _step_head(config: Common) -> nn.Module:
+    return load_classifier(config, "TOKEN_CLS", {0: "wrong", 1: "right"})

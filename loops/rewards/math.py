@@ -1,0 +1,67 @@
+"""Is it the same number, expression, set or interval?"""
+
+import importlib
+import logging
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..rollouts.sample import Sample
+from .scoring import Row
+
+_FRACTION = re.compile(r"(?<!\d)[¼-¾⅐-⅞]")  # behind a digit it is part of a mixed number
+
+
+@dataclass(frozen=True)
+class MathEquivalence:
+    """1 where the last mathematical expression of the answer equals the row's, as mathematics, and 0 otherwise.
+
+    42, 42.0, $42$ and \\boxed{42} are the same answer, and so are 1/2, 0.5 and \\frac12. What is in \\boxed{} is looked
+    at first. An answer without any mathematics is wrong (0). To a row whose answer can't be read it does not apply
+    (None); what the library fails at is an error, and masks the answer. What stands after #### is the answer of a row
+    that has it (GSM8K).
+
+    It is slow where sympy is (simplifying an expression may take forever), so name it in a configuration, which has it
+    run in a process of its own, or wrap it in `isolated`. The library's own timeouts are alarm signals, which only the
+    main thread can have: they are off.
+
+    Args:
+        column: of the row's answer: text, LaTeX with or without dollar signs, or a number.
+
+    Library: Math-Verify (Kydlíček 2025), the extra `burnish[math]`.
+    """
+
+    column: str = "answer"
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return (self.column,)
+
+    def __call__(self, row: Row, sample: Sample) -> float | None:
+        library = _library()
+        if row[self.column] is None:
+            return None
+        gold = str(row[self.column]).rpartition("####")[2].strip()
+        expected = _parse(library, gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}")
+        if all(isinstance(expression, str) for expression in expected):
+            return None
+        found = _parse(library, sample.text)
+        return float(library.verify(expected, found, timeout_seconds=None, raise_on_error=True))
+
+
+def _parse(library: Any, text: str) -> list[Any]:
+    text = _FRACTION.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]).replace("⁄", "/"), text.replace("−", "-"))
+    kinds = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
+    expressions: list[Any] = library.parse(text, kinds, parsing_timeout=None, raise_on_error=True)
+    return expressions
+
+
+def _library() -> Any:
+    try:
+        math_verify = importlib.import_module("math_verify")  # when it is used: sympy takes a second to import
+    except ImportError as error:
+        raise ImportError("reward math: needs the package math-verify; pip install 'burnish[math]'") from error
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+    return math_verify

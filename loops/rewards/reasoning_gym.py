@@ -1,0 +1,115 @@
+"""Tasks of reasoning-gym: questions in burnish's prompt layout, and the verifier that each task brings."""
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..rollouts.sample import Sample
+from .names import nearest
+from .scoring import Row
+
+INSTRUCTION = "Give your final answer between <answer> and </answer>."
+
+
+@dataclass(frozen=True)
+class ReasoningGym:
+    """What the verifier of the row's task says of the answer, a number in [0, 1]; rows are `reasoning_gym_rows`.
+
+    Args:
+        tag: the answer is what stands between the last <tag> and </tag>, and without them there is none, which every
+            task scores 0; an empty tag takes the whole text.
+
+    Library: reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), the extra `burnish[reasoning]`.
+    """
+
+    tag: str = "answer"
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return ("task", "entry")
+
+    def __call__(self, row: Row, sample: Sample) -> float:
+        answer: str | None = sample.text.strip()
+        if self.tag:
+            found = re.findall(f"<{self.tag}>(.*?)</{self.tag}>", sample.text, re.DOTALL)
+            answer = found[-1].strip() if found else None
+        return float(_verifier(row["task"])(answer, _decoded(json.loads(row["entry"]))))
+
+
+def reasoning_gym_rows(
+    task: str, count: int, *, seed: int, instruction: str = INSTRUCTION, **options: Any
+) -> list[dict[str, str | list[dict[str, str]]]]:
+    """Questions of a task as rows: a prompt, the answer where there is one, and what the verifier needs.
+
+    Rows hold the questions themselves, not seeds of them: some tasks draw others in every process.
+
+    Args:
+        instruction: what follows the question; it should say how the answer is marked, see `ReasoningGym`.
+        options: the task's own, such as the number of digits.
+
+    Raises:
+        ValueError: if there is no such task, or it has no such option; names the nearest.
+    """
+    gym = _gym()
+    _, kind = _registered(task)
+    for option in options:
+        if option not in kind.__dataclass_fields__:
+            raise ValueError(nearest(f"reasoning_gym {task}: no option", option, kind.__dataclass_fields__))
+    data = gym.create_dataset(task, seed=seed, size=count, **options)
+    rows: list[dict[str, Any]] = []
+    for index in range(count):
+        entry = data[index]
+        question = f"{entry['question']}\n{instruction}".strip()
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": question}],
+                "answer": entry["answer"],
+                "task": task,
+                "entry": json.dumps(_encoded(entry)),
+            }
+        )
+    return rows
+
+
+@functools.cache
+def _verifier(task: str) -> Any:
+    _registered(task)
+    return _gym().get_score_answer_fn(task)
+
+
+def _registered(task: str) -> Any:
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        raise ValueError(nearest("reasoning_gym: no task", task, DATASETS))
+    return DATASETS[task]
+
+
+def _gym() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ImportError("reasoning_gym: needs the package; pip install 'burnish[reasoning]'") from error
+    return reasoning_gym
+
+
+def _encoded(value: Any) -> Any:
+    """As JSON keeps it: verifiers compare tuples, and look numbers up, that JSON would make lists and texts of."""
+    if isinstance(value, tuple):
+        return {"tuple": [_encoded(item) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
+    return [_encoded(item) for item in value] if isinstance(value, list) else value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if isinstance(value, dict):
+        ((kind, items),) = value.items()
+        decoded = _decoded(items)
+        return tuple(decoded) if kind == "tuple" else dict(decoded)
+    return value

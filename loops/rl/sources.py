@@ -1,0 +1,328 @@
+"""Where the answers of a recipe come from: from a configuration to a `Sampler`, and the file that it all is kept in.
+
+policy         the weights that are trained sample by themselves; at max_age > 0 a copy of them does
+vllm           a server, one that runs or one that is started for this run
+vllm_engine    vLLM in this process, on the trainer's device
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from ...data import load
+from ..config import Common
+from ..models.io import merged
+from ..models.policy import Policy
+from ..ranks import from_main
+from ..rollouts.local.source import DetachedSource, EmbeddedSource
+from ..rollouts.replay import SampleWriter, read_samples
+from ..rollouts.sample import Sample, Sampling
+from ..rollouts.scheduler import Sampler, Tasks
+from ..rollouts.source import RolloutSource
+from ..rollouts.vllm.engine import VLLMEngine, start_engine
+from ..rollouts.vllm.launch import launch, max_lora_rank
+from ..rollouts.vllm.server import VLLMServer
+from ..rollouts.vllm.weights import Adapters, Files, Nccl, Updates, address_towards
+from ..runs.context import Recipe
+from .buffer import Store
+
+_SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and letters of one
+
+
+@dataclass(frozen=True)
+class VLLM:
+    """vLLM, where it samples instead of the policy itself."""
+
+    url: str | None = None
+    """Address of a server that runs, such as http://127.0.0.1:8000; null starts one, which ends with the run."""
+    python: str | None = None
+    """Interpreter of the environment that vLLM is installed in, for a server that is started; null is this one."""
+    updates: Literal["files", "nccl", "adapters"] = "files"
+    """How weights get to a server: through files, from GPU to GPU, or as one more LoRA adapter for every version."""
+    directory: str | None = None
+    """For files of weights, where the server sees them too; null is in the run directory."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further settings by vLLM's names, such as {max_model_len: 2048, gpu_memory_utilization: 0.4}; of a server that
+    runs, none."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of a server that is started, such as {CUDA_VISIBLE_DEVICES: "1"}."""
+    trainer_address: str | None = None
+    """Of this machine, where a server joins it for updates by nccl; null is that on the route to the server."""
+    timeout: float = 600.0
+    """Seconds that one completion may take, before it is asked for again."""
+    attempts: int = 8
+    """How often completions, or new weights, are tried; each failure is logged, and the last one ends the run."""
+    concurrency: int = 64
+    """Completions that a server is asked for at once."""
+    patience: float = 1200.0
+    """Seconds in which a server must start, or give something of what it is asked for; then the run ends."""
+
+
+@dataclass(frozen=True)
+class Sampled(Common):
+    """How answers are sampled."""
+
+    group_size: int = 8
+    """Answers to each prompt."""
+    max_tokens: int = 256
+    """Tokens of an answer."""
+    temperature: float = 1.0
+    """Of the softmax that answers are drawn from; the log-probs that train are at this temperature too."""
+    top_p: float = 1.0
+    """Share of the probability that answers are drawn from."""
+    top_k: int = 0
+    """Number of tokens that answers are drawn from; 0 is all."""
+    source: Literal["policy", "vllm", "vllm_engine"] = "policy"
+    """What draws answers: the policy itself, a vLLM server, or vLLM within this process."""
+    vllm: VLLM = field(default_factory=VLLM)
+    """The server."""
+    cache_bytes: int | None = None
+    """Keys and values that the policy holds at once while it samples; null is a quarter of a GPU's memory that is free
+    before training, or 2 GiB on a CPU. Answers that are read together may be rounded otherwise than apart: give a
+    number where a run may be resumed on another GPU, or on one that others use too."""
+    show_every: int = 10
+    """Rollouts between two of which a few answers are shown; 0 shows none."""
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k)
+
+
+def check_sampled(config: Sampled) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        ValueError: if answers can't be sampled as configured.
+    """
+    _ = config.sampling
+    if config.temperature == 0:
+        raise ValueError("temperature: at 0 every answer to a prompt is the same, wanted > 0, such as 1.0")
+    if config.group_size < 1:
+        raise ValueError(f"group_size: must be >= 1, got {config.group_size}")
+    if config.source == "policy":
+        if config.vllm != VLLM():
+            raise ValueError("vllm: it is set up, but source is policy; set source to vllm, or leave it out")
+        return
+    if config.dtype == "float64":
+        raise ValueError("source: vLLM does not compute in float64; set dtype to float32, or source to policy")
+    if config.quantize is not None:
+        raise ValueError("source: a quantized policy says other things than vLLM's plain model; set source to policy")
+    for name in ("timeout", "attempts", "concurrency", "patience"):
+        if not getattr(config.vllm, name) > 0:
+            raise ValueError(f"vllm.{name}: must be > 0, got {getattr(config.vllm, name)}")
+    if config.vllm.updates == "adapters":
+        check_adapters(config)
+    if config.source == "vllm_engine" and replace(config.vllm, options={}, directory=None) != VLLM():
+        raise ValueError("vllm: an engine in this process has no other settings than options and directory")
+    if config.vllm.trainer_address is not None and config.vllm.updates != "nccl":
+        raise ValueError("vllm.trainer_address: it is for updates by nccl; set vllm.updates to nccl, or leave it out")
+    if config.vllm.url is not None and (config.vllm.python or config.vllm.options or config.vllm.environment):
+        raise ValueError("vllm.url: that server runs already; leave out python, options and environment, or the url")
+
+
+def check_adapters(config: Sampled) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        ValueError: if a server could not be given the adapters of this rank.
+    """
+    if config.lora.r == 0:
+        raise ValueError("vllm.updates: there are no adapters; set lora.r, or updates to files")
+    needed = max_lora_rank(config.lora.r)
+    given = config.vllm.options.get("max_lora_rank", needed)
+    if given < config.lora.r:
+        raise ValueError(
+            f"vllm.options: max_lora_rank={given} has no room for lora.r={config.lora.r}; leave it out, or set it to "
+            f"{needed}"
+        )
+
+
+def open_sampler(
+    config: Sampled,
+    recipe: Recipe[Policy],
+    tasks: Tasks,
+    *,
+    converse: Callable[[RolloutSource], RolloutSource] = lambda source: source,
+    max_age: int = 0,
+    **options: Any,
+) -> Sampler | None:
+    """On the main process: what draws the answers to ``tasks``. The others wait until it is there.
+
+    Args:
+        converse: from a source of answers to one of conversations.
+        options: further ones of `Sampler`.
+    """
+    adapters = config.vllm.updates == "adapters"
+    opened: list[Sampler] = []
+
+    def open_there() -> None:
+        source = open_source(config, recipe, max_age=max_age)
+        check_room(config, recipe, getattr(source, "context", None))
+        sampler = Sampler(
+            converse(source),
+            tasks,
+            lambda: adapter_weights(recipe.model) if adapters else named_weights(recipe.model),
+            groups_per_step=config.batch_size,
+            group_size=config.group_size,
+            sampling=replace(config.sampling, stop=stop_tokens(recipe)),
+            key=config.seed,
+            max_age=max_age,
+            attempts=config.vllm.attempts,
+            **options,
+        )
+        opened.append(sampler)
+
+    from_main(recipe.run.accelerator, open_there)
+    return opened[0] if opened else None
+
+
+def check_room(config: Sampled, recipe: Recipe[Policy], context: int | None) -> None:
+    """That the model has room for every prompt and its answer: nobody should learn that from step 57.
+
+    Raises:
+        ValueError: names the row whose prompt is too long.
+    """
+    for source, data in ((config.data, recipe.data), (config.eval_data, recipe.eval_data)):
+        if source is None or data is None or context is None:
+            continue
+        known = "row" in data.column_names  # all of this data is prompts, to which answers are sampled
+        for i, prompt in enumerate(data["prompt"] if known or data is recipe.data else []):
+            if len(prompt) + config.max_tokens > context:
+                where = load(source).where(data[i]["row"]) if known else f"{source}, example {i + 1}"
+                raise ValueError(
+                    f"{where}: a prompt of {len(prompt)} tokens and max_tokens={config.max_tokens} do not fit the "
+                    f"model's context of {context}; lower max_tokens, cut prompts (max_length, truncation), or remove "
+                    "the row"
+                )
+
+
+def open_source(config: Sampled, recipe: Recipe[Policy], *, max_age: int) -> RolloutSource:
+    """What draws answers; at ``max_age`` > 0 while the policy is being trained."""
+    if config.source == "policy":
+        kind = DetachedSource if max_age else EmbeddedSource
+        context = recipe.run.accelerator.autocast
+        return kind(recipe.model, recipe.tokenizer, cache_bytes=config.cache_bytes, context=context)
+    known: dict[str, Any] = {"config": recipe.model.plain.config, "tokenizer": recipe.tokenizer}
+    dtype: Any = config.dtype  # float64 was refused
+    if config.source == "vllm_engine":
+        sleep = torch.cuda.is_available()  # the trainer needs the memory
+        engine = start_engine(config.model, dtype=dtype, sleep=sleep, **config.vllm.options)
+        return VLLMEngine(engine, directory=config.vllm.directory, sleep=sleep, **known)
+    updates = open_updates(config, recipe)
+    known |= {"updates": updates, "dtype": dtype, "patience": config.vllm.patience}
+    known |= {"timeout": config.vllm.timeout, "concurrency": config.vllm.concurrency}
+    if config.vllm.url is not None:
+        return VLLMServer(config.vllm.url, **known)
+    server = launch(
+        config.model,
+        log=recipe.run.directory / "vllm.log",
+        dtype=dtype,
+        python=config.vllm.python or sys.executable,
+        backend=getattr(updates, "backend", Files.backend),
+        lora_rank=config.lora.r if config.vllm.updates == "adapters" else 0,
+        adapters=max_age + 2,
+        flags=flags_of(config.vllm.options),
+        environment=config.vllm.environment,
+        patience=config.vllm.patience,
+    )
+    return VLLMServer(server.url, revive=server.revive, end=server.close, **known)
+
+
+def open_updates(config: Sampled, recipe: Recipe[Policy]) -> Updates:
+    """How weights get to a server."""
+    directory = Path(config.vllm.directory or recipe.run.directory / "weights")
+    match config.vllm.updates:
+        case "files":
+            return Files(directory)
+        case "nccl":
+            host = urlsplit(config.vllm.url or "").hostname or "127.0.0.1"
+            return Nccl(config.vllm.trainer_address or address_towards(host))
+        case "adapters":
+            peft: Any = recipe.model.model
+            return Adapters(directory, peft.peft_config["default"])
+
+
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """Of vLLM's command line: {max_model_len: 512, enforce_eager: true} is --max-model-len 512 --enforce-eager."""
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    return flags
+
+
+def named_weights(policy: Policy) -> Iterable[tuple[str, Tensor]]:
+    """Of the model as it is now, under the names of transformers, adapters added in."""
+    model: Any = merged(policy.model) if isinstance(policy.model, PeftModel) else policy.model
+    yield from model.state_dict().items()
+
+
+def adapter_weights(policy: Policy) -> Iterable[tuple[str, Tensor]]:
+    """Of the adapter alone, under peft's names."""
+    yield from get_peft_model_state_dict(policy.model).items()
+
+
+def stop_tokens(recipe: Recipe[Policy]) -> tuple[int, ...]:
+    """Those that the model was made to end with, and the tokenizer's."""
+    known = getattr(recipe.model.plain.generation_config, "eos_token_id", None)
+    own: Any = recipe.tokenizer.eos_token_id
+    ids = {own, *(known if isinstance(known, list) else [known])} - {None}
+    if not ids:
+        raise ValueError("stop: neither the tokenizer nor the model has an end token; set tokenizer.eos_token")
+    return tuple(sorted(ids))
+
+
+def open_store(config: Sampled, recipe: Recipe[Policy]) -> Store | None:
+    if not recipe.run.accelerator.is_main_process:
+        return None
+    return Samples(recipe.run.directory / "samples.jsonl", config.show_every, recipe.tokenizer.decode)
+
+
+class Samples:
+    """``samples.jsonl``, and a few of each so many rollouts on the screen, where ``decode`` makes prompts readable."""
+
+    def __init__(self, path: Path, show_every: int, decode: Callable[[list[int]], Any] = str) -> None:
+        self.path, self.show_every, self.decode, self.rollouts = path, show_every, decode, 0
+        self.console = Console()
+
+    def keep(self, tasks: int) -> None:
+        partial = self.path.with_suffix(".partial.jsonl")
+        partial.unlink(missing_ok=True)
+        with SampleWriter(partial) as writer:
+            for sample in read_samples(self.path) if self.path.exists() else ():
+                if sample.task < tasks:
+                    writer.write([sample])
+        partial.replace(self.path)
+
+    def write(self, samples: list[Sample]) -> None:
+        with SampleWriter(self.path) as writer:
+            writer.write(samples)
+        if self.show_every and self.rollouts % self.show_every == 0:
+            self._show(samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN])
+        self.rollouts += 1
+
+    def _show(self, samples: Sequence[Sample]) -> None:
+        columns = ("task", "end of the prompt", "answer", "rewards")
+        table = Table(*columns, title=f"rollout {self.rollouts}", title_justify="left")
+        for sample in samples:
+            scores = ", ".join(
+                f"{name} {f'{score:.3g}' if isinstance(score, float) else score or 'none'}"
+                for name, score in sample.rewards.items()
+            )
+            asked = str(self.decode(sample.prompt))[-_LONGEST:]
+            table.add_row(str(sample.task), Text(asked), Text(sample.text[:_LONGEST]), scores)
+        self.console.print(table)

@@ -1,0 +1,98 @@
+"""An answer under way, and the policy's module as it reads what has been said so far."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.policy import Policy
+from ..sample import Finish, Request, Sampling, Span
+from .draw import uniforms
+
+_CACHES = ("past_key_values", "cache_params")  # the latter in Mamba and its kin
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer under way."""
+
+    request: Request
+    index: int
+    uniform: list[float]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @classmethod
+    def of(cls, request: Request, index: int) -> "Answer":
+        return cls(request, index, uniforms(request.seed(index), request.sampling.max_tokens))
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.request.sampling
+
+    @property
+    def longest(self) -> int:
+        return len(self.request.prompt) + self.sampling.max_tokens
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        end = len(self.tokens)
+        start = self.spans.pop().start if self.spans and self.spans[-1].version == version else end
+        self.spans.append(Span(version, start, end + 1))
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.sampling.stop:
+            self.finish = "stop"
+        elif len(self.tokens) == self.sampling.max_tokens:
+            self.finish = "length"
+
+
+class Reader:
+    """The policy's module: token ids in, what its head reads out."""
+
+    def __init__(self, policy: Policy, vocab: int, context: Context = nullcontext) -> None:
+        self.policy = policy
+        self.vocab = vocab
+        self.context = context
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Without gradients, and in evaluation mode for just as long: whoever trains between two tokens does train."""
+        training = [vars(module) for module in self.policy.model.modules() if module.training]
+        for attributes in training:  # not by `train()`: it takes as long as a small model's forward pass
+            attributes["training"] = False
+        try:
+            with torch.no_grad(), self.context():
+                yield
+        finally:
+            for attributes in training:
+                attributes["training"] = True
+
+    def states(self, at: Tensor | None = None, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
+        """What the head reads [rows, ...] at these columns, or at the last; and the caches by their names."""
+        plain = self.policy.plain
+        if self.policy.fused:
+            output = plain.base_model(**inputs)
+            found: Tensor = output.last_hidden_state
+        else:  # such a head is no function of the hidden states that we know of: keep its logits instead
+            output = plain(**inputs)
+            found = output.logits
+        row = torch.arange(len(found), device=found.device)
+        caches = {name: output[name] for name in _CACHES if output.get(name) is not None}
+        return found[:, -1] if at is None else found[row, at], caches
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[rows, V] in float32 where the head is fused, without the rows that only pad the head's weight."""
+        found = self.policy.logits(states) if self.policy.fused else states
+        return found[:, : self.vocab]
+
+    def ids(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """[texts, longest], padded on the right, where nothing that is read looks."""
+        longest = max(map(len, texts))
+        return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.policy.device)

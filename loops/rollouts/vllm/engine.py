@@ -1,0 +1,233 @@
+"""Answers from vLLM inside this process, on the trainer's own GPU: no server, and no network between them."""
+
+import asyncio
+import functools
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ..checks import check_request
+from ..sample import Request, Sample
+from ..source import SourceError
+from . import plugin
+from .answer import FINISH, VERSIONS, made, parameters
+from .client import Refused
+from .launch import SHARE
+from .preflight import Expected, install_advice
+from .weights import Files
+
+T = TypeVar("T")
+
+
+def start_engine(
+    model: str | Path,
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"],
+    sleep: bool = False,
+    **options: Any,
+) -> Any:
+    """``vllm.LLM`` with the settings that training needs.
+
+    Args:
+        model: directory or name; its weights are replaced by the first that are published.
+        dtype: that it computes in; the trainer's, or else log-probs differ.
+        sleep: let it give its memory back, where vLLM's build can (on GPUs).
+        options: further ones of ``vllm.LLM``, such as ``max_model_len``, or ``gpu_memory_utilization``, which is
+            `SHARE` unless it is given.
+
+    Raises:
+        SourceError: if vLLM is not installed, or is of another version than those that are known to work.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a step is taken when we say so
+    try:
+        import vllm
+        from vllm.config import WeightTransferConfig
+    except ImportError as error:
+        raise SourceError("vllm: it is not installed in this environment; pip install 'burnish[vllm]', or "
+                          "use a server in another one with VLLMServer") from error  # fmt: skip
+    if not any(vllm.__version__.startswith(known + ".") for known in VERSIONS):
+        known = " and ".join(VERSIONS)
+        raise SourceError(f"vllm: version {vllm.__version__} is installed, but {known} are known to work; "
+                          f"{install_advice(VERSIONS)}, or set source to vllm and --vllm.python to the interpreter of "
+                          "an environment that has it")  # fmt: skip
+    plugin.register()
+    return vllm.LLM(
+        str(model),
+        dtype=dtype,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        weight_transfer_config=WeightTransferConfig(backend=plugin.BACKEND),
+        enable_sleep_mode=sleep,
+        async_scheduling=False,  # or else a step is under way while weights change
+        **{"gpu_memory_utilization": SHARE, **options},
+    )
+
+
+class VLLMEngine:
+    """vLLM's engine, which this process takes a step of at a time; weights change between two steps.
+
+    Args:
+        llm: of `start_engine`.
+        config, tokenizer: of the model that is trained.
+        directory: for weights on their way, a part of them at a time; in memory (``/dev/shm``) where it can be.
+        sleep: give the memory back while there is nothing to answer; the engine must have been started so.
+    """
+
+    overlaps = stored = False  # trainer and engine share one device
+
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        config: PretrainedConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        directory: str | Path | None = None,
+        sleep: bool = False,
+    ) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._llm, self._engine = llm, llm.llm_engine
+        self._parameters = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
+        memory = Path("/dev/shm")
+        self._updates = Files(directory or tempfile.mkdtemp(prefix="burnish-", dir=memory if memory.is_dir() else None))
+        self._expected = Expected(config)
+        self.tokenizer = tokenizer
+        self.vocab = max(config.get_text_config().vocab_size, len(tokenizer))
+        self.context: int = llm.model_config.max_model_len
+        self._sleep, self._asleep, self._closed = sleep, False, False
+        self._thread = ThreadPoolExecutor(1, "vllm-engine")  # whatever is told to vLLM, one after the other
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
+        self._running = asyncio.Event()
+        self._running.set()
+        self._driver: asyncio.Task[None] | None = None
+
+    async def sample(self, request: Request) -> list[Sample]:
+        self._check_open()
+        check_request(request, vocab=self.vocab, context=self.context)
+        answers = [asyncio.ensure_future(self._answer(request, index)) for index in request.indices]
+        try:
+            return await asyncio.gather(*answers)
+        finally:
+            for answer in answers:
+                answer.cancel()
+
+    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._check_open()
+        await self._updates.publish(self, self._expected.all_of(weights), version)
+
+    async def version(self) -> int | None:
+        return await self._updates.version(self)
+
+    async def close(self) -> None:
+        """Give up what is under way. The engine stays, and may be given to another source."""
+        if self._closed:
+            return
+        self._closed = True
+        names = list(self._waiting)
+        for answer in self._waiting.values():
+            answer.cancel()
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.gather(self._driver, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.abort_request, names)
+        self._thread.shutdown(wait=False)
+
+    async def order(self, path: str, body: Any = None) -> Any:
+        """What the server of the same vLLM does when it is told so over HTTP."""
+        name = path.strip("/").partition("?")[0]
+        if name == "pause":
+            self._running.clear()
+            await self._do(self._engine.reset_prefix_cache, True)  # of answers under way, too
+        elif name == "resume":
+            self._running.set()
+        else:
+            return await self._do(self._obey, name, body)
+
+    def _obey(self, name: str, body: Any) -> Any:
+        self._wake()
+        if name == "weight_info":
+            return {"weight_version": self._llm.get_weight_version()}
+        how: dict[str, Callable[[], Any]] = {
+            "update_weight_version": lambda: self._llm.update_weight_version(body["new_version"]),
+            "init_weight_transfer_engine": lambda: self._llm.init_weight_transfer_engine(body),
+            "start_weight_update": lambda: self._llm.start_weight_update(),
+            "update_weights": lambda: self._llm.update_weights(body),
+            "finish_weight_update": lambda: self._llm.finish_weight_update(body.get("weight_version")),
+            "shutdown_weight_transfer_engine": lambda: self._llm.shutdown_weight_transfer_engine(),
+        }
+        try:
+            return how[name]()
+        except (RuntimeError, ValueError) as error:
+            raise Refused(f"vllm: {name}: {error}", 500) from error
+
+    async def _answer(self, request: Request, index: int) -> Sample:
+        name = uuid.uuid4().hex
+        answer = self._waiting[name] = asyncio.get_running_loop().create_future()
+        how = self._parameters(**parameters(request.sampling, request.seed(index)))
+        try:
+            await self._do(self._add, name, list(request.prompt), how)
+            if self._driver is None or self._driver.done():
+                self._driver = asyncio.create_task(self._drive())
+            output = await answer
+        except asyncio.CancelledError:
+            self._check_open()
+            raise
+        finally:
+            del self._waiting[name]
+            if (answer.cancelled() or not answer.done()) and not self._closed:
+                await self._do(self._engine.abort_request, [name])
+        drawn = [next(iter(entry)) for entry in output.logprobs]
+        logprobs = [float(entry[token].logprob) for entry, token in zip(output.logprobs, drawn, strict=True)]
+        labels = [{"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions]
+        spans = self._updates.spans(labels, None)
+        finish = FINISH[output.finish_reason]
+        return made(request, index, list(output.token_ids), drawn, logprobs, finish, spans, self.tokenizer)
+
+    def _add(self, name: str, prompt: list[int], how: Any) -> None:
+        self._wake()
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, how)
+
+    async def _drive(self) -> None:
+        """Take steps until nothing is waited for."""
+        try:
+            while self._waiting:
+                await self._running.wait()
+                for output in await self._do(self._engine.step):
+                    answer = self._waiting.get(output.request_id)
+                    if output.finished and answer is not None and not answer.done():
+                        answer.set_result(output.outputs[0])
+                await asyncio.sleep(0)
+            if self._sleep:
+                await self._do(self._fall_asleep)
+        except Exception as error:
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(error)
+
+    def _fall_asleep(self) -> None:
+        if not self._engine.has_unfinished_requests():
+            self._llm.sleep(level=1)
+            self._asleep = True
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SourceError("vllm: the source is closed; make a new one")
+
+    async def _do(self, function: Callable[..., T], *arguments: Any) -> T:
+        self._check_open()
+        result = await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+        self._check_open()
+        return result

@@ -1,0 +1,258 @@
+"""Start a vLLM server with the flags that training needs, watch over it, and end it when this process does."""
+
+import atexit
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..source import SourceError, SourceLost
+from . import plugin
+from .client import Http
+from .log import advice, first_error
+
+_PLUGIN = "burnish_vllm_files"
+# In the group of the server, `cat` reads what only we could write to, until the kernel closes it because we died.
+_KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$0" "$@" 3<&-')
+_DYING = 3.0  # seconds that a server may take to end after it has stopped answering
+SHARE = 0.4
+"""Of the memory of a device, what vLLM takes beside a trainer on it."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM can be told of
+# What torchrun and accelerate tell a rank of its group; another group over TCP would wait for a store of nobody's.
+_OF_RANKS = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+class Launched:
+    """A server in a process group of its own; see `launch`.
+
+    Attributes:
+        url: stays the same when it is restarted.
+        log: what it has printed.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], url: str, log: Path, patience: float) -> None:
+        self.url, self.log = url, log
+        self._command, self._environment, self._patience = command, environment, patience
+        self._plugin = Path(tempfile.mkdtemp(prefix="burnish-vllm-"))
+        _lay_out(self._plugin)
+        paths = [str(self._plugin), environment.get("PYTHONPATH", "")]
+        self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self._process: subprocess.Popen[bytes] | None = None
+        _RUNNING.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the leader of its process group; None if it is not running."""
+        running = self._process is not None and self._process.poll() is None
+        return self._process.pid if running and self._process is not None else None
+
+    def restart(self) -> None:
+        """End it if it runs, start it, and wait until it is healthy.
+
+        Raises:
+            SourceError: with the first error in its log, if it dies (`SourceLost`) or takes longer than its patience.
+        """
+        self.kill()
+        before = self.log.stat().st_size if self.log.exists() else 0
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*_KEPT, *self._command],
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        http = Http(self.url, concurrency=1, timeout=5)
+        waited = 0.0
+        try:
+            while not http.alive():
+                ended = None
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    ended = self._process.wait(0.5)
+                waited += 0.5
+                if ended is not None or waited > self._patience:
+                    kind = SourceError if ended is None else SourceLost  # after all that patience once is enough
+                    raise kind(f"vllm: the server did not start ({self._why(ended)}){self._cause(before)}")
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            http.close()
+
+    def revive(self) -> None:
+        """`restart` it if it has died, or is dying; a server that runs is left alone."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_DYING)
+        if self.pid is None:
+            self.restart()
+
+    def kill(self) -> None:
+        """SIGKILL it and all of its workers."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self._plugin, ignore_errors=True)
+        _RUNNING.discard(self)
+
+    def __enter__(self) -> "Launched":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _why(self, ended: int | None) -> str:
+        if ended == -signal.SIGKILL:
+            return "it was killed, as the kernel does where memory runs out"
+        return f"not healthy after {self._patience:g} s" if ended is None else f"it ended with status {ended}"
+
+    def _cause(self, before: int) -> str:
+        """What its log says since it had so many bytes: the first error and its fix, or else its last lines."""
+        with self.log.open("rb") as log:
+            log.seek(before)
+            text = log.read().decode(errors="replace")
+        if (error := first_error(text)) is None:
+            return f"; its log, {self.log}, ends with:\n" + "\n".join(text.splitlines()[-30:])
+        fix = advice(error)
+        return f": {error}\n{f'To fix it, {fix}. ' if fix else ''}Its log is {self.log}"
+
+
+def launch(
+    model: str | Path,
+    *,
+    log: str | Path,
+    dtype: str,
+    python: str | Path = sys.executable,
+    max_model_len: int | None = None,
+    backend: str = plugin.BACKEND,
+    lora_rank: int = 0,
+    adapters: int = 4,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    patience: float = 1200.0,
+) -> Launched:
+    """A healthy server of a model; whoever can reach its port can change its weights, so keep that port private.
+
+    It ends with this process, even if that is killed.
+
+    A run that is to end with the same weights whatever dies (at max_age 0) needs log-probs that do not depend on what
+    else is under way. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the environment;
+    for GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where neither can be, recomputed old log-probs leave only tokens.
+
+    Args:
+        log: file that its output is added to.
+        dtype: that it computes in; the trainer's.
+        python: of the environment that vLLM is installed in; burnish need not be there.
+        backend: of weight updates, ``"burnish_files"`` or ``"nccl"``.
+        lora_rank: of the largest adapter, for a server that is given adapters instead of weights; 0 for none.
+        adapters: that can be there at once: two more than the oldest age of samples.
+        port: 0 takes a free one.
+        flags: further ones of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
+            `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it.
+        environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is taken to have devices of
+            its own, and the share of their memory is vLLM's own choice.
+        patience: seconds it may take to start.
+
+    Raises:
+        SourceError: with the first error in its log, if it does not start.
+    """
+    port = port or _free_port(host)
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start a CPU build
+    options: dict[str, Any] = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "dtype": dtype,
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+        "max-model-len": max_model_len,
+        "weight-transfer-config": None if lora_rank else json.dumps({"backend": backend}),
+        "max-lora-rank": max_lora_rank(lora_rank) if lora_rank else None,
+        "max-loras": adapters if lora_rank else None,
+        "gpu-memory-utilization": None if _has_share(flags, environment or {}) else SHARE,
+    }
+    command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    command += ["--enable-scale-out", *(["--enable-lora"] if lora_rank else []), *flags]
+    switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    log = Path(log).resolve()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    variables = {**outside_of_ranks(os.environ), **switches, **(environment or {})}
+    launched = Launched(command, variables, f"http://{host}:{port}", log, patience)
+    try:
+        launched.restart()
+    except BaseException:
+        launched.close()
+        raise
+    return launched
+
+
+def _has_share(flags: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether the share of memory is given, or there is no trainer to leave some to."""
+    given = any(flag.partition("=")[0] == "--gpu-memory-utilization" for flag in flags)
+    return given or "CUDA_VISIBLE_DEVICES" in environment
+
+
+def max_lora_rank(rank: int) -> int:
+    """The smallest of vLLM's ranks of adapters that one of this rank fits in.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for known in _RANKS:
+        if rank <= known:
+            return known
+    raise ValueError(
+        f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, or set vllm.updates to files, "
+        "which sends the merged weights"
+    )
+
+
+def outside_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those of a process group."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in ("RANK", "WORLD_SIZE") and not name.startswith(_OF_RANKS)
+    }
+
+
+def _lay_out(directory: Path) -> None:
+    """The plugin as a distribution of its own, for an environment that has no burnish."""
+    shutil.copy(plugin.__file__, directory / f"{_PLUGIN}.py")
+    info = directory / f"{_PLUGIN}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        f"[vllm.general_plugins]\n{plugin.BACKEND} = {_PLUGIN}:{plugin.register.__name__}\n"
+    )
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as free:
+        free.bind((host, 0))
+        return int(free.getsockname()[1])
+
+
+_RUNNING: set[Launched] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    for launched in list(_RUNNING):
+        launched.close()

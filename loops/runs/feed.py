@@ -1,0 +1,73 @@
+"""From encoded data to the micro-batches of a step, on this rank's device."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from ...data import Batches, Example, example
+from ..batch import Batch, collate
+
+Prepare = Callable[["Feed", int, list[Batch]], list[Batch]]
+
+
+class Feed:
+    """``feed(step)`` is this rank's micro-batches of that step; nothing but the step number decides what is in them.
+
+    Args:
+        dataset: encoded examples.
+        batches: the plan: which examples make up which micro-batch of which rank.
+        columns: names of columns of the dataset that travel with the batch: one number per example, or a list of
+            them, one per answer or per trained token.
+        per_token: further columns by name, each a list with one tensor [tokens, ...] per example of the dataset.
+        mark: changes which tokens of an example are trained.
+        prepare: ``prepare(feed, step, micro_batches)`` is what becomes of the micro-batches of a step: the place to
+            measure something over the whole of it before the first forward pass.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batches: Batches,
+        *,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        columns: Sequence[str] = (),
+        per_token: Mapping[str, Sequence[Tensor]] | None = None,
+        mark: Callable[[Example], Example] = lambda example: example,
+        prepare: Prepare = lambda feed, step, micro_batches: micro_batches,
+    ) -> None:
+        self.dataset = dataset
+        self.batches = batches
+        self.rank = rank
+        self.device = device
+        self.columns = columns
+        self.per_token = dict(per_token or {})
+        self.mark = mark
+        self.prepare = prepare
+
+    @property
+    def steps(self) -> int:
+        return len(self.batches)
+
+    def __call__(self, step: int) -> list[Batch]:
+        return self.prepare(self, step, [self.batch(indices) for indices in self.plan(step)])
+
+    def plan(self, step: int) -> list[list[int]]:
+        """The indices of the examples of each micro-batch."""
+        return self.batches.plan(step)[self.rank]
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        columns = {name: self._column(name, indices) for name in self.columns}
+        for name, values in self.per_token.items():
+            columns[name] = torch.cat([values[i] for i in indices]) if indices else values[0][:0]
+        return collate([self.example(i) for i in indices], columns, self.device)
+
+    def example(self, index: int) -> Example:
+        return self.mark(example(self.dataset, index))
+
+    def _column(self, name: str, indices: Sequence[int]) -> Tensor:
+        rows = [self.dataset[i][name] for i in indices or [0]]
+        column = torch.tensor([number for row in rows for number in (row if isinstance(row, list) else [row])])
+        return column if indices else column[:0]  # of the dtype that it has elsewhere

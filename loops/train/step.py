@@ -1,0 +1,191 @@
+"""One optimizer step, and the generator that makes many of them.
+
+    for step in optimize(policy, batches, objective, expression, ...):
+        ...                                     # the caller's own code is the callback system
+
+The gradient of a step is the same for every split into micro-batches and ranks: see `weights`.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..batch import Batch
+from .weighting import Expression
+
+Stats = dict[str, Tensor]
+Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
+
+PATIENCE = 5  # steps in a row without a finite gradient before training stops
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step did. ``number`` counts from 1; ``metrics`` holds plain numbers."""
+
+    number: int
+    metrics: dict[str, float]
+
+
+class Sums:
+    """Weighted sums of losses and stats, float64, divided once at the very end: never a mean of means."""
+
+    def __init__(self, expression: Expression) -> None:
+        self.expression = expression
+        self.sums: dict[str, Tensor] = {}  # metric -> Σ w·x of this rank
+        self.weights: dict[str, Tensor] = {}  # loss -> Σ w, which for `fixed_length` is not its denominator
+        self.term: dict[str, str] = {}  # metric -> the loss whose weights it shares
+
+    def add(self, name: str, weight: Tensor, loss: Tensor, stats: Stats) -> None:
+        self.weights[name] = self.weights.get(name, weight.new_zeros(())) + weight.sum()
+        for metric, value in {name: loss.detach(), **stats}.items():
+            # The same stat of two losses is the same number (both log rewards, say): the first one is kept.
+            if self.term.setdefault(metric, name) == name:
+                self.sums[metric] = self.sums.get(metric, weight.new_zeros(())) + (weight * value).sum()
+
+    def means(self, accelerator: Accelerator, denominators: Mapping[str, float]) -> dict[str, float]:
+        """The metrics over all ranks, with ``loss``, their weighted total, first. A stat is a mean by the weights."""
+        totals = sum_over_ranks(accelerator, {metric: float(value) for metric, value in self.sums.items()})
+        weights = sum_over_ranks(accelerator, {name: float(weight) for name, weight in self.weights.items()})
+        counted = {name for name, (coefficient, _) in self.expression.items() if coefficient or denominators[name]}
+        means = {
+            metric: total / ((denominators if metric in self.expression else weights)[self.term[metric]] or 1.0)
+            for metric, total in totals.items()
+            if self.term[metric] in counted  # what is only measured, and had nothing to measure, is left out
+        }
+        loss = sum(coefficient * means[name] for name, (coefficient, _) in self.expression.items() if coefficient)
+        return {"loss": loss, **means}
+
+
+def train_step(
+    accelerator: Accelerator,
+    policy: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Batch],
+    objective: Objective,
+    expression: Expression,
+    *,
+    max_grad_norm: float,
+) -> dict[str, float]:
+    """Accumulate the gradient of one global batch and take one optimizer step.
+
+    Args:
+        micro_batches: this rank's part of the global batch; as many on every rank, empty ones where need be.
+        objective: ``objective(policy, batch) -> {name: (loss, stats)}``, unreduced.
+        expression: ``{name: (coefficient, weighting)}``: which of the named losses are summed, and how. A coefficient
+            of 0 measures without training.
+        max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
+
+    Returns:
+        The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
+        ``skipped``: 1 if no step was taken, because the gradient was not finite, or because it was 0 everywhere: no
+        token on any rank, or none that teaches anything.
+    """
+    denominators = global_denominators(accelerator, micro_batches, expression)
+    sums = Sums(expression)
+    for i, batch in enumerate(micro_batches):
+        last = i == len(micro_batches) - 1
+        with nullcontext() if last else accelerator.no_sync(policy):
+            losses = objective(policy, batch)
+            total: Tensor | float = 0.0
+            for name, (coefficient, weighting) in expression.items():
+                loss, stats = losses[name]
+                weight = weighting(batch).weight
+                if coefficient:
+                    share = coefficient / (denominators[name] or 1.0)
+                    total = total + share * (weight.to(loss.dtype) * loss).sum()
+                sums.add(name, weight, loss, stats)
+            # Ranks average their gradients, and the loss is a sum over ranks.
+            accelerator.backward(total * accelerator.num_processes)
+    grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm))
+    taken = math.isfinite(grad_norm) and grad_norm > 0  # momentum would move the weights even where no gradient does
+    if taken:
+        optimizer.step()
+    optimizer.zero_grad()
+    tokens = sum_over_ranks(accelerator, {"tokens": float(sum(len(batch.target) for batch in micro_batches))})
+    return {**sums.means(accelerator, denominators), "grad_norm": grad_norm, **tokens, "skipped": float(not taken)}
+
+
+def global_denominators(
+    accelerator: Accelerator, micro_batches: Iterable[Batch], expression: Expression
+) -> dict[str, float]:
+    """Z of each named loss, over all micro-batches of all ranks; 0 for a loss without a unit, whose sum is 0 too."""
+    shares = {name: 0.0 for name in expression}
+    for batch in micro_batches:
+        for name, (_, weighting) in expression.items():
+            shares[name] += weighting(batch).share
+    return sum_over_ranks(accelerator, shares)
+
+
+def sum_over_ranks(accelerator: Accelerator, values: Mapping[str, float]) -> dict[str, float]:
+    packed = torch.tensor(list(values.values()), dtype=torch.float64, device=accelerator.device)
+    total: Any = accelerator.reduce(packed, reduction="sum")
+    return dict(zip(values, total.tolist(), strict=True))
+
+
+def optimize(
+    policy: nn.Module,
+    batches: Callable[[int], Sequence[Batch]],
+    objective: Objective,
+    expression: Expression,
+    *,
+    accelerator: Accelerator,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    steps: int,
+    start: int = 0,
+    max_grad_norm: float = 1.0,
+) -> Iterator[Step]:
+    """Yield after each optimizer step. ``batches(k)`` gives this rank's micro-batches of step k, counted from 0.
+
+    Raises:
+        FloatingPointError: after `PATIENCE` steps in a row whose gradient was not finite.
+    """
+    failures = 0
+    for number in range(start + 1, steps + 1):
+        began = time.perf_counter()
+        learning_rate = float(schedule.get_last_lr()[0])
+        metrics = train_step(
+            accelerator, policy, optimizer, batches(number - 1), objective, expression, max_grad_norm=max_grad_norm
+        )
+        with warnings.catch_warnings():
+            # Where the first step is skipped, torch thinks that the two come in the wrong order.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            schedule.step()
+        failures = 0 if math.isfinite(metrics["grad_norm"]) else failures + 1
+        if failures == PATIENCE:
+            raise FloatingPointError(
+                f"optimize: the gradient was not finite in {PATIENCE} steps in a row, the last one step {number}: "
+                "lower the learning rate, or look for log-probs of -inf in the data"
+            )
+        seconds = time.perf_counter() - began
+        yield Step(number, {**metrics, "learning_rate": learning_rate, "seconds": seconds})
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    policy: nn.Module,
+    micro_batches: Sequence[Batch],
+    objective: Objective,
+    expression: Expression,
+) -> dict[str, float]:
+    """The metrics of `train_step` over these batches, without training on them."""
+    denominators = global_denominators(accelerator, micro_batches, expression)
+    sums = Sums(expression)
+    training = policy.training
+    policy.eval()
+    for batch in micro_batches:
+        losses = objective(policy, batch)
+        for name, (_, weighting) in expression.items():
+            sums.add(name, weighting(batch).weight, *losses[name])
+    policy.train(training)
+    return sums.means(accelerator, denominators)

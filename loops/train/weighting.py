@@ -1,0 +1,87 @@
+"""A loss is a dot product: what weight each unit of each named loss gets, known before the first forward pass.
+
+    total = Σ_k c_k · Σ_i w_ki · loss_ki / Z_k       over all micro-batches of all ranks
+
+The weights w and the denominators Z depend on masks only, so one collective finds every Z_k for a whole optimizer step,
+and the gradient does not depend on how the step was split.
+
+A weighting is a function ``weighting(batch) -> Weights``: one of these, or any other. Those here take ``of``, to weigh
+the units of some answers alone: an index in the example (of a pair, 0 is the chosen answer and 1 the rejected one), or
+the name of a column that says of each example whether it counts.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..batch import Batch, Of
+
+
+class Weights(NamedTuple):
+    """What one micro-batch brings: a weight per unit, and its share of the global denominator."""
+
+    weight: Tensor  # float64 [units]
+    share: float
+
+
+Weighting = Callable[[Batch], Weights]
+Unit = Literal["tokens", "sequences", "pairs"]
+Expression = Mapping[str, tuple[float, Weighting]]  # name of a loss -> (coefficient, weighting)
+
+
+def token_mean(batch: Batch, *, of: Of = None) -> Weights:
+    """w = 1, Z = Σ|o|: every token counts the same (SFT; DAPO, Yu et al. 2025, arXiv:2503.14476)."""
+    return _each(len(_sequence(batch, of)), batch)
+
+
+def sequence_mean(batch: Batch, *, of: Of = None) -> Weights:
+    """w = 1/|o_i|, Z = N: every answer counts the same, however long (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
+    sequence = _sequence(batch, of)
+    length = torch.bincount(sequence, minlength=batch.sequences).double()
+    return Weights(1 / length[sequence], float((length > 0).sum()))
+
+
+def fixed_length(batch: Batch, *, length: int, of: Of = None) -> Weights:
+    """w = 1/L, Z = N: a constant instead of the length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+    sequence = _sequence(batch, of)
+    answers = float(len(torch.unique(sequence)))
+    return Weights(torch.full_like(sequence, 1 / length, dtype=torch.float64), answers)
+
+
+def answer_mean(batch: Batch, *, of: Of = None) -> Weights:
+    """w = 1, Z = number of answers: for a loss with one entry per answer."""
+    return _each(int(batch.answers_of(of).sum()), batch)
+
+
+def example_mean(batch: Batch) -> Weights:
+    """w = 1, Z = number of examples: for a loss with one entry per example."""
+    return _each(len(batch.examples), batch)
+
+
+pair_mean = example_mean  # an example of preference data is a pair
+
+
+def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: Unit, of: Of = None) -> Weights:
+    """w = w' · c, Z = Σ w' · c: a weighting times a column c of the data, such as the importance of each example.
+
+    Args:
+        weighting: w', any but `fixed_length`, whose Z is no sum of weights.
+        unit: what the loss has one entry of.
+    """
+    example = {
+        "tokens": lambda: batch.example[batch.sequence][batch.tokens_of(of)],
+        "sequences": lambda: batch.example[batch.answers_of(of)],
+        "pairs": lambda: torch.arange(len(batch.examples), device=batch.target.device),
+    }[unit]()
+    weight = weighting(batch).weight * batch.columns[by].double()[example]
+    return Weights(weight, float(weight.sum()))
+
+
+def _sequence(batch: Batch, of: Of) -> Tensor:
+    return batch.sequence if of is None else batch.sequence[batch.tokens_of(of)]
+
+
+def _each(units: int, batch: Batch) -> Weights:
+    return Weights(torch.ones(units, dtype=torch.float64, device=batch.sequence.device), float(units))

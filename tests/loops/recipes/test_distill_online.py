@@ -1,0 +1,117 @@
+"""On-policy distillation: in a share of the steps, the student is taught on what it says itself."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from burnish.loops.recipes.distill import Distill, own_steps, run_distill
+from burnish.loops.runs.teacher import Teacher
+from online import Killed, dying_in_step, lines, stored
+from safetensors.torch import load_file
+from tiny import save_model, sums, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def opinionated(directory):
+    """A random model knows nothing, and is near to every other one."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("start")
+    rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in sums(10)]
+    return {
+        "model": str(save_model(directory / "start")),
+        "teacher": Teacher(model=str(opinionated(save_model(directory / "teacher", seed=1)))),
+        "data": str(write_rows(directory / "data.jsonl", rows)),
+        "batch_size": 4,
+        "max_tokens": 5,
+        "learning_rate": 1e-3,
+        "show_every": 0,
+    }
+
+
+def test_a_share_of_the_steps_learns_from_answers_of_the_student(common, tmp_path):
+    """Three epochs of ten rows, four a step: eight steps, of which the last has two rows."""
+    config = Distill(**common, output=str(tmp_path / "run"), epochs=3, on_policy=0.5, seed=1, eval_data=common["data"])
+    run_distill(config)
+    logged = lines(tmp_path / "run")[1:]
+    own = [line["on_policy"] == 1 for line in logged]
+    assert own == own_steps(8, 0.5, seed=1)
+    assert 0 < sum(own) < 8
+    assert all(("completions/mean_length" in line) == mine for line, mine in zip(logged, own, strict=True))
+    assert all(line["distillation"] > 0 for line in logged)
+    samples = stored(tmp_path / "run")
+    assert [sample["task"] for sample in samples] == list(range(4 * sum(own)))
+    assert all(len(sample["tokens"]) <= 5 for sample in samples)
+    assert logged[-1]["eval/distillation"] < lines(tmp_path / "run")[0]["eval/distillation"]
+
+
+def test_the_prompts_of_such_a_step_are_those_that_the_data_has_for_it(common, tmp_path):
+    run_distill(Distill(**common, output=str(tmp_path / "data"), steps=2, shuffle=False))
+    run_distill(Distill(**common, output=str(tmp_path / "own"), steps=2, shuffle=False, on_policy=1.0, group_size=2))
+    prompts = [sample["prompt"] for sample in stored(tmp_path / "own")]
+    rows = [json.loads(line)["prompt"] for line in Path(common["data"]).read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(common["model"])
+    how = {"add_generation_prompt": True, "return_dict": False}
+    assert prompts == [tokenizer.apply_chat_template(row, **how) for row in rows[:8] for _ in range(2)]
+    assert lines(tmp_path / "own")[0]["distillation"] != lines(tmp_path / "data")[0]["distillation"]
+
+
+def test_other_losses_learn_from_the_answers_of_the_data_alone(common, tmp_path):
+    mix = {"distillation": 1.0, "nll": 0.5}
+    run_distill(Distill(**common, output=str(tmp_path / "run"), steps=1, on_policy=1.0, loss=mix))
+    run_distill(Distill(**common, output=str(tmp_path / "alone"), steps=1, on_policy=1.0))
+    (mixed,), (alone,) = lines(tmp_path / "run"), lines(tmp_path / "alone")
+    assert mixed["nll"] == 0
+    assert mixed["loss"] == alone["loss"] > 0
+
+
+def test_reverse_kl_as_a_cost_of_sampled_tokens_brings_the_student_nearer(common, tmp_path):
+    teacher = replace(common["teacher"], divergence="reverse_kl")
+    fields = {**common, "teacher": teacher, "learning_rate": 1e-2, "group_size": 32}
+    loss = {"sampled_reverse_kl": 1.0, "distillation": 1e-9}  # the second only measures
+    run_distill(Distill(**fields, output=str(tmp_path / "run"), steps=20, on_policy=1.0, loss=loss))
+    logged = lines(tmp_path / "run")
+    for line in logged[:2]:  # an unbiased estimate
+        assert line["reverse_kl"] == pytest.approx(line["distillation"], rel=0.3)
+    assert logged[-1]["distillation"] < 0.96 * logged[0]["distillation"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
+def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp_path):
+    config = Distill(**common, output=str(tmp_path / "undisturbed"), steps=6, on_policy=0.5, save_every=2, seed=1)
+    run_distill(config)
+    disturbed = replace(config, output=str(tmp_path / "disturbed"), resume=True)
+    with pytest.raises(Killed), dying_in_step(6):
+        run_distill(disturbed)
+    run_distill(disturbed)
+    one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("undisturbed", "disturbed"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert stored(tmp_path / "undisturbed") == stored(tmp_path / "disturbed")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"on_policy": 1.5}, "on_policy: a share of the steps"),
+        ({"loss": "sampled_reverse_kl"}, "set on_policy above 0"),
+        ({"on_policy": 0.5, "teacher": Teacher(model="x", top_k=3)}, "neither teacher.top_k nor teacher.logprobs"),
+        ({"on_policy": 0.5, "teacher": Teacher(logprobs="x")}, "give --teacher.model"),
+        ({"on_policy": 0.5, "teacher": Teacher()}, "teacher: distillation needs one"),
+        ({"on_policy": 0.5, "temperature": 0.0}, "temperature: at 0"),
+        ({"on_policy": 0.5, "loss": "sampled_reverse_kl", "top_p": 0.9}, "top_p, top_k: .* use the loss distillation"),
+        ({"on_policy": 0.5, "loss": {"distillation": {"weight": "importance"}}}, "have no column 'importance'"),
+    ],
+)
+def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
+    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match=message):
+        run_distill(Distill(**{**common, "output": str(tmp_path / "run"), **config}))

@@ -1,0 +1,333 @@
+"""GRPO, RLOO and their relatives: what each variant computes, logs and refuses; and death at any step."""
+
+import asyncio
+import gc
+import json
+from dataclasses import replace
+from math import exp, isfinite
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from burnish.data import Example
+from burnish.loops.batch import collate
+from burnish.loops.cli import main
+from burnish.loops.recipes.grpo import GRPO, RLOO, VARIANTS, advantages, grpo_terms, run_grpo
+from burnish.loops.rewards.metrics import Judged
+from burnish.loops.rl.buffer import Rollout
+from burnish.loops.rl.mismatch import Distance
+from burnish.loops.rl.policy_gradient import corrections, rollout_tensors
+from burnish.objectives import effective_sample_size
+from online import Killed, dying_in_step, lines, prepare, stored
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+LOGGED = {
+    "loss", "grad_norm", "learning_rate", "tokens", "seconds", "skipped", "entropy", "reward", "reward_std",
+    "frac_reward_zero_std", "rewards/even/mean", "rewards/even/std", "completions/mean_length",
+    "completions/min_length", "completions/max_length", "completions/clipped_ratio", "age/mean", "age/max",
+    "sampling/logp_difference", "sampling/logp_difference/max", "sampling/importance_ratio",
+    "sampling/importance_ratio/min", "sampling/importance_ratio/max", "sampling/effective_sample_size",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("start"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_takes_two_steps_and_logs_what_it_should(variant, common, tmp_path):
+    run_grpo(GRPO(**common, output=str(tmp_path / "run"), variant=variant))
+    first, last = lines(tmp_path / "run")
+    assert first.keys() >= LOGGED
+    assert first["grad_norm"] > 0
+    assert first["skipped"] == last["skipped"] == 0
+    # The sampler is the policy itself, whatever rows it computes.
+    assert first["sampling/logp_difference/max"] < 1e-4
+    assert first["sampling/effective_sample_size"] == pytest.approx(1, abs=1e-4)
+    assert last["reward"] != first["reward"]
+    assert [sample["task"] for sample in stored(tmp_path / "run")][:4] == [0] * 4
+    if variant == "cispo":
+        assert "cispo_clip_ratio" in first
+    elif variant not in ("sapo", "vespo"):
+        assert {"clip_ratio/low", "clip_ratio/high", "clip_ratio/region", "ratio"} <= first.keys()
+
+
+def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
+    fields = {**common, "output": str(tmp_path / "run"), "group_size": 2}
+    flags = [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in fields.items()]
+    assert main(["rloo", *flags]) == 0
+    first, last = lines(tmp_path / "run")
+    assert {"answer_surrogate", "kl"} <= first.keys()
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    assert last["kl"] > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rewards": {}}, "rewards: none is named, .* give at least one, such as --rewards '{exact_match: 1.0}'"),
+        ({"rewards": {"exact": 1.0}}, "exact_match"),
+        ({"group_size": 1}, "group_size: .* wanted >= 2, got 1; ppo learns from single answers"),
+        ({"temperature": 0.0}, "temperature: at 0 every answer to a prompt is the same"),
+        ({"max_tokens": 0}, "max_tokens: must be >= 1"),
+        ({"top_p": 0.9}, "top_p, top_k: .* set a correction, and leave old out"),
+        ({"top_k": 5, "old": "recomputed"}, "top_p, top_k: "),
+        ({"correction": "tis", "old": "sampled"}, "correction: tis .* leave old out"),
+        ({"correction": "tis", "variant": "gspo"}, "tis weighs tokens, and gspo has one entry per"),
+        ({"correction": "icepop", "correction_low": 9.0}, "low"),
+        ({"reference": "precompute", "beta": 0.1}, "can't be precomputed; use copy or adapters_off"),
+        ({"beta": -1.0}, "beta: must be >= 0"),
+        ({"variant": "rloo", "scale": "group"}, "scale: .* use batch or none"),
+        ({"combine": "normalize", "beta": 0.1, "kl_in": "reward"}, "combine: normalize"),
+        ({"beta": 0.1, "kl": "k1"}, "kl: k1 as a loss, here kl, .* use k2 or k3, or .*kl_in: reward"),
+        ({"loss": {"clipped_surrogate": 1, "kl_estimate": {"kind": "k1", "coefficient": 0.1}}}, "here kl_estimate, "),
+        ({"variant": "gspo", "weighting": "token_mean"}, "weighting: token_mean .* gspo has one entry per completion"),
+        (
+            {"loss": {"gmpo": 1, "clipped_surrogate": {"weighting": "token_mean"}}, "weighting": "sequence_mean"},
+            "gmpo has one entry per completion; clipped_surrogate has its own; leave it out",
+        ),
+        ({"steps": 0}, "steps: must be >= 1, got 0"),
+        ({"minibatches": 5}, "minibatches: the 4 prompts of a rollout can't be shared by 5 steps"),
+        ({"hyper": {"clip_hi": 0.2}}, "hyper: no loss of this mix has 'clip_hi'"),
+        ({"loss": "clipped"}, "did you mean 'clipped_surrogate'"),
+        ({"max_age": -1}, "max_age"),
+    ],
+)
+def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
+    monkeypatch.setattr("burnish.loops.rl.setup.load_model", lambda config: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match=message):
+        run_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), **config}))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"kl": "k1"},  # nothing is pulled, it is only measured
+        {"kl": "k1", "beta": 0.1, "kl_in": "reward"},
+        {"loss": {"clipped_surrogate": 1, "kl_estimate": {"kind": "k1", "coefficient": 0.0}}},
+        {"loss": {"gspo": 1, "nll": 0.1}, "hyper": {"clip_low": 0.1, "clip_high": 0.1}, "weighting": "token_mean"},
+        {"variant": "gspo", "beta": 0.1, "weighting": "token_mean"},
+    ],
+    ids=str,
+)
+def test_an_estimator_that_only_measures_and_a_weighting_that_weighs_something_are_accepted(config):
+    assert grpo_terms(GRPO(model="", data="", output="", **config))
+
+
+def test_a_reward_that_reads_a_missing_column_is_refused_before_a_model_is_loaded(common, tmp_path, monkeypatch):
+    monkeypatch.setattr("burnish.loops.rl.setup.load_model", lambda config: pytest.fail("the model was loaded"))
+    rewards = {"exact_match": {"column": "solution"}}
+    with pytest.raises(ValueError, match="'solution'"):
+        run_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), "rewards": rewards}))
+
+
+def weights(directory):
+    return (directory / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("config", "alike", "masked"),
+    [
+        ({"rewards": {"online:alike": 1.0}}, 4, 0),
+        ({"rewards": {"online:unknown": 1.0}}, 0, 1),
+        ({"mask_truncated": True, "max_tokens": 1, "seed": 2}, None, 1),  # of these none happens to end
+    ],
+    ids=["alike", "without a score", "cut"],
+)
+def test_a_rollout_that_teaches_nothing_takes_no_step(config, alike, masked, common, tmp_path):
+    """Skipped and counted, no NaN, and weights as they were, bit for bit."""
+    steps = {"steps": 2, "rollout_epochs": 2, "old": "recomputed"}
+    run_grpo(GRPO(**{**common, **steps, **config, "output": str(tmp_path / "run")}))
+    for line in lines(tmp_path / "run"):
+        assert line["skipped"] == 1
+        assert line["grad_norm"] == line["loss"] == 0
+        assert alike in (None, line["zero_std_groups"])
+        assert line["completions/masked_ratio"] == masked
+    # Saved again, the start is what was saved.
+    assert weights(tmp_path / "run") == (Path(common["model"]) / "model.safetensors").read_bytes()
+
+
+def test_momentum_does_not_move_the_weights_where_no_reward_does(common, tmp_path):
+    config = GRPO(**{**common, "output": str(tmp_path / "three"), "rewards": {"online:alike_in_the_end": 1.0}})
+    run_grpo(replace(config, steps=3))
+    run_grpo(replace(config, output=str(tmp_path / "two")))
+    assert [line["skipped"] for line in lines(tmp_path / "three")] == [0, 0, 1]
+    assert weights(tmp_path / "three") == weights(tmp_path / "two")
+
+
+def test_the_reference_pulls_where_no_reward_does(common, tmp_path):
+    rewards = {"online:alike_in_the_end": 1.0}
+    run_grpo(GRPO(**{**common, "output": str(tmp_path), "rewards": rewards, "steps": 3, "beta": 0.1}))
+    last = lines(tmp_path)[-1]
+    assert last["zero_std_groups"] == 4
+    assert last["loss"] == pytest.approx(0.1 * last["kl"]) != 0
+    assert last["skipped"] == 0 < last["grad_norm"]
+
+
+@pytest.mark.parametrize("correction", ["tis", "sequence_mask"])
+def test_answers_drawn_from_a_part_of_the_distribution_are_corrected_for(correction, common, tmp_path):
+    """What the sampler left out has no log-prob there, and is not drawn: nothing is NaN."""
+    part = {"top_k": 5, "top_p": 0.9, "old": "recomputed", "rollout_epochs": 2, "correction": correction}
+    run_grpo(GRPO(**{**common, **part, "output": str(tmp_path)}))
+    assert all(min(sample["logprobs"]) > -3 for sample in stored(tmp_path))  # of 258 tokens, five remain
+    for line in lines(tmp_path):
+        assert all(isfinite(value) for value in line.values())
+        assert line["sampling/logp_difference"] > 3
+        assert line["skipped"] == (correction == "sequence_mask")  # six such ratios are far below its bounds
+
+
+def test_dynamic_sampling_looks_beyond_groups_without_variance(common, tmp_path):
+    config = {"varied": True, "group_size": 2, "max_tokens": 1, "steps": 1}  # two answers of one token are often alike
+    run_grpo(GRPO(**{**common, **config, "output": str(tmp_path / "run")}))
+    (line,) = lines(tmp_path / "run")
+    passed_over = line["groups_passed_over"]
+    assert passed_over > 0
+    assert line["zero_std_groups"] == 0
+    assert line["tokens"] == 8
+    assert [s["task"] for s in stored(tmp_path / "run")][::2] == list(range(4 + int(passed_over)))  # all are on record
+
+
+def test_dynamic_sampling_gives_up_where_nothing_varies(common, tmp_path, caplog):
+    config = {"varied": True, "steps": 1, "rewards": {"online:alike": 1.0}}
+    run_grpo(GRPO(**{**common, **config, "output": str(tmp_path / "run")}))
+    assert "only 0 of 4 groups have answers of different reward, 32 do not" in caplog.text
+    assert lines(tmp_path / "run")[0]["skipped"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
+def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp_path):
+    """Two steps per rollout, so that every other one begins with a rollout at hand; samples are on record once."""
+    several = {"steps": 5, "rollout_epochs": 2, "old": "recomputed", "save_every": 1, "beta": 0.1, "minibatches": 1}
+    config = GRPO(**{**common, **several, "output": str(tmp_path / "undisturbed")})
+    run_grpo(config)
+    at = tmp_path / "disturbed"
+    disturbed = replace(config, output=str(at), resume=True)
+    for _ in range(config.steps - 1):  # each process takes a step, and dies in the next, whose answers are lost
+        with pytest.raises(Killed), dying_in_step(2):
+            run_grpo(disturbed)
+        gc.collect()
+    run_grpo(disturbed)
+    assert weights(at) == weights(tmp_path / "undisturbed")
+    assert stored(at) == stored(tmp_path / "undisturbed")
+    timed = {"seconds": 0, "sampling/seconds": 0}
+    both = zip(lines(at), lines(tmp_path / "undisturbed"), strict=True)
+    assert all({**one, **timed} == {**other, **timed} for one, other in both)
+
+
+def rollout(rewards, lengths, groups):
+    judged = Judged(
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.ones(len(rewards[0])).double()
+    )
+    return Rollout([None] * len(rewards), [[True] * length for length in lengths], judged)
+
+
+def test_a_penalty_in_the_reward_is_that_of_the_whole_answer():
+    found = rollout([[1.0], [0.0], [2.0], [2.0]], [2, 1, 1, 3], [5, 5, 9, 9])
+    found.columns = {"old_logp": -torch.arange(7.0), "ref_logp": -torch.ones(7)}
+    config = RLOO(model="", data="", output="", beta=0.5)
+    _, variant = grpo_terms(config)
+    # k1 summed: 1 + 0, -1, -2, -3 - 4 - 5; the rewards less half of it: 0.5, 0.5, 3, 8
+    expected = torch.tensor([0, 0, 0, -5, 5, 5, 5.0], dtype=torch.float64)
+    torch.testing.assert_close(advantages(found, config=config, variant=variant)["advantage"], expected)
+
+
+CORRECTED = {
+    # w of the four tokens of two answers: (1, -0.5), (-1, 0.9); what multiplies each
+    "tis": [2.0, exp(-0.5), exp(-1), 2.0],
+    "icepop": [exp(1), exp(-0.5), 0, exp(0.9)],
+    "sequence_tis": [exp(0.5), exp(0.5), exp(-0.1), exp(-0.1)],
+    "sequence_mask": [1, 1, 1, 1],
+    "geometric_mask": [0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("kind", CORRECTED)
+def test_a_correction_multiplies_the_loss_of_tokens_and_of_answers(kind):
+    batch = collate(
+        [Example([3], [[5, 6], [7, 8]], [[True, True]] * 2)],
+        {
+            "old_logp": torch.tensor([-1.0, -2, -2, -1]),
+            "sampled_logp": torch.tensor([-2.0, -1.5, -1, -1.9]),
+            "advantage": torch.tensor([3.0, 3, -1, -1]),
+        },
+    )
+
+    def read(policy, batch):
+        return {("tokens", "logp"): batch.columns["old_logp"], ("tokens", "sequence"): batch.sequence}
+
+    expected = -batch.columns["advantage"] * torch.tensor(CORRECTED[kind])
+    config = GRPO(model="", data="", output="", old="recomputed", correction=kind)
+    for variant in ("grpo", *(["gspo"] if "tis" != kind != "icepop" else [])):
+        terms, _ = grpo_terms(replace(config, variant=variant))
+        (term,) = terms.values()
+        loss, _ = term(rollout_tensors(read, config)(None, batch), batch)
+        torch.testing.assert_close(loss, expected if variant == "grpo" else expected[::2])
+    narrow = replace(config, correction_high=1.5, correction_low=0.95)
+    weight = corrections(narrow, batch.columns["old_logp"], batch.columns["sampled_logp"], batch.sequence)
+    assert weight.max() <= 1.5
+
+
+def test_held_out_answers_are_judged_and_leave_the_run_as_it_is(common, tmp_path):
+    config = GRPO(**common, output=str(tmp_path / "plain"), save_every=1)
+    run_grpo(config)
+    run_grpo(replace(config, output=str(tmp_path / "judged"), eval_data=common["data"], eval_every=1))
+    logged = lines(tmp_path / "judged")
+    assert [line["step"] for line in logged] == [0, 1, 2]
+    assert all(0 <= line["eval/rewards/even/mean"] <= 1 for line in logged)
+    assert logged[0]["eval/reward"] == logged[0]["eval/rewards/even/mean"]
+    assert weights(tmp_path / "judged") == weights(tmp_path / "plain")
+    assert len(stored(tmp_path / "judged")) == 2 * 4 * 4
+
+
+def test_a_run_in_a_notebook_judges_held_out_answers_too(common, tmp_path):
+    """Where an event loop runs already."""
+
+    async def in_a_notebook():
+        return run_grpo(GRPO(**common, output=str(tmp_path / "inside"), eval_data=common["data"]))
+
+    inside = asyncio.run(in_a_notebook())
+    outside = run_grpo(GRPO(**common, output=str(tmp_path / "outside"), eval_data=common["data"]))
+    assert inside["eval/reward"] == outside["eval/reward"]
+    assert weights(tmp_path / "inside") == weights(tmp_path / "outside")
+
+
+def test_answers_drawn_while_training_are_of_bounded_age_and_on_record_once(common, tmp_path):
+    run_grpo(GRPO(**{**common, "steps": 4, "max_age": 1}, output=str(tmp_path / "run")))
+    logged = lines(tmp_path / "run")
+    assert logged[0]["age/max"] == 0
+    assert max(line["age/max"] for line in logged) == 1
+    assert [sample["task"] for sample in stored(tmp_path / "run")][::4] == list(range(16))
+
+
+def test_two_ranks_end_with_the_weights_of_one(common, tmp_path):
+    """One of them samples and judges; held-out answers too."""
+    fields = {**common, "dtype": "float64", "rollout_epochs": 2, "old": "recomputed", "beta": 0.1, "steps": 4}
+    fields |= {"eval_data": common["data"], "micro_tokens": 60}
+    run_grpo(GRPO(**fields, output=str(tmp_path / "one")))
+    (outcomes,) = run_ranks((2, "online", {**fields, "output": str(tmp_path / "two")}))
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+    one, two = (load_file(tmp_path / name / "model/model.safetensors") for name in ("one", "two"))
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-6, atol=1e-6)
+    assert stored(tmp_path / "two") == stored(tmp_path / "one")
+    measured = zip(lines(tmp_path / "two"), lines(tmp_path / "one"), strict=True)
+    for line, expected in measured:
+        untimed = {name: value for name, value in expected.items() if "seconds" not in name}
+        assert {name: line[name] for name in untimed} == pytest.approx(untimed, rel=1e-5, abs=1e-5)
+
+
+def test_the_effective_sample_size_is_that_of_all_micro_batches():
+    start, sampled = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
+    distance = Distance(Accelerator())
+    for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
+        distance.add(start[part], sampled[part])
+    found = distance.report()
+    ratio = (start - sampled).exp()
+    assert found["sampling/effective_sample_size"] == pytest.approx(effective_sample_size(ratio).item() / 9)
+    assert found["sampling/importance_ratio/min"] == pytest.approx(ratio.min().item())
+    assert found["sampling/importance_ratio/max"] == pytest.approx(ratio.max().item())
+    assert found["sampling/logp_difference/max"] == pytest.approx((start - sampled).abs().max().item())
+    assert distance.report() == {}

@@ -1,0 +1,137 @@
+"""Trained judges: they score the sampled tokens, as the model itself does."""
+
+import copy
+
+import pytest
+import torch
+from burnish.loops.models.scorer import Scorer
+from burnish.loops.rewards import Weighted, resolve
+from burnish.loops.rewards import reward_models as models
+from burnish.loops.rewards.reward_models import ProcessRewardModel, RewardModel, check_same_tokens
+from burnish.objectives import step_aggregate
+from tiny import make_classifier, save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForTokenClassification
+
+EXACT = 1e-5  # transformers computes norms in float32
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def judge_of_steps(directory, tmp_path_factory):
+    """A token classifier over the policy's tokens, with two labels, on disk."""
+    torch.manual_seed(0)
+    config = LlamaConfig.from_pretrained(directory, num_labels=2, pad_token_id=0)
+    target = tmp_path_factory.mktemp("prm")
+    LlamaForTokenClassification(config).double().save_pretrained(target)
+    AutoTokenizer.from_pretrained(directory).save_pretrained(target)
+    return target
+
+
+def reward_model(tokenizer, **options):
+    return RewardModel(Scorer(make_classifier("SEQ_CLS")), tokenizer, tokenizer, **options)
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 12, 8192])
+def test_the_score_is_the_models_of_prompt_and_answer(micro_tokens, tokenizer, answer, judging):
+    reward = reward_model(tokenizer, micro_tokens=micro_tokens)
+    answers = [[5, 6, 7, 2], [8], [9, 10, 11, 12, 13], []]
+    samples = [answer(tokens=tokens, prompt=[3, 4], index=i) for i, tokens in enumerate(answers)]
+    samples.append(answer(tokens=[5, 6], prompt=[30, 31, 32], task=1))
+    unscored = judging([Weighted("rm", reward)], [{}] * 5, samples)
+    assert unscored == {("rm", "none"): 1} and samples[3].rewards == {"rm": None}  # an answer that has no end
+    for sample in (*samples[:3], samples[4]):
+        ids = torch.tensor([sample.prompt + sample.tokens])
+        expected = reward.scorer.plain(ids).logits.item()
+        assert sample.rewards["rm"] == pytest.approx(expected, abs=EXACT)
+
+
+def test_a_model_of_another_vocabulary_is_refused_by_its_first_token(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    vocabulary = tokenizer.get_vocab()
+    swapped = {**vocabulary, "a": vocabulary["b"], "b": vocabulary["a"]}
+    other.get_vocab = lambda: swapped
+    first = min(vocabulary["a"], vocabulary["b"])
+    with pytest.raises(ValueError, match=rf"reward_model: token {first} is '[ab]' for the policy, and is '[ab]' for"):
+        check_same_tokens("reward_model", tokenizer, other)
+    with pytest.raises(ValueError, match="reward_model: token"):
+        RewardModel(Scorer(make_classifier("SEQ_CLS")), tokenizer, other)
+    other.get_vocab = lambda: {token: index for token, index in vocabulary.items() if index != 7}
+    with pytest.raises(ValueError, match=r"prm: token 7 is .* and does not exist for the model"):
+        check_same_tokens("prm", tokenizer, other)
+
+
+def test_a_model_that_knows_more_tokens_is_accepted(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.get_vocab = lambda: {**tokenizer.get_vocab(), "extra": 9999}
+    check_same_tokens("reward_model", tokenizer, other)
+
+
+@pytest.mark.parametrize("how", ["min", "prod", "last", "mean"])
+def test_steps_are_judged_where_they_end(how, judge_of_steps, tokenizer, answer, judging):
+    (reward,) = resolve({"prm": {"model": str(judge_of_steps), "how": how, "device": "cpu"}}, tokenizer=tokenizer)
+    tokens = tokenizer("1+1=2\n\n\n2+2=4\nso 4")["input_ids"]
+    sample = answer(tokens=[*tokens, tokenizer.eos_token_id], prompt=[5, 6])
+    assert judging([reward], [{}], [sample]) == {}
+
+    newline = tokenizer("\n")["input_ids"][0]
+    read = [5, 6, *tokens, newline]
+    logits = reward.function.scorer.plain(torch.tensor([read])).logits[0]
+    ends = [2 + len("1+1=2"), 2 + len("1+1=2\n\n\n2+2=4"), len(read) - 1]
+    assert [read[end] for end in ends] == [newline] * 3
+    probability = (logits[ends, 1] - logits[ends, 0]).sigmoid().double()
+    expected = step_aggregate(probability, torch.zeros(3, dtype=torch.int64), 1, how=how).item()
+    assert sample.rewards["prm"] == pytest.approx(expected, abs=EXACT)
+
+
+def test_an_answer_without_steps_has_no_score(judge_of_steps, tokenizer, answer, judging):
+    rewards = resolve({"prm": {"model": str(judge_of_steps), "device": "cpu"}}, tokenizer=tokenizer)
+    for text in ("", "\n\n"):
+        assert judging(rewards, [{}], [answer(tokens=tokenizer(text)["input_ids"])]) == {("prm", "none"): 1}
+
+
+def test_steps_of_others_are_not_judged(judge_of_steps, tokenizer):
+    model = LlamaForTokenClassification.from_pretrained(judge_of_steps)
+    reward = ProcessRewardModel(Scorer(model), tokenizer, tokenizer)
+    from burnish.loops.rollouts.sample import Sample
+
+    tokens = tokenizer("a\nb\nc\n")["input_ids"]
+    trained = [True, True, False, False, True, True]
+    sample = Sample(0, 0, [5], tokens, trained, [0.0] * 6, [], "stop")
+    assert reward._steps(sample) == (tokens, [False, True, False, False, False, True])
+
+
+def test_a_reward_model_is_named_by_its_directory(directory, tmp_path, tokenizer, answer, judging):
+    from transformers import LlamaForSequenceClassification
+
+    torch.manual_seed(1)
+    config = LlamaConfig.from_pretrained(directory, num_labels=1, pad_token_id=0)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    rewards = resolve({"reward_model": {"model": str(tmp_path), "device": "cpu"}}, tokenizer=tokenizer)
+    sample = answer(tokens=[5, 6, 7], prompt=[8])
+    assert judging(rewards, [{}], [sample]) == {}
+    expected = LlamaForSequenceClassification.from_pretrained(tmp_path)(torch.tensor([[8, 5, 6, 7]])).logits.item()
+    assert sample.rewards["reward_model"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_judge_is_loaded_on_the_device_that_is_given_unless_it_names_its_own(judge_of_steps, tokenizer, monkeypatch):
+    asked, load = [], models._scorer
+    monkeypatch.setattr(models, "_scorer", lambda kind, model, device: asked.append(device) or load(kind, model, "cpu"))
+    for settings in ({}, {"device": "cpu"}):
+        resolve({"prm": {"model": str(judge_of_steps), **settings}}, tokenizer=tokenizer, device="cuda:1")
+    assert asked == ["cuda:1", "cpu"]
+
+
+def test_a_model_that_is_no_judge_is_refused(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with pytest.raises(ValueError, match="no linear head of one or two outputs"):
+        Scorer(model)

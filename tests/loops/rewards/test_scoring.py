@@ -1,0 +1,277 @@
+"""Judging: every failure of a reward function masks what it fails at, and nothing else."""
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from burnish.loops.rewards import Weighted, batched, check_columns
+from burnish.loops.rewards.scoring import score
+
+
+def test_each_function_scores_each_sample(groups, judging):
+    async def by_index(row, sample):
+        await asyncio.sleep(0)
+        return sample.index
+
+    rows, samples = groups
+    by_task = Weighted("task", lambda row, sample: int(row["answer"]))
+    unscored = judging([by_task, Weighted("i", by_index)], rows, samples)
+    assert [sample.rewards for sample in samples] == [{"task": t, "i": i} for t in (0.0, 1.0) for i in (0.0, 1.0)]
+    assert not unscored
+
+
+@pytest.mark.parametrize("over", ["group", "step"])
+def test_a_batched_function_gets_whole_groups_or_the_whole_step(over, groups, judging):
+    calls = []
+
+    def function(rows, samples):
+        calls.append([(row["answer"], sample.task, sample.index) for row, sample in zip(rows, samples, strict=True)])
+        return [10 * sample.task + sample.index for sample in samples]
+
+    rows, samples = groups
+    order = [2, 0, 3, 1]  # groups need not lie together
+    judging([Weighted("r", batched(function, over))], [rows[i] for i in order], [samples[i] for i in order])
+    expected = {
+        "group": [[("1", 1, 0), ("1", 1, 1)], [("0", 0, 0), ("0", 0, 1)]],
+        "step": [[("1", 1, 0), ("0", 0, 0), ("1", 1, 1), ("0", 0, 1)]],
+    }
+    assert sorted(calls) == sorted(expected[over])
+    assert [sample.rewards["r"] for sample in samples] == [0, 1, 10, 11]
+
+
+def test_an_async_batched_function_is_awaited(groups, judging):
+    async def function(rows, samples):
+        return torch.arange(len(samples)) / 2
+
+    judging([Weighted("r", batched(function))], *groups)
+    assert [sample.rewards["r"] for sample in groups[1]] == [0.0, 0.5, 1.0, 1.5]
+
+
+def _raise(row, sample):
+    raise RuntimeError("the oven is cold")
+
+
+def _exit(row, sample):
+    raise SystemExit(3)
+
+
+async def _exit_async(row, sample):
+    raise SystemExit(3)
+
+
+async def _cancelled(row, sample):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda row, sample: None, "none"),
+        (lambda row, sample: math.nan, "nan"),
+        (lambda row, sample: torch.tensor(math.nan), "nan"),
+        (lambda row, sample: -math.inf, "infinite"),
+        (lambda row, sample: 10**400, "infinite"),
+        (lambda row, sample: 1e39, "infinite"),  # the sum of two could be, and squares are
+        (lambda row, sample: "0.5", "not a number"),
+        (lambda row, sample: [0.5], "not a number"),
+        (lambda row, sample: torch.zeros(2), "not a number"),
+        (lambda row, sample: 1j, "not a number"),
+        (_raise, "error"),
+        (_exit, "error"),
+        (_exit_async, "error"),
+        (lambda row, sample: time.sleep(60), "timeout"),
+        (_cancelled, "timeout"),
+    ],
+)
+def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(function, reason, groups, judging):
+    def sometimes(row, sample):
+        return function(row, sample) if sample.index else 0.25
+
+    async def sometimes_async(row, sample):
+        return await function(row, sample) if sample.index else 0.25
+
+    one = sometimes_async if asyncio.iscoroutinefunction(function) else sometimes
+    begun = time.monotonic()
+    unscored = judging([Weighted("bad", one, timeout=1.0), Weighted("good", lambda row, sample: 1)], *groups)
+    assert time.monotonic() - begun < 5
+    found = None if reason == "none" else reason
+    assert [sample.rewards["bad"] for sample in groups[1]] == [0.25, found, 0.25, found]
+    assert [sample.rewards["good"] for sample in groups[1]] == [1.0] * 4
+    assert unscored == {("bad", reason): 2}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, True, np.float32(1), np.bool_(True), Fraction(1), torch.tensor(1), torch.ones(1, 1, dtype=torch.bfloat16)],
+)
+def test_whatever_is_one_number_is_a_score(value):
+    assert score(value) == 1.0 and type(score(value)) is float
+
+
+def test_false_is_0_and_not_missing():
+    assert score(False) == 0.0 and score(False) is not None
+
+
+def test_a_list_of_the_wrong_length_masks_all_answers_of_the_call(groups, judging, caplog):
+    def short(rows, samples):
+        return [1.0] * (len(samples) - (samples[0].task == 1))
+
+    assert judging([Weighted("r", batched(short, "group"))], *groups) == {("r", "wrong length"): 2}
+    assert [sample.rewards["r"] for sample in groups[1]] == [1.0, 1.0, "wrong length", "wrong length"]
+    assert "returned 1 for 2 answers" in caplog.text and "one entry per answer" in caplog.text
+
+
+def test_a_batched_function_that_returns_one_number_masks_the_step(groups, judging):
+    assert judging([Weighted("r", batched(lambda rows, samples: 1.0))], *groups) == {("r", "wrong length"): 4}
+
+
+def test_one_bad_entry_of_a_batch_masks_its_own_answer_alone(groups, judging):
+    entries = [1.0, None, math.nan, True]
+    unscored = judging([Weighted("r", batched(lambda rows, samples: entries))], *groups)
+    assert [sample.rewards["r"] for sample in groups[1]] == [1.0, None, "nan", 1.0]
+    assert unscored == {("r", "none"): 1, ("r", "nan"): 1}
+
+
+def test_the_first_traceback_is_logged_and_only_the_first(groups, judging, caplog):
+    reward = Weighted("broken", _raise)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            judging([reward], *groups)
+    (record,) = caplog.records
+    assert "the oven is cold" in record.getMessage() and "in _raise" in record.getMessage()
+    assert "broken" in record.getMessage() and " of task " in record.getMessage()
+    assert "loops/rewards" not in record.getMessage().replace(__file__, "")  # how it was called helps nobody
+
+
+def test_a_missing_key_is_answered_with_the_columns_that_there_are(groups, judging, caplog):
+    judging([Weighted("r", lambda row, sample: row["solution"])], *groups)
+    assert "the row has the columns (answer, prompt)" in caplog.text
+
+
+def test_no_column_that_a_function_asks_for_may_be_missing():
+    def function(row, sample):
+        return 1.0
+
+    function.columns = ("answer",)
+    rewards = [Weighted("math", function)]
+    check_columns(rewards, ["prompt", "answer"])
+    with pytest.raises(ValueError, match=r"reward math: needs the column 'answer'.*\(prompt, answers\).*'answers' be"):
+        check_columns(rewards, ["prompt", "answers"])
+    with pytest.raises(ValueError, match=r"and held_out.jsonl has \(prompt\); rename the column"):
+        check_columns(rewards, ["prompt"], "held_out.jsonl")
+
+
+def test_judging_checks_the_columns(answer, judging):
+    def function(row, sample):
+        return 1.0
+
+    function.columns = ("answer",)
+    with pytest.raises(ValueError, match="needs the column 'answer'"):
+        judging([Weighted("r", function)], [{"prompt": "?"}], [answer()])
+
+
+def test_rows_and_samples_come_in_pairs(groups, judging):
+    with pytest.raises(ValueError, match="one row per sample, 4, got 3"):
+        judging([], groups[0][:3], groups[1])
+
+
+def test_names_must_differ(groups, judging):
+    with pytest.raises(ValueError, match="different names, got r, r"):
+        judging([Weighted("r", _raise), Weighted("r", _raise)], *groups)
+
+
+def test_no_samples_are_judged_without_asking_anyone(judging):
+    assert judging([Weighted("r", batched(_raise))], [], []) == {}
+
+
+def test_functions_and_samples_are_judged_at_the_same_time(groups, judging):
+    barrier = threading.Barrier(8)  # breaks unless all eight calls are under way at once
+
+    def meets(row, sample):
+        barrier.wait(timeout=10)
+        return 1.0
+
+    assert judging([Weighted("a", meets, timeout=20), Weighted("b", meets, timeout=20)], *groups) == {}
+
+
+def test_waiting_for_a_turn_costs_a_call_none_of_its_time(answer, judging):
+    async def slow(row, sample):
+        await asyncio.sleep(0.05)
+        return 1.0
+
+    slow.concurrency = 1
+    samples = [answer(index=i) for i in range(8)]
+    assert judging([Weighted("r", slow, timeout=0.2)], [{}] * 8, samples) == {}
+
+
+def test_groups_that_are_judged_at_the_same_time_share_the_places(answer):
+    from burnish.loops.rewards import judge
+
+    under_way, most = 0, 0
+
+    async def counts(row, sample):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        return 1.0
+
+    counts.concurrency = 2
+    reward = Weighted("r", counts)
+
+    async def groups():
+        await asyncio.gather(*(judge([reward], [{}] * 2, [answer(index=i) for i in range(2)]) for _ in range(4)))
+
+    for _ in range(2):  # in one event loop after the other
+        asyncio.run(groups())
+    assert most == 2
+
+
+def test_hanging_functions_leave_room_for_others(answer, judging):
+    """More of them than there are places: each gives its place back when its time is up."""
+
+    def hangs(row, sample):
+        return time.sleep(60) if sample.index < 6 else 1.0
+
+    hangs.concurrency = 2
+    samples = [answer(index=i) for i in range(8)]
+    assert judging([Weighted("r", hangs, timeout=0.1)], [{}] * 8, samples) == {("r", "timeout"): 6}
+    assert samples[7].rewards["r"] == 1.0
+
+
+def test_a_coroutine_that_refuses_to_be_cancelled_is_not_waited_for(answer):
+    from burnish.loops.rewards import judge
+
+    async def stubborn(row, sample):
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                continue
+
+    async def judged_in():
+        begun = time.monotonic()
+        await judge([Weighted("r", stubborn, timeout=0.1)], [{}], [answer()])
+        return time.monotonic() - begun
+
+    assert asyncio.run(judged_in()) < 1
+
+
+def test_a_weight_is_finite_and_a_timeout_above_zero():
+    with pytest.raises(ValueError, match="reward r: its weight must be finite, got nan"):
+        Weighted("r", _raise, weight=math.nan)
+    with pytest.raises(ValueError, match="reward r: its timeout must be > 0 seconds, got 0"):
+        Weighted("r", _raise, timeout=0)
+
+
+def test_batched_is_over_a_group_or_a_step():
+    with pytest.raises(ValueError, match="over must be group or step, got 'batch'"):
+        batched(_raise, "batch")

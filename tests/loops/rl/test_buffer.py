@@ -1,0 +1,216 @@
+"""From answers to micro-batches. (That a step does not depend on its split is shown in test_law_online.)"""
+
+import random
+
+import pytest
+import torch
+from accelerate import Accelerator
+from burnish.loops.models.policy import Policy
+from burnish.loops.rewards import Weighted, judged
+from burnish.loops.rl.buffer import Experience
+from burnish.loops.rl.sources import Samples
+from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
+from burnish.loops.rollouts.sample import Sample, Sampling, Span
+from burnish.loops.rollouts.scheduler import Sampler
+from tiny import make_model
+
+GROUPS, ANSWERS = 4, 3
+ALL = [(task, index) for task in range(GROUPS) for index in range(ANSWERS)]
+REWARDS = [Weighted("right", None)]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return Policy(make_model(), layout="shared")
+
+
+def answers(tasks=GROUPS, finish="stop", reward=None, version=0):
+    """The tokens of an answer say whose they are, as far as the vocabulary goes; its log-probs say it exactly."""
+    draw, found = random.Random(0), []
+    for task in range(tasks):
+        prompt = [draw.randrange(3, 60) for _ in range(draw.randint(2, 6))]
+        for index in range(ANSWERS):
+            length = draw.randint(2, 7)
+            tokens = [draw.randrange(3, 60) for _ in range(length)]
+            trained = [True, *(draw.random() < 0.7 for _ in range(length - 1))]
+            logprobs = [-(1 + task + index / 10 + t / 1000) for t in range(length)]
+            score = {"right": float(index) if reward is None else reward(task, index)}
+            spans = [Span(version, 0, 1), Span(version + 1, 1, length)]
+            found.append(Sample(task, index, prompt, tokens, trained, logprobs, spans, finish, rewards=score))
+    return found
+
+
+@pytest.fixture
+def open_experience(policy):
+    opened = []
+
+    def open_experience(samples, store=None, groups=GROUPS, **options):
+        prompts = {sample.task: sample.prompt for sample in samples}
+        how = {"groups_per_step": groups, "group_size": ANSWERS, "sampling": Sampling(9), "key": 0, "max_age": 0}
+        sampler = Sampler(ReplaySource(samples), prompts.__getitem__, list, **how)
+        judgment = {"judgment": lambda some: judged(REWARDS, some), "groups": groups, "steps": 9, "store": store}
+        opened.append(Experience(sampler, policy, Accelerator(), **{**judgment, **options}))
+        return opened[-1]
+
+    yield open_experience
+    for experience in opened:
+        experience.close()
+
+
+def whose(batches):
+    """(task, index) of the answers of each example, by the log-probs of their tokens."""
+    found = []
+    for batch in batches:
+        for i in range(len(batch.examples)):
+            mine = batch.columns["sampled_logp"][batch.example[batch.sequence] == i]
+            found.append(sorted({(int(-p) - 1, round((-p % 1) * 1000) // 100) for p in mine.tolist()}))
+    return found
+
+
+def test_the_answers_to_a_prompt_share_an_example_with_the_columns_of_their_own_tokens(open_experience):
+    samples = answers()
+    (batch,) = open_experience(samples)(0)
+    assert whose([batch]) == [[(task, index) for index in range(ANSWERS)] for task in range(GROUPS)]
+    expected = [p for s in samples for p, drawn in zip(s.logprobs, s.trained, strict=True) if drawn]
+    target = [t for s in samples for t, drawn in zip(s.tokens, s.trained, strict=True) if drawn]
+    torch.testing.assert_close(batch.columns["sampled_logp"], torch.tensor(expected).double())
+    assert batch.target.tolist() == target
+    versions = [min(t, 1) for s in samples for t in range(len(s.tokens)) if s.trained[t]]
+    assert batch.columns["age"].tolist() == [-version for version in versions]
+
+
+def test_a_group_too_large_for_a_micro_batch_is_split_and_nothing_is_lost(open_experience):
+    limit = 14
+    batches = open_experience(answers(), micro_tokens=limit)(0)
+    assert len(batches) > GROUPS / 2
+    for batch in batches:
+        assert sum(len(e.prompt) + sum(map(len, e.completions)) for e in batch.examples) <= limit
+    parts = whose(batches)
+    assert len(parts) > GROUPS
+    assert all(len({task for task, _ in part}) == 1 for part in parts)
+    assert sorted(answer for part in parts for answer in part) == ALL
+
+
+def test_an_answer_larger_than_a_micro_batch_stands_alone(open_experience):
+    assert [len(part) for part in whose(open_experience(answers(), micro_tokens=1)(0))] == [1] * GROUPS * ANSWERS
+
+
+@pytest.mark.parametrize("micro_tokens", [None, 14])
+def test_each_epoch_takes_every_group_once_in_an_order_of_its_own(open_experience, micro_tokens):
+    experience = open_experience(answers(), epochs=3, minibatches=2, micro_tokens=micro_tokens)
+    steps = [sorted({task for part in whose(experience(step)) for task, _ in part}) for step in range(6)]
+    assert [sorted(steps[i] + steps[i + 1]) for i in (0, 2, 4)] == [list(range(GROUPS))] * 3
+    assert len({tuple(step) for step in steps}) > 2
+    assert all(len(step) == GROUPS / 2 for step in steps)
+
+
+def test_which_groups_a_step_takes_does_not_depend_on_micro_batches(open_experience):
+    one, other = (
+        [sorted({t for part in whose(e(step)) for t, _ in part}) for step in range(4)]
+        for e in (open_experience(answers(), epochs=2, minibatches=2, micro_tokens=m) for m in (None, 1))
+    )
+    assert one == other
+
+
+def test_masked_is_what_has_no_score_was_given_up_or_was_cut(open_experience):
+    samples = answers(reward=lambda task, index: None if (task, index) == (1, 2) else 0.5)
+    samples[0].finish = "aborted"
+    samples[3].finish = "length"
+    experience = open_experience(samples, mask_truncated=True)
+    trained = {answer for part in whose(experience(0)) for answer in part}
+    assert trained == {*ALL} - {(0, 0), (1, 0), (1, 2)}
+    assert experience.rollout.reward.isnan().nonzero().tolist() == [[0], [5]]  # of one that was cut, the score counts
+    assert experience.report()["completions/masked_ratio"] == pytest.approx(3 / 12)
+    assert experience.report()["completions/clipped_ratio"] == pytest.approx(2 / 12)
+    kept = {answer for part in whose(open_experience(samples)(0)) for answer in part}
+    assert (1, 0) in kept
+
+
+def test_without_rewards_nothing_is_masked_for_want_of_one(open_experience):
+    experience = open_experience(answers(reward=lambda *_: None), judgment=lambda samples: judged([], samples))
+    assert sum(map(len, whose(experience(0)))) == GROUPS * ANSWERS
+
+
+def test_what_is_measured_goes_to_its_own_tokens_whatever_the_micro_batches(open_experience, policy):
+    def measure(batch):
+        return {"old_logp": policy(batch).logprob}
+
+    for limit in (None, 40, 25, 14, 1):
+        experience = open_experience(answers(), measure=measure, micro_tokens=limit)
+        for batch in experience(0):
+            torch.testing.assert_close(batch.columns["old_logp"], policy(batch).logprob.detach(), rtol=0, atol=1e-10)
+        assert len(experience.rollout.columns["old_logp"]) == len(experience.rollout.sequence)
+
+
+def test_a_rollout_whose_answers_are_all_masked_is_an_empty_batch(open_experience, policy):
+    seen = []
+
+    def advantages(rollout):
+        seen.append(len(rollout.columns["old_logp"]))
+        return {"advantage": rollout.columns["old_logp"]}
+
+    experience = open_experience(
+        answers(reward=lambda *_: None), measure=lambda b: {"old_logp": policy(b).logprob}, advantages=advantages
+    )
+    (batch,) = experience(0)
+    assert len(batch.examples) == len(batch.target) == len(batch.columns["advantage"]) == 0
+    assert seen == [0]
+    assert experience.report()["completions/masked_ratio"] == 1
+
+
+def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling(open_experience):
+    options = {"epochs": 2, "minibatches": 2, "advantages": lambda r: {"advantage": r.columns["age"] + 3}}
+    first = open_experience(answers(), **options)
+    first(0)
+    state = first.state_dict()
+    second = open_experience(answers(), **options)
+    second.load_state_dict(state)
+    second.sampler.take = lambda *_: pytest.fail("it sampled again")
+    for step in (1, 2, 3):
+        for one, other in zip(first(step), second(step), strict=True):
+            assert one.examples == other.examples
+            assert all(torch.equal(one.columns[name], other.columns[name]) for name in one.columns)
+    assert first.report() == second.report()
+    assert second.state_dict()["rollout"] is None  # used up: the next step samples anew
+
+
+def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_experience):
+    samples = answers(tasks=9, reward=lambda task, index: 5.0 if task in (0, 2, 3, 5) else float(index))
+    stored = []
+
+    class Store:
+        keep = staticmethod(lambda tasks: None)
+        write = staticmethod(stored.extend)
+
+    experience = open_experience(samples, Store(), varied=True)
+    assert [part[0][0] for part in whose(experience(0))] == [1, 4, 6, 7]
+    assert experience.report()["groups_passed_over"] == 4
+    assert experience.report()["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
+    assert [sample.task for sample in stored][::ANSWERS] == list(range(8))
+    assert experience.sampler.ledger.tasks == 8
+
+
+def test_samples_of_a_run_that_was_killed_are_on_record_once(open_experience, tmp_path):
+    path = tmp_path / "samples.jsonl"
+    samples = answers(tasks=3)
+    with SampleWriter(path) as writer:  # the dead run had a checkpoint after task 0
+        writer.write(samples)
+    path.write_text(path.read_text()[:-20])  # and died while it wrote
+    experience = open_experience(samples, Samples(path, show_every=0), groups=1)
+    experience.sampler.ledger.enter(0, [0])
+    experience(1)
+    experience(2)
+    assert list(read_samples(path)) == samples
+
+
+def test_a_few_answers_are_shown_of_some_rollouts(tmp_path, capsys):
+    store = Samples(tmp_path / "samples.jsonl", show_every=2, decode=lambda prompt: f"asked {prompt[0]}")
+    for task in range(3):
+        group = [sample for sample in answers() if sample.task == task]
+        for sample in group:
+            sample.text = f"answer to {task}"
+        store.write(group)
+    shown = capsys.readouterr().out
+    assert "answer to 0" in shown and "asked " in shown
+    assert "answer to 1" not in shown
+    assert "answer to 2" in shown

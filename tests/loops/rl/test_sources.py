@@ -1,0 +1,209 @@
+"""Where a recipe's answers come from: the settings that choose it, as they are written in a configuration."""
+
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from burnish.loops.config import Lora
+from burnish.loops.environments import Limits
+from burnish.loops.environments.games import guess_rows
+from burnish.loops.recipes.grpo import GRPO, run_grpo
+from burnish.loops.rl import sources as sampling
+from burnish.loops.rl.setup import open_players
+from burnish.loops.rl.sources import VLLM, check_sampled, flags_of, open_updates
+from burnish.loops.rollouts.source import SourceError
+from burnish.loops.rollouts.vllm.server import VLLMServer
+from online import lines, prepare, stored
+from safetensors.torch import load_file
+from tiny import write_rows
+from transformers import AutoTokenizer
+from vllm_fake import Fake, choice
+
+
+@pytest.fixture
+def fields(tmp_path):
+    return {**prepare(tmp_path), "output": str(tmp_path / "run")}
+
+
+@pytest.fixture
+def fake(fields):
+    fake = Fake(AutoTokenizer.from_pretrained(fields["model"]))
+    fake.root = fields["model"]
+    fake.config["model_config"]["max_model_len"] = 256
+    generate = fake.do_inference_v1_generate
+
+    def answer(body):  # answers that differ in how many of their tokens are even
+        seed = body["sampling_params"].get("seed", 0)
+        tokens = [10 + (seed >> shift) % 200 for shift in range(6)]
+        status, said = generate(body)
+        return (status, said) if status != 200 else (200, {"choices": [choice(tokens, fake.label)]})
+
+    fake.do_inference_v1_generate = answer
+    yield fake
+    fake.close()
+
+
+def orders(fake, path):
+    return [body for asked, body in fake.calls if asked == path]
+
+
+def test_a_server_that_runs_is_given_the_weights_of_each_step_and_its_answers_are_trained_on(fake, fields):
+    run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url)))
+    labels = [body["weight_version"].split("@")[0] for body in orders(fake, "/finish_weight_update")]
+    samples = stored(Path(fields["output"]))
+    assert labels == ["0", "1"]
+    assert len(samples) == 2 * 4 * 4
+    assert {logprob for sample in samples for logprob in sample["logprobs"]} == {-1.0}  # what the stand-in says
+
+
+def test_adapters_go_to_a_server_under_a_name_for_each_version(fake, fields):
+    fake.config |= {"weight_transfer_config": None, "lora_config": {}}
+    written = []
+    load = fake.do_v1_load_lora_adapter
+    fake.do_v1_load_lora_adapter = lambda body: (
+        written.append(load_file(Path(body["lora_path"]) / "adapter_model.safetensors")),
+        load(body),
+    )[1]
+    run_grpo(GRPO(**fields, lora=Lora(r=2), source="vllm", vllm=VLLM(url=fake.url, updates="adapters")))
+    first, second = written
+    assert all("lora_" in name for name in first)
+    assert any(not torch.equal(first[name], second[name]) for name in first)  # the step between them has changed it
+
+
+def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(fake, fields, monkeypatch):
+    asked, ended = {}, []
+
+    class Started:
+        url = fake.url
+
+        def revive(self):
+            raise AssertionError("it is well")
+
+        def close(self):
+            ended.append(True)
+
+    def launch(model, **options):
+        asked.update(options, model=model)
+        return Started()
+
+    monkeypatch.setattr(sampling, "launch", launch)
+    options = {"max_model_len": 64, "enforce_eager": True, "enable_prefix_caching": False}
+    vllm = VLLM(python="/elsewhere/python", options=options, environment={"CUDA_VISIBLE_DEVICES": "1"})
+    run_grpo(GRPO(**fields, source="vllm", vllm=vllm))
+    assert asked["flags"] == ["--max-model-len", "64", "--enforce-eager", "--no-enable-prefix-caching"]
+    assert (asked["model"], asked["dtype"], asked["python"]) == (fields["model"], "float32", "/elsewhere/python")
+    assert asked["environment"] == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert ended == [True]
+
+
+def test_a_servers_limits_are_settings(fake, fields, monkeypatch):
+    made = {}
+
+    class Watched(VLLMServer):
+        def __init__(self, url, **options):
+            made.update(options)
+            super().__init__(url, **options)
+
+    monkeypatch.setattr(sampling, "VLLMServer", Watched)
+    limits = {"timeout": 50.0, "concurrency": 5, "patience": 70.0}
+    config = GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url, attempts=3, **limits))
+    players = open_players(config)
+    assert players.sampler.attempts == 3 and {name: made[name] for name in limits} == limits
+    players.sampler.close()
+
+
+def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
+    run_grpo(GRPO(**fields | {"steps": 1}, save_every=1, source="vllm", vllm=VLLM(url=fake.url)))
+    moved = VLLM(url=f"http://localhost:{fake.port}", patience=70.0)
+    run_grpo(GRPO(**fields, resume=True, source="vllm", vllm=moved))
+    assert [line["step"] for line in lines(Path(fields["output"]))] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "address"),
+    [
+        ("http://127.0.0.1:8000", None, "127.0.0.1"),
+        (None, None, "127.0.0.1"),  # a server that is started is here
+        ("http://192.0.2.7:8000", "10.0.0.5", "10.0.0.5"),
+    ],
+)
+def test_nccl_is_given_the_trainers_address(url, given, address):
+    vllm = VLLM(url=url, updates="nccl", trainer_address=given)
+    config = GRPO(model="m", data="d", output="o", source="vllm", vllm=vllm)
+    recipe = types.SimpleNamespace(run=types.SimpleNamespace(directory=Path("o")))
+    assert open_updates(config, recipe).address == address
+
+
+def test_flags_are_written_as_vllm_reads_them():
+    assert flags_of({"max_num_seqs": 8, "quantization": "fp8"}) == ["--max-num-seqs", "8", "--quantization", "fp8"]
+    assert flags_of({"speculative_config": {"k": 1}}) == ["--speculative-config", '{"k": 1}']
+
+
+def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fields):
+    with pytest.raises(SourceError, match=r"no healthy server at http://127\.0\.0\.1:9 .* start it"):
+        run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url="http://127.0.0.1:9", patience=0.2)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"vllm": VLLM(url="http://127.0.0.1:8000")}, "source is policy; set source to vllm"),
+        ({"source": "vllm", "dtype": "float64"}, "set dtype to float32, or source to policy"),
+        ({"source": "vllm", "quantize": "4bit"}, "set source to policy"),
+        ({"source": "vllm", "vllm": VLLM(updates="adapters")}, "set lora.r, or updates to files"),
+        ({"source": "vllm", "vllm": VLLM(updates="adapters"), "lora": Lora(r=513)}, "up to rank 512, got 513; lower"),
+        (
+            {"source": "vllm", "vllm": VLLM(updates="adapters", options={"max_lora_rank": 8}), "lora": Lora(r=9)},
+            "max_lora_rank=8 has no room for lora.r=9; leave it out, or set it to 16",
+        ),
+        ({"source": "vllm", "vllm": VLLM(timeout=0.0)}, "vllm.timeout: must be > 0, got 0.0"),
+        ({"source": "vllm", "vllm": VLLM(attempts=0)}, "vllm.attempts: must be > 0, got 0"),
+        ({"source": "vllm", "vllm": VLLM(trainer_address="10.0.0.5")}, "set vllm.updates to nccl, or leave it out"),
+        ({"source": "vllm_engine", "vllm": VLLM(url="http://a:1")}, "no other settings than options and directory"),
+        ({"source": "vllm", "vllm": VLLM(url="http://a:1", python="p")}, "leave out python, options"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_before_anything_is_loaded(changed, message):
+    with pytest.raises(ValueError, match=message):
+        check_sampled(GRPO(model="m", data="d", output="o", **changed))
+
+
+def test_the_policy_converses_with_an_environment_and_learns_from_what_it_gives(fake, fields):
+    tokens = iter(range(10**6))
+    end = fake.tokenizer.eos_token_id
+    refuse = fake.do_inference_v1_generate
+
+    def said(body):  # an answer that ends by itself, so that there is a next turn
+        status, answer = refuse(body)
+        tokens_said = [10 + next(tokens) % 200, end]
+        return (
+            (status, answer)
+            if status != 200
+            else (200, {"choices": [choice(tokens_said, fake.label, finish_reason="stop")]})
+        )
+
+    fake.do_inference_v1_generate = said
+    fields |= {"rewards": {}, "environment": "online:Echo", "limits": Limits(turns=3)}
+    run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url)))
+    samples = stored(Path(fields["output"]))
+    for sample in samples:
+        assert sample["info"]["turns"] == 3
+        assert sum(sample["trained"]) == 6 < len(sample["tokens"])  # what the environment said is context
+        assert sample["rewards"] == {"environment": sample["info"]["environment_reward"]}
+    step = lines(Path(fields["output"]))[-1]
+    assert step["turns/mean"] == 3 and step["turns/aborted"] == 0
+    assert step["rewards/environment/unscored"] == 0 and step["grad_norm"] > 0
+
+
+def test_held_out_prompts_are_conversations_too(fields, tmp_path):
+    held_out = write_rows(tmp_path / "held_out.jsonl", guess_rows(3, high=7))
+    rows = write_rows(tmp_path / "games.jsonl", guess_rows(8, high=7))
+    games = {"rewards": {}, "environment": "guess_number", "data": str(rows), "eval_data": str(held_out)}
+    run_grpo(GRPO(**fields | games))
+    assert "eval/rewards/environment/mean" in lines(Path(fields["output"]))[0]
+
+
+def test_an_environment_that_is_not_there_is_named_before_anything_is_loaded(fields):
+    with pytest.raises(ValueError, match="environment: no 'guess', did you mean 'guess_number'"):
+        run_grpo(GRPO(**fields | {"model": "nowhere"}, environment="guess"))

@@ -1,0 +1,81 @@
+"""One number per row decides its token."""
+
+import pytest
+import torch
+from burnish.loops.rollouts.local import draw as module
+from burnish.loops.rollouts.local.draw import draw, uniforms
+from burnish.loops.rollouts.sample import Sampling
+
+ALL = Sampling(max_tokens=1)
+P = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4], dtype=torch.float64)
+
+
+def drawn(u, how=ALL, p=P):
+    token, logprob = draw(p.log()[None], [u], [how])
+    return token.item(), logprob.exp().item()
+
+
+@pytest.mark.parametrize(
+    ("u", "token"),
+    [(0.0, 0), (0.0999, 0), (0.1001, 1), (0.2999, 1), (0.3001, 3), (0.5999, 3), (0.6001, 4), (1 - 2**-53, 4)],
+)
+def test_the_cumulative_distribution_is_inverted(u, token):
+    assert drawn(u) == (token, pytest.approx(P[token].item()))
+
+
+def test_what_has_no_probability_is_never_drawn():
+    p = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0], dtype=torch.float64)
+    assert {drawn(u, p=p)[0] for u in (0.0, 0.25, 0.5, 0.75, 1 - 2**-53)} == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("how", "left"),
+    [
+        ({"top_k": 2}, {3: 3 / 7, 4: 4 / 7}),
+        ({"top_k": 9}, {0: 0.1, 1: 0.2, 3: 0.3, 4: 0.4}),
+        ({"top_p": 0.39}, {4: 1.0}),
+        ({"top_p": 0.41}, {3: 3 / 7, 4: 4 / 7}),
+        ({"top_p": 1e-9}, {4: 1.0}),
+        ({"top_k": 2, "top_p": 0.5}, {4: 1.0}),  # of the two that are left, one makes up 4/7
+        ({"top_k": 3, "top_p": 0.77}, {3: 3 / 7, 4: 4 / 7}),
+        ({"temperature": 0.5}, {0: 1 / 30, 1: 4 / 30, 3: 9 / 30, 4: 16 / 30}),
+        ({"temperature": 0.5, "top_p": 0.5}, {4: 1.0}),  # temperature comes first
+    ],
+    ids=str,
+)
+def test_top_k_and_top_p_leave_the_likeliest(how, left):
+    found = dict(drawn(u / 200, Sampling(max_tokens=1, **how)) for u in range(200))
+    assert found == {token: pytest.approx(p) for token, p in left.items()}
+
+
+def test_temperature_0_takes_the_likeliest_with_its_log_prob_of_temperature_1():
+    for how in ({}, {"top_k": 1}, {"top_p": 0.1}):
+        assert drawn(0.0, Sampling(max_tokens=1, temperature=0.0, **how)) == (4, pytest.approx(0.4))
+
+
+def test_rows_do_not_depend_on_their_company(monkeypatch):
+    """Each row has a sampling of its own, and rows beyond what is held at once are drawn in parts."""
+    torch.manual_seed(0)
+    logits = torch.randn(12, 50, dtype=torch.float64)
+    hows = [Sampling(1, t, p, k) for t in (0.0, 0.6, 1.0) for p in (0.7, 1.0) for k in (0, 5)]
+    numbers = torch.rand(12).tolist()
+    alone = [draw(logits[i : i + 1], numbers[i : i + 1], hows[i : i + 1]) for i in range(12)]
+    together = draw(logits, numbers, hows)
+    monkeypatch.setattr(module, "_ELEMENTS_CPU", 120)
+    for found in (together, draw(logits, numbers, hows)):
+        assert found.token.tolist() == [row.token.item() for row in alone]
+        torch.testing.assert_close(found.logprob, torch.cat([row.logprob for row in alone]), rtol=0, atol=1e-14)
+
+
+def test_half_precision_is_normalized_in_float32():
+    logits = torch.randn(3, 1000).bfloat16()
+    found = draw(logits, [0.2, 0.5, 0.9], [ALL] * 3)
+    expected = logits.double().log_softmax(-1).gather(1, found.token[:, None])[:, 0]
+    torch.testing.assert_close(found.logprob.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_longer_answer_begins_with_the_same_numbers():
+    assert uniforms(2**63 - 1, 100)[:10] == uniforms(2**63 - 1, 10)
+    assert uniforms(1, 10) != uniforms(2, 10)
+    numbers = torch.tensor(uniforms(3, 20_000))
+    assert numbers.min() >= 0 and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.01

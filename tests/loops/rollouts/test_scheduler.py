@@ -1,0 +1,433 @@
+"""Groups for every step: in order, never too old, each once, whatever the source does."""
+
+import asyncio
+import random
+import threading
+import time
+
+import pytest
+import torch
+from burnish.loops.rollouts.sample import Sample, Sampling, Span
+from burnish.loops.rollouts.scheduler import Ledger, Sampler
+from burnish.loops.rollouts.source import SourceError, SourceLost
+from burnish.loops.rollouts.vllm.client import Refused
+
+B, G = 3, 2
+
+
+class Scripted:
+    """A source whose delays and crashes are drawn from a seed; a crash fails what is under way and loses the weights.
+
+    The one token of an answer is a hash of its seed and version, so that answers to different questions differ.
+    """
+
+    overlaps, stored = True, False
+
+    def __init__(self, seed=0, *, delay=0.0, crashes=0.0, down=0, dead=False):
+        self.rng = random.Random(seed)
+        self.delay, self.crashes, self.down, self.dead = delay, crashes, down, dead
+        self.at: int | None = None
+        self.under_way = self.most = self.asked = self.crashed = 0
+        self.closed = False
+
+    def _reachable(self):
+        if self.down > 0:
+            self.down -= 1
+            raise ConnectionError("nobody listens at the port")
+        if self.dead:
+            raise SourceLost("the server is gone")
+
+    async def sample(self, request):
+        self._reachable()
+        self.asked += 1
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            started = self.at
+            await asyncio.sleep(self.rng.random() * self.delay)
+            if self.rng.random() < self.crashes:
+                self.at, self.down, self.crashed = None, self.rng.randrange(3), self.crashed + 1
+                raise SourceLost("the connection was lost")
+            if started is None or self.at is None:
+                raise SourceLost("it draws from weights of nobody's")
+            spans = [Span(started, 0, 1)] + [Span(self.at, 1, 2)] * (self.at != started)
+            return [self._answer(request, index, spans) for index in request.indices]
+        finally:
+            self.under_way -= 1
+
+    def _answer(self, request, index, spans):
+        tokens = [request.seed(index) % 1000 + span.version for span in spans]
+        return Sample(
+            request.task, index, list(request.prompt), tokens, [True] * len(tokens), [-1.0] * len(tokens), spans, "stop"
+        )
+
+    async def publish(self, weights, version):
+        self._reachable()
+        assert dict(weights)["v"] == version
+        self.at = version
+
+    async def version(self):
+        self._reachable()
+        return self.at
+
+    async def close(self):
+        self.closed = True
+
+
+class Trainer:
+    """As many weights as a version has: one number. Trains by noting what it was given."""
+
+    def __init__(self, source, **options):
+        self.version = 0
+        self.trained = []  # (step, task, tokens, age)
+        options = {"groups_per_step": B, "group_size": G, "key": 5, "max_age": 0, "backoff": 0.001, **options}
+        self.sampler = Sampler(
+            source,
+            lambda task: [task + 1, 7],
+            lambda: [("v", torch.tensor(self.version))],
+            sampling=Sampling(max_tokens=2),
+            **options,
+        )
+
+    def run(self, steps, start=0, pause=0.0):
+        self.version = start
+        self.sampler.publish(start)
+        for step in range(start, steps):
+            for group in self.sampler.take(step):
+                assert [sample.index for sample in group] == list(range(G))
+                age = step - min(sample.oldest for sample in group)
+                self.trained.append((step, group[0].task, [sample.tokens for sample in group], age))
+            time.sleep(pause)
+            self.version = step + 1
+            self.sampler.publish(step + 1)
+            yield step
+
+    def all(self, steps, **how):
+        with self.sampler:
+            list(self.run(steps, **how))
+        return self.trained
+
+
+def wait_until(condition, seconds=10.0):
+    """For what another thread does meanwhile."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_tasks_are_trained_on_in_their_order_each_once_and_never_too_old(max_age, seed):
+    source = Scripted(seed, delay=0.01, crashes=0.2)
+    trainer = Trainer(source, max_age=max_age, attempts=50)
+    trained = trainer.all(20, pause=0.003)
+    assert [(step, task) for step, task, *_ in trained] == [(task // B, task) for task in range(20 * B)]
+    assert max(age for *_, age in trained) <= max_age
+    assert [trainer.sampler.ledger.step_of(task) for task in range(20 * B)] == [task // B for task in range(20 * B)]
+    assert trainer.sampler.ledger.step_of(20 * B) is None
+    assert source.closed and source.crashed > 0
+
+
+def test_without_staleness_crashes_change_nothing():
+    undisturbed = Trainer(Scripted(delay=0.002)).all(8)
+    for seed in range(5):
+        assert Trainer(Scripted(seed, delay=0.002, crashes=0.2), attempts=50).all(8) == undisturbed
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 2])
+def test_answers_are_drawn_ahead_as_far_as_may_be_and_no_further(max_age):
+    """The trainer is slow: without a bound the source would go on asking."""
+    source = Scripted()
+    trainer = Trainer(source, max_age=max_age)
+    with trainer.sampler:
+        for step in trainer.run(6):
+            begun = (step + 1) * B if max_age == 0 else (step + 2 + max_age) * B  # as of version step + 1
+            wait_until(lambda begun=begun: source.asked == begun and source.under_way == 0)
+            time.sleep(0.01)
+            assert source.asked == begun
+            assert source.most <= (max_age + 1) * B
+    assert {age for *_, age in trainer.trained[2 * B * max_age :]} == {max_age}
+
+
+def test_answers_under_way_go_on_across_a_publication():
+    source = Scripted(delay=0.05)
+    trained = Trainer(source, max_age=2).all(10, pause=0.01)
+    assert any(len(tokens) == 2 for _, _, answers, _ in trained for tokens in answers)
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+def test_without_staleness_a_resumed_run_trains_on_the_same(stop):
+    whole = Trainer(Scripted(delay=0.002)).all(7)
+    first = Trainer(Scripted(1, delay=0.002))
+    with first.sampler:
+        for step in first.run(7):
+            if step + 1 == stop:
+                state = first.sampler.state_dict()
+                break
+    second = Trainer(Scripted(2, delay=0.002))
+    second.sampler.load_state_dict(state)
+    assert first.trained + second.all(7, start=stop) == whole
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+@pytest.mark.parametrize("when", ["before publishing", "after publishing"])
+def test_with_staleness_a_resumed_run_trains_on_each_task_once(stop, when, tmp_path):
+    first = Trainer(Scripted(stop, delay=0.004, crashes=0.1), max_age=2, attempts=50)
+    with first.sampler:
+        first.sampler.publish(0)
+        for step in range(stop):
+            for group in first.sampler.take(step):
+                first.trained.append((step, group[0].task, [sample.tokens for sample in group], 0))
+            time.sleep(0.004)
+            first.version = step + 1
+            if step + 1 < stop or when == "after publishing":
+                first.sampler.publish(step + 1)
+        torch.save(first.sampler.state_dict(), tmp_path / "state.pt")
+    second = Trainer(Scripted(99, delay=0.004, crashes=0.1), max_age=2, attempts=50)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    second.sampler.load_state_dict(state)
+    trained = first.trained + second.all(9, start=stop)
+    assert [(step, task) for step, task, *_ in trained] == [(task // B, task) for task in range(9 * B)]
+    assert max(age for *_, age in second.trained) <= 2
+    ready = {task: [record["tokens"] for record in group] for task, group in state["ready"].items()}
+    assert {task: tokens for _, task, tokens, _ in second.trained if task in ready} == ready
+    assert [second.sampler.ledger.step_of(task) for task in range(9 * B)] == [task // B for task in range(9 * B)]
+
+
+def test_a_state_of_another_run_is_refused():
+    with Trainer(Scripted()).sampler as sampler:
+        state = sampler.state_dict()
+    with Trainer(Scripted(), key=6).sampler as sampler, pytest.raises(ValueError, match=r"had key=5, not 6"):
+        sampler.load_state_dict(state)
+
+
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_a_source_that_is_down_for_good_ends_the_run_and_says_so(max_age):
+    source = Scripted()
+    trainer = Trainer(source, max_age=max_age, attempts=3)
+    with trainer.sampler:
+        run = trainer.run(9)
+        next(run)
+        source.dead = True
+        with pytest.raises(SourceError, match=r"in 3 attempts over .* the server is gone; see to the source"):
+            list(run)
+
+
+def test_every_failed_attempt_is_a_warning_with_its_reason(caplog):
+    class Busy(Scripted):
+        async def sample(self, request):
+            if request.task == 1 and self.crashed < 3:
+                self.crashed += 1
+                raise SourceLost(f"refused {self.crashed} times")
+            return await super().sample(request)
+
+    trainer = Trainer(Busy(), attempts=8)
+    with trainer.sampler as sampler:
+        sampler.publish(0)
+        assert len(sampler.take(0)) == B
+    assert [record.getMessage() for record in caplog.records] == [
+        f"sampler: task 1 could not be answered in attempt {n} of 8: refused {n} times" for n in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_a_source_that_restarted_unnoticed_is_given_the_weights_again(max_age):
+    source = Scripted()
+    trainer = Trainer(source, max_age=max_age)
+    with trainer.sampler:
+        for _ in trainer.run(5):
+            source.at = None
+    assert trainer.sampler.counts["republished"] == 4
+    assert len(trainer.trained) == 5 * B
+
+
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_a_source_that_died_before_a_publication_is_brought_back_by_asking_for_its_version(max_age):
+    class Revived(Scripted):
+        async def version(self):
+            self.dead = False
+            return await super().version()
+
+    source = Revived()
+    trainer = Trainer(source, max_age=max_age, attempts=2)
+    with trainer.sampler:
+        for _ in trainer.run(3):
+            wait_until(lambda: source.under_way == 0)
+            source.dead, source.at = True, None
+            trainer.sampler.publish(trainer.version)
+    assert len(trainer.trained) == 3 * B
+
+
+def test_other_questions_answers_and_unknown_versions_are_not_trained_on():
+    async def swapped(source, request):
+        group = await source.sample(request)
+        group[0].task += 1
+        return group
+
+    async def one_short(source, request):
+        return (await source.sample(request))[1:]
+
+    async def from_the_future(source, request):
+        group = await source.sample(request)
+        group[0].spans = [Span(9, 0, 1)]
+        return group
+
+    async def one_twice(source, request):
+        group = await source.sample(request)
+        return [group[0], *group]
+
+    async def to_another_prompt(source, request):
+        group = await source.sample(request)
+        group[0].prompt = [*group[0].prompt, 1]
+        return group
+
+    async def without_a_log_prob(source, request):
+        group = await source.sample(request)
+        group[0].logprobs.pop()
+        return group
+
+    for play, says in (
+        (swapped, "those of others"),
+        (one_short, "not those asked for"),
+        (one_twice, "not those asked for"),
+        (to_another_prompt, "have different prompts"),
+        (without_a_log_prob, "^the answers of Scripted to task 0 are damaged: .*one entry per token"),
+        (from_the_future, "published"),
+    ):
+        trainer = Trainer(Scripted(), play=play, attempts=2)
+        with pytest.raises(SourceError, match=says):
+            trainer.all(1)
+
+
+def test_a_source_that_lags_behind_what_was_published_is_not_trained_on():
+    async def stale(source, request):
+        group = await source.sample(request)
+        for sample in group:
+            sample.spans, sample.tokens, sample.trained, sample.logprobs = [Span(0, 0, 1)], [1], [True], [-1.0]
+        return group
+
+    trainer = Trainer(Scripted(), play=stale, attempts=2)
+    with pytest.raises(SourceError, match=r"task 3 come from versions \[0\], published are 1 to 1"):
+        trainer.all(2)
+
+
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_a_source_that_does_not_take_the_weights_ends_the_run_and_says_so(max_age):
+    async def ignore(weights, version):
+        pass
+
+    trainer = Trainer(source := Scripted(), max_age=max_age, attempts=2)
+    says = r"version 2 could not be published .* Scripted was .* draws from version 1"
+    with trainer.sampler, pytest.raises(SourceError, match=says):
+        for _ in trainer.run(5):
+            source.publish = ignore
+
+
+def test_a_checkpoint_holds_all_groups_that_are_ready():
+    source = Scripted()
+    trainer = Trainer(source, max_age=2)
+    with trainer.sampler:
+        run = trainer.run(3)
+        next(run)
+        wait_until(lambda: source.asked == 4 * B and source.under_way == 0)
+        time.sleep(0.01)
+        assert set(trainer.sampler.state_dict()["ready"]) == set(range(B, 4 * B))
+
+
+@pytest.mark.parametrize("max_age", [0, 1])
+@pytest.mark.parametrize("error", [ValueError, SourceError, lambda why: Refused(why, 400)])
+@pytest.mark.parametrize("what", ["sample", "publish"])
+def test_what_the_source_will_never_do_ends_the_run_at_once_with_its_words(error, what, max_age):
+    async def refuse(*arguments):
+        raise error("there is no such parameter")
+
+    source = Scripted()
+    setattr(source, what, refuse)
+    trainer = Trainer(source, max_age=max_age)
+    with pytest.raises((ValueError, SourceError), match=r"^there is no such parameter$"):
+        trainer.all(1)
+    assert trainer.sampler.counts["retries"] == 0
+
+
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_groups_are_judged_as_they_finish(max_age):
+    """A judge that waits for the other groups to be judged too would wait forever if they came one by one."""
+    together = asyncio.Barrier(B)
+
+    async def judge(group):
+        await asyncio.wait_for(together.wait(), 10)
+        for sample in group:
+            sample.rewards["length"] = 1.0
+
+    trainer = Trainer(Scripted(delay=0.01), max_age=max_age, judge=judge)
+    with trainer.sampler:
+        trainer.sampler.publish(0)
+        groups = trainer.sampler.take(0)
+    assert all(sample.rewards == {"length": 1.0} for group in groups for sample in group)
+
+
+def test_a_judge_that_fails_ends_the_run():
+    async def judge(group):
+        raise ZeroDivisionError("the judge's own fault")
+
+    with pytest.raises(ZeroDivisionError, match="own fault"):
+        Trainer(Scripted(), judge=judge).all(1)
+
+
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_a_step_may_take_more_groups(max_age):
+    trainer = Trainer(Scripted(delay=0.005), max_age=max_age)
+    with trainer.sampler:
+        trainer.sampler.publish(0)
+        tasks = []
+        for step in range(6):
+            groups = trainer.sampler.take(step) + trainer.sampler.take(step, step % 3)
+            tasks += [group[0].task for group in groups]
+            assert all(step - sample.oldest <= max_age for group in groups for sample in group)
+            assert all(trainer.sampler.ledger.step_of(group[0].task) == step for group in groups)
+            trainer.version = step + 1
+            trainer.sampler.publish(step + 1)
+    assert tasks == list(range(6 * B + 6))
+
+
+def test_a_step_trains_the_version_of_its_number():
+    with Trainer(Scripted()).sampler as sampler:
+        with pytest.raises(ValueError, match="step 0 trains version 0, published is None; publish first"):
+            sampler.take(0)
+        sampler.publish(0)
+        sampler.take(0)
+        with pytest.raises(ValueError, match="step 1 trains version 1, published is 0"):
+            sampler.take(1)
+
+
+def test_weights_that_are_being_trained_are_not_drawn_from_meanwhile():
+    source = Scripted()
+    source.overlaps = False
+    with pytest.raises(ValueError, match=r"max_age 1 .* set max_age to 0, or use a DetachedSource or a server"):
+        Trainer(source, max_age=1)
+    assert len(Trainer(source, max_age=0).all(2)) == 2 * B
+
+
+def test_a_ledger_refuses_what_is_out_of_order():
+    ledger = Ledger()
+    ledger.enter(0, [0, 1])
+    for step, tasks in ((1, [1, 2]), (1, [3]), (0, [0]), (2, [2])):
+        with pytest.raises(AssertionError, match="ledger: step"):
+            ledger.enter(step, tasks)
+    ledger.enter(1, [2, 3])
+    assert [ledger.step_of(task) for task in range(5)] == [0, 0, 1, 1, None]
+
+
+def test_it_works_where_an_event_loop_is_running_already():
+    async def notebook():
+        return Trainer(Scripted()).all(2)
+
+    assert len(asyncio.run(notebook())) == 2 * B

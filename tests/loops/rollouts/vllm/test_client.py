@@ -1,0 +1,734 @@
+"""What a real server can't be made to do, and what is checked before it is trusted; against a stand-in, everywhere."""
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+import time
+import types
+from functools import partial
+
+import psutil
+import pytest
+import torch
+from burnish.loops.rollouts.sample import Request, Sampling, Span
+from burnish.loops.rollouts.source import SourceError, SourceLost
+from burnish.loops.rollouts.vllm.client import Refused
+from burnish.loops.rollouts.vllm.server import VLLMServer
+from burnish.loops.rollouts.vllm.weights import Adapters, Files, Nccl, address_towards
+from peft import LoraConfig
+from safetensors.torch import load_file
+from tiny import save_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from vllm_fake import Fake, choice, error
+
+
+class Unknown(PretrainedConfig):
+    """Of a model that transformers has no class for, so that any tensors pass for its weights."""
+
+    model_type = "unknown"
+
+    def __init__(self, vocab_size=1, num_hidden_layers=1, **options):
+        super().__init__(**options)
+        self.vocab_size, self.num_hidden_layers = vocab_size, num_hidden_layers
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = save_model(tmp_path_factory.mktemp("model"))
+    return types.SimpleNamespace(config=Unknown(258, 2), tokenizer=AutoTokenizer.from_pretrained(path), path=path)
+
+
+@pytest.fixture
+def fake(model):
+    fake = Fake(model.tokenizer)
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def connect(model, fake, tmp_path):
+    """``connect(**options)``: a source on the stand-in; it is closed in the end."""
+    sources = []
+
+    def connect(**options):
+        usual = {"config": model.config, "tokenizer": model.tokenizer, "dtype": "float32", "patience": 1.0}
+        options = {"updates": Files(tmp_path / "files"), "url": fake.url, **usual, **options}
+        sources.append(VLLMServer(options.pop("url"), **options))
+        return sources[-1]
+
+    yield connect
+    for source in sources:
+        asyncio.run(source.close())
+
+
+def ask(indices=(0,), **sampling):
+    return Request(0, [5, 6], list(indices), Sampling(**{"max_tokens": 3, **sampling}), key=1)
+
+
+def weights(value=1.0):
+    return [("a", torch.full((2, 3), value)), ("b", torch.full((3,), value))]
+
+
+def published(source, *requests, version=1):
+    """Samples, after these weights have been published."""
+
+    async def run():
+        await source.publish(weights(), version)
+        return [sample for request in requests for sample in await source.sample(request)]
+
+    return asyncio.run(run())
+
+
+class TestMeeting:
+    def test_a_good_server_is_accepted_and_its_weights_are_unknown(self, connect):
+        source = connect()
+        assert asyncio.run(source.version()) is None and source.context == 64
+
+    def test_no_server_is_an_error_that_says_where_there_is_none(self, connect, fake):
+        with pytest.raises(SourceError, match=r"no healthy server at http://127.0.0.1:1 for 0\.2 s; start it"):
+            connect(url="http://127.0.0.1:1", patience=0.2)
+
+    def test_an_unhealthy_server_is_waited_for(self, connect, fake):
+        fake.odd["/health"] = lambda body: (503, "")
+        threading.Timer(0.4, fake.odd.clear).start()
+        connect()
+        fake.odd["/health"] = lambda body: (500, "")
+        with pytest.raises(SourceError, match="no healthy server"):
+            connect(patience=0.2)
+
+    def test_an_address_must_be_one(self, connect):
+        with pytest.raises(ValueError, match="must look like http"):
+            connect(url="localhost:8000")
+
+    @pytest.mark.parametrize(
+        ("where", "name", "value", "fix"),
+        [
+            ("model_config", "logprobs_mode", "raw_logprobs", "restart it with --logprobs-mode processed_logprobs"),
+            ("model_config", "dtype", "torch.bfloat16", "the trainer in float32; restart it with --dtype float32"),
+            ("model_config", "quantization", "fp8", "is quantized"),
+            (
+                "weight_transfer_config",
+                "backend",
+                "nccl",
+                """--weight-transfer-config '{"backend": "burnish_files"}'""",
+            ),
+        ],
+    )
+    def test_a_wrong_flag_is_named(self, connect, fake, where, name, value, fix):
+        fake.config[where][name] = value
+        with pytest.raises(SourceError) as raised:
+            connect()
+        assert fix in str(raised.value)
+
+    def test_whole_weights_are_refused_by_a_server_of_adapters_and_the_other_way_round(self, connect, fake, tmp_path):
+        with pytest.raises(SourceError, match="restart it with --enable-lora --max-lora-rank 16"):
+            connect(updates=Adapters(tmp_path, LoraConfig(r=9)))
+        fake.config["lora_config"] = {"max_loras": 4, "max_lora_rank": 8}
+        with pytest.raises(SourceError, match=r"up to rank 8, lora\.r is 9; restart it with --max-lora-rank 16"):
+            connect(updates=Adapters(tmp_path, LoraConfig(r=9)))
+        with pytest.raises(SourceError, match="restart it with no --enable-lora"):
+            connect()
+        fake.paths.clear()
+        with pytest.raises(SourceError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+            connect(updates=Adapters(tmp_path, LoraConfig()))
+
+    def test_a_server_that_takes_no_orders_or_no_token_ids_is_refused(self, connect, fake):
+        fake.odd["/server_info"] = lambda body: (404, {"detail": "Not Found"})
+        with pytest.raises(SourceError, match="VLLM_SERVER_DEV_MODE=1"):
+            connect()
+        del fake.odd["/server_info"]
+        fake.odd["/inference/v1/generate"] = lambda body: (403, {"detail": "Forbidden"})
+        with pytest.raises(SourceError, match="--enable-scale-out"):
+            connect()
+
+    def test_other_versions_are_refused_unless_they_are_asked_for(self, connect, fake):
+        for version in ("0.31.2", "0.33.0", "0.320.1", "1.0"):
+            fake.version = version
+            with pytest.raises(SourceError, match=f"is version {version}, but 0.32 are known") as raised:
+                connect()
+            assert 'pip install "vllm==0.32.*"' in str(raised.value) and "--vllm.python" in str(raised.value)
+            connect(versions=(version,))
+        fake.version = "0.32.1+cpu"
+        connect()
+
+    def test_what_is_no_vllm_is_refused(self, connect, fake):
+        fake.odd["/version"] = lambda body: (200, "<html>")
+        with pytest.raises(SourceError, match="is no vLLM; it says <html>"):
+            connect()
+
+    def test_another_model_behind_the_address_is_refused(self, connect, fake, tmp_path):
+        fake.vocab += 1
+        with pytest.raises(SourceError, match="larger than the trainer's, of 258; start it with the same model"):
+            connect()
+        fake.vocab -= 2
+        with pytest.raises(SourceError, match="smaller than the trainer's"):
+            connect()
+        fake.vocab += 1
+        fake.root = str(tmp_path)
+        (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 5}))
+        with pytest.raises(SourceError, match="num_hidden_layers=5, the trainer's model has 2"):
+            connect()
+
+    def test_another_tokenizer_behind_the_address_is_refused(self, connect, fake):
+        fake.odd["/tokenize"] = lambda body: (200, {"tokens": [7, 8, 9]})
+        with pytest.raises(
+            SourceError, match=r"the tokenizer of .* is another one than the trainer's: it gives \[7, 8"
+        ):
+            connect()
+
+
+class TestAnswers:
+    def test_each_answer_is_a_request_of_its_own_with_its_own_seed(self, connect, fake):
+        source, request = connect(), ask(range(3), temperature=0.7, top_p=0.9, top_k=5, stop=(4,))
+        asked = []
+        usual = fake.do_inference_v1_generate
+        fake.odd["/inference/v1/generate"] = lambda body: (asked.append(body), usual(body))[1]
+        samples = published(source, request)
+        assert [sample.index for sample in samples] == [0, 1, 2]
+        assert {body["sampling_params"]["seed"] for body in asked} == {request.seed(index) for index in range(3)}
+        for sample in samples:
+            assert sample.tokens == [(request.seed(sample.index) + t) % 258 for t in range(3)]
+            assert sample.spans == [Span(1, 0, 3)] and sample.logprobs == [-1.0] * 3
+        for body in asked:
+            how = body["sampling_params"]
+            assert body["token_ids"] == [5, 6] and how["stop_token_ids"] == [4] and how["ignore_eos"] is True
+            assert (how["max_tokens"], how["temperature"], how["top_p"], how["top_k"]) == (3, 0.7, 0.9, 5)
+            assert how["logprobs"] == 0 and "n" not in how
+
+    def test_no_more_answers_are_under_way_than_allowed(self, connect, fake):
+        now, most, lock = 0, 0, threading.Lock()
+        usual = fake.do_inference_v1_generate
+
+        def slowly(body):
+            nonlocal now, most
+            with lock:
+                now += 1
+                most = max(most, now)
+            time.sleep(0.02)
+            with lock:
+                now -= 1
+            return usual(body)
+
+        source = connect(concurrency=3)
+        fake.odd["/inference/v1/generate"] = slowly
+        assert len(published(source, ask(range(12)))) == 12
+        assert most == 3
+
+    @pytest.mark.parametrize(
+        ("changes", "says"),
+        [
+            ({"logprobs": {"content": []}}, "it came with 0 log-probs for 3 tokens"),
+            ({"logprobs": {"content": [{"token_id": 9, "logprob": -1.0}] * 3}}, "or of other ones"),
+            ({"logprobs": None}, "its answer is not understood"),
+            ({"finish_reason": "mystery"}, "its answer is not understood"),
+            ({"weight_versions": None}, "which weights its 3 tokens are from is not said"),
+            ({"weight_versions": []}, "which weights its 3 tokens are from is not said"),
+        ],
+    )
+    def test_an_answer_whose_parts_disagree_is_an_error(self, connect, fake, changes, says):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (200, {"choices": [choice([1, 2, 3], fake.label, **changes)]})
+        with pytest.raises(SourceError, match=says) as raised:
+            published(source, ask())
+        assert not isinstance(raised.value, SourceLost)
+
+    def test_an_answer_longer_than_asked_for_is_an_error(self, connect, fake):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (200, {"choices": [choice([1] * 9, fake.label)]})
+        with pytest.raises(SourceError, match="asked for at most 3 tokens, got 9"):
+            published(source, ask())
+
+    def test_spans_with_a_gap_are_an_error(self, connect, fake):
+        source = connect()
+        for start, end in ((1, 3), (0, 2)):
+            fake.odd["/inference/v1/generate"] = lambda body, start=start, end=end: (
+                200,
+                {
+                    "choices": [
+                        choice([1, 2, 3], "", weight_versions=[{"version": fake.label, "start": start, "end": end}])
+                    ]
+                },
+            )
+            with pytest.raises(SourceError, match="which weights its 3 tokens are from is not said"):
+                published(source, ask())
+
+    @pytest.mark.parametrize("text", ["", "{", "null", "[]", '{"choices": []}', "<html>"])
+    def test_what_is_no_answer_is_an_error_that_shows_it(self, connect, fake, text):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (200, text)
+        with pytest.raises(SourceError, match="its answer is not understood"):
+            published(source, ask())
+
+    def test_an_answer_broken_off_before_its_first_token_is_lost(self, connect, fake):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (200, {"choices": [choice([], "x", weight_versions=[])]})
+        with pytest.raises(SourceLost, match="broken off"):
+            published(source, ask())
+
+    def test_an_answer_that_was_given_up_half_way_is_kept_and_says_so(self, connect, fake):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (
+            200,
+            {"choices": [choice([1, 2], fake.label, finish_reason="abort")]},
+        )
+        (sample,) = published(source, ask())
+        assert sample.tokens == [1, 2] and sample.finish == "aborted"
+
+    def test_too_long_a_request_is_refused_before_it_is_sent(self, connect, fake):
+        source = connect()
+        with pytest.raises(ValueError, match="do not fit the model's context of 64"):
+            published(source, ask(max_tokens=63))
+
+    def test_a_refusal_is_final_and_a_failure_or_a_death_is_not(self, connect, fake):
+        source = connect()
+        for status, final in ((400, True), (403, True), (422, True), (404, False), (429, False), (500, False)):
+            fake.odd["/inference/v1/generate"] = lambda body, status=status: error(status, "it is cursed")
+            with pytest.raises(Refused, match=f"answered {status}: it is cursed") as raised:
+                published(source, ask())
+            assert isinstance(raised.value, SourceLost) != final
+        fake.odd["/inference/v1/generate"] = lambda body: error(500, "EngineCore encountered an issue")
+        with pytest.raises(SourceLost, match="dying"):
+            published(source, ask())
+        fake.odd["/inference/v1/generate"] = lambda body: (None, 0)  # drops the connection
+        with pytest.raises(SourceLost, match="can't be reached, or died"):
+            published(source, ask())
+
+    def test_an_error_of_a_server_that_has_stopped_being_healthy_is_its_death(self, connect, fake):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: error(500, "internal error")
+        fake.odd["/health"] = lambda body: (503, "")
+        with pytest.raises(SourceLost, match="dying"):
+            published(source, ask())
+
+    def test_a_server_that_hangs_is_lost_in_time(self, connect, fake):
+        source = connect(timeout=0.3)
+        fake.odd["/inference/v1/generate"] = lambda body: (None, 5)
+        started = time.monotonic()
+        with pytest.raises(SourceLost, match=r"no answer in 0\.3 s"):
+            published(source, ask())
+        assert time.monotonic() - started < 2
+
+    def test_giving_up_a_request_tells_the_server(self, connect, fake):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (None, 5)
+
+        async def run():
+            await source.publish(weights(), 1)
+            task = asyncio.create_task(source.sample(ask()))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(run())
+        assert fake.hung_up.wait(2)
+
+    def test_one_failure_ends_the_other_answers_of_the_group(self, connect, fake):
+        source, seed = connect(), ask().seed(0)
+        fake.odd["/inference/v1/generate"] = lambda body: (
+            error(400, "bad") if body["sampling_params"]["seed"] == seed else (None, 5)
+        )
+        with pytest.raises(Refused, match="bad"):
+            published(source, ask(range(4)))
+        assert fake.hung_up.wait(2)
+
+
+class TestWholeWeights:
+    def test_they_are_put_in_while_the_engine_is_paused_and_its_cache_cleared(self, connect, fake, tmp_path):
+        source = connect()
+        fake.calls.clear()
+        got, paths = [], []
+
+        def take(body):
+            paths.append(body["update_info"]["path"])
+            got.append((load_file(paths[-1]), body["update_info"]["last"], fake.label))
+            return 200, {}
+
+        fake.odd["/update_weights"] = take
+        pauses = []
+        fake.server.RequestHandlerClass.do_POST = lambda self: (
+            pauses.append(self.path) if "pause" in self.path else None,
+            self.do_GET(),
+        )[1]
+        asyncio.run(source.publish(iter(weights(3.0)), 4))
+        assert [path for path, _ in fake.calls] == [
+            "/pause",
+            "/init_weight_transfer_engine",
+            "/update_weight_version",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/resume",
+        ]
+        assert pauses == ["/pause?mode=keep&clear_cache=true"]
+        ((tensors, last, label),) = got
+        assert last and all(torch.equal(tensors[name], tensor) for name, tensor in weights(3.0))
+        assert label.startswith("incomplete"), "a trainer that dies now would leave weights that look whole"
+        assert asyncio.run(source.version()) == 4
+        assert not list((tmp_path / "files").iterdir()), "the file is not kept"
+
+    def test_many_weights_come_in_parts_that_are_bounded(self, connect, fake, monkeypatch):
+        monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 100)
+        source, got = connect(), []
+        fake.odd["/update_weights"] = lambda body: (
+            got.append((load_file(body["update_info"]["path"]), body["update_info"]["last"])),
+            (200, {}),
+        )[1]
+        asyncio.run(source.publish(((f"w{i}", torch.full((10,), float(i))) for i in range(5)), 1))
+        assert [list(part) for part, _ in got] == [["w0", "w1"], ["w2", "w3"], ["w4"]]
+        assert [last for _, last in got] == [False, False, True]
+        assert got[2][0]["w4"].tolist() == [4.0] * 10
+
+    def test_tied_weights_can_be_sent(self, connect):
+        shared = torch.ones(4, 4)
+        asyncio.run(connect().publish([("embed", shared), ("head", shared)], 1))
+
+    def test_an_update_that_fails_leaves_no_version_and_the_next_one_begins_anew(self, connect, fake):
+        source = connect()
+        fake.odd["/update_weights"] = lambda body: error(500, "no weights came for b")
+
+        async def run():
+            with pytest.raises(SourceError, match="no weights came for b"):
+                await source.publish(weights(), 1)
+            assert await source.version() is None
+            fake.odd.clear()
+            await source.publish(weights(), 1)
+            assert await source.version() == 1 and not fake.active
+
+        asyncio.run(run())
+
+    def test_a_server_that_a_dead_trainer_left_half_updated_is_put_in_order(self, connect, fake):
+        source, dead = connect(), [("a", torch.ones(2))]
+
+        def dying():
+            yield from dead
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(source.publish(dying(), 5))
+        assert fake.paused and fake.active
+        heir = connect()
+        assert not fake.paused and not fake.active
+        assert asyncio.run(heir.version()) is None
+        assert published(heir, ask(), version=5)[0].spans == [Span(5, 0, 3)]
+
+    def test_weights_must_be_all_of_the_models_and_no_others(self, connect, model):
+        source = connect(config=AutoConfig.from_pretrained(model.path))
+        good = AutoModelForCausalLM.from_config(source.config).state_dict()
+        asyncio.run(source.publish(good.items(), 1))
+        left = next(name for name in good if "k_proj" in name)
+        with pytest.raises(SourceError, match=f"came without {left}"):
+            asyncio.run(source.publish([(name, tensor) for name, tensor in good.items() if name != left], 2))
+        assert asyncio.run(source.version()) is None
+        for odd in ({f"base_model.{left}": good[left]}, {left: torch.ones(1)}):
+            with pytest.raises(SourceError, match="is no parameter of this model"):
+                asyncio.run(source.publish({**good, **odd}.items(), 2))
+
+    def test_weights_of_another_trainer_are_not_taken_for_its_own(self, connect):
+        async def run():
+            first, second = connect(), connect()
+            await first.publish(weights(), 3)
+            assert await second.version() is None
+            await second.publish(weights(), 3)
+            assert (await first.version(), await second.version()) == (None, 3)
+
+        asyncio.run(run())
+
+    def test_a_restart_is_noticed_by_the_version_and_by_the_answers(self, connect, fake):
+        source = connect()
+
+        async def run():
+            await source.publish(weights(), 1)
+            fake.label = "default"
+            with pytest.raises(SourceLost, match="answered from weights 'default'"):
+                await source.sample(ask())
+            assert await source.version() is None
+            await source.publish(weights(), 1)
+            assert (await source.sample(ask()))[0].spans == [Span(1, 0, 3)]
+
+        asyncio.run(run())
+
+    def test_a_server_that_comes_back_as_another_one_is_refused(self, connect, fake):
+        source = connect()
+        asyncio.run(source.publish(weights(), 1))
+        fake.label, fake.config["model_config"]["dtype"] = "default", "torch.bfloat16"
+        with pytest.raises(SourceError, match="--dtype float32"):
+            asyncio.run(source.version())
+
+    def test_a_server_that_is_gone_is_revived_when_its_version_is_asked_for(self, connect, fake, model):
+        revived = []
+
+        def revive():
+            revived.append(Fake(model.tokenizer, fake.port))
+
+        source = connect(revive=revive)
+        asyncio.run(source.publish(weights(), 1))
+        fake.close()
+        try:
+            with pytest.raises(SourceLost):
+                asyncio.run(source.sample(ask()))
+            assert asyncio.run(source.version()) is None and len(revived) == 1
+            assert published(source, ask(), version=1)[0].spans == [Span(1, 0, 3)]
+        finally:
+            for server in revived:
+                server.close()
+
+    def test_spans_follow_the_labels(self, connect, fake):
+        source = connect()
+
+        async def run():
+            await source.publish(weights(), 1)
+            first = fake.label
+            await source.publish(weights(), 2)
+            labels = [{"version": first, "start": 0, "end": 2}, {"version": fake.label, "start": 2, "end": 3}]
+            fake.odd["/inference/v1/generate"] = lambda body: (
+                200,
+                {"choices": [choice([1, 2, 3], "", weight_versions=labels)]},
+            )
+            (sample,) = await source.sample(ask())
+            assert sample.spans == [Span(1, 0, 2), Span(2, 2, 3)] and sample.oldest == 1
+
+        asyncio.run(run())
+
+
+class TestSilence:
+    """Of a server that is healthy, and gives nothing: engines get stuck."""
+
+    @pytest.fixture
+    def stuck(self, fake):
+        """Until it is cleared, completions never come; those of one token, by which a server is tried, do."""
+        usual, stuck = fake.do_inference_v1_generate, threading.Event()
+        stuck.set()
+
+        def answer(body):
+            tried = body["sampling_params"]["max_tokens"] == 1
+            return usual(body) if tried or not stuck.is_set() else (None, 5)
+
+        fake.odd["/inference/v1/generate"] = answer
+        return stuck
+
+    def attempts(self, source, count=9, request=None):
+        """What each attempt ended with, the first of which published."""
+
+        async def run():
+            await source.publish(weights(), 1)
+            ends = []
+            while len(ends) < count:
+                try:
+                    ends.append(await source.sample(request or ask()))
+                    break
+                except SourceError as error:
+                    ends.append(error)
+                    if not isinstance(error, SourceLost):
+                        break
+                assert await source.version() == 1
+            return ends
+
+        return asyncio.run(run())
+
+    def test_attempts_that_come_too_late_share_one_patience(self, connect, stuck):
+        source = connect(timeout=0.4, patience=1.0)
+        began = time.monotonic()
+        *late, last = self.attempts(source)
+        assert time.monotonic() - began < 3 and len(late) == 2
+        assert all("no answer in 0.4 s" in str(error) for error in late)
+        assert "has given nothing of what it was asked for in 1 s" in str(last) and source._http.url in str(last)
+
+    def test_no_attempt_takes_longer_than_the_patience(self, connect, stuck):
+        began = time.monotonic()
+        (last,) = self.attempts(connect(timeout=60.0, patience=0.5))
+        assert "has given nothing" in str(last) or "no answer in 0.5 s" in str(last)
+        assert time.monotonic() - began < 3
+
+    def test_a_completion_may_take_longer_than_the_patience_while_others_come(self, connect, fake):
+        usual = fake.do_inference_v1_generate
+
+        def slowly(body):
+            time.sleep(0.5)
+            return usual(body)
+
+        source = connect(concurrency=1, patience=2.0)  # the last of them waits for the others
+        fake.odd["/inference/v1/generate"] = slowly
+        assert len(published(source, ask(range(5)))) == 5
+
+    def test_one_that_answers_again_in_time_is_forgiven(self, connect, stuck):
+        source = connect(timeout=0.3, patience=10.0)
+        threading.Timer(0.8, stuck.clear).start()
+        *late, samples = self.attempts(source)
+        assert len(late) >= 2 and samples[0].tokens
+        stuck.set()
+        assert not source._late
+
+    def test_weights_that_are_never_taken_end_with_the_patience(self, connect, fake):
+        source = connect(timeout=0.2, patience=0.8)
+        fake.odd["/update_weights"] = lambda body: (None, 5)
+        began = time.monotonic()
+        with pytest.raises(SourceError, match=r"has given nothing|no answer in 0\.8 s"):
+            asyncio.run(source.publish(weights(), 1))
+        assert 0.7 < time.monotonic() - began < 3, "new weights may take longer than a completion"
+
+
+class TestNccl:
+    """Its orders and their order, against a stand-in for vLLM's communicator; the broadcasts themselves need GPUs."""
+
+    @pytest.fixture
+    def groups(self, monkeypatch, fake):
+        groups = []
+        fake.config["weight_transfer_config"] = {"backend": "nccl"}
+
+        class Group:
+            def __init__(self, meeting):
+                self.meeting, self.sent, self.destroyed = meeting, [], False
+                groups.append(self)
+
+            def broadcast(self, tensor, src):
+                self.sent.append((tensor.clone(), src))
+
+            def destroy(self):
+                self.destroyed = True
+
+        names = ["vllm", "vllm.distributed", "vllm.distributed.weight_transfer"]
+        for name in names:
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        common = types.ModuleType("nccl_common")
+        common.trainer_init = Group
+        monkeypatch.setitem(sys.modules, f"{names[-1]}.nccl_common", common)
+        return groups
+
+    def test_it_meets_all_workers_and_sends_what_it_announces(self, connect, fake, groups):
+        source = connect(updates=Nccl())
+        fake.calls.clear()
+        asyncio.run(source.publish(weights(2.0), 1))
+        (group,) = groups
+        told = dict(fake.calls)["/init_weight_transfer_engine"]["init_info"]
+        assert told == {**group.meeting, "rank_offset": 1, "packed": False} and told["world_size"] == 3
+        info = dict(fake.calls)["/update_weights"]["update_info"]
+        assert info == {"names": ["a", "b"], "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
+        assert [src for _, src in group.sent] == [0, 0]
+        assert all(torch.equal(sent, tensor) for (sent, _), (_, tensor) in zip(group.sent, weights(2.0), strict=True))
+        asyncio.run(source.publish(weights(), 2))
+        assert len(groups) == 1, "the group is kept from one version to the next"
+
+    def test_the_server_is_told_where_the_trainer_is(self, connect, fake, groups):
+        asyncio.run(connect(updates=Nccl("10.1.2.3")).publish(weights(), 1))
+        assert dict(fake.calls)["/init_weight_transfer_engine"]["init_info"]["master_address"] == "10.1.2.3"
+
+    def test_the_trainers_address_is_that_of_the_route_to_the_server(self, monkeypatch):
+        assert address_towards("127.0.0.1") == address_towards("localhost") == "127.0.0.1"
+        own = [
+            address.address
+            for addresses in psutil.net_if_addrs().values()
+            for address in addresses
+            if address.family == socket.AF_INET and not address.address.startswith("127.")
+        ]
+        assert [address_towards(address) for address in own] == own
+        with pytest.raises(
+            ValueError, match=r"vllm\.trainer_address: .* the route to no\.such\.host\.invalid .*set it"
+        ):
+            address_towards("no.such.host.invalid")
+
+    def test_a_server_that_came_back_is_met_anew(self, connect, fake, groups):
+        source = connect(updates=Nccl())
+        asyncio.run(source.publish(weights(), 1))
+        fake.label = "default"
+        asyncio.run(source.publish(weights(), 1))
+        assert len(groups) == 2 and groups[0].destroyed and not groups[1].destroyed
+
+    def test_a_broadcast_that_nobody_joins_is_given_up_in_time(self, connect, fake, groups):
+        source = connect(updates=Nccl(timeout=0.3))
+        fake.odd["/update_weights"] = lambda body: (None, 5)
+        with pytest.raises(SourceLost, match=r"NCCL did not finish within 0\.3 s"):
+            asyncio.run(source.publish(weights(), 1))
+        assert asyncio.run(source.version()) is None
+
+    def test_an_error_of_the_workers_is_not_waited_out(self, connect, fake, groups):
+        source = connect(updates=Nccl(timeout=60))
+        fake.odd["/update_weights"] = lambda body: error(500, "size mismatch for a")
+        started = time.monotonic()
+        with pytest.raises(SourceError, match="size mismatch for a"):
+            asyncio.run(source.publish(weights(), 1))
+        assert time.monotonic() - started < 5
+
+
+class TestAdapters:
+    @pytest.fixture
+    def source(self, connect, fake, tmp_path):
+        fake.config["lora_config"] = {"max_loras": 4}
+        return connect(updates=Adapters(tmp_path / "adapters", LoraConfig(r=2)))
+
+    def test_every_version_is_a_name_of_its_own_and_the_old_one_goes(self, source, fake, tmp_path):
+        async def run():
+            asked = []
+            usual = fake.do_inference_v1_generate
+            fake.odd["/inference/v1/generate"] = lambda body: (asked.append(body["model"]), usual(body))[1]
+            for version in (1, 2):
+                await source.publish(weights(version), version)
+                assert await source.version() == version
+                (sample,) = await source.sample(ask())
+                assert sample.spans == [Span(version, 0, 3)]
+                assert asked == fake.adapters, "the one that is there is the one that is asked for"
+                directory = tmp_path / "adapters" / asked.pop()
+                assert load_file(directory / "adapter_model.safetensors")["b"].tolist() == [float(version)] * 3
+                assert json.loads((directory / "adapter_config.json").read_text())["r"] == 2
+            loaded = [body for path, body in fake.calls if path == "/v1/load_lora_adapter"]
+            assert len({body["lora_name"] for body in loaded}) == 2
+            assert not any(body.get("load_inplace") for body in loaded)
+            assert "/pause" not in dict(fake.calls)
+            assert [path.name for path in (tmp_path / "adapters").iterdir()] == fake.adapters
+
+        asyncio.run(run())
+
+    def test_one_that_is_asked_for_is_not_unloaded(self, source, fake):
+        release = threading.Event()
+        usual = fake.do_inference_v1_generate
+
+        async def run():
+            await source.publish(weights(), 1)
+            fake.odd["/inference/v1/generate"] = lambda body: (release.wait(5), usual(body))[1]
+            under_way = asyncio.create_task(source.sample(ask()))
+            await asyncio.sleep(0.1)
+            await source.publish(weights(), 2)
+            assert len(fake.adapters) == 2
+            release.set()
+            assert (await under_way)[0].spans == [Span(1, 0, 3)]
+            await source.publish(weights(), 3)
+            assert len(fake.adapters) == 1
+
+        asyncio.run(run())
+
+    def test_a_restart_is_noticed(self, source, fake):
+        async def run():
+            await source.publish(weights(), 1)
+            fake.adapters.clear()
+            assert await source.version() is None
+            with pytest.raises(SourceLost, match="it has no adapter; publish one"):
+                await source.sample(ask())
+            await source.publish(weights(), 1)
+            assert await source.version() == 1
+
+        asyncio.run(run())
+
+    def test_one_that_the_server_does_not_take_is_explained(self, source, fake):
+        fake.odd["/v1/load_lora_adapter"] = lambda body: error(400, "LoRA rank 2 is greater than max_lora_rank 1")
+        with pytest.raises(SourceError, match=r"LoRA rank 2 .*--max-lora-rank be at least 2"):
+            asyncio.run(source.publish(weights(), 1))
+
+
+def test_everything_works_in_one_event_loop_after_another(connect):
+    source = connect(concurrency=1)
+    for version in (1, 2):
+        assert published(source, ask(range(3)), version=version)[2].spans == [Span(version, 0, 3)]
+
+
+def test_the_same_request_gives_the_same_tokens_serial_or_concurrent(connect):
+    source = connect()
+    requests = [partial(Request, task, [5], range(2), Sampling(4))(key=1) for task in range(6)]
+
+    async def run():
+        await source.publish(weights(), 1)
+        alone = [await source.sample(request) for request in requests]
+        assert await asyncio.gather(*map(source.sample, reversed(requests))) == alone[::-1]
+
+    asyncio.run(run())

@@ -1,0 +1,163 @@
+"""How a server is started, watched over and ended, with a stand-in for the interpreter that would run vLLM."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from burnish.loops.rollouts.source import SourceLost
+from burnish.loops.rollouts.vllm.launch import launch, max_lora_rank
+
+WRONG = "unrecognized arguments: --no-such-flag"
+SERVER = f"""#!{sys.executable}
+import os, subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+if "--no-such-flag" in sys.argv:
+    sys.exit("Traceback (most recent call last):\\ns.py: error: {WRONG}\\nRuntimeError: see above")
+if "--silent" in sys.argv:
+    print("loading")
+    sys.exit(3)
+if "--killed" in sys.argv:
+    os.kill(os.getpid(), 9)
+subprocess.Popen(["sleep", "600"])  # a worker
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+TRAINER = """
+import sys, time
+from burnish.loops.rollouts.vllm.launch import launch
+
+python, log = sys.argv[1:]
+print(launch("model", python=python, log=log, dtype="float32").pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def python(tmp_path):
+    path = tmp_path / "python"
+    path.write_text(SERVER)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def start(python, tmp_path):
+    return lambda **options: launch("model", python=python, log=tmp_path / "log.txt", dtype="float32", **options)
+
+
+def group(leader):
+    """The processes of a process group that run."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        try:
+            if os.getpgid(process.pid) == leader and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_server_that_died_is_revived_at_its_address_and_one_that_runs_is_left_alone(start):
+    with start() as server:
+        first, url = server.pid, server.url
+        server.revive()
+        assert server.pid == first
+        os.kill(first, signal.SIGKILL)
+        server.revive()  # at once, while it may still be dying
+        assert server.pid not in (None, first) and server.url == url
+        assert not group(first), "a worker of the dead server is left"
+        second = server.pid
+        assert len(group(second)) > 1
+    assert server.pid is None
+    wait_until(lambda: not group(second))
+
+
+def test_a_server_that_ends_at_once_shows_the_first_error_of_this_start_its_fix_and_where_the_log_is(start, tmp_path):
+    (tmp_path / "log.txt").write_text("ValueError: of an earlier run\n")
+    with pytest.raises(SourceLost) as raised:
+        start(flags=["--no-such-flag"])
+    error, rest = str(raised.value).split("\n")
+    assert error == "vllm: the server did not start (it ended with status 1): s.py: error: " + WRONG
+    assert rest == (
+        f"To fix it, leave it out of --vllm.options: this vLLM has no such flag. Its log is {tmp_path / 'log.txt'}"
+    )
+    with pytest.raises(SourceLost, match=r"it ended with status 127\): .* not found\nIts log is .*log\.txt"):
+        launch("model", python=tmp_path / "nowhere", log=tmp_path / "log.txt", dtype="float32")
+
+
+def test_a_server_that_ends_without_a_word_shows_what_there_is(start):
+    with pytest.raises(SourceLost, match=r"it ended with status 3\); its log, .*, ends with:\nloading$"):
+        start(flags=["--silent"])
+    with pytest.raises(SourceLost, match=r"it was killed, as the kernel does where memory runs out\)"):
+        start(flags=["--killed"])
+
+
+def test_a_server_leaves_memory_to_the_trainer_unless_it_has_a_device_of_its_own(start):
+    def share(**options):
+        with start(**options) as server:
+            command = psutil.Process(server.pid).cmdline()
+        return [command[i + 1] for i, part in enumerate(command) if part == "--gpu-memory-utilization"]
+
+    assert share() == share(environment={"VLLM_CPU_KVCACHE_SPACE": "1"}) == ["0.4"]
+    assert share(flags=["--gpu-memory-utilization", "0.7"]) == ["0.7"]
+    assert share(environment={"CUDA_VISIBLE_DEVICES": "1"}) == []
+
+
+def test_a_server_outlives_the_thread_that_started_it(start):
+    started = []
+    thread = threading.Thread(target=lambda: started.append(start()))
+    thread.start()
+    thread.join()
+    with started[0] as server:
+        time.sleep(0.2)
+        assert server.pid is not None
+
+
+def test_nothing_of_a_server_outlives_a_trainer_that_is_killed(python, tmp_path):
+    command = [sys.executable, "-c", TRAINER, str(python), str(tmp_path / "log.txt")]
+    trainers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for trainer, how in zip(trainers, (signal.SIGKILL, signal.SIGTERM), strict=True):
+        with trainer:
+            leader = int(trainer.stdout.readline())
+            assert len(group(leader)) > 1
+            trainer.send_signal(how)
+        wait_until(lambda leader=leader: not group(leader))
+
+
+def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, monkeypatch):
+    """With TORCHELASTIC_USE_AGENT_STORE a group over TCP waits for a store that nobody hosts."""
+    ranks = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_NAME MASTER_ADDR MASTER_PORT"
+    ranks = [*ranks.split(), "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_FSDP", "FSDP_VERSION"]
+    for name in (*ranks, "CUDA_VISIBLE_DEVICES", "RANKING"):
+        monkeypatch.setenv(name, "1")
+    given = {"MASTER_PORT": "7"}
+    with launch("m", python=python, log=tmp_path / "log.txt", dtype="float32", environment=given) as server:
+        there = psutil.Process(server.pid).environ()
+    assert {name: there[name] for name in ranks if name in there} == given
+    assert there["CUDA_VISIBLE_DEVICES"] == there["RANKING"] == there["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_an_adapter_of_a_rank_that_vllm_does_not_know_has_room_in_the_next_or_is_refused(start):
+    assert [max_lora_rank(rank) for rank in (1, 8, 9, 257, 512)] == [1, 8, 16, 320, 512]
+    with pytest.raises(ValueError, match=r"lora\.r: vLLM takes adapters up to rank 512, got 513; lower lora\.r, or"):
+        start(lora_rank=513)

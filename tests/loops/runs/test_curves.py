@@ -1,0 +1,44 @@
+"""The picture of a run: which metrics are in it."""
+
+import json
+
+import pytest
+from burnish.loops.runs.curves import draw_curves, foremost, read_curves
+from matplotlib.figure import Figure
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    """Of a recipe with more metrics than there is room for."""
+    many = {f"sampling/{i}": float(i) for i in range(30)}
+    steps = [{"step": step, "tokens": 9.0, **many, "loss": 1 / step, "reward": step, "kl": 0.1} for step in (1, 2)]
+    steps[1] |= {"eval/loss": 0.4, "eval/accuracy": 0.5, "sampling/7": float("inf")}
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    return path
+
+
+def test_what_is_held_out_is_in_the_panel_of_its_twin_and_what_is_not_finite_is_in_none(metrics):
+    curves = read_curves(metrics)
+    assert curves["loss"] == {"training": [(1, 1.0), (2, 0.5)], "held out": [(2, 0.4)]}
+    assert curves["sampling/7"] == {"training": [(1, 7.0)]}
+    assert "tokens" not in curves and "step" not in curves
+
+
+def test_of_too_many_metrics_the_foremost_are_drawn(metrics):
+    names = list(foremost(read_curves(metrics)))
+    assert names == ["loss", "reward", "accuracy", "kl", *(f"sampling/{i}" for i in range(8))]
+
+
+def test_the_picture_has_a_panel_for_each(metrics, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: drawn.append(figure))
+    draw_curves(metrics, tmp_path / "curves.png")
+    assert [axis.get_title() for axis in drawn[0].axes] == list(foremost(read_curves(metrics)))
+    assert [line.get_label() for line in drawn[0].axes[0].lines] == ["training", "held out"]
+
+
+def test_a_run_without_metrics_has_no_picture(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()

@@ -1,0 +1,57 @@
+"""References: frozen, adapters off, and computed once, are the same log-probs."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from burnish.loops.batch import collate
+from burnish.loops.models.policy import Policy
+from burnish.loops.runs.reference import adapters_off, frozen_copy, precompute
+from peft import LoraConfig, get_peft_model
+from tiny import make_examples, make_model
+
+
+@pytest.fixture
+def batch():
+    return collate(make_examples(5))
+
+
+def test_a_frozen_copy_does_not_follow_the_policy(batch):
+    policy = Policy(make_model("llama"))
+    reference = frozen_copy(policy)
+    before = policy(batch).logprob.detach()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    assert torch.equal(reference(batch), before)
+    assert not torch.allclose(policy(batch).logprob, before)
+    assert not reference(batch).requires_grad
+
+
+def test_adapters_off_is_the_base_model(batch):
+    base = Policy(make_model("llama"))(batch).logprob.detach()
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear")
+    policy = Policy(get_peft_model(make_model("llama"), lora, autocast_adapter_dtype=False))
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    assert not torch.allclose(policy(batch).logprob, base)
+    torch.testing.assert_close(adapters_off(policy)(batch), base, rtol=0, atol=1e-12)
+    assert not torch.allclose(policy(batch).logprob, base)
+
+
+def test_adapters_off_wants_adapters():
+    with pytest.raises(ValueError, match="wanted a model wrapped by peft; without adapters use frozen_copy"):
+        adapters_off(Policy(make_model("llama")))
+
+
+def test_precomputed_log_probs_belong_to_their_examples_and_are_read_back(tmp_path):
+    policy, examples = Policy(make_model("llama")), make_examples(5)
+    reference = frozen_copy(policy)
+    plan = [[3, 0], [], [4, 1, 2]]
+    batches = [(indices, collate([examples[i] for i in indices])) for indices in plan]
+    cache = tmp_path / "reference.safetensors"
+    computed = precompute(reference, batches, 5, cache, Accelerator())
+    for example, logprob in zip(examples, computed, strict=True):
+        torch.testing.assert_close(logprob, reference(collate([example])), rtol=0, atol=1e-12)
+    again = precompute(lambda batch: pytest.fail("computed twice"), batches, 5, cache, Accelerator())
+    assert all(torch.equal(a, b) for a, b in zip(computed, again, strict=True))

@@ -1,0 +1,171 @@
+"""Teachers: the divergence is that of whole distributions, from a model in memory or from what it said before."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from burnish.loops.batch import collate
+from burnish.loops.cli import main
+from burnish.loops.models.policy import Policy
+from tiny import make_examples, make_model, save_model, write_rows
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+BETA, TEMPERATURE = 0.3, 0.7
+
+
+@pytest.fixture
+def batch():
+    return collate(make_examples(4))
+
+
+def divergence_of_logits(student, teacher, batch, beta=BETA, temperature=TEMPERATURE):
+    """One sequence at a time through both models' own forward, over the vocabulary that both have."""
+    values = []
+    for example in batch.examples:
+        for completion, trained in zip(example.completions, example.trained, strict=True):
+            ids = torch.tensor([example.prompt + completion])
+            s, t = ((model(ids).logits[0, :, :61] / temperature).log_softmax(-1) for model in (student, teacher))
+            m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+            each = beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
+            values += [each[len(example.prompt) + i - 1] for i, marked in enumerate(trained) if marked]
+    return torch.stack(values)
+
+
+def without_fusing(model):
+    """The same model behind a head that is no single linear layer."""
+    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Identity())
+    return model
+
+
+@pytest.mark.parametrize("plain_student", [False, True])
+@pytest.mark.parametrize("plain_teacher", [False, True])
+def test_the_divergence_is_that_of_the_logits_whoever_can_fuse(batch, plain_student, plain_teacher):
+    """The teacher is wider than the student, and its embedding is padded by three rows."""
+    student, teacher = make_model("llama"), make_model("llama_wide", seed=2)
+    expected = divergence_of_logits(student, teacher, batch)
+    gradient = torch.autograd.grad(expected.sum(), student.parameters())
+    student, teacher = (
+        Policy(without_fusing(model) if plain else model)
+        for model, plain in ((student, plain_student), (teacher, plain_teacher))
+    )
+    assert (student.fused, teacher.fused) == (not plain_student, not plain_teacher)
+    lesson = teacher.lesson(batch, beta=BETA, temperature=TEMPERATURE, dense=plain_student)
+    outputs = student(batch, lesson=lesson)
+    torch.testing.assert_close(outputs.divergence, expected, rtol=1e-9, atol=1e-9)
+    found = torch.autograd.grad(outputs.divergence.sum(), student.parameters())
+    for ours, theirs in zip(found, gradient, strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+
+
+def test_all_of_the_top_k_is_the_whole_distribution(batch):
+    student, teacher = Policy(make_model("llama")), Policy(make_model("llama", seed=2))
+    expected = divergence_of_logits(student.plain, teacher.plain, batch).detach()
+    ids, logprobs = teacher.top_k(batch, k=61, temperature=TEMPERATURE, vocab=61)
+    lesson = partial(type(teacher.lesson(batch, beta=BETA, temperature=TEMPERATURE)), BETA, TEMPERATURE)
+    found = student(batch, lesson=lesson(top_k=(ids, logprobs))).divergence
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_fewer_of_the_top_k_bound_the_divergence_from_below(batch):
+    student, teacher = Policy(make_model("llama")), Policy(make_model("llama", seed=2))
+    whole = divergence_of_logits(student.plain, teacher.plain, batch).detach()
+    lesson = partial(type(teacher.lesson(batch, beta=BETA, temperature=TEMPERATURE)), BETA, TEMPERATURE)
+    closer = torch.zeros_like(whole)
+    for k in (1, 4, 16):
+        ids, logprobs = teacher.top_k(batch, k=k, temperature=TEMPERATURE, vocab=61)
+        assert torch.equal(ids[:, 0], teacher.top_k(batch, k=1, temperature=1.0, vocab=61)[0][:, 0])
+        found = student(batch, lesson=lesson(top_k=(ids, logprobs))).divergence.detach()
+        assert torch.all(found <= whole + 1e-5)
+        assert torch.all(found >= closer - 1e-5)
+        closer = found
+
+
+ROWS = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(8)]
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher", seed=5)
+    data = write_rows(tmp_path / "data.jsonl", ROWS)
+
+    def run(*flags, output="run", data=data, teacher=teacher):
+        place = ["--model", str(student), "--data", str(data), "--output", str(tmp_path / output)]
+        told = ["--teacher.model", str(teacher)] if teacher else []
+        status = main(["distill", *place, *told, "--steps", "2", "--learning_rate", "1e-3", *flags])
+        said = capsys.readouterr()
+        path = tmp_path / output / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if status == 0 else []
+        return status, said.out + said.err, lines
+
+    return run
+
+
+def test_a_stored_teacher_teaches_the_same_as_the_run_that_stored_it(run, tmp_path):
+    status, said, asked = run("--teacher.top_k", "4", output="asked")
+    assert status == 0, said
+    (stored,) = (tmp_path / "asked").glob("teacher-*.safetensors")
+    _, _, told = run("--teacher.logprobs", str(stored), output="told", teacher=None)
+    assert [line["distillation"] for line in told] == [line["distillation"] for line in asked]
+    _, _, whole = run(output="whole")
+    assert 0 < asked[0]["distillation"] < whole[0]["distillation"]
+
+
+def test_what_was_stored_for_other_data_is_refused(run, tmp_path):
+    run("--teacher.top_k", "4", output="asked")
+    (stored,) = (tmp_path / "asked").glob("teacher-*.safetensors")
+    other = write_rows(tmp_path / "other.jsonl", [{**row, "prompt": "0" + row["prompt"]} for row in ROWS])
+    status, said, _ = run("--teacher.logprobs", str(stored), output="told", teacher=None, data=other)
+    assert status == 1
+    assert "the teacher was asked about other tokens than this data has" in said
+    flags = ["--teacher.logprobs", str(stored), "--teacher.temperature", "2"]
+    status, said, _ = run(*flags, output="told", teacher=None)
+    assert status == 1
+    assert "stored at temperature 1.0, and teacher.temperature is 2.0; use 1.0" in said
+
+
+def test_more_of_the_top_k_than_there_are_tokens_is_refused(run):
+    status, said, _ = run("--teacher.top_k", "9999")
+    assert status == 1
+    assert "teacher.top_k: must be in [1, 258], the size of the vocabulary, got 9999" in said
+
+
+def test_a_teacher_with_other_tokens_is_refused_by_the_first_that_differs(run, tmp_path):
+    other = save_model(tmp_path / "other")
+    path = other / "tokenizer.json"
+    tokenizer = json.loads(Tokenizer.from_file(str(path)).to_str())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
+    path.write_text(json.dumps(tokenizer))
+    status, said, _ = run(teacher=other)
+    assert status == 1
+    assert f"token {min(vocabulary['7'], vocabulary['8'])} is '8', and '7' for the student" in said
+
+
+def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
+    padded = save_model(tmp_path / "padded")
+    config = AutoConfig.from_pretrained(padded)
+    config.vocab_size += 6
+    AutoModelForCausalLM.from_config(config).save_pretrained(padded)
+    status, said, lines = run(teacher=padded)
+    assert status == 0, said
+    assert lines[-1]["distillation"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "distillation needs one; give --teacher.model or --teacher.logprobs, one of the two"),
+        (
+            ["--teacher.divergence", "jsd", "--teacher.beta", "1", "--teacher.model", "x"],
+            "teacher.beta: must be in (0, 1)",
+        ),
+        (["--loss", "{nll: 1}", "--teacher.model", "x"], "no loss of this mix learns from it"),
+        (["--teacher.logprobs", "nowhere"], "nowhere: no such file; a run with top_k leaves one"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_way_out(run, flags, message):
+    status, said, _ = run(*flags, teacher=None)
+    assert status == 1
+    assert message in said

@@ -1,0 +1,136 @@
+"""Terms: named losses that find their own tensors, and the mixes that a configuration can name."""
+
+from functools import partial
+
+import pytest
+import torch
+from accelerate import Accelerator
+from burnish.loops.batch import collate
+from burnish.loops.models.policy import Policy
+from burnish.loops.recipes.dpo import PAIR_LOSSES
+from burnish.loops.recipes.kto import FEEDBACK_LOSSES
+from burnish.loops.recipes.sft import TOKEN_LOSSES
+from burnish.loops.train.losses import CHOSEN, Term, compose, expression, needs, parse, policy_tensors
+from burnish.loops.train.step import train_step
+from burnish.objectives import apo_zero_unpaired, dpo, nll, sequence_sum, simpo
+from tiny import make_examples, make_model
+
+
+class Counted(torch.nn.Module):
+    """A policy that counts its forward passes."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy, self.passes = policy, 0
+
+    def forward(self, batch):
+        self.passes += 1
+        return self.policy(batch)
+
+
+@pytest.fixture
+def policy():
+    return Counted(Policy(make_model("llama")))
+
+
+@pytest.fixture
+def batch():
+    return collate(make_examples(4), {"importance": torch.tensor([1.0, 0.0, 2.0, 0.5])})
+
+
+def losses_of(terms, policy, batch, **options):
+    return {name: loss for name, (loss, _) in compose(terms, policy_tensors(**options))(policy, batch).items()}
+
+
+def test_losses_of_tokens_answers_and_pairs_share_one_forward_pass(policy, batch):
+    reference = lambda batch: torch.full(batch.target.shape, -2.0, dtype=torch.float64)  # noqa: E731
+    desirable = torch.tensor([True, False, False, True])
+    batch = collate(batch.examples, {"desirable": desirable})
+    terms = {
+        "nll": Term(nll, of=CHOSEN),
+        "dpo": Term(partial(dpo, beta=0.1)),
+        "simpo": Term(partial(simpo, beta=2.0, gamma=0.5)),
+        "apo": Term(partial(apo_zero_unpaired, beta=0.1)),
+    }
+    found = losses_of(terms, policy, batch, reference=reference, pairs=True)
+    assert policy.passes == 1
+    logprob = policy(batch).logprob
+    now, before = (sequence_sum(x, batch.sequence, 8) for x in (logprob, reference(batch)))
+    mean = now / torch.bincount(batch.sequence)
+    torch.testing.assert_close(found["nll"], -logprob[batch.tokens_of(CHOSEN)])
+    torch.testing.assert_close(found["dpo"], dpo(now[::2], now[1::2], before[::2], before[1::2], beta=0.1)[0])
+    torch.testing.assert_close(found["simpo"], simpo(mean[::2], mean[1::2], beta=2.0, gamma=0.5)[0])
+    labels = desirable.repeat_interleave(2)  # a column of the examples reaches each of their answers
+    torch.testing.assert_close(found["apo"], apo_zero_unpaired(now, before, labels, beta=0.1)[0])
+
+
+def test_a_loss_without_its_tensor_says_which_one_is_missing(policy, batch):
+    with pytest.raises(ValueError, match="dpo: nothing here gives its ref_chosen per pairs"):
+        losses_of({"dpo": Term(partial(dpo, beta=0.1))}, policy, batch, pairs=True)
+
+
+def test_a_column_of_the_data_weighs_examples_as_often_as_it_says(policy, batch):
+    """Weights 1, 0, 2, ½ over four examples: the gradient of the weighted mean, written out."""
+    logprob = policy(batch).logprob
+    example = batch.example[batch.sequence]
+    weight = batch.columns["importance"].double()[example] * batch.tokens_of(CHOSEN)
+    loss = -(weight * logprob).sum() / weight.sum()
+    expected = torch.autograd.grad(loss, policy.parameters())
+    before = [parameter.detach().clone() for parameter in policy.parameters()]
+    terms = parse({"nll": {"weight": "importance"}}, {}, TOKEN_LOSSES, of=CHOSEN)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    objective = compose(terms, policy_tensors())
+    metrics = train_step(
+        Accelerator(), policy, optimizer, [batch], objective, expression(terms), max_grad_norm=float("inf")
+    )
+    assert metrics["nll"] == pytest.approx(loss.item())
+    for old, new, wanted in zip(before, policy.parameters(), expected, strict=True):
+        torch.testing.assert_close(old - new.detach(), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_what_had_nothing_to_measure_is_not_logged(policy):
+    batch = collate(make_examples(2, completions=1), {"never": torch.tensor([False, False])})
+    terms = {"nll": Term(nll), "missing": Term(nll, 0.0, of="never")}
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    objective = compose(terms, policy_tensors())
+    metrics = train_step(Accelerator(), policy, optimizer, [batch], objective, expression(terms), max_grad_norm=1.0)
+    assert "nll" in metrics
+    assert "missing" not in metrics
+
+
+def test_a_mix_binds_shared_and_own_hyper_parameters():
+    mix = {
+        "dpo": {"coefficient": 0.8, "beta": 0.5},
+        "ipo": 0.2,
+        "nll": {"weighting": "sequence_mean", "of": "rejected"},
+    }
+    terms = parse(mix, {"beta": 0.1, "label_smoothing": 0.0}, PAIR_LOSSES, of=CHOSEN)
+    assert terms["dpo"].function.keywords == {"beta": 0.5, "label_smoothing": 0.0}
+    assert terms["ipo"].function.keywords == {"beta": 0.1}
+    assert [terms[name].coefficient for name in mix] == [0.8, 0.2, 1.0]
+    assert terms["nll"].of == 1
+    assert needs(terms) == {"chosen", "rejected", "ref_chosen", "ref_rejected", "logp"}
+
+
+@pytest.mark.parametrize(
+    ("mix", "known", "message"),
+    [
+        ("dpp", PAIR_LOSSES, "loss: 'dpp' is not one of .* did you mean 'dpo'"),
+        ({"dpo": {"gamma": 1.0}}, PAIR_LOSSES, "loss: dpo has no 'gamma'; it has beta, label_smoothing"),
+        ("{dpo:1}", PAIR_LOSSES, "is no mapping: YAML wants a space after each colon"),
+        ("simpo", PAIR_LOSSES, "loss: simpo needs gamma; give it with --hyper"),
+        ({"dpo": {"beta": -1.0}}, PAIR_LOSSES, "dpo: beta must be > 0, got -1.0"),
+        ({"kto": {"beta": 0.1, "desirable_weight": 0.0}}, FEEDBACK_LOSSES, "kto: desirable_weight must be > 0"),
+        ({"nll": {"weighting": "fixed_length"}}, TOKEN_LOSSES, "weighting fixed_length needs its length"),
+        ({"nll": {"weighting": "mean"}}, TOKEN_LOSSES, "weighting='mean' does not fit; wanted token_mean"),
+        ({"dpo": {"weighting": "token_mean"}}, PAIR_LOSSES, "dpo has one entry per pair, weighting='token_mean' does"),
+    ],
+)
+def test_a_mix_that_makes_no_sense_is_refused_before_anything_is_loaded(mix, known, message):
+    with pytest.raises(ValueError, match=message):
+        parse(mix, {"beta": 0.1}, known)
+
+
+def test_a_hyper_parameter_that_no_loss_has_is_refused():
+    with pytest.raises(ValueError, match="no loss of this mix has 'tau'; they have beta, label_smoothing"):
+        parse("dpo", {"beta": 0.1, "tau": 0.1}, PAIR_LOSSES, given=["tau"])
