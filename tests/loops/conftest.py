@@ -14,7 +14,6 @@ JOBS = {
 }
 
 
-<<<<<<< HEAD
 @pytest.fixture(autouse=True)
 def undrawn(request, monkeypatch):
     """Runs of a few small steps end without their picture, which takes longer than they do, unless marked `drawn`."""
@@ -47,9 +46,3 @@ def fixture_of(job):
 
 
 law_on_ranks, law_online_on_ranks, law_bfloat16_on_ranks, heads_on_ranks = map(fixture_of, JOBS)
-=======
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Runs of a few small steps end without their picture, which takes longer than they do."""
-    monkeypatch.setattr("burnish.loops.runs.run.draw_curves", lambda metrics, picture: None)
->>>>>>> main
