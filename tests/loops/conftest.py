@@ -1,17 +1,7 @@
-import json
-
 import pytest
 import torch
-from ranks import run_ranks
+from forked import run_forked
 from shared import made_once
-
-# What two ranks do, ``MODULE.be_rank(file, *arguments)``, for the tests that ask for the fixture of this name.
-JOBS = {
-    "law_on_ranks": ("law", "offline"),
-    "law_online_on_ranks": ("law", "online"),
-    "law_bfloat16_on_ranks": ("law", "bfloat16"),
-    "heads_on_ranks": ("wrapped",),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -21,28 +11,24 @@ def undrawn(request, monkeypatch):
         monkeypatch.setattr("burnish.loops.runs.run.draw_curves", lambda metrics, picture: None)
 
 
-@pytest.fixture(scope="session")
-def folder_of_ranks(request, tmp_path_factory):
-    """The files of all jobs that tests of this session ask for, whichever process they run in: one start for all."""
+def on_two_ranks(module, *arguments):
+    """A fixture: what rank 0 of two saved in ``module.be_rank(file, *arguments)``, and what both printed."""
 
-    def make(folder):
-        names = [name for name in JOBS if any(name in item.fixturenames for item in request.session.items)]
-        jobs = [(2, JOBS[name][0], str(folder / name), *JOBS[name][1:]) for name in names]
-        (folder / "outcomes.json").write_text(json.dumps(dict(zip(names, run_ranks(*jobs), strict=True))))
+    @pytest.fixture(scope="session")
+    def results(tmp_path_factory):
+        def make(folder):
+            outcomes = run_forked(2, module, str(folder / "results.pt"), *arguments)
+            for status, printed in outcomes:
+                assert status == 0, printed[-3000:]
+            (folder / "printed.txt").write_text("".join(printed for _, printed in outcomes))
 
-    return made_once(tmp_path_factory, "ranks", make)
-
-
-def fixture_of(job):
-    @pytest.fixture(scope="session", name=job)
-    def results(folder_of_ranks):
-        """What rank 0 saved, and what each rank printed."""
-        outcomes = json.loads((folder_of_ranks / "outcomes.json").read_text())[job]
-        for status, printed in outcomes:
-            assert status == 0, printed[-3000:]
-        return torch.load(folder_of_ranks / job, weights_only=False), [printed for _, printed in outcomes]
+        folder = made_once(tmp_path_factory, "-".join([module, *arguments]), make)
+        return torch.load(folder / "results.pt", weights_only=False), (folder / "printed.txt").read_text()
 
     return results
 
 
-law_on_ranks, law_online_on_ranks, law_bfloat16_on_ranks, heads_on_ranks = map(fixture_of, JOBS)
+law_on_ranks = on_two_ranks("law", "offline")
+law_online_on_ranks = on_two_ranks("law", "online")
+law_bfloat16_on_ranks = on_two_ranks("law", "bfloat16")
+heads_on_ranks = on_two_ranks("wrapped")

@@ -19,8 +19,8 @@ from burnish.loops.rl.buffer import Rollout
 from burnish.loops.rl.mismatch import Distance
 from burnish.loops.rl.policy_gradient import corrections, rollout_tensors
 from burnish.objectives import effective_sample_size
+from forked import run_forked
 from online import Killed, dying_in_step, lines, prepare, stored
-from ranks import run_ranks
 from safetensors.torch import load_file
 
 LOGGED = {
@@ -307,7 +307,7 @@ def test_two_ranks_end_with_the_weights_of_one(common, tmp_path):
     fields = {**common, "dtype": "float64", "rollout_epochs": 2, "old": "recomputed", "beta": 0.1, "steps": 4}
     fields |= {"eval_data": common["data"], "micro_tokens": 60}
     run_grpo(GRPO(**fields, output=str(tmp_path / "one")))
-    (outcomes,) = run_ranks((2, "online", {**fields, "output": str(tmp_path / "two")}))
+    outcomes = run_forked(2, "online", {**fields, "output": str(tmp_path / "two")})
     assert [status for status, _ in outcomes] == [0, 0], outcomes
     one, two = (load_file(tmp_path / name / "model/model.safetensors") for name in ("one", "two"))
     for name, weight in one.items():

@@ -13,7 +13,6 @@ def config(tmp_path):
     return {
         **prepare(tmp_path),
         "output": str(tmp_path / "run"),
-        "steps": 36,
         "rollout_epochs": 2,
         "minibatches": 2,
         "old": "recomputed",
@@ -23,16 +22,24 @@ def config(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("recipe", "kills"), [("grpo", 8), ("ppo", 4)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kills"),
+    [("grpo", 0), ("ppo", 0), pytest.param("grpo", 8, marks=SLOW), pytest.param("ppo", 4, marks=SLOW)],
+)
 def test_a_run_that_samples_by_itself_ends_with_the_same_weights(recipe, kills, config):
+    config["steps"] = 36 if kills else 12
     happened, _ = kill_and_resume(recipe, config, "write:4", "write:2", f"random:{kills}")
     assert (happened["random"], happened["write"]) == (kills, 2)
     assert_undisturbed(config)
     assert stored(Path(config["output"])) == stored(Path(config["output"] + "-undisturbed"))
 
 
-def test_a_run_that_samples_while_it_trains_has_each_answer_once(config):
-    config |= {"max_age": 2, "rollout_epochs": 1, "minibatches": 1}
-    happened, _ = kill_and_resume("grpo", config, "write:4", "random:6")
-    assert (happened["random"], happened["write"]) == (6, 1)
+@pytest.mark.parametrize("kills", [0, slow(6)])
+def test_a_run_that_samples_while_it_trains_has_each_answer_once(kills, config):
+    config |= {"max_age": 2, "rollout_epochs": 1, "minibatches": 1, "steps": 36 if kills else 12}
+    happened, _ = kill_and_resume("grpo", config, "write:4", f"random:{kills}")
+    assert (happened["random"], happened["write"]) == (kills, 1)
     assert assert_each_answer_once(config)[2] > 0

@@ -6,8 +6,8 @@ import pytest
 import torch
 from burnish.loops.cli import main
 from burnish.loops.recipes import grpo
+from forked import run_forked
 from online import Killed, dying_in_step, lines, prepare, stored
-from ranks import run_ranks
 
 MATH = {"judges:math": {"weight": 1.0, "timeout": 0.3}, "judges:form": 0.2}
 
@@ -143,8 +143,7 @@ def test_one_that_works_for_an_answer_of_the_first_rollout_goes_on(function, fai
 def test_every_rank_is_told_why_the_run_ends(common, tmp_path):
     """Two processes that nobody else ends."""
     fields = {**common, "rewards": {"judges:broken": 1.0}, "output": str(tmp_path / "run")}
-    (outcomes,) = run_ranks((2, "online", fields))
-    statuses, said = zip(*outcomes, strict=True)
+    statuses, said = zip(*run_forked(2, "online", fields), strict=True)
     assert statuses == (1, 1)
     for text in said:
         last = text[text.rindex("Error: reward broken: it raised in every one of its calls") :]
