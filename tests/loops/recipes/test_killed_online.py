@@ -22,13 +22,11 @@ def config(tmp_path):
     }
 
 
-SLOW = pytest.mark.slow
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kills"),
-    [("grpo", 0), ("ppo", 0), pytest.param("grpo", 8, marks=SLOW), pytest.param("ppo", 4, marks=SLOW)],
-)
+@pytest.mark.parametrize(("recipe", "kills"), [("grpo", 0), ("ppo", 0), slow("grpo", 8), slow("ppo", 4)])
 def test_a_run_that_samples_by_itself_ends_with_the_same_weights(recipe, kills, config):
     config["steps"] = 36 if kills else 12
     happened, _ = kill_and_resume(recipe, config, "write:4", "write:2", f"random:{kills}")
