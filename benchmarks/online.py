@@ -45,11 +45,11 @@ LEARNED: dict[str, Any] = {
     "group_size": 8,
     "temperature": 0.7,
     "steps": 225,
-    "rollout_epochs": 3,
+    "epochs_per_rollout": 3,
     "learning_rate": 3e-4,
     "warmup": 20,
     "beta": 0.0,
-    "hyper": {"clip_low": 0.02, "clip_high": 0.4},
+    "loss_kwargs": {"clip_low": 0.02, "clip_high": 0.4},
     "eval_every": 25,
 }
 RECIPES: dict[str, tuple[type, Callable[[Any], Any], dict[str, Any]]] = {

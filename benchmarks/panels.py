@@ -87,8 +87,8 @@ def _x(x: Tensor) -> Tensor:
     return x
 
 
-def _margin(function: Callable[..., Any], **hyper: Any) -> Curve:
-    return curve(function, chosen=_x, beta=1.0, **hyper)
+def _margin(function: Callable[..., Any], **loss_kwargs: Any) -> Curve:
+    return curve(function, chosen=_x, beta=1.0, **loss_kwargs)
 
 
 def _each_answer(function: Callable[..., Any], other: float = 0.0) -> dict[str, Curve]:
@@ -125,8 +125,8 @@ def _teacher(logit: Tensor) -> Tensor:
     return torch.tensor([0.2, 0.8], dtype=logit.dtype).log().expand(len(logit), 2)
 
 
-def _divergence(function: Callable[..., Any], **hyper: Any) -> Curve:
-    return curve(function, logp=_of_two_tokens, teacher_logp=_teacher, **hyper)
+def _divergence(function: Callable[..., Any], **loss_kwargs: Any) -> Curve:
+    return curve(function, logp=_of_two_tokens, teacher_logp=_teacher, **loss_kwargs)
 
 
 def _ranking(place: int) -> Curve:

@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
     "batch_size": 10,
     "group_size": 8,
     "steps": 27,
-    "varied": True,
+    "dynamic_sampling": True,
     "learning_rate": 3e-5,
     "schedule": "linear",
     "warmup": 2,

@@ -20,9 +20,9 @@ from .models.inputs import Rows, arrange
 from .models.policy import Policy
 from .models.scorer import Scorer
 from .runs.reference import adapters_off, frozen_copy
-from .train.losses import Term, compose, expression, policy_tensors, score_tensors
+from .train.losses import Term, compose, policy_tensors, score_tensors, weightings
 from .train.step import Objective, Step, evaluate, optimize, train_step
-from .train.weighting import Weights, answer_mean, fixed_length, pair_mean, sequence_mean, token_mean, weighted
+from .train.weighting import Weights, completion_mean, fixed_length, pair_mean, sequence_mean, token_mean, weighted
 
 __all__ = [
     "Batch",
@@ -34,12 +34,11 @@ __all__ = [
     "Term",
     "Weights",
     "adapters_off",
-    "answer_mean",
     "arrange",
     "collate",
+    "completion_mean",
     "compose",
     "evaluate",
-    "expression",
     "fixed_length",
     "frozen_copy",
     "optimize",
@@ -50,4 +49,5 @@ __all__ = [
     "token_mean",
     "train_step",
     "weighted",
+    "weightings",
 ]

@@ -41,7 +41,7 @@ class Batch:
         """int64 [sequences]: the example that each completion belongs to."""
         return (self.completion == 0).cumsum(0) - 1
 
-    def answers_of(self, of: Of) -> Tensor:
+    def completions_of(self, of: Of) -> Tensor:
         """Bool [sequences]: the completions of this index in their example, or of the examples that a column names."""
         if of is None:
             return torch.ones_like(self.completion, dtype=torch.bool)
@@ -49,7 +49,7 @@ class Batch:
 
     def tokens_of(self, of: Of) -> Tensor:
         """Bool [tokens]: which trained tokens belong to those completions."""
-        return self.answers_of(of)[self.sequence]
+        return self.completions_of(of)[self.sequence]
 
 
 def collate(

@@ -1,4 +1,4 @@
-"""Conversations with something that answers back.
+"""MultiTurnSource with something that answers back.
 
 conversation, turns    one loop: tokens in, tokens out; how turns follow each other under a chat template
 tools, calculator      functions that the policy calls
@@ -6,18 +6,18 @@ single, guess          one turn with a verifier (reasoning-gym); a game of sever
 resolve                the name in a configuration
 """
 
-from .chat_turns import Turns
-from .multi_turn import Conversations, Environment, Limits, Step
+from .chat_turns import ChatTurns
+from .multi_turn import Environment, Limits, MultiTurnSource, Step
 from .resolve import resolve_environment, turns_for
 from .tools import Tools, check_tool_tags, tool_metrics
 
 __all__ = [
-    "Conversations",
+    "ChatTurns",
     "Environment",
     "Limits",
+    "MultiTurnSource",
     "Step",
     "Tools",
-    "Turns",
     "check_tool_tags",
     "resolve_environment",
     "tool_metrics",

@@ -21,7 +21,7 @@ _ANSWERS = ("yes", "no")
 
 
 @dataclass(frozen=True)
-class Turns:
+class ChatTurns:
     """Turns under a tokenizer's chat template.
 
     Args:

@@ -1,4 +1,4 @@
-"""Conversations of the policy with an environment: tokens in, tokens out.
+"""MultiTurnSource of the policy with an environment: tokens in, tokens out.
 
     environment.reset(row)     the first messages, or their tokens
     policy answers             one request of one answer; turn k is `Request.turn`
@@ -23,9 +23,9 @@ from torch import Tensor
 from ..rewards.scoring import Row, score
 from ..rewards.workers import OutOfTime, call, is_async, within
 from ..rollouts.record import plain
-from ..rollouts.sample import Request, Sample, Span, check_sample
+from ..rollouts.sample import Request, Sample, VersionSpan, check_sample
 from ..rollouts.source import RolloutSource, SourceError
-from .chat_turns import Message, Turns
+from .chat_turns import ChatTurns, Message
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ async def close(environment: Any) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a conversation; ``Sampling.max_tokens`` is the limit of one turn, and a turn that is cut by it is the last."""
+    """Limits of a conversation. ``max_tokens`` of the sampling limits one turn; a turn cut by it is the last."""
 
     turns: int = 8
     """Answers of the policy."""
@@ -86,7 +86,7 @@ class Limits:
 
 
 @dataclass
-class Conversations:
+class MultiTurnSource:
     """A source of conversations: a `RolloutSource` itself, on top of another. What a request has for a prompt is not
     looked at: `reset` gives it.
 
@@ -106,7 +106,7 @@ class Conversations:
     source: RolloutSource
     make: Callable[[], Environment]
     row: Callable[[int], Row]
-    turns: Turns | None = None
+    turns: ChatTurns | None = None
     limits: Limits = Limits()
     failures: Counter[str] = field(default_factory=Counter)
     _closing: "set[asyncio.Task[None]]" = field(default_factory=set, init=False, repr=False, compare=False)
@@ -285,9 +285,9 @@ class Conversations:
         ended = answer.tokens[-1:] == suffix[:1] or (answer.tokens and answer.tokens[-1] in request.sampling.stop)
         return suffix[1:] if ended else suffix
 
-    def _turns(self) -> Turns:
+    def _turns(self) -> ChatTurns:
         if self.turns is None:
-            raise ValueError("environment: it speaks in messages; give Conversations the turns of a chat template")
+            raise ValueError("environment: it speaks in messages; give MultiTurnSource the turns of a chat template")
         return self.turns
 
 
@@ -334,7 +334,7 @@ def _append(whole: Sample, answer: Sample) -> None:
     whole.tokens += answer.tokens
     whole.trained += answer.trained
     whole.logprobs += answer.logprobs
-    whole.spans += [Span(version, start + offset, end + offset) for version, start, end in answer.spans]
+    whole.spans += [VersionSpan(version, start + offset, end + offset) for version, start, end in answer.spans]
     whole.info["messages"].append({"role": "assistant", "content": answer.text})
     whole.info["turns"] += 1
 

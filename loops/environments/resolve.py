@@ -16,13 +16,13 @@ from ...data.chat import Encoder
 from ..rewards.names import build, find
 from ..rewards.reasoning_gym import ReasoningGym
 from ..rollouts.event_loops import run
-from .chat_turns import Turns
+from .chat_turns import ChatTurns
 from .multi_turn import Environment, close
 from .single import SingleTurn
 from .tools import check_tool_tags
 
 SHIPPED = {
-    "guess_number": ".guess:GuessNumber",
+    "guess_number": ".games:GuessNumber",
     "reasoning_gym": ".resolve:reasoning_gym",
     "tools": ".tools:Tools",
 }
@@ -53,7 +53,7 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
 
 def turns_for(
     make: Callable[[], Environment], tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None
-) -> Turns:
+) -> ChatTurns:
     """The turns of these environments' conversations, with their tools described to the template if they have some.
 
     Raises:
@@ -64,7 +64,7 @@ def turns_for(
     run(close(one))
     if schemas:
         check_tool_tags(tokenizer)
-    return Turns(Encoder(tokenizer, chat_template), {"tools": schemas} if schemas else {})
+    return ChatTurns(Encoder(tokenizer, chat_template), {"tools": schemas} if schemas else {})
 
 
 def reasoning_gym(tag: str = "answer") -> Environment:

@@ -1,4 +1,4 @@
-"""Conversations of one turn, whose only answer is judged by a reward: any task of reasoning-gym, say."""
+"""MultiTurnSource of one turn, whose only answer is judged by a reward: any task of reasoning-gym, say."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any

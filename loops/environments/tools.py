@@ -58,7 +58,7 @@ class Tools:
         self.schemas = [_schema(tool) for tool in tools]
 
     def reset(self, row: Row) -> Sequence[Message]:
-        """The row's prompt; the tools are described to the template by ``Turns(encoder, {"tools": tools.schemas})``."""
+        """The row's prompt; ``ChatTurns(encoder, {"tools": tools.schemas})`` describes the tools to the template."""
         prompt: Sequence[Message] = row["prompt"]
         return prompt
 

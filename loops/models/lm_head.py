@@ -74,7 +74,7 @@ class Transform:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TeacherOutputs:
     """What a teacher predicts for the trained tokens of a batch, and how a student is compared with it.
 
     Either ``hidden`` [tokens, D] and ``head``, or ``logits`` [tokens, V], or the ``top_k`` likeliest tokens: their ids
@@ -166,7 +166,7 @@ def _forward(
     target: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     outputs: tuple[Extra, ...] = (),
-    lesson: Lesson | None = None,
+    lesson: TeacherOutputs | None = None,
     exact_logits: bool = False,
 ) -> Any:
     def logits() -> Tensor:
@@ -265,7 +265,7 @@ def _shard(weight: Tensor, hidden: Tensor, *, parallel: bool) -> Shard | None:
     return Shard(mesh.get_group(), min(mesh.get_local_rank() * size, len(weight)))
 
 
-def _divergence(hidden: Tensor, head: Head, lesson: Lesson, road: dict[str, Any]) -> Tensor:
+def _divergence(hidden: Tensor, head: Head, lesson: TeacherOutputs, road: dict[str, Any]) -> Tensor:
     if lesson.top_k is not None:
         ids, _ = lesson.top_k
         logp = linear_gather_logprob(hidden, head, ids, temperature=lesson.temperature, backend=road["backend"])

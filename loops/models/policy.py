@@ -14,7 +14,7 @@ from ...kernels import Backend, Extra, TopK, logits_logprob
 from ..batch import Batch
 from .backbone import PROBE, Backbone, evaluating
 from .inputs import Layout
-from .lm_head import CannotFuse, Lesson, Transform, fuse, operands
+from .lm_head import CannotFuse, TeacherOutputs, Transform, fuse, operands
 from .scorer import Scorer
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Policy(Backbone):
         *,
         temperature: float | Tensor = 1.0,
         outputs: tuple[Extra, ...] = (),
-        lesson: Lesson | None = None,
+        lesson: TeacherOutputs | None = None,
     ) -> Outputs:
         """Log-prob, entropy and logsumexp of every trained token of the batch, and what is asked for beside them.
 
@@ -122,7 +122,7 @@ class Policy(Backbone):
         return Outputs(**answers, value=value, divergence=divergence)
 
     @torch.no_grad()
-    def lesson(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> Lesson:
+    def lesson(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> TeacherOutputs:
         """What this policy, as a teacher, predicts for the trained tokens of the batch.
 
         Args:
@@ -131,10 +131,10 @@ class Policy(Backbone):
         """
         rows = self.arranged(batch.examples, self.layout)
         if not self.fused:
-            return Lesson(beta, temperature, logits=self.own_output(rows))
+            return TeacherOutputs(beta, temperature, logits=self.own_output(rows))
         if dense:
-            return Lesson(beta, temperature, logits=self.logits(self.hidden(rows)))
-        return Lesson(beta, temperature, hidden=self.hidden(rows), head=operands(self.head, self.transform))
+            return TeacherOutputs(beta, temperature, logits=self.logits(self.hidden(rows)))
+        return TeacherOutputs(beta, temperature, hidden=self.hidden(rows), head=operands(self.head, self.transform))
 
     @torch.no_grad()
     def top_k(self, batch: Batch, *, k: int, temperature: float, vocab: int) -> tuple[Tensor, Tensor]:

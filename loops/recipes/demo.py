@@ -99,8 +99,8 @@ def demo(config: Demo) -> dict[str, float]:
             batch_size=128,
             group_size=8,
             max_tokens=TERM + 3,
-            rollout_epochs=3,
-            hyper={"clip_low": 0.02, "clip_high": 0.3},  # failures are pushed down no further than they must be
+            epochs_per_rollout=3,
+            loss_kwargs={"clip_low": 0.02, "clip_high": 0.3},  # failures are pushed down no further than they must be
             learning_rate=2e-4,
             schedule="linear",
             warmup=0.15,

@@ -19,25 +19,25 @@ from ...objectives import sampled_reverse_kl
 from ..batch import Batch
 from ..models.policy import Policy
 from ..rewards import judged
-from ..rl.buffer import Experience
-from ..rl.sources import Sampled, check_sampled, open_sampler, open_store
+from ..rl.buffer import RolloutFeed
+from ..rl.sources import SamplingConfig, check_sampled, open_scheduler, open_store
 from ..runs.context import Recipe, open_recipe
 from ..runs.feed import Feed
 from ..runs.teacher import Teacher, distillation, load_teacher, open_teacher
 from ..train.losses import (
     ENTROPY,
     Loss,
+    Losses,
     Reader,
     Tensors,
     Term,
-    Terms,
     columns_of,
     compose,
-    expression,
     needs,
     outputs_for,
     parse,
     policy_tensors,
+    weightings,
 )
 from .sft import TOKEN_LOSSES, WEIGHTINGS
 
@@ -50,7 +50,7 @@ _ABOUT = {"distillation": None, "sampled_reverse_kl": "sampled"}  # whose answer
 
 
 @dataclass(frozen=True)
-class Distill(Sampled):
+class Distill(SamplingConfig):
     """Training on a teacher's distribution of the next token, on messages, text, or prompts with completions."""
 
     learning_rate: float = 2e-5
@@ -82,7 +82,7 @@ def run_distill(config: Distill) -> dict[str, float]:
     )
     logged = {**terms, **ENTROPY}
     if not config.on_policy:
-        return recipe.train(compose(logged, read), expression(logged), columns=columns_of(terms), per_token=per_token)
+        return recipe.train(compose(logged, read), weightings(logged), columns=columns_of(terms), per_token=per_token)
     if sampled:
         read = with_teacher(read, load_teacher(recipe, config.teacher), recipe, config.temperature)
     return train_mixed(config, recipe, logged, read)
@@ -136,7 +136,7 @@ def with_teacher(read: Reader, teacher: Policy, recipe: Recipe[Policy], temperat
     return tensors
 
 
-def train_mixed(config: Distill, recipe: Recipe[Policy], terms: Terms, read: Reader) -> dict[str, float]:
+def train_mixed(config: Distill, recipe: Recipe[Policy], terms: Losses, read: Reader) -> dict[str, float]:
     """Train on the data in some steps, and on answers to its prompts in the others."""
     steps = Mixed(recipe.feed(recipe.data), config, recipe)
     held_out = recipe.eval_data
@@ -147,7 +147,7 @@ def train_mixed(config: Distill, recipe: Recipe[Policy], terms: Terms, read: Rea
             recipe.tokenizer,
             steps,
             compose(terms, read),
-            expression(terms),
+            weightings(terms),
             evaluation=evaluation,
             memory=steps.experience,
             report=steps.report,
@@ -171,8 +171,8 @@ class Mixed:
             indices = feed.batches.indices(replaced[rollout])  # the last step may lack some: its first come again
             return list(feed.example(indices[place % len(indices)]).prompt)
 
-        self.experience = Experience(
-            open_sampler(config, recipe, prompt, max_age=0),
+        self.experience = RolloutFeed(
+            open_scheduler(config, recipe, prompt, max_staleness=0),
             recipe.model,
             recipe.run.accelerator,
             judgment=lambda samples: judged([], samples),

@@ -28,16 +28,16 @@ from ..train.losses import (
     REJECTED,
     Answer,
     Loss,
+    Losses,
     Reader,
-    Terms,
     columns_of,
     compose,
-    expression,
     losses_of,
     needs,
     outputs_for,
     parse,
     policy_tensors,
+    weightings,
 )
 from .sft import TOKEN_LOSSES
 
@@ -80,14 +80,14 @@ class DPO(Common):
     one pass over the data before training, cached in the run directory."""
     teacher: Teacher = field(default_factory=Teacher)
     """A teacher, for the loss `distillation` in a mix."""
-    hyper: dict[str, float] = field(default_factory=dict)
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Further hyper-parameters by name, such as {gamma: 0.5, tau: 0.05}, for every loss that has one of that name."""
 
 
 def dpo(config: DPO) -> dict[str, float]:
     """Run the recipe; returns the metrics of its last step."""
-    shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.hyper}
-    terms = parse(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.hyper)
+    shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
+    terms = parse(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
     answer, score = answer_of(config), None
     if config.weight == "wpo":
         if coupled := sorted(_STEP_COUPLED & terms.keys()):
@@ -111,11 +111,11 @@ def dpo(config: DPO) -> dict[str, float]:
 
 
 def train_pairs(
-    recipe: Recipe[Policy], terms: Terms, read: Reader, per_token: PerToken = lambda data: {}
+    recipe: Recipe[Policy], terms: Losses, read: Reader, per_token: PerToken = lambda data: {}
 ) -> dict[str, float]:
     """Train on pairs, and log entropy and log-probs beside the losses."""
     logged = {**terms, **PAIR_LOGPS, **ENTROPY}
-    return recipe.train(compose(logged, read), expression(logged), columns=columns_of(terms), per_token=per_token)
+    return recipe.train(compose(logged, read), weightings(logged), columns=columns_of(terms), per_token=per_token)
 
 
 def answer_of(config: DPO) -> Answer | None:
@@ -135,7 +135,7 @@ def _desensitized(x: Tensor, batch: Batch, *, alpha: float) -> Tensor:
     return length_desensitized_sum(x, batch.sequence, public[batch.example], alpha=alpha)
 
 
-def refuse_split_steps(terms: Terms, recipe: Recipe[Policy]) -> None:
+def refuse_split_steps(terms: Losses, recipe: Recipe[Policy]) -> None:
     """Raises if a loss couples all pairs of a step, and they are not all in one micro-batch on one rank."""
     coupled = sorted(_STEP_COUPLED & terms.keys())
     if coupled and (recipe.run.config.micro_tokens is not None or recipe.run.accelerator.num_processes > 1):

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ...objectives import group_advantage, kl_estimate, leave_one_out, normalize_then_sum, sequence_sum, whiten
-from ..rl.buffer import Rollout
-from ..rl.policy_gradient import PolicyGradient, Weighting, surrogate_terms, train_policy
-from ..rl.setup import open_players
+from ..rl.buffer import RolloutBuffer
+from ..rl.policy_gradient import PolicyGradientConfig, Weighting, surrogate_terms, train_policy
+from ..rl.setup import open_rl
 from ..train import weighting as weights
 from ..train.losses import Term
 
@@ -30,29 +30,29 @@ class Variant:
     weighting: Weighting = "sequence_mean"
     scale: Scale = "group"
     baseline: Baseline = "group"
-    varied: bool = False
-    hyper: Mapping[str, float] = field(default_factory=dict)
+    dynamic_sampling: bool = False
+    loss_kwargs: Mapping[str, float] = field(default_factory=dict)
 
 
 _TIGHT = {"clip_low": 3e-4, "clip_high": 4e-4}
 VARIANTS: dict[Name, Variant] = {
     "grpo": Variant(),
     "dr_grpo": Variant(weighting="fixed_length", scale="none"),
-    "dapo": Variant(weighting="token_mean", varied=True, hyper={"clip_high": 0.28}),
-    "cispo": Variant("cispo", "token_mean", hyper={"clip_high": 5.0}),
-    "gspo": Variant("gspo", hyper=_TIGHT),
-    "gspo_token": Variant("gspo_token", hyper=_TIGHT),
+    "dapo": Variant(weighting="token_mean", dynamic_sampling=True, loss_kwargs={"clip_high": 0.28}),
+    "cispo": Variant("cispo", "token_mean", loss_kwargs={"clip_high": 5.0}),
+    "gspo": Variant("gspo", loss_kwargs=_TIGHT),
+    "gspo_token": Variant("gspo_token", loss_kwargs=_TIGHT),
     "gmpo": Variant("gmpo"),
     "sapo": Variant("sapo"),
     "vespo": Variant("vespo", "token_mean"),
-    "dppo": Variant("dppo", "token_mean", hyper={"clip_low": 0.2, "clip_high": 0.2}),
+    "dppo": Variant("dppo", "token_mean", loss_kwargs={"clip_low": 0.2, "clip_high": 0.2}),
     # Its gradient at the policy that sampled is REINFORCE's, which is all that the paper needs.
-    "rloo": Variant("answer_surrogate", scale="none", baseline="leave_one_out"),
+    "rloo": Variant("completion_surrogate", scale="none", baseline="leave_one_out"),
 }
 
 
 @dataclass(frozen=True)
-class GRPO(PolicyGradient):
+class GRPO(PolicyGradientConfig):
     """Reinforcement learning from rewards, each answer compared with the others to its prompt."""
 
     variant: Name = "grpo"
@@ -61,11 +61,11 @@ class GRPO(PolicyGradient):
     """Whether tokens or answers count the same, or a token 1 over max_tokens."""
     scale: Scale | None = None
     """What differences in reward are divided by: the standard deviation in the group, in the batch, or nothing."""
-    combine: Literal["sum", "normalize"] = "sum"
+    reward_aggregation: Literal["sum", "normalize"] = "sum"
     """Whether rewards are summed before they are compared, or compared one by one (GDPO)."""
-    varied: bool | None = None
+    dynamic_sampling: bool | None = None
     """Pass over groups whose rewards are all the same and sample others (dynamic sampling)."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_as: Literal["loss", "reward"] = "loss"
     """Whether the divergence from the reference is a loss of its own, or is taken off the reward."""
 
 
@@ -79,7 +79,7 @@ class RLOO(GRPO):
     """Answers to each prompt."""
     beta: float = 0.05
     """Strength of the pull towards the reference policy; 0 needs no reference."""
-    kl_in: Literal["loss", "reward"] = "reward"
+    kl_as: Literal["loss", "reward"] = "reward"
     """Whether the divergence from the reference is a loss of its own, or is taken off the reward."""
 
 
@@ -88,11 +88,11 @@ def run_grpo(config: GRPO) -> dict[str, float]:
     terms, variant = grpo_terms(config)
     return train_policy(
         config,
-        open_players(config),
+        open_rl(config),
         terms,
         advantages=partial(advantages, config=config, variant=variant),
-        in_reward=config.kl_in == "reward",
-        varied=variant.varied,
+        in_reward=config.kl_as == "reward",
+        dynamic_sampling=variant.dynamic_sampling,
     )
 
 
@@ -102,7 +102,7 @@ def grpo_terms(config: GRPO) -> tuple[dict[str, Term], Variant]:
     Raises:
         ValueError: if settings contradict each other.
     """
-    given = {name: getattr(config, name) for name in ("weighting", "scale", "varied")}
+    given = {name: getattr(config, name) for name in ("weighting", "scale", "dynamic_sampling")}
     variant = replace(VARIANTS[config.variant], **{name: value for name, value in given.items() if value is not None})
     if config.group_size < 2:
         raise ValueError(
@@ -111,17 +111,19 @@ def grpo_terms(config: GRPO) -> tuple[dict[str, Term], Variant]:
         )
     if variant.baseline == "leave_one_out" and variant.scale == "group":
         raise ValueError("scale: a group's standard deviation does not go with rloo's baseline; use batch or none")
-    if config.combine == "normalize" and (variant.baseline != "group" or (config.beta and config.kl_in == "reward")):
+    if config.reward_aggregation == "normalize" and (
+        variant.baseline != "group" or (config.beta and config.kl_as == "reward")
+    ):
         raise ValueError(
-            "combine: normalize compares each reward within the group by itself, which leaves no place for another "
-            "baseline or for the divergence; use a variant other than rloo, and kl_in loss"
+            "reward_aggregation: normalize compares each reward within the group by itself, which leaves no place for "
+            "another baseline or for the divergence; use a variant other than rloo, and kl_as loss"
         )
     weigh: Any = {
         "token_mean": weights.token_mean,
         "sequence_mean": weights.sequence_mean,
         "fixed_length": partial(weights.fixed_length, length=config.max_tokens),
     }[variant.weighting]
-    terms = surrogate_terms(config, variant.loss, variant.hyper, weigh, kl_loss=config.kl_in == "loss")
+    terms = surrogate_terms(config, variant.loss, variant.loss_kwargs, weigh, kl_loss=config.kl_as == "loss")
     _check_weighting(config, terms)
     return terms, variant
 
@@ -139,13 +141,13 @@ def _check_weighting(config: GRPO, terms: Mapping[str, Term]) -> None:
     )
 
 
-def advantages(rollout: Rollout, *, config: GRPO, variant: Variant) -> dict[str, Tensor]:
+def advantages(rollout: RolloutBuffer, *, config: GRPO, variant: Variant) -> dict[str, Tensor]:
     """Of each answer against the others to its prompt, one column [tokens]."""
     judged, sequence = rollout.judged, rollout.sequence
-    if config.combine == "normalize":
+    if config.reward_aggregation == "normalize":
         return {"advantage": normalize_then_sum(judged.reward, judged.group, judged.weight)[sequence]}
     reward = rollout.reward
-    if config.beta and config.kl_in == "reward":
+    if config.beta and config.kl_as == "reward":
         kl, _ = kl_estimate(rollout.columns["old_logp"], rollout.columns["ref_logp"], kind=config.kl or "k1")
         reward = reward - config.beta * sequence_sum(kl.double(), sequence, len(reward))
     if variant.baseline == "leave_one_out":

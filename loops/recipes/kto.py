@@ -21,16 +21,16 @@ from ..runs.teacher import Teacher, distillation, open_teacher
 from ..train.losses import (
     ENTROPY,
     Loss,
+    Losses,
     Term,
-    Terms,
     columns_of,
     compose,
-    expression,
     losses_of,
     needs,
     outputs_for,
     parse,
     policy_tensors,
+    weightings,
 )
 from ..train.step import Stats, sum_over_ranks
 from .sft import TOKEN_LOSSES
@@ -56,15 +56,15 @@ class KTO(Common):
     """Where reference log-probs come from, as for dpo; kto can't precompute them, its mismatched answers change."""
     teacher: Teacher = field(default_factory=Teacher)
     """A teacher, for the loss `distillation` in a mix."""
-    hyper: dict[str, float] = field(default_factory=dict)
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Further hyper-parameters by name, for every loss that has one of that name."""
 
 
 def run_kto(config: KTO) -> dict[str, float]:
     """Run the recipe; returns the metrics of its last step."""
     names = ("beta", "desirable_weight", "undesirable_weight")
-    shared = {name: getattr(config, name) for name in names} | config.hyper
-    terms = parse(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.hyper)
+    shared = {name: getattr(config, name) for name in names} | config.loss_kwargs
+    terms = parse(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.loss_kwargs)
     config.teacher.check(needed="divergence" in needs(terms))
     if "kto" in terms and config.batch_size < 2:
         raise ValueError("kto: its z0 comes from the answers to other prompts of a step; use a batch_size of 2 or more")
@@ -78,7 +78,7 @@ def run_kto(config: KTO) -> dict[str, float]:
     logged = {**terms, **feedback_metrics(config.beta), **ENTROPY}
     return recipe.train(
         compose(logged, policy_tensors(reference=reference, teaching=teaching, outputs=outputs_for(terms))),
-        expression(logged),
+        weightings(logged),
         columns=sorted({"desirable", *columns_of(terms)} - {"undesirable"}),
         per_token=lambda data: {**before(data), **told(data)},
         prepare=prepare_feedback(terms, rewards, recipe.model, reference, recipe.run.accelerator),
@@ -107,7 +107,7 @@ class RunningMean:
 
 
 def prepare_feedback(
-    terms: Terms, rewards: RunningMean, policy: Policy, reference: Reference, accelerator: Accelerator
+    terms: Losses, rewards: RunningMean, policy: Policy, reference: Reference, accelerator: Accelerator
 ) -> Prepare:
     """What the losses compare an answer with, found before the first forward pass of a step and over the whole of it:
     the columns ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""

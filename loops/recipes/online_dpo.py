@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..rl.buffer import Rollout, Unit
-from ..rl.setup import Online, missing_end, open_players
+from ..rl.buffer import RolloutBuffer, Unit
+from ..rl.setup import OnlineConfig, missing_end, open_rl
 from ..runs.context import ReferenceKind, open_reference
 from ..train.losses import CHOSEN, ENTROPY, PAIR_LOGPS, Term, needs, outputs_for, parse, policy_tensors
 from .dpo import PAIR_LOSSES, refuse_split_steps
 
 
 @dataclass(frozen=True)
-class OnlineDPO(Online):
+class OnlineDPO(OnlineConfig):
     """Preference training on pairs of the policy's own answers, the best and the worst of each group by reward."""
 
     group_size: int = 2
@@ -33,21 +33,21 @@ class OnlineDPO(Online):
     """Where reference log-probs come from, as for dpo; precompute does not apply."""
     missing_eos_penalty: float = 0.0
     """What an answer that was cut at max_tokens loses of its reward."""
-    hyper: dict[str, float] = field(default_factory=dict)
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Further hyper-parameters by name, such as {gamma: 0.5}, for every loss that has one of that name."""
 
 
 def run_online_dpo(config: OnlineDPO) -> dict[str, float]:
     """Run the recipe; returns the metrics of its last step."""
     terms = online_dpo_terms(config)
-    players = open_players(config)
+    players = open_rl(config)
     refuse_split_steps(terms, players.recipe)
     reference, _ = open_reference(
         players.recipe, config.reference, needed="ref_chosen" in needs(terms), temperature=config.temperature
     )
     choose = partial(best_and_worst, penalty=config.missing_eos_penalty)
 
-    def report(rollout: Rollout) -> Mapping[str, float]:
+    def report(rollout: RolloutBuffer) -> Mapping[str, float]:
         return {**players.report(rollout), **pair_metrics(rollout, choose(rollout), config)}
 
     experience = players.experience(config, shape=choose, report=report)
@@ -66,18 +66,18 @@ def online_dpo_terms(config: OnlineDPO) -> dict[str, Term]:
     if config.reference == "precompute":
         raise ValueError("reference: answers that are yet to be sampled can't be precomputed; use copy or adapters_off")
     known = {name: loss for name, loss in PAIR_LOSSES.items() if name != "distillation"}
-    shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.hyper}
-    return parse(config.loss, shared, known, of=CHOSEN, given=config.hyper)
+    shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
+    return parse(config.loss, shared, known, of=CHOSEN, given=config.loss_kwargs)
 
 
-def best_and_worst(rollout: Rollout, *, penalty: float) -> list[Unit]:
+def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[Unit]:
     """Of each group the answers of highest and lowest reward, the earlier one of equals; none where all are equal."""
     reward = (rollout.reward - penalty * missing_end(rollout)).tolist()
     pairs = ((max(group, key=reward.__getitem__), min(group, key=reward.__getitem__)) for group in rollout.groups)
     return [[[best, worst]] for best, worst in pairs if reward[best] > reward[worst]]
 
 
-def pair_metrics(rollout: Rollout, pairs: list[Unit], config: OnlineDPO) -> dict[str, float]:
+def pair_metrics(rollout: RolloutBuffer, pairs: list[Unit], config: OnlineDPO) -> dict[str, float]:
     """How many groups made a pair, how many did not, and by how much the pairs' rewards differ."""
     metrics = {"pairs": float(len(pairs)), "ties": float(config.batch_size - len(pairs))}
     if pairs:

@@ -23,21 +23,21 @@ from ...objectives import gae, kl_estimate, kl_penalized_reward, sequence_sum, v
 from ..models.io import load_classifier, load_tokenizer, save_model
 from ..models.policy import Policy
 from ..models.scorer import Critic
-from ..rl.buffer import Rollout
-from ..rl.policy_gradient import PolicyGradient, surrogate_terms, train_policy
-from ..rl.setup import missing_end, open_players
+from ..rl.buffer import RolloutBuffer
+from ..rl.policy_gradient import PolicyGradientConfig, surrogate_terms, train_policy
+from ..rl.setup import missing_end, open_rl
 from ..train.losses import Term, needs, units_of
 
 
 @dataclass(frozen=True)
-class PPO(PolicyGradient):
+class PPO(PolicyGradientConfig):
     """Reinforcement learning from rewards with a value function, on one answer or several to each prompt."""
 
     group_size: int = 1
     """Answers to each prompt."""
     batch_size: int = 64
     """Prompts per rollout, over all ranks."""
-    rollout_epochs: int = 4
+    epochs_per_rollout: int = 4
     """How often a rollout is trained on."""
     beta: float = 0.05
     """Strength of the pull towards the reference policy, taken off the reward of each token; 0 needs no reference."""
@@ -74,7 +74,7 @@ class ValueHead(nn.Linear):
 def run_ppo(config: PPO) -> dict[str, float]:
     """Run the recipe; returns the metrics of its last step."""
     terms = ppo_terms(config)
-    players = open_players(config, lambda model: with_values(model, config))
+    players = open_rl(config, lambda model: with_values(model, config))
     metrics = train_policy(
         config,
         players,
@@ -159,7 +159,7 @@ def ppo_terms(config: PPO) -> dict[str, Term]:
     return terms
 
 
-def advantages(rollout: Rollout, *, config: PPO) -> dict[str, Tensor]:
+def advantages(rollout: RolloutBuffer, *, config: PPO) -> dict[str, Tensor]:
     """Of each token, whitened over the rollout, with the values at its start and the returns to learn."""
     sequence, value = rollout.sequence, rollout.columns["old_value"].double()
     scored = rollout.reward - config.missing_eos_penalty * missing_end(rollout)
@@ -168,7 +168,7 @@ def advantages(rollout: Rollout, *, config: PPO) -> dict[str, Tensor]:
     return {"advantage": whiten(advantage), "target": returns}
 
 
-def divergence(rollout: Rollout, config: PPO) -> Tensor:
+def divergence(rollout: RolloutBuffer, config: PPO) -> Tensor:
     """float64 [tokens], of the policy at the start of the rollout from the reference."""
     old = rollout.columns["old_logp"].double()
     if not config.beta:
@@ -176,7 +176,7 @@ def divergence(rollout: Rollout, config: PPO) -> Tensor:
     return kl_estimate(old, rollout.columns["ref_logp"].double(), kind=config.kl or "k1")[0]
 
 
-def objective_metrics(rollout: Rollout, *, config: PPO) -> Mapping[str, float]:
+def objective_metrics(rollout: RolloutBuffer, *, config: PPO) -> Mapping[str, float]:
     """Means over the answers that are trained on, under the names that TRL's PPO had.
 
     objective/kl, /non_score_reward, /scores, /rlhf_reward    Σ kl, −β Σ kl, the reward, and the sum of these two

@@ -15,7 +15,7 @@ from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, scores
 from ..runs.context import open_run
-from ..train.losses import Term, compose, expression, score_tensors
+from ..train.losses import Term, compose, score_tensors, weightings
 from .reward import wrap
 
 
@@ -37,7 +37,7 @@ def run_prm(config: PRM) -> dict[str, float]:
     terms = {"step_loss": Term(step_loss)}
     recipe = open_run(config, encode, partial(wrap, config), _step_head)
     recipe.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
-    return recipe.train(compose(terms, score_tensors), expression(terms), columns=("label",))
+    return recipe.train(compose(terms, score_tensors), weightings(terms), columns=("label",))
 
 
 def step_scores(

@@ -18,7 +18,7 @@ from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, ends_marked, scores
 from ..runs.context import Recipe, open_run
-from ..train.losses import Tensors, Term, compose, expression, score_tensors
+from ..train.losses import Tensors, Term, compose, score_tensors, weightings
 from ..train.weighting import Weights
 
 
@@ -50,7 +50,7 @@ def run_reward(config: Reward) -> dict[str, float]:
     recipe = open_run(config, encode, partial(wrap, config), _reward_head)
     pad = set_padding(recipe)
     mark = partial(ends_marked, pad=pad)
-    return recipe.train(compose(terms, read_scores), expression(terms), columns=columns, mark=mark)
+    return recipe.train(compose(terms, read_scores), weightings(terms), columns=columns, mark=mark)
 
 
 @torch.no_grad()

@@ -14,11 +14,11 @@ from ..train.losses import (
     Term,
     columns_of,
     compose,
-    expression,
     losses_of,
     outputs_for,
     parse,
     policy_tensors,
+    weightings,
 )
 from ..train.weighting import sequence_mean, token_mean
 
@@ -53,4 +53,4 @@ def sft(config: SFT) -> dict[str, float]:
     terms = sft_terms(config.loss, config.weighting)
     recipe = open_recipe(config, encode_supervised, train_on=config.train_on)
     read = policy_tensors(outputs=outputs_for(terms))
-    return recipe.train(compose(terms, read), expression(terms), columns=columns_of(terms))
+    return recipe.train(compose(terms, read), weightings(terms), columns=columns_of(terms))

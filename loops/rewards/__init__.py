@@ -9,15 +9,15 @@ equivalence, text, length, reasoning, models    what is shipped
 """
 
 from .isolated import isolated
-from .metrics import Watch, judged, reward_metrics
+from .metrics import RewardMonitor, judged, reward_metrics
 from .resolve import resolve, resolve_names
-from .scoring import RewardError, Weighted, batched, check_columns, judge, refuse_broken
+from .scoring import RewardError, RewardFunction, batched, check_columns, judge, refuse_broken
 from .trl import from_trl
 
 __all__ = [
     "RewardError",
-    "Watch",
-    "Weighted",
+    "RewardFunction",
+    "RewardMonitor",
     "batched",
     "check_columns",
     "from_trl",

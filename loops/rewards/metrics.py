@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...objectives import group_stats, total_reward
 from ..rollouts.sample import Sample
-from .scoring import Weighted
+from .scoring import RewardFunction
 
 log = logging.getLogger(__name__)
 
 
-class Judged(NamedTuple):
+class RewardTable(NamedTuple):
     """Scores as `objectives.advantage` takes them: `total_reward`, `normalize_then_sum`.
 
     Attributes:
@@ -32,7 +32,7 @@ class Judged(NamedTuple):
     weight: Tensor
 
 
-def judged(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> Judged:
+def judged(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> RewardTable:
     """The scores that `judge` wrote.
 
     Raises:
@@ -48,14 +48,14 @@ def judged(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> Judged:
     scores = [[value if _is_number(value) else torch.nan for value in row] for row in found]
     matrix = torch.tensor(scores, dtype=torch.float64).reshape(len(samples), len(rewards))
     matrix[torch.tensor(unknown, dtype=torch.bool)] = torch.nan
-    return Judged(
+    return RewardTable(
         matrix,
         torch.tensor([sample.task for sample in samples], dtype=torch.int64),
         torch.tensor([reward.weight for reward in rewards], dtype=torch.float64),
     )
 
 
-def reward_metrics(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> dict[str, float]:
+def reward_metrics(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> dict[str, float]:
     """Of one step, under TRL's names where it has one; what there was nothing to measure of is left out.
 
     rewards/<name>/mean, /std      of all scores that a function gave, unweighted; the standard deviation is unbiased
@@ -87,7 +87,7 @@ def reward_metrics(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> di
 
 
 @dataclass
-class Watch:
+class RewardMonitor:
     """Reports, once each, rewards whose scale or silence spoils a run, and answers that nothing can be learned from.
 
     Args:
@@ -102,7 +102,7 @@ class Watch:
     _spread: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     _lasting: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
-    def __call__(self, rewards: Sequence[Weighted], samples: Sequence[Sample]) -> list[str]:
+    def __call__(self, rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[str]:
         """What is new to say after this step; it is logged as well."""
         problems: dict[str, str] = {}
         matrix, group, weight = judged(rewards, samples)
@@ -170,11 +170,11 @@ class Watch:
         return {
             f"drowned {quiet}": f"reward {quiet}: varies by {means[quiet]:g} where {loud} varies by {means[loud]:g}, "
             f"weights included, so that {loud} decides alone; change the weights, or normalize each reward before "
-            "summing (combine: normalize; in code, normalize_then_sum)"
+            "summing (reward_aggregation: normalize; in code, normalize_then_sum)"
         }
 
 
-def _scores(reward: Weighted, samples: Sequence[Sample]) -> Tensor:
+def _scores(reward: RewardFunction, samples: Sequence[Sample]) -> Tensor:
     """float64 [scored], the scores that a function gave."""
     found = (sample.rewards[reward.name] for sample in samples)
     return torch.tensor([value for value in found if _is_number(value)], dtype=torch.float64)

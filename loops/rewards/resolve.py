@@ -15,21 +15,21 @@ from typing import Any
 from ..rollouts.sample import Sample
 from .isolated import isolated
 from .names import build, find
-from .scoring import Row, Weighted
+from .scoring import RewardFunction, Row
 from .trl import from_trl, is_trl
 
 SHIPPED = {
-    "math": ".equivalence:MathEquivalence",
+    "math": ".math:MathEquivalence",
     "exact_match": ".text:ExactMatch",
     "format": ".text:Format",
     "length": ".length:LengthTarget",
     "soft_overlong": ".length:SoftOverlong",
     "repetition": ".length:Repetition",
     "cosine": ".length:CosineLength",
-    "reasoning_gym": ".reasoning:ReasoningGym",
+    "reasoning_gym": ".reasoning_gym:ReasoningGym",
     "environment": ".resolve:environment_reward",
-    "reward_model": ".models:load_reward_model",
-    "prm": ".models:load_prm",
+    "reward_model": ".reward_models:load_reward_model",
+    "prm": ".reward_models:load_prm",
 }
 _FACTORIES = ("reward_model", "prm")
 _ISOLATED = ("math", "cosine")  # sympy may take forever at what a policy makes up
@@ -38,7 +38,7 @@ Spec = Mapping[str, float | Mapping[str, Any]]
 Make = Callable[[str, dict[str, Any]], Any]
 
 
-def resolve(spec: Spec, **given: Any) -> list[Weighted]:
+def resolve(spec: Spec, **given: Any) -> list[RewardFunction]:
     """The functions that a configuration names.
 
     Beside what a reward is set up with, there are: ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` (whether it
@@ -55,12 +55,12 @@ def resolve(spec: Spec, **given: Any) -> list[Weighted]:
     return _resolved(spec, partial(_function, given=given))
 
 
-def resolve_names(spec: Spec) -> list[Weighted]:
+def resolve_names(spec: Spec) -> list[RewardFunction]:
     """Their names and weights, for ranks that call none of them: nothing is loaded. See `resolve`."""
     return _resolved(spec, lambda name, settings: _not_here)
 
 
-def _resolved(spec: Spec, make: Make) -> list[Weighted]:
+def _resolved(spec: Spec, make: Make) -> list[RewardFunction]:
     if not spec:
         raise ValueError(f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function")
     rewards = [_weighted(name, value, make) for name, value in spec.items()]
@@ -79,7 +79,7 @@ def environment_reward(row: Row, sample: Sample) -> float | None:
     return math.nan if isinstance(reward, str) else reward
 
 
-def _weighted(name: str, value: float | Mapping[str, Any], make: Make) -> Weighted:
+def _weighted(name: str, value: float | Mapping[str, Any], make: Make) -> RewardFunction:
     if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
         raise ValueError(f"reward {name}: wanted its weight, or a mapping of settings, got {value!r}")
     settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
@@ -89,7 +89,7 @@ def _weighted(name: str, value: float | Mapping[str, Any], make: Make) -> Weight
     function = make(what, settings)
     if isolate and function is not _not_here:
         function = isolated(function)
-    return Weighted(name.rpartition(":")[2], function, weight, timeout)
+    return RewardFunction(name.rpartition(":")[2], function, weight, timeout)
 
 
 def _not_here(row: Row, sample: Sample) -> float:

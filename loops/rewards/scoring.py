@@ -60,7 +60,7 @@ class RewardError(ValueError):
 
 
 @dataclass
-class Weighted:
+class RewardFunction:
     """A reward function with the name that it is logged by.
 
     Attributes:
@@ -110,7 +110,7 @@ class batched:
         return await call(self.function, rows, samples)
 
 
-async def judge(rewards: Sequence[Weighted], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+async def judge(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
     """Score every sample by every function, and write ``sample.rewards[name]``.
 
     Numbers of numpy and torch that functions leave in ``sample.info`` become Python's.
@@ -135,7 +135,7 @@ async def judge(rewards: Sequence[Weighted], rows: Sequence[Row], samples: Seque
         sample.info = plain(dict(sample.info), f"{who}: sample.info")  # a copy: a late call may write to it
 
 
-def refuse_broken(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> None:
+def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
     """Of the first samples that were judged: does each function work at all?
 
     Raises:
@@ -150,7 +150,7 @@ def refuse_broken(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> Non
             )
 
 
-def check_columns(rewards: Sequence[Weighted], columns: Iterable[str], source: str = "the data") -> None:
+def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], source: str = "the data") -> None:
     """Before anything is sampled: does the data have what the functions read?
 
     Raises:
@@ -188,7 +188,7 @@ def score(value: Any) -> Score:
     return "infinite" if abs(number) > _LARGEST else number
 
 
-async def _judge(reward: Weighted, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+async def _judge(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
     over: Over = getattr(reward.function, "over", "sample")
 
     async def ask(members: Sequence[int]) -> None:
@@ -211,7 +211,7 @@ def _units(over: Over, samples: Sequence[Sample]) -> list[list[int]]:
 
 
 async def _values(
-    reward: Weighted, over: Over, rows: Sequence[Row], samples: Sequence[Sample]
+    reward: RewardFunction, over: Over, rows: Sequence[Row], samples: Sequence[Sample]
 ) -> list[tuple[Score, str]]:
     """Of each sample its score, and what to say about it if it is none."""
     arguments = (rows[0], samples[0]) if over == "sample" else (rows, samples)
@@ -242,7 +242,7 @@ def _listed(found: Any) -> list[Any] | None:
     return list(found) if isinstance(found, list | tuple) else None
 
 
-def _report(reward: Weighted, failure: Failure, sample: Sample, detail: str) -> None:
+def _report(reward: RewardFunction, failure: Failure, sample: Sample, detail: str) -> None:
     """Once per function and kind of failure: the counts tell the rest."""
     if failure not in reward.reported:
         reward.reported[failure] = detail

@@ -24,10 +24,10 @@ from ..batch import Batch, collate
 from ..models.backbone import evaluating
 from ..models.policy import Policy
 from ..ranks import from_main
-from ..rewards.metrics import Judged
+from ..rewards.metrics import RewardTable
 from ..rollouts.record import from_record, to_record
 from ..rollouts.sample import Sample
-from ..rollouts.scheduler import Group, Sampler
+from ..rollouts.scheduler import Group, RolloutScheduler
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ PATIENCE = 8  # takes in a row, for one rollout, in which groups without varianc
 
 
 @dataclass
-class Rollout:
+class RolloutBuffer:
     """Answers in the order of (task, index), and what is known of each of their trained tokens.
 
     Attributes:
@@ -48,7 +48,7 @@ class Rollout:
 
     samples: list[Sample]
     trained: list[list[bool]]
-    judged: Judged
+    judged: RewardTable
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -83,11 +83,11 @@ class Rollout:
 
 
 Unit = list[list[int]]  # what is trained on in the same step: examples, and of each its answers
-Shape = Callable[[Rollout], list[Unit]]
-Advantages = Callable[[Rollout], Mapping[str, Tensor]]
-Judgment = Callable[[Sequence[Sample]], Judged]
+Shape = Callable[[RolloutBuffer], list[Unit]]
+Advantages = Callable[[RolloutBuffer], Mapping[str, Tensor]]
+Judgment = Callable[[Sequence[Sample]], RewardTable]
 Measure = Callable[[Batch], Mapping[str, Tensor]]
-Report = Callable[[Rollout], Mapping[str, float]]
+Report = Callable[[RolloutBuffer], Mapping[str, float]]
 
 
 class Store(Protocol):
@@ -100,7 +100,7 @@ class Store(Protocol):
         ...
 
 
-class Experience:
+class RolloutFeed:
     """``experience(step)`` is this rank's micro-batches of that step.
 
     Args:
@@ -115,7 +115,7 @@ class Experience:
         steps: optimizer steps in all.
         epochs, minibatches: a rollout is trained on ``epochs`` times, each time in so many steps.
         mask_truncated: leave out answers that were cut at their longest; they count in group means.
-        varied: pass over groups whose rewards are all the same, and take others instead (dynamic sampling).
+        dynamic_sampling: pass over groups whose rewards are all the same, and take others instead (dynamic sampling).
         micro_tokens, seed: as in `Batches`.
         report: metrics of a rollout.
         first_step: told the metrics of the first step on each rollout, before which nothing was learned from it.
@@ -124,7 +124,7 @@ class Experience:
 
     def __init__(
         self,
-        sampler: Sampler | None,
+        sampler: RolloutScheduler | None,
         policy: Policy,
         accelerator: Accelerator,
         *,
@@ -138,7 +138,7 @@ class Experience:
         epochs: int = 1,
         minibatches: int = 1,
         mask_truncated: bool = False,
-        varied: bool = False,
+        dynamic_sampling: bool = False,
         micro_tokens: int | None = None,
         seed: int = 0,
         report: Report = lambda rollout: {},
@@ -149,10 +149,10 @@ class Experience:
         self.judgment, self.check, self.advantages, self.measure = judgment, check, advantages, measure
         self.shape = shape or self._split_groups
         self.groups, self.steps, self.epochs, self.minibatches = groups, steps, epochs, minibatches
-        self.mask_truncated, self.varied = mask_truncated, varied
+        self.mask_truncated, self.dynamic_sampling = mask_truncated, dynamic_sampling
         self.micro_tokens, self.seed, self._report, self.store = micro_tokens, seed, report, store
         self.first_step = first_step
-        self.rollout: Rollout | None = None
+        self.rollout: RolloutBuffer | None = None
         self.number = -1  # of the rollout that is at hand
         self.metrics: dict[str, float] = {}
         self._first = False  # whether the last step that was asked for is the first on its rollout
@@ -202,7 +202,7 @@ class Experience:
         if self.sampler is not None:
             self.sampler.close()
 
-    def _collect(self, number: int) -> Rollout:
+    def _collect(self, number: int) -> RolloutBuffer:
         """Sample, judge, measure, and compute the advantages of one rollout."""
         samples, seen = self._sampled(number)
         rollout = self._laid_out(samples)
@@ -229,15 +229,15 @@ class Experience:
         groups, seen = from_main(self.accelerator, sample)
         return _in_order(groups), seen
 
-    def _taken(self, sampler: Sampler, number: int) -> tuple[list[Group], dict[str, float]]:
+    def _taken(self, sampler: RolloutScheduler, number: int) -> tuple[list[Group], dict[str, float]]:
         kept: list[Group] = []
         seen: list[Group] = []
-        for _ in range(PATIENCE if self.varied else 1):
+        for _ in range(PATIENCE if self.dynamic_sampling else 1):
             taken = sampler.take(number, self.groups - len(kept))
             if self.rollout is None and not seen:
                 self.check(_in_order(taken))
             seen += taken
-            kept += [group for group in taken if not self.varied or self._varies(group)]
+            kept += [group for group in taken if not self.dynamic_sampling or self._varies(group)]
             if len(kept) == self.groups:
                 break
         else:
@@ -251,7 +251,7 @@ class Experience:
             )
         if self.store is not None:
             self.store.write(_in_order(seen))
-        return kept, self._passed_over(seen, len(seen) - len(kept)) if self.varied else {}
+        return kept, self._passed_over(seen, len(seen) - len(kept)) if self.dynamic_sampling else {}
 
     def _passed_over(self, seen: Sequence[Group], count: int) -> dict[str, float]:
         """Of groups that vary, the mean reward stays near the middle; that of all answers tells what is learned."""
@@ -266,9 +266,9 @@ class Experience:
         known = reward[~reward.isnan()]
         return bool((known != known[:1]).any())
 
-    def _laid_out(self, samples: list[Sample]) -> Rollout:
+    def _laid_out(self, samples: list[Sample]) -> RolloutBuffer:
         """Mask completions that are unscored, aborted, or (``mask_truncated``) cut off."""
-        rollout = Rollout(samples, [sample.trained for sample in samples], self.judgment(samples))
+        rollout = RolloutBuffer(samples, [sample.trained for sample in samples], self.judgment(samples))
         aborted = [sample.finish == "aborted" for sample in samples]
         rollout.judged.reward[torch.tensor(aborted, dtype=torch.bool)] = torch.nan  # nobody is compared with it
         self._mask(rollout, aborted)
@@ -279,12 +279,12 @@ class Experience:
         return rollout
 
     @staticmethod
-    def _mask(rollout: Rollout, masked: Sequence[bool]) -> None:
+    def _mask(rollout: RolloutBuffer, masked: Sequence[bool]) -> None:
         for i, sample in enumerate(rollout.samples):
             if masked[i]:
                 rollout.trained[i] = [False] * len(sample.tokens)
 
-    def _measured(self, rollout: Rollout, measure: Measure) -> dict[str, Tensor]:
+    def _measured(self, rollout: RolloutBuffer, measure: Measure) -> dict[str, Tensor]:
         """The columns of ``measure`` over the whole rollout, on every rank, each example computed by one of them."""
         examples = [example for unit in self._split_groups(rollout) for example in unit]
         mine: list[tuple[list[int], dict[str, Tensor]]] = []
@@ -302,11 +302,11 @@ class Experience:
                 parts.update(zip(answers, torch.split(column, [lengths[i] for i in answers]), strict=True))
         return {name: torch.cat([parts[i] for i in sorted(parts)]) for name, parts in found.items()}
 
-    def _split_groups(self, rollout: Rollout) -> list[Unit]:
+    def _split_groups(self, rollout: RolloutBuffer) -> list[Unit]:
         """All answers to a prompt in one example, so that the prompt is computed once, unless they are too many."""
         return [self._split(rollout, group) for group in rollout.groups]
 
-    def _split(self, rollout: Rollout, group: Sequence[int]) -> Unit:
+    def _split(self, rollout: RolloutBuffer, group: Sequence[int]) -> Unit:
         unit: Unit = [[]]
         shared = self.policy.layout == "shared"
         for i in group:
@@ -326,7 +326,7 @@ class Experience:
         order = np.argsort(bits, kind="stable")
         return [int(i) for i in sorted(order[minibatch :: self.minibatches])]
 
-    def _plan(self, rollout: Rollout, examples: Sequence[list[int]]) -> list[list[list[int]]]:
+    def _plan(self, rollout: RolloutBuffer, examples: Sequence[list[int]]) -> list[list[list[int]]]:
         """The examples of each of this rank's micro-batches; an empty one where there is nothing to train on."""
         if not examples:
             return [[]]
@@ -342,7 +342,7 @@ class Experience:
         mine = batches.plan(0)[self.accelerator.process_index]
         return [[examples[position] for position in some] for some in mine]
 
-    def _batch(self, rollout: Rollout, examples: Sequence[Sequence[int]]) -> Batch:
+    def _batch(self, rollout: RolloutBuffer, examples: Sequence[Sequence[int]]) -> Batch:
         answers = [i for example in examples for i in example]
         starts = np.cumsum([0, *(sum(trained) for trained in rollout.trained)])
         index = torch.tensor([t for i in answers for t in range(starts[i], starts[i + 1])], dtype=torch.int64)
@@ -350,7 +350,7 @@ class Experience:
         return collate([rollout.example(some) for some in examples], columns, self.accelerator.device)
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+def rollout_metrics(rollout: RolloutBuffer) -> dict[str, float]:
     """What TRL logs of completions, under its names, how many of them are masked, and how old they are."""
     lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
     ended = torch.tensor([sample.finish == "stop" for sample in rollout.samples], dtype=torch.bool)
@@ -372,7 +372,7 @@ def _in_order(groups: Sequence[Group]) -> list[Sample]:
     return sorted(samples, key=lambda sample: (sample.task, sample.index))
 
 
-def _flat(rollout: Rollout, values: Callable[[Sample], Sequence[float]], dtype: torch.dtype) -> Tensor:
+def _flat(rollout: RolloutBuffer, values: Callable[[Sample], Sequence[float]], dtype: torch.dtype) -> Tensor:
     """One number per token of each answer, as a column over the trained ones."""
     found = [
         value

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 CLIPPED = 0.05  # share of the tokens, or completions, of a step
 
 
-class Distance:
+class MismatchMetrics:
     """What no mean over the tokens of a step says of trainer and sampler: extremes, and the effective sample size."""
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -75,6 +75,6 @@ class ClipWatch:
         else:
             why = (
                 "the pass that recomputed log-probs and the one that trains differ, by rounding or dropout; set "
-                "rollout_epochs and minibatches to 1, dtype to float32, or wider clips in hyper"
+                "epochs_per_rollout and minibatches to 1, dtype to float32, or wider clips in loss_kwargs"
             )
         log.warning("%.0f %% clipped in the first step on a rollout, with nothing learned yet: %s", 100 * share, why)

@@ -33,10 +33,10 @@ from ..train import weighting as weights
 from ..train.losses import (
     ENTROPY,
     Loss,
+    Losses,
     Reader,
     Tensors,
     Term,
-    Terms,
     losses_of,
     needs,
     outputs_for,
@@ -45,8 +45,8 @@ from ..train.losses import (
     units_of,
 )
 from .buffer import Advantages, Measure, Report
-from .mismatch import ClipWatch, Distance
-from .setup import Online, Players
+from .mismatch import ClipWatch, MismatchMetrics
+from .setup import OnlineConfig, RLContext
 
 Old = Literal["sampled", "recomputed"]
 Weighting = Literal["token_mean", "sequence_mean", "fixed_length"]
@@ -70,7 +70,7 @@ CORRECTIONS = {
 _OF_TOKENS = ("tis", "icepop")
 
 
-def answer_surrogate(
+def completion_surrogate(
     logp: PerSequence,
     old_logp: PerSequence,
     advantage: PerSequence,
@@ -87,13 +87,13 @@ def answer_surrogate(
 
 POLICY_LOSSES: dict[str, Loss] = {
     name: loss
-    for name, loss in {**losses_of(policy), "answer_surrogate": answer_surrogate, **TOKEN_LOSSES}.items()
+    for name, loss in {**losses_of(policy), "completion_surrogate": completion_surrogate, **TOKEN_LOSSES}.items()
     if name != "value_loss"  # only ppo has values
 }
 
 
 @dataclass(frozen=True)
-class PolicyGradient(Online):
+class PolicyGradientConfig(OnlineConfig):
     """Reinforcement learning from rewards by policy gradient."""
 
     loss: str | dict[str, float | dict[str, Any]] | None = None
@@ -115,7 +115,7 @@ class PolicyGradient(Online):
     """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""
     correction_high: float | None = None
     """Upper bound of that ratio."""
-    hyper: dict[str, float] = field(default_factory=dict)
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""
 
     @property
@@ -128,9 +128,9 @@ class PolicyGradient(Online):
 
 
 def surrogate_terms(
-    config: PolicyGradient,
+    config: PolicyGradientConfig,
     default: str,
-    hyper: Mapping[str, float],
+    loss_kwargs: Mapping[str, float],
     weigh: Any = weights.token_mean,
     *,
     kl_loss: bool = False,
@@ -139,7 +139,7 @@ def surrogate_terms(
 
     Args:
         default: the loss unless the configuration names another.
-        hyper: its hyper-parameters, unless the configuration has others.
+        loss_kwargs: its hyper-parameters, unless the configuration has others.
         weigh: of losses of tokens.
         kl_loss: whether the divergence from the reference is one of the losses.
 
@@ -147,7 +147,13 @@ def surrogate_terms(
         ValueError: if settings contradict each other.
     """
     _check(config)
-    terms = parse(config.loss or default, {**hyper, **config.hyper}, POLICY_LOSSES, weighting=weigh, given=config.hyper)
+    terms = parse(
+        config.loss or default,
+        {**loss_kwargs, **config.loss_kwargs},
+        POLICY_LOSSES,
+        weighting=weigh,
+        given=config.loss_kwargs,
+    )
     if kl_loss and config.beta:
         terms["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
     for name, term in terms.items():
@@ -165,7 +171,7 @@ def surrogate_terms(
     return terms
 
 
-def _check(config: PolicyGradient) -> None:
+def _check(config: PolicyGradientConfig) -> None:
     if config.correction != "none":
         if config.old == "sampled":
             raise ValueError(
@@ -190,11 +196,11 @@ def _refuse_k1(name: str, term: Term) -> None:
     if getattr(function, "func", None) is kl_estimate and function.keywords["kind"] == "k1" and term.coefficient:
         raise ValueError(
             f"kl: k1 as a loss, here {name}, has a gradient that is zero on average; use k2 or k3, or take the "
-            "divergence off the reward (kl_in: reward)"
+            "divergence off the reward (kl_as: reward)"
         )
 
 
-def old_policy(config: PolicyGradient, terms: Terms) -> Old:
+def old_policy(config: PolicyGradientConfig, terms: Losses) -> Old:
     """The policy that ratios are to, where the configuration leaves it open.
 
     Sampler and trainer round differently. One token's ratio hardly shows it, and to μ it needs no forward pass and
@@ -210,14 +216,14 @@ def old_policy(config: PolicyGradient, terms: Terms) -> Old:
 
 
 def train_policy(
-    config: PolicyGradient,
-    players: Players,
-    terms: Terms,
+    config: PolicyGradientConfig,
+    players: RLContext,
+    terms: Losses,
     *,
     advantages: Advantages,
     in_reward: bool,
     report: Report = lambda rollout: {},
-    varied: bool = False,
+    dynamic_sampling: bool = False,
 ) -> dict[str, float]:
     """Sample, judge, compare, and train, until the steps are done.
 
@@ -230,16 +236,16 @@ def train_policy(
     wanted = "ref_logp" in needs(terms) or (in_reward and config.beta > 0)
     reference, _ = open_reference(recipe, config.reference, needed=wanted, temperature=config.temperature)
     # Once per rollout, where that is fewer passes than one in each pass that trains, or was made for the reward anyway.
-    stored = reference if in_reward or config.rollout_epochs > 1 else None
+    stored = reference if in_reward or config.epochs_per_rollout > 1 else None
     experience = players.experience(
         config,
         advantages=advantages,
         measure=measures(config, recipe.model, stored, in_reward=in_reward),
-        varied=varied,
+        dynamic_sampling=dynamic_sampling,
         report=lambda rollout: {**players.report(rollout), **report(rollout)},
         first_step=ClipWatch(config.old, recipe.run.accelerator),
     )
-    distance = Distance(recipe.run.accelerator)
+    distance = MismatchMetrics(recipe.run.accelerator)
     logged = {**terms, "sampling/logp_difference": Term(_mismatch, 0.0), **ENTROPY}
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
@@ -249,7 +255,7 @@ def train_policy(
 
 
 def measures(
-    config: PolicyGradient, model: Policy, reference: Reference | None, *, in_reward: bool = False
+    config: PolicyGradientConfig, model: Policy, reference: Reference | None, *, in_reward: bool = False
 ) -> Measure | None:
     """What is found before a rollout is trained on: π_old where it is recomputed, and what the advantages read.
 
@@ -273,12 +279,12 @@ def measures(
     return measured
 
 
-def _several(config: PolicyGradient) -> bool:
+def _several(config: PolicyGradientConfig) -> bool:
     """Whether a rollout is trained on in several steps."""
-    return config.rollout_epochs * config.minibatches > 1
+    return config.epochs_per_rollout * config.minibatches > 1
 
 
-def rollout_tensors(read: Reader, config: PolicyGradient, distance: Distance | None = None) -> Reader:
+def rollout_tensors(read: Reader, config: PolicyGradientConfig, distance: MismatchMetrics | None = None) -> Reader:
     """Beside what the policy says now: who sampled, who the ratios are to (``config.old``), and the advantages."""
 
     def tensors(model: nn.Module, batch: Batch) -> Tensors:
@@ -312,7 +318,7 @@ def _of_answers(column: Tensor, batch: Batch) -> Tensor:
     return column.new_zeros(batch.sequences).index_copy(0, batch.sequence, column)
 
 
-def corrections(config: PolicyGradient, old: Tensor, sampled: Tensor, sequence: Tensor) -> Tensor:
+def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequence: Tensor) -> Tensor:
     """[tokens], the weight of each by how far the trainer's policy is from the sampler's."""
     low, high = config.bounds
     match config.correction:

@@ -1,4 +1,4 @@
-"""What recipes have in common that train on answers which the policy samples: from a configuration to `Experience`."""
+"""What recipes have in common that train on answers which the policy samples: from a configuration to `RolloutFeed`."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,13 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from ...data import Batches, encode_prompts, load
-from ..environments import Conversations, Limits, resolve_environment, tool_metrics, turns_for
+from ..environments import Limits, MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
 from ..ranks import from_main
 from ..rewards import (
-    Watch,
-    Weighted,
+    RewardFunction,
+    RewardMonitor,
     check_columns,
     judge,
     judged,
@@ -28,21 +28,21 @@ from ..rewards import (
 )
 from ..rewards.resolve import SHIPPED
 from ..rewards.scoring import Row
-from ..rollouts.local.source import EmbeddedSource
+from ..rollouts.local.source import LocalSource
 from ..rollouts.sample import Request, Sample
-from ..rollouts.scheduler import Group, Sampler
+from ..rollouts.scheduler import Group, RolloutScheduler
 from ..rollouts.source import RolloutSource
 from ..runs.context import Recipe, open_run
 from ..runs.run import Evaluation, Run
-from ..train.losses import Reader, Terms, compose, expression
-from .buffer import Experience, Rollout, Store
-from .sources import Sampled, check_sampled, open_sampler, open_store, stop_tokens
+from ..train.losses import Losses, Reader, compose, weightings
+from .buffer import RolloutBuffer, RolloutFeed, Store
+from .sources import SamplingConfig, check_sampled, open_scheduler, open_store, stop_tokens
 
 Converse = Callable[[RolloutSource, Callable[[int], Row]], RolloutSource]
 
 
 @dataclass(frozen=True)
-class Online(Sampled):
+class OnlineConfig(SamplingConfig):
     """Training on answers that the policy samples and that rewards judge."""
 
     batch_size: int = 8
@@ -64,9 +64,9 @@ class Online(Sampled):
     module:Environment; null for single answers."""
     limits: Limits = field(default_factory=Limits)
     """Of a conversation; max_tokens is that of one turn."""
-    max_age: int = 0
+    max_staleness: int = 0
     """How many rollouts behind the weights of its step an answer may be; above 0, answers are drawn while training."""
-    rollout_epochs: int = 1
+    epochs_per_rollout: int = 1
     """How often a rollout is trained on."""
     minibatches: int = 1
     """Optimizer steps in which a rollout is trained on, each epoch."""
@@ -77,24 +77,24 @@ class Online(Sampled):
 
 
 @dataclass(frozen=True)
-class Players:
+class RLContext:
     """An open run, where its answers come from, and who judges them."""
 
     recipe: Recipe[Policy]
-    rewards: Sequence[Weighted]
-    sampler: Sampler | None
-    watch: Watch
+    rewards: Sequence[RewardFunction]
+    sampler: RolloutScheduler | None
+    watch: RewardMonitor
     store: Store | None
     converse: Converse
 
-    def experience(self, config: Online, **options: Any) -> Experience:
-        """The micro-batches of every step; ``options`` are further ones of `Experience`."""
-        per_rollout = config.rollout_epochs * config.minibatches
+    def experience(self, config: OnlineConfig, **options: Any) -> RolloutFeed:
+        """The micro-batches of every step; ``options`` are further ones of `RolloutFeed`."""
+        per_rollout = config.epochs_per_rollout * config.minibatches
         steps = config.steps
         if steps is None:
             steps = -(-len(self.recipe.data) * config.epochs // config.batch_size) * per_rollout
         asked: dict[str, Any] = {"report": self.report, **options}
-        return Experience(
+        return RolloutFeed(
             self.sampler,
             self.recipe.model,
             self.recipe.run.accelerator,
@@ -102,7 +102,7 @@ class Players:
             check=lambda samples: refuse_broken(self.rewards, samples),
             groups=config.batch_size,
             steps=steps,
-            epochs=config.rollout_epochs,
+            epochs=config.epochs_per_rollout,
             minibatches=config.minibatches,
             mask_truncated=config.mask_truncated,
             micro_tokens=config.micro_tokens,
@@ -113,9 +113,9 @@ class Players:
 
     def train(
         self,
-        config: Online,
-        experience: Experience,
-        terms: Terms,
+        config: OnlineConfig,
+        experience: RolloutFeed,
+        terms: Losses,
         read: Reader,
         report: Callable[[], Mapping[str, float]] = dict,
     ) -> dict[str, float]:
@@ -131,7 +131,7 @@ class Players:
                 self.recipe.tokenizer,
                 experience,
                 compose(terms, read),
-                expression(terms),
+                weightings(terms),
                 evaluation=self.evaluation(config),
                 memory=experience,
                 report=lambda: {**experience.report(), **report()},
@@ -139,7 +139,7 @@ class Players:
         finally:
             experience.close()
 
-    def evaluation(self, config: Online) -> Evaluation | None:
+    def evaluation(self, config: OnlineConfig) -> Evaluation | None:
         """The mean reward of answers to held-out prompts, drawn like those that are trained on."""
         data, source = self.recipe.eval_data, config.eval_data
         if data is None or source is None:
@@ -152,9 +152,9 @@ class Players:
 
         return lambda taken: from_main(self.recipe.run.accelerator, evaluate)
 
-    async def _evaluated(self, config: Online, data: Dataset, rows: Dataset) -> dict[str, float]:
+    async def _evaluated(self, config: OnlineConfig, data: Dataset, rows: Dataset) -> dict[str, float]:
         source = self.converse(
-            EmbeddedSource(
+            LocalSource(
                 self.recipe.model,
                 self.recipe.tokenizer,
                 cache_bytes=config.cache_bytes,
@@ -177,7 +177,7 @@ class Players:
         metrics = reward_metrics(self.rewards, samples)
         return {name: value for name, value in metrics.items() if "zero_std" not in name and name != "reward_std"}
 
-    def report(self, rollout: Rollout) -> Mapping[str, float]:
+    def report(self, rollout: RolloutBuffer) -> Mapping[str, float]:
         """Metrics of the rewards of a rollout; on the main process they are watched, too."""
         metrics = {**reward_metrics(self.rewards, rollout.samples), **spoken(rollout.samples)}
         if self.sampler is None:
@@ -187,7 +187,7 @@ class Players:
         return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.sampler.counts["retries"])}
 
 
-def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | None = None) -> Players:
+def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | None = None) -> RLContext:
     """Open the run, then load rewards (on the main process alone), data, policy and source; nothing is sampled yet.
 
     Args:
@@ -216,18 +216,18 @@ def open_players(config: Online, make_policy: Callable[[nn.Module], Policy] | No
                 sample.text = str(recipe.tokenizer.decode(drawn, skip_special_tokens=True))
         await judge(rewards, [row(group[0].task)] * len(group), group)
 
-    sampler = open_sampler(
+    sampler = open_scheduler(
         config,
         recipe,
         lambda task: recipe.data[order(task)]["prompt"],
         converse=lambda source: converse(source, row),
         judge=scored,
-        max_age=config.max_age,
+        max_staleness=config.max_staleness,
     )
-    return Players(recipe, rewards, sampler, Watch(), open_store(config, recipe), converse)
+    return RLContext(recipe, rewards, sampler, RewardMonitor(), open_store(config, recipe), converse)
 
 
-def open_rewards(config: Online, accelerator: Accelerator) -> Sequence[Weighted]:
+def open_rewards(config: OnlineConfig, accelerator: Accelerator) -> Sequence[RewardFunction]:
     """On the main process: what the configuration names, its models on the device; their names on the others.
 
     Raises:
@@ -245,14 +245,14 @@ def open_rewards(config: Online, accelerator: Accelerator) -> Sequence[Weighted]
     return rewards
 
 
-def open_conversations(config: Online, recipe: Recipe[Policy]) -> Converse:
+def open_conversations(config: OnlineConfig, recipe: Recipe[Policy]) -> Converse:
     """From a source of answers to one of conversations about the rows of tasks, if there is an environment."""
     if config.environment is None:
         return lambda source, row: source
     make = resolve_environment(config.environment)
     # Without a template only environments that speak in token ids are understood.
     turns = turns_for(make, recipe.tokenizer) if recipe.tokenizer.chat_template else None
-    return lambda source, row: Conversations(source, make, row, turns, config.limits)
+    return lambda source, row: MultiTurnSource(source, make, row, turns, config.limits)
 
 
 def spoken(samples: Sequence[Sample]) -> dict[str, float]:
@@ -264,14 +264,14 @@ def spoken(samples: Sequence[Sample]) -> dict[str, float]:
     return {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted), **tool_metrics(samples)}
 
 
-def check_online(config: Online) -> None:
+def check_online(config: OnlineConfig) -> None:
     """Before anything is loaded.
 
     Raises:
         ValueError: if answers can't be sampled, or not be learned from, as configured.
     """
     check_sampled(config)
-    for name in ("steps", "epochs", "batch_size", "rollout_epochs", "minibatches"):
+    for name in ("steps", "epochs", "batch_size", "epochs_per_rollout", "minibatches"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             raise ValueError(f"{name}: must be >= 1, got {getattr(config, name)}")
     if config.minibatches > config.batch_size:
@@ -279,8 +279,8 @@ def check_online(config: Online) -> None:
             f"minibatches: the {config.batch_size} prompts of a rollout can't be shared by {config.minibatches} steps; "
             "raise batch_size, or lower minibatches"
         )
-    if config.max_age < 0:
-        raise ValueError(f"max_age: must be >= 0, got {config.max_age}")
+    if config.max_staleness < 0:
+        raise ValueError(f"max_staleness: must be >= 0, got {config.max_staleness}")
     if config.environment is not None:
         resolve_environment(config.environment)
     elif not config.rewards:
@@ -290,12 +290,12 @@ def check_online(config: Online) -> None:
         )
 
 
-def missing_end(rollout: Rollout) -> Tensor:
+def missing_end(rollout: RolloutBuffer) -> Tensor:
     """float64 [answers], 1 for those that did not end by themselves."""
     return torch.tensor([sample.finish != "stop" for sample in rollout.samples], dtype=torch.float64)
 
 
-def order_of(config: Online, data: Dataset) -> Callable[[int], int]:
+def order_of(config: OnlineConfig, data: Dataset) -> Callable[[int], int]:
     """Which prompt each task of the run is: one permutation of the data after another."""
     endless = Batches(
         [1] * len(data), batch_size=1, micro_tokens=None, seed=config.seed, shuffle=config.shuffle, steps=2**40

@@ -1,6 +1,6 @@
-"""Where the answers of a recipe come from: from a configuration to a `Sampler`, and the file that it all is kept in.
+"""Where the answers of a recipe come from: from a configuration to a `RolloutScheduler`, and their file.
 
-policy         the weights that are trained sample by themselves; at max_age > 0 a copy of them does
+policy         the weights that are trained sample by themselves; at max_staleness > 0 a copy of them does
 vllm           a server, one that runs or one that is started for this run
 vllm_engine    vLLM in this process, on the trainer's device
 """
@@ -25,10 +25,10 @@ from ..config import Common
 from ..models.io import merged
 from ..models.policy import Policy
 from ..ranks import from_main
-from ..rollouts.local.source import DetachedSource, EmbeddedSource
+from ..rollouts.local.source import DetachedSource, LocalSource
 from ..rollouts.replay import SampleWriter, read_samples
-from ..rollouts.sample import Sample, Sampling
-from ..rollouts.scheduler import Sampler, Tasks
+from ..rollouts.sample import Sample, SamplingParams
+from ..rollouts.scheduler import RolloutScheduler, Tasks
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
 from ..rollouts.vllm.launch import launch, max_lora_rank
@@ -70,7 +70,7 @@ class VLLM:
 
 
 @dataclass(frozen=True)
-class Sampled(Common):
+class SamplingConfig(Common):
     """How answers are sampled."""
 
     group_size: int = 8
@@ -95,11 +95,11 @@ class Sampled(Common):
     """Rollouts between two of which a few answers are shown; 0 shows none."""
 
     @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k)
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.top_k)
 
 
-def check_sampled(config: Sampled) -> None:
+def check_sampled(config: SamplingConfig) -> None:
     """Before anything is loaded.
 
     Raises:
@@ -131,7 +131,7 @@ def check_sampled(config: Sampled) -> None:
         raise ValueError("vllm.url: that server runs already; leave out python, options and environment, or the url")
 
 
-def check_adapters(config: Sampled) -> None:
+def check_adapters(config: SamplingConfig) -> None:
     """Before anything is loaded.
 
     Raises:
@@ -148,28 +148,28 @@ def check_adapters(config: Sampled) -> None:
         )
 
 
-def open_sampler(
-    config: Sampled,
+def open_scheduler(
+    config: SamplingConfig,
     recipe: Recipe[Policy],
     tasks: Tasks,
     *,
     converse: Callable[[RolloutSource], RolloutSource] = lambda source: source,
-    max_age: int = 0,
+    max_staleness: int = 0,
     **options: Any,
-) -> Sampler | None:
+) -> RolloutScheduler | None:
     """On the main process: what draws the answers to ``tasks``. The others wait until it is there.
 
     Args:
         converse: from a source of answers to one of conversations.
-        options: further ones of `Sampler`.
+        options: further ones of `RolloutScheduler`.
     """
     adapters = config.vllm.updates == "adapters"
-    opened: list[Sampler] = []
+    opened: list[RolloutScheduler] = []
 
     def open_there() -> None:
-        source = open_source(config, recipe, max_age=max_age)
+        source = open_source(config, recipe, max_staleness=max_staleness)
         check_room(config, recipe, getattr(source, "context", None))
-        sampler = Sampler(
+        sampler = RolloutScheduler(
             converse(source),
             tasks,
             lambda: adapter_weights(recipe.model) if adapters else named_weights(recipe.model),
@@ -177,7 +177,7 @@ def open_sampler(
             group_size=config.group_size,
             sampling=replace(config.sampling, stop=stop_tokens(recipe)),
             key=config.seed,
-            max_age=max_age,
+            max_staleness=max_staleness,
             attempts=config.vllm.attempts,
             **options,
         )
@@ -187,7 +187,7 @@ def open_sampler(
     return opened[0] if opened else None
 
 
-def check_room(config: Sampled, recipe: Recipe[Policy], context: int | None) -> None:
+def check_room(config: SamplingConfig, recipe: Recipe[Policy], context: int | None) -> None:
     """That the model has room for every prompt and its answer: nobody should learn that from step 57.
 
     Raises:
@@ -207,10 +207,10 @@ def check_room(config: Sampled, recipe: Recipe[Policy], context: int | None) -> 
                 )
 
 
-def open_source(config: Sampled, recipe: Recipe[Policy], *, max_age: int) -> RolloutSource:
-    """What draws answers; at ``max_age`` > 0 while the policy is being trained."""
+def open_source(config: SamplingConfig, recipe: Recipe[Policy], *, max_staleness: int) -> RolloutSource:
+    """What draws answers; at ``max_staleness`` > 0 while the policy is being trained."""
     if config.source == "policy":
-        kind = DetachedSource if max_age else EmbeddedSource
+        kind = DetachedSource if max_staleness else LocalSource
         context = recipe.run.accelerator.autocast
         return kind(recipe.model, recipe.tokenizer, cache_bytes=config.cache_bytes, context=context)
     known: dict[str, Any] = {"config": recipe.model.plain.config, "tokenizer": recipe.tokenizer}
@@ -231,7 +231,7 @@ def open_source(config: Sampled, recipe: Recipe[Policy], *, max_age: int) -> Rol
         python=config.vllm.python or sys.executable,
         backend=getattr(updates, "backend", Files.backend),
         lora_rank=config.lora.r if config.vllm.updates == "adapters" else 0,
-        adapters=max_age + 2,
+        adapters=max_staleness + 2,
         flags=flags_of(config.vllm.options),
         environment=config.vllm.environment,
         patience=config.vllm.patience,
@@ -239,7 +239,7 @@ def open_source(config: Sampled, recipe: Recipe[Policy], *, max_age: int) -> Rol
     return VLLMServer(server.url, revive=server.revive, end=server.close, **known)
 
 
-def open_updates(config: Sampled, recipe: Recipe[Policy]) -> Updates:
+def open_updates(config: SamplingConfig, recipe: Recipe[Policy]) -> Updates:
     """How weights get to a server."""
     directory = Path(config.vllm.directory or recipe.run.directory / "weights")
     match config.vllm.updates:
@@ -286,13 +286,13 @@ def stop_tokens(recipe: Recipe[Policy]) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def open_store(config: Sampled, recipe: Recipe[Policy]) -> Store | None:
+def open_store(config: SamplingConfig, recipe: Recipe[Policy]) -> Store | None:
     if not recipe.run.accelerator.is_main_process:
         return None
-    return Samples(recipe.run.directory / "samples.jsonl", config.show_every, recipe.tokenizer.decode)
+    return SampleLog(recipe.run.directory / "samples.jsonl", config.show_every, recipe.tokenizer.decode)
 
 
-class Samples:
+class SampleLog:
     """``samples.jsonl``, and a few of each so many rollouts on the screen, where ``decode`` makes prompts readable."""
 
     def __init__(self, path: Path, show_every: int, decode: Callable[[list[int]], Any] = str) -> None:

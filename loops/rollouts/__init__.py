@@ -7,10 +7,10 @@ replay, record            stored samples
 sampler, event_loops      groups for every step, of bounded age, none lost and none twice
 """
 
-from .local.source import DetachedSource, EmbeddedSource
+from .local.source import DetachedSource, LocalSource
 from .replay import ReplaySource, SampleWriter, read_samples
-from .sample import Request, Sample, Sampling, Span, check_sample
-from .scheduler import Ledger, Sampler
+from .sample import Request, Sample, SamplingParams, VersionSpan, check_sample
+from .scheduler import Ledger, RolloutScheduler
 from .source import RolloutSource, SourceError, SourceLost
 from .vllm.engine import VLLMEngine, start_engine
 from .vllm.launch import launch
@@ -20,22 +20,22 @@ from .vllm.weights import Adapters, Files, Nccl
 __all__ = [
     "Adapters",
     "DetachedSource",
-    "EmbeddedSource",
     "Files",
     "Ledger",
+    "LocalSource",
     "Nccl",
     "ReplaySource",
     "Request",
+    "RolloutScheduler",
     "RolloutSource",
     "Sample",
     "SampleWriter",
-    "Sampler",
-    "Sampling",
+    "SamplingParams",
     "SourceError",
     "SourceLost",
-    "Span",
     "VLLMEngine",
     "VLLMServer",
+    "VersionSpan",
     "check_sample",
     "launch",
     "read_samples",

@@ -10,7 +10,7 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-from .sample import Sample, Span
+from .sample import Sample, VersionSpan
 
 NAMES = tuple(field.name for field in fields(Sample))
 
@@ -53,4 +53,4 @@ def from_record(record: dict[str, Any]) -> Sample:
     if set(record) != set(NAMES):
         odd = sorted(set(record) ^ set(NAMES))
         raise ValueError(f"sample: wanted the fields {', '.join(NAMES)}; missing or unknown: {', '.join(odd)}")
-    return Sample(**{**record, "spans": [Span(*span) for span in record["spans"]]})
+    return Sample(**{**record, "spans": [VersionSpan(*span) for span in record["spans"]]})

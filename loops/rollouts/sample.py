@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 Finish = Literal["stop", "length", "aborted"]
 
 
-class Span(NamedTuple):
+class VersionSpan(NamedTuple):
     """Tokens ``[start, end)`` of an answer were sampled from the weights of this version."""
 
     version: int
@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How tokens are drawn.
 
     Attributes:
@@ -61,7 +61,7 @@ class Request:
     task: int
     prompt: Sequence[int]
     indices: Sequence[int]
-    sampling: Sampling
+    sampling: SamplingParams
     key: int
     turn: int = 0
 
@@ -94,7 +94,7 @@ class Sample:
     tokens: list[int]
     trained: list[bool]
     logprobs: list[float]
-    spans: list[Span]
+    spans: list[VersionSpan]
     finish: Finish
     text: str = ""
     rewards: dict[str, float | str | None] = field(default_factory=dict)

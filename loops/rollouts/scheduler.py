@@ -2,10 +2,12 @@
 
     version v       the weights after v optimizer steps; step v trains on answers with them, and makes version v + 1
     age             v minus the oldest version that an answer was drawn from, at the step v that trains on it
-    admission       with B tasks per step, at version v only the first (v + 1 + max_age)·B may have been begun
+    admission       with B tasks per step, at version v only the first (v + 1 + max_staleness)·B may have been begun
 
-Tasks are trained on in their order, B per step, so that what is begun at version v is trained on by step v + max_age:
-no age can exceed max_age, and nothing is ever discarded. At max_age 0 nothing is drawn while the trainer trains.
+Tasks are trained on in their order, B per step, so that what is begun at version v is trained on by step
+v + max_staleness: no age can exceed max_staleness, and nothing is ever discarded. At max_staleness 0 nothing is
+drawn while the
+trainer trains.
 
 Seeds are hashes of what is asked for, so what is under way need not be saved: it is asked for again.
 """
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from .event_loops import Beside, Here, Loop, in_a_loop
 from .record import from_record, to_record
-from .sample import Request, Sample, Sampling, check_sample
+from .sample import Request, Sample, SamplingParams, check_sample
 from .source import RolloutSource, SourceError, SourceLost
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ async def leave_unjudged(group: Group) -> None:
     pass
 
 
-class Sampler:
+class RolloutScheduler:
     """See the top of the file. All of its methods are called from one thread, the trainer's.
 
     Args:
@@ -80,8 +82,8 @@ class Sampler:
         groups_per_step: B.
         group_size: answers to each prompt.
         key: the run's, usually its seed.
-        max_age: how many versions behind the weights of its step an answer may be; from 1 on, answers are drawn in a
-            thread while the trainer trains.
+        max_staleness: how many versions behind the weights of its step an answer may be; from 1 on, answers are drawn
+            in a thread while the trainer trains.
         play: ``await play(source, request)`` makes the answers of a group; an environment asks more than once.
         judge: ``await judge(group)`` is called as groups finish, to reward them while others are under way.
         attempts: how often a group, or a publication, is tried before the run ends with what the source said, where
@@ -100,9 +102,9 @@ class Sampler:
         *,
         groups_per_step: int,
         group_size: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         key: int,
-        max_age: int,
+        max_staleness: int,
         play: Play = ask_once,
         judge: Judge = leave_unjudged,
         attempts: int = 8,
@@ -111,20 +113,20 @@ class Sampler:
         for name, value, least in (
             ("groups_per_step", groups_per_step, 1),
             ("group_size", group_size, 1),
-            ("max_age", max_age, 0),
+            ("max_staleness", max_staleness, 0),
             ("attempts", attempts, 1),
         ):
             if value < least:
                 raise ValueError(f"sampler: {name} must be >= {least}, got {value}")
-        if max_age and not source.overlaps:
+        if max_staleness and not source.overlaps:
             raise ValueError(
-                f"sampler: at max_age {max_age} answers are drawn while the trainer trains, but "
-                f"{type(source).__name__} draws from the weights that are being trained; set max_age to 0, or use a "
-                "DetachedSource or a server"
+                f"sampler: at max_staleness {max_staleness} answers are drawn while the trainer trains, but "
+                f"{type(source).__name__} draws from the weights that are being trained; set max_staleness to 0, or "
+                "use a DetachedSource or a server"
             )
         self.source, self.tasks, self.weights, self.play, self.judge = source, tasks, weights, play, judge
         self.groups_per_step, self.group_size = groups_per_step, group_size
-        self.sampling, self.key, self.max_age = sampling, key, max_age
+        self.sampling, self.key, self.max_staleness = sampling, key, max_staleness
         self.attempts, self.backoff = attempts, backoff
         self.version: int | None = None
         self.ledger = Ledger()
@@ -134,7 +136,7 @@ class Sampler:
         self._limit = 0  # tasks below it may be begun
         self._begun: dict[int, asyncio.Task[Group]] = {}  # and not yet taken
         self._stored: dict[int, Group] = {}  # what a checkpoint brought, ready to be taken
-        self._loop: Loop = Beside() if max_age or in_a_loop() else Here()
+        self._loop: Loop = Beside() if max_staleness or in_a_loop() else Here()
         self._changed = asyncio.Condition()
         self._lost = False  # the source was seen to draw from other weights than the trainer's
 
@@ -174,7 +176,7 @@ class Sampler:
             finally:
                 self._loop.close()
 
-    def __enter__(self) -> "Sampler":
+    def __enter__(self) -> "RolloutScheduler":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -207,9 +209,9 @@ class Sampler:
             self._newest = version
             await self._send(version)
             self.version, self._lost = version, False
-            self._limit = self.ledger.tasks + (self.max_age + 1) * self.groups_per_step
+            self._limit = self.ledger.tasks + (self.max_staleness + 1) * self.groups_per_step
             self._changed.notify_all()
-        if self.max_age:
+        if self.max_staleness:
             self._admit(self._limit)
 
     async def _take(self, step: int, count: int) -> list[Group]:
@@ -220,8 +222,8 @@ class Sampler:
         self._admit(max(self._limit, wanted.stop))
         groups = await self._attended(asyncio.gather(*(self._begun[task] for task in wanted)))
         age = max((step - sample.oldest for group in groups for sample in group), default=0)
-        if age > self.max_age and not self.source.stored:
-            raise AssertionError(f"sampler: step {step} would train on answers of age {age} > {self.max_age}")
+        if age > self.max_staleness and not self.source.stored:
+            raise AssertionError(f"sampler: step {step} would train on answers of age {age} > {self.max_staleness}")
         self.ledger.enter(step, [group[0].task for group in groups])
         for task in wanted:
             del self._begun[task]

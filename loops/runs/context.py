@@ -20,7 +20,7 @@ from ..train.step import Objective
 from ..models.policy import Policy
 from .reference import Reference, adapters_off, column, frozen_copy, precompute
 from .run import Run, StepMemory
-from ..train.weighting import Expression
+from ..train.weighting import Weightings
 
 Encode = Callable[..., tuple[Dataset, Accounting]]
 PerToken = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
@@ -58,7 +58,7 @@ class Recipe(Generic[Model]):
     def train(
         self,
         objective: Objective,
-        expression: Expression,
+        weightings: Weightings,
         *,
         columns: Sequence[str] = (),
         per_token: PerToken = lambda data: {},
@@ -84,7 +84,7 @@ class Recipe(Generic[Model]):
             self.tokenizer,
             feed(self.data, False),
             objective,
-            expression,
+            weightings,
             evaluation=evaluation,
             memory=memory,
         )

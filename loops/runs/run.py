@@ -32,7 +32,7 @@ from .curves import draw_curves
 from ..models.io import save_model
 from ..train.step import Objective, evaluate, optimize
 from .progress import progress
-from ..train.weighting import Expression
+from ..train.weighting import Weightings
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ Evaluation = Callable[[int], Mapping[str, float]]
 
 @runtime_checkable
 class Steps(Protocol):
-    """This rank's micro-batches of each of so many steps: a `Feed`, or `Experience`."""
+    """This rank's micro-batches of each of so many steps: a `Feed`, or `RolloutFeed`."""
 
     @property
     def steps(self) -> int: ...
@@ -105,7 +105,7 @@ class Run:
         tokenizer: PreTrainedTokenizerBase,
         feed: Steps,
         objective: Objective,
-        expression: Expression,
+        weightings: Weightings,
         *,
         evaluation: Steps | Evaluation | None = None,
         memory: StepMemory | None = None,
@@ -141,7 +141,7 @@ class Run:
             assert evaluation is not None
             metrics: Mapping[str, float]
             if isinstance(evaluation, Steps):
-                metrics = evaluate(accelerator, prepared, evaluation(0), objective, expression)
+                metrics = evaluate(accelerator, prepared, evaluation(0), objective, weightings)
             else:
                 metrics = evaluation(taken)
             return {f"eval/{name}": value for name, value in metrics.items()}
@@ -153,7 +153,7 @@ class Run:
             for step in optimize(
                 batches=feed,
                 objective=objective,
-                expression=expression,
+                weightings=weightings,
                 steps=feed.steps,
                 start=start,
                 max_grad_norm=config.max_grad_norm,

@@ -1,6 +1,6 @@
 """What a teacher says of the trained tokens: a second model, or the likeliest tokens that one said before training.
 
-A teaching is a function ``teaching(batch) -> Lesson``; a policy that is given a lesson says how far it is from the
+A teaching is a function ``teaching(batch) -> TeacherOutputs``; a policy that is given a lesson says how far it is from the
 teacher, per token, from the same forward pass as everything else.
 """
 
@@ -24,12 +24,12 @@ from ...data import DataError, check_same_vocabulary, example
 from ...objectives import PerToken, Stats
 from ..models.backbone import evaluating
 from ..batch import Batch
-from ..models.lm_head import Lesson
+from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
 from .context import PerToken as PerTokenColumns
 from .context import Recipe
 
-Teaching = Callable[[Batch], Lesson]
+TeacherFn = Callable[[Batch], TeacherOutputs]
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Teacher:
 
 
 def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
-    """Distance to the teacher's distribution of the next token, as `Teacher` measures it."""
+    """MismatchMetrics to the teacher's distribution of the next token, as `Teacher` measures it."""
     return divergence, {}
 
 
-def open_teacher(recipe: Recipe[Policy], teacher: Teacher, *, needed: bool) -> tuple[Teaching | None, PerTokenColumns]:
+def open_teacher(recipe: Recipe[Policy], teacher: Teacher, *, needed: bool) -> tuple[TeacherFn | None, PerTokenColumns]:
     """The teaching of a configuration, and the columns that it reads where the teacher was asked before training.
 
     Raises:
@@ -90,7 +90,7 @@ def open_teacher(recipe: Recipe[Policy], teacher: Teacher, *, needed: bool) -> t
     tutor = load_teacher(recipe, teacher)
     if teacher.top_k is None:
 
-        def live(batch: Batch) -> Lesson:
+        def live(batch: Batch) -> TeacherOutputs:
             with run.accelerator.autocast():
                 return tutor.lesson(batch, beta=beta, temperature=teacher.temperature, dense=not policy.fused)
 
@@ -189,10 +189,10 @@ def load_top_k(path: Path, data: Dataset, temperature: float) -> dict[str, list[
     return {name: list(torch.split(stored[name[8:]], lengths)) for name in ("teacher_ids", "teacher_logprobs")}
 
 
-def _told(beta: float, temperature: float) -> Teaching:
-    def told(batch: Batch) -> Lesson:
+def _told(beta: float, temperature: float) -> TeacherFn:
+    def told(batch: Batch) -> TeacherOutputs:
         ids, logprobs = batch.columns["teacher_ids"], batch.columns["teacher_logprobs"]
-        return Lesson(beta, temperature, top_k=(ids.long(), logprobs))
+        return TeacherOutputs(beta, temperature, top_k=(ids.long(), logprobs))
 
     return told
 

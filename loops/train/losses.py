@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from ...kernels import Extra
 from ...objectives import PerPair, PerToken, sequence_mean, sequence_sum, wpo_weight
 from ..batch import Batch, Of
-from ..models.lm_head import Lesson
+from ..models.lm_head import TeacherOutputs
 from . import weighting as weights
 from .step import Objective, Stats
-from .weighting import Expression, Unit, Weighting
+from .weighting import Unit, Weighting, Weightings
 
 Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit
@@ -67,7 +67,7 @@ class Term:
             return self.weighting(batch)
         if self.unit == "tokens":
             return weights.token_mean(batch, of=self.of)
-        return weights.answer_mean(batch, of=self.of) if self.unit == "sequences" else weights.pair_mean(batch)
+        return weights.completion_mean(batch, of=self.of) if self.unit == "sequences" else weights.pair_mean(batch)
 
     def __call__(self, tensors: Tensors, batch: Batch) -> tuple[Tensor, Stats]:
         arguments = {p.name: self._argument(p, tensors, batch) for p in tensor_parameters(self.function)}
@@ -86,10 +86,10 @@ class Term:
             return None
         if self.of is None or unit not in ("tokens", "sequences"):
             return value
-        return value[batch.tokens_of(self.of) if unit == "tokens" else batch.answers_of(self.of)]
+        return value[batch.tokens_of(self.of) if unit == "tokens" else batch.completions_of(self.of)]
 
 
-Terms = Mapping[str, Term]
+Losses = Mapping[str, Term]
 
 
 def _entropy(entropy: PerToken) -> tuple[PerToken, Stats]:
@@ -105,7 +105,7 @@ ENTROPY = {"entropy": Term(_entropy, 0.0)}
 PAIR_LOGPS = {"logps/chosen": Term(_pair_logps, 0.0)}
 
 
-def compose(terms: Terms, read: Reader) -> Objective:
+def compose(terms: Losses, read: Reader) -> Objective:
     """The objective whose losses are these terms, from the one forward pass of ``read``."""
 
     def objective(policy: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Stats]]:
@@ -115,21 +115,21 @@ def compose(terms: Terms, read: Reader) -> Objective:
     return objective
 
 
-def expression(terms: Terms) -> Expression:
+def weightings(terms: Losses) -> Weightings:
     return {name: (term.coefficient, term.weigh) for name, term in terms.items()}
 
 
-def columns_of(terms: Terms) -> list[str]:
+def columns_of(terms: Losses) -> list[str]:
     """The columns of the data that the terms' weightings read."""
     return sorted({name for term in terms.values() for name in term.columns})
 
 
-def needs(terms: Terms) -> set[str]:
+def needs(terms: Losses) -> set[str]:
     """The names of all tensors that the terms take."""
     return {name for term in terms.values() for name in units_of(term.function)}
 
 
-def outputs_for(terms: Terms) -> tuple[Extra, ...]:
+def outputs_for(terms: Losses) -> tuple[Extra, ...]:
     """What the terms need of the log-prob kernel beside its three outputs."""
     asked: dict[Extra, bool] = {
         "mean_logprob": "mean_logp" in needs(terms),
@@ -143,7 +143,7 @@ def policy_tensors(
     reference: Callable[[Batch], Tensor] | None = None,
     answer: Answer | None = None,
     score: Callable[[Tensor], Tensor] | None = None,
-    teaching: Callable[[Batch], Lesson] | None = None,
+    teaching: Callable[[Batch], TeacherOutputs] | None = None,
     outputs: tuple[Extra, ...] = (),
     pairs: bool = False,
     temperature: float = 1.0,
@@ -250,7 +250,7 @@ def parse(
     has = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in terms.values()))
     for name in given:
         if name not in has:
-            raise ValueError(f"hyper: no loss of this mix has {name!r}; they have {', '.join(sorted(has))}")
+            raise ValueError(f"loss_kwargs: no loss of this mix has {name!r}; they have {', '.join(sorted(has))}")
     return terms
 
 

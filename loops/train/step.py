@@ -1,6 +1,6 @@
 """One optimizer step, and the generator that makes many of them.
 
-    for step in optimize(policy, batches, objective, expression, ...):
+    for step in optimize(policy, batches, objective, weightings, ...):
         ...                                     # the caller's own code is the callback system
 
 The gradient of a step is the same for every split into micro-batches and ranks: see `weights`.
@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..batch import Batch
-from .weighting import Expression
+from .weighting import Weightings
 
 Stats = dict[str, Tensor]
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
@@ -36,10 +36,10 @@ class Step:
 
 
 class Sums:
-    """Weighted sums of losses and stats, float64, divided once at the very end: never a mean of means."""
+    """RewardFunction sums of losses and stats, float64, divided once at the very end: never a mean of means."""
 
-    def __init__(self, expression: Expression) -> None:
-        self.expression = expression
+    def __init__(self, weightings: Weightings) -> None:
+        self.weightings = weightings
         self.sums: dict[str, Tensor] = {}  # metric -> Σ w·x of this rank
         self.weights: dict[str, Tensor] = {}  # loss -> Σ w, which for `fixed_length` is not its denominator
         self.term: dict[str, str] = {}  # metric -> the loss whose weights it shares
@@ -55,13 +55,13 @@ class Sums:
         """The metrics over all ranks, with ``loss``, their weighted total, first. A stat is a mean by the weights."""
         totals = sum_over_ranks(accelerator, {metric: float(value) for metric, value in self.sums.items()})
         weights = sum_over_ranks(accelerator, {name: float(weight) for name, weight in self.weights.items()})
-        counted = {name for name, (coefficient, _) in self.expression.items() if coefficient or denominators[name]}
+        counted = {name for name, (coefficient, _) in self.weightings.items() if coefficient or denominators[name]}
         means = {
-            metric: total / ((denominators if metric in self.expression else weights)[self.term[metric]] or 1.0)
+            metric: total / ((denominators if metric in self.weightings else weights)[self.term[metric]] or 1.0)
             for metric, total in totals.items()
             if self.term[metric] in counted  # what is only measured, and had nothing to measure, is left out
         }
-        loss = sum(coefficient * means[name] for name, (coefficient, _) in self.expression.items() if coefficient)
+        loss = sum(coefficient * means[name] for name, (coefficient, _) in self.weightings.items() if coefficient)
         return {"loss": loss, **means}
 
 
@@ -71,7 +71,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[Batch],
     objective: Objective,
-    expression: Expression,
+    weightings: Weightings,
     *,
     max_grad_norm: float,
 ) -> dict[str, float]:
@@ -80,7 +80,7 @@ def train_step(
     Args:
         micro_batches: this rank's part of the global batch; as many on every rank, empty ones where need be.
         objective: ``objective(policy, batch) -> {name: (loss, stats)}``, unreduced.
-        expression: ``{name: (coefficient, weighting)}``: which of the named losses are summed, and how. A coefficient
+        weightings: ``{name: (coefficient, weighting)}``: which of the named losses are summed, and how. A coefficient
             of 0 measures without training.
         max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
 
@@ -89,14 +89,14 @@ def train_step(
         ``skipped``: 1 if no step was taken, because the gradient was not finite, or because it was 0 everywhere: no
         token on any rank, or none that teaches anything.
     """
-    denominators = global_denominators(accelerator, micro_batches, expression)
-    sums = Sums(expression)
+    denominators = global_denominators(accelerator, micro_batches, weightings)
+    sums = Sums(weightings)
     for i, batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         with nullcontext() if last else accelerator.no_sync(policy):
             losses = objective(policy, batch)
             total: Tensor | float = 0.0
-            for name, (coefficient, weighting) in expression.items():
+            for name, (coefficient, weighting) in weightings.items():
                 loss, stats = losses[name]
                 weight = weighting(batch).weight
                 if coefficient:
@@ -115,12 +115,12 @@ def train_step(
 
 
 def global_denominators(
-    accelerator: Accelerator, micro_batches: Iterable[Batch], expression: Expression
+    accelerator: Accelerator, micro_batches: Iterable[Batch], weightings: Weightings
 ) -> dict[str, float]:
     """Z of each named loss, over all micro-batches of all ranks; 0 for a loss without a unit, whose sum is 0 too."""
-    shares = {name: 0.0 for name in expression}
+    shares = {name: 0.0 for name in weightings}
     for batch in micro_batches:
-        for name, (_, weighting) in expression.items():
+        for name, (_, weighting) in weightings.items():
             shares[name] += weighting(batch).share
     return sum_over_ranks(accelerator, shares)
 
@@ -135,7 +135,7 @@ def optimize(
     policy: nn.Module,
     batches: Callable[[int], Sequence[Batch]],
     objective: Objective,
-    expression: Expression,
+    weightings: Weightings,
     *,
     accelerator: Accelerator,
     optimizer: torch.optim.Optimizer,
@@ -154,7 +154,7 @@ def optimize(
         began = time.perf_counter()
         learning_rate = float(schedule.get_last_lr()[0])
         metrics = train_step(
-            accelerator, policy, optimizer, batches(number - 1), objective, expression, max_grad_norm=max_grad_norm
+            accelerator, policy, optimizer, batches(number - 1), objective, weightings, max_grad_norm=max_grad_norm
         )
         with warnings.catch_warnings():
             # Where the first step is skipped, torch thinks that the two come in the wrong order.
@@ -176,16 +176,16 @@ def evaluate(
     policy: nn.Module,
     micro_batches: Sequence[Batch],
     objective: Objective,
-    expression: Expression,
+    weightings: Weightings,
 ) -> dict[str, float]:
     """The metrics of `train_step` over these batches, without training on them."""
-    denominators = global_denominators(accelerator, micro_batches, expression)
-    sums = Sums(expression)
+    denominators = global_denominators(accelerator, micro_batches, weightings)
+    sums = Sums(weightings)
     training = policy.training
     policy.eval()
     for batch in micro_batches:
         losses = objective(policy, batch)
-        for name, (_, weighting) in expression.items():
+        for name, (_, weighting) in weightings.items():
             sums.add(name, weighting(batch).weight, *losses[name])
     policy.train(training)
     return sums.means(accelerator, denominators)

@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 
 Weighting = Callable[[Batch], Weights]
 Unit = Literal["tokens", "sequences", "pairs"]
-Expression = Mapping[str, tuple[float, Weighting]]  # name of a loss -> (coefficient, weighting)
+Weightings = Mapping[str, tuple[float, Weighting]]  # name of a loss -> (coefficient, weighting)
 
 
 def token_mean(batch: Batch, *, of: Of = None) -> Weights:
@@ -50,9 +50,9 @@ def fixed_length(batch: Batch, *, length: int, of: Of = None) -> Weights:
     return Weights(torch.full_like(sequence, 1 / length, dtype=torch.float64), answers)
 
 
-def answer_mean(batch: Batch, *, of: Of = None) -> Weights:
+def completion_mean(batch: Batch, *, of: Of = None) -> Weights:
     """w = 1, Z = number of answers: for a loss with one entry per answer."""
-    return _each(int(batch.answers_of(of).sum()), batch)
+    return _each(int(batch.completions_of(of).sum()), batch)
 
 
 def example_mean(batch: Batch) -> Weights:
@@ -72,7 +72,7 @@ def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: Unit, of: Of 
     """
     example = {
         "tokens": lambda: batch.example[batch.sequence][batch.tokens_of(of)],
-        "sequences": lambda: batch.example[batch.answers_of(of)],
+        "sequences": lambda: batch.example[batch.completions_of(of)],
         "pairs": lambda: torch.arange(len(batch.examples), device=batch.target.device),
     }[unit]()
     weight = weighting(batch).weight * batch.columns[by].double()[example]

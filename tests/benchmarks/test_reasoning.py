@@ -5,7 +5,7 @@ import json
 import pytest
 from burnish.benchmarks import reasoning
 from burnish.loops.rewards import resolve
-from burnish.loops.rollouts import Sample, SampleWriter, Span
+from burnish.loops.rollouts import Sample, SampleWriter, VersionSpan
 from tiny import save_model
 
 pytest.importorskip("reasoning_gym")
@@ -64,7 +64,7 @@ def test_rewards_of_a_step_are_those_of_all_answers_that_were_drawn_for_it(tmp_p
     with SampleWriter(tmp_path / "samples.jsonl") as writer:
         for task, (version, score) in enumerate(scores):
             rewards = {"right": score}
-            writer.write([Sample(task, 0, [1], [2], [True], [-1.0], [Span(version, 0, 1)], "stop", "", rewards)])
+            writer.write([Sample(task, 0, [1], [2], [True], [-1.0], [VersionSpan(version, 0, 1)], "stop", "", rewards)])
     kept = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "rewards/right/mean": 0.9, "loss": 3.0}, {"step": 2}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     start, first, second = reasoning.read_steps(tmp_path)
@@ -78,7 +78,7 @@ def test_a_run_writes_its_figures_and_a_picture_of_them(tmp_path, monkeypatch):
     monkeypatch.setattr(reasoning, "RESULTS", tmp_path)
     monkeypatch.setattr(reasoning, "TRAINED", 8)
     monkeypatch.setattr(reasoning, "HELD_OUT", 4)
-    tiny = {"steps": 2, "varied": False, "batch_size": 2, "group_size": 2, "eval_every": 1, "show_every": 0}
+    tiny = {"steps": 2, "dynamic_sampling": False, "batch_size": 2, "group_size": 2, "eval_every": 1, "show_every": 0}
     monkeypatch.setattr(reasoning, "SETTINGS", reasoning.SETTINGS | tiny)
     reasoning.main([str(tmp_path / "kept")])
     written = (tmp_path / "smollm2_grpo.json").read_text()

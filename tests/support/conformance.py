@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from burnish.loops.rollouts.sample import Request, Sampling, check_sample
+from burnish.loops.rollouts.sample import Request, SamplingParams, check_sample
 from burnish.loops.rollouts.source import RolloutSource, SourceError
 from torch import Tensor, nn
 
@@ -86,7 +86,7 @@ class Subject:
 
 
 def drawn_from(log_probs, sampling):
-    """The log-probs of the distribution that `Sampling` describes, written out one row at a time."""
+    """The log-probs of the distribution that `SamplingParams` describes, written out one row at a time."""
     rows = []
     for row in log_probs:
         if sampling.temperature == 0:
@@ -125,7 +125,7 @@ def with_subject(test):
 
 
 def ask(task=0, *, prompt=(5, 3, 4), indices=(0, 1), key=KEY, turn=0, **sampling):
-    return Request(task, list(prompt), list(indices), Sampling(**{"max_tokens": 8, **sampling}), key, turn)
+    return Request(task, list(prompt), list(indices), SamplingParams(**{"max_tokens": 8, **sampling}), key, turn)
 
 
 def tokens_of(samples):
@@ -189,7 +189,7 @@ class Conformance:
         else:
             requests = [ask(i, indices=[0], prompt=prompt, max_tokens=1, **how) for i in range(n)]
             drawn = [sample for (sample,) in await asyncio.gather(*map(subject.source.sample, requests))]
-        expected = drawn_from(subject.log_probs(1, prompt), Sampling(max_tokens=1, **how))[0].exp()
+        expected = drawn_from(subject.log_probs(1, prompt), SamplingParams(max_tokens=1, **how))[0].exp()
         ids = expected.argsort(descending=True)
         bins = torch.empty_like(ids)
         bins[ids] = (expected[ids].cumsum(0) * 10).clamp(max=9.999).floor().long()

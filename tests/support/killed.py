@@ -54,10 +54,10 @@ def assert_each_answer_once(config):
     asked = itertools.product(range(steps * groups), range(config["group_size"]))
     assert [(sample["task"], sample["index"]) for sample in samples] == list(asked)
     ages = Counter(sample["task"] // groups - min(v for v, _, _ in sample["spans"]) for sample in samples)
-    assert set(ages) <= set(range(config["max_age"] + 1))
+    assert set(ages) <= set(range(config["max_staleness"] + 1))
     logged = untimed(run)
     assert [line["step"] for line in logged] == list(range(1, steps + 1))
-    assert max(line["age/max"] for line in logged) <= config["max_age"]
+    assert max(line["age/max"] for line in logged) <= config["max_staleness"]
     newest = max((run / "checkpoints").glob("step-*")) / "state.pt"
     ends = torch.load(newest, weights_only=True)["memory"]["sampler"]["ends"]
     assert ends == list(range(groups, (steps + 1) * groups, groups))
@@ -163,7 +163,7 @@ def kill_at_random(recipe, config, rng, upto):
 def be_rank(recipe, config, *orders):
     rng = random.Random(0)
     happened = {"random": 0, "write": 0, "truncate": 0}
-    if not config.get("max_age"):  # above, no two runs are alike
+    if not config.get("max_staleness"):  # above, no two runs are alike
         assert not wait(train(recipe, {**config, "output": config["output"] + "-undisturbed"}))
     config["resume"] = True
     for order in orders:

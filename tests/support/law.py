@@ -25,12 +25,12 @@ from burnish.loops.recipes.ppo import PPO, run_ppo
 from burnish.loops.recipes.reward import TERMS as REWARD_TERMS
 from burnish.loops.recipes.reward import read_scores
 from burnish.loops.recipes.sft import TOKEN_LOSSES
-from burnish.loops.rewards import Watch, Weighted
+from burnish.loops.rewards import RewardFunction, RewardMonitor
 from burnish.loops.rl import policy_gradient as surrogate
-from burnish.loops.rl.setup import Players
+from burnish.loops.rl.setup import RLContext
 from burnish.loops.rollouts.replay import ReplaySource
-from burnish.loops.rollouts.sample import Sample, Span
-from burnish.loops.rollouts.scheduler import Sampler
+from burnish.loops.rollouts.sample import Sample, VersionSpan
+from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.runs.feed import Feed
 from burnish.loops.runs.reference import frozen_copy
 from burnish.loops.runs.teacher import distillation
@@ -40,11 +40,11 @@ from burnish.loops.train.losses import (
     PAIR_LOGPS,
     Term,
     compose,
-    expression,
     outputs_for,
     parse,
     policy_tensors,
     score_tensors,
+    weightings,
 )
 from burnish.loops.train.step import train_step
 from burnish.loops.train.weighting import fixed_length, sequence_mean
@@ -70,20 +70,22 @@ GROUPS, ANSWERS, LONGEST = 5, 3, 8
 # the order of its second epoch is drawn.
 STEP = 2
 _SPLIT = {"model": "", "data": "", "output": "", "batch_size": GROUPS, "group_size": ANSWERS, "max_tokens": LONGEST}
-_SPLIT |= {"rewards": {"right": 1.0, "brief": 0.3}, "steps": 4, "rollout_epochs": 2, "minibatches": 2}
+_SPLIT |= {"rewards": {"right": 1.0, "brief": 0.3}, "steps": 4, "epochs_per_rollout": 2, "minibatches": 2}
 _SPLIT |= {"mask_truncated": True, "temperature": 0.7}
 _WIDE = {"clip_low": 0.95, "clip_high": 9.0}  # the scripted sampler is far from the policy
 ONLINE = {
     "grpo": GRPO(**_SPLIT, old="recomputed", beta=0.1),
-    "grpo_token_mean": GRPO(**_SPLIT, variant="dapo", varied=False, hyper=_WIDE, scale="batch"),
-    "grpo_fixed_length": GRPO(**_SPLIT, variant="dr_grpo", hyper=_WIDE, loss={"clipped_surrogate": 1, "nll": 0.1}),
-    "grpo_corrected": GRPO(**_SPLIT, correction="tis", beta=0.1, kl_in="reward"),
-    "gdpo": GRPO(**_SPLIT, combine="normalize", hyper=_WIDE),
-    "gspo": GRPO(**_SPLIT, variant="gspo", old="sampled", hyper=_WIDE),
+    "grpo_token_mean": GRPO(**_SPLIT, variant="dapo", dynamic_sampling=False, loss_kwargs=_WIDE, scale="batch"),
+    "grpo_fixed_length": GRPO(
+        **_SPLIT, variant="dr_grpo", loss_kwargs=_WIDE, loss={"clipped_surrogate": 1, "nll": 0.1}
+    ),
+    "grpo_corrected": GRPO(**_SPLIT, correction="tis", beta=0.1, kl_as="reward"),
+    "gdpo": GRPO(**_SPLIT, reward_aggregation="normalize", loss_kwargs=_WIDE),
+    "gspo": GRPO(**_SPLIT, variant="gspo", old="sampled", loss_kwargs=_WIDE),
     "gspo_corrected": GRPO(**_SPLIT, variant="gspo", correction="sequence_tis"),
     "rloo": RLOO(**_SPLIT),
     "ppo_online": PPO(
-        **_SPLIT, missing_eos_penalty=0.5, hyper=_WIDE, loss={"clipped_surrogate": 1, "entropy_bonus": 0.1}
+        **_SPLIT, missing_eos_penalty=0.5, loss_kwargs=_WIDE, loss={"clipped_surrogate": 1, "entropy_bonus": 0.1}
     ),
 }
 
@@ -139,7 +141,7 @@ def setup(name, accelerator):
     reference = alike(frozen_copy(make_policy(seed=1)), accelerator)
     teacher = make_policy("llama_wide", seed=2)
     lesson = partial(teacher.lesson, beta=0.3, temperature=0.7)
-    hyper = {"beta": 0.3}
+    loss_kwargs = {"beta": 0.3}
     if name == "sft":
         mix = {
             "nll": {"weighting": "sequence_mean", "weight": "importance"},
@@ -154,7 +156,7 @@ def setup(name, accelerator):
         terms = {"distillation": Term(distillation), "nll": Term(nll, 0.5), **ENTROPY}
         return policy, single, {}, terms, policy_tensors(teaching=lesson), {}
     if name in PAIRS:
-        terms = {**parse(PAIRS[name], hyper, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
+        terms = {**parse(PAIRS[name], loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
         return policy, pairs, {}, terms, policy_tensors(reference=reference, pairs=True), {}
     if name == "composition":
         mix = {
@@ -163,12 +165,15 @@ def setup(name, accelerator):
             "nll": 0.2,
             "distillation": {"coefficient": 0.1, "weighting": "sequence_mean", "of": "all"},
         }
-        terms = {**parse(mix, hyper, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
+        terms = {**parse(mix, loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
         terms["bco_pair"] = replace(terms["bco_pair"], factor="wpo")
         read = policy_tensors(reference=reference, teaching=lesson, outputs=outputs_for(terms), pairs=True)
         return policy, pairs, {"importance": importance}, terms, read, {}
     if name in ("kto", "bco"):
-        terms = {**parse({name: 1.0, "nll": 0.2}, hyper, FEEDBACK_LOSSES, of="desirable"), **feedback_metrics(0.3)}
+        terms = {
+            **parse({name: 1.0, "nll": 0.2}, loss_kwargs, FEEDBACK_LOSSES, of="desirable"),
+            **feedback_metrics(0.3),
+        }
         rewards = RunningMean()
         rewards.observe({"rewards": 0.4})
         prepare = prepare_feedback(terms, rewards, policy, reference, accelerator)
@@ -206,7 +211,7 @@ def scripted(seed=3):
             tokens = [draw.randrange(3, 60) for _ in range(draw.randint(1, LONGEST))]
             trained = [draw.random() < 0.8 for _ in tokens[:-1]] + [True]
             logprobs = [-draw.uniform(3, 5) for _ in tokens]
-            span = [Span(0, 0, len(tokens))]
+            span = [VersionSpan(0, 0, len(tokens))]
             finish = {(0, 1): "aborted", (3, 2): "length"}.get((task, index), "stop")
             score = None if (task, index) == (1, 0) else draw.choice([0.0, 0.5, 1.0])
             rewards = {"right": score, "brief": None if score is None else draw.random()}
@@ -217,7 +222,7 @@ def scripted(seed=3):
 def replaying(samples, config):
     """A sampler that gives back these answers."""
     prompts = {sample.task: sample.prompt for sample in samples}
-    return Sampler(
+    return RolloutScheduler(
         ReplaySource(samples),
         prompts.__getitem__,
         list,
@@ -225,7 +230,7 @@ def replaying(samples, config):
         group_size=config.group_size,
         sampling=config.sampling,
         key=0,
-        max_age=0,
+        max_staleness=0,
     )
 
 
@@ -233,24 +238,24 @@ def handed_over(config, policy, reference, samples, accelerator):
     """What a recipe gives to `Run.train`, by name, where answers, reference and policy are these."""
     caught = {}
 
-    def train(policy, tokenizer, feed, objective, expression, *, report, **options):
-        caught.update(feed=feed, objective=objective, expression=expression, report=report)
+    def train(policy, tokenizer, feed, objective, weightings, *, report, **options):
+        caught.update(feed=feed, objective=objective, weightings=weightings, report=report)
         return {}
 
     run = SimpleNamespace(accelerator=accelerator, config=SimpleNamespace(lora=Lora()), train=train, directory=Path())
     recipe = SimpleNamespace(model=policy, tokenizer=None, run=run, data=range(GROUPS), eval_data=None)
     sampler = replaying(samples, config) if accelerator.is_main_process else None
-    rewards = [Weighted(name, None, weight) for name, weight in config.rewards.items()]
-    players = Players(recipe, rewards, sampler, Watch(), None, lambda source, row: source)
+    rewards = [RewardFunction(name, None, weight) for name, weight in config.rewards.items()]
+    players = RLContext(recipe, rewards, sampler, RewardMonitor(), None, lambda source, row: source)
     run_recipe, module = (run_ppo, "ppo") if isinstance(config, PPO) else (run_grpo, "grpo")
 
     def opened(*arguments, needed, **options):
         return (reference if needed else None), None
 
     with (
-        patch(f"burnish.loops.recipes.{module}.open_players", lambda *arguments: players),
+        patch(f"burnish.loops.recipes.{module}.open_rl", lambda *arguments: players),
         patch.object(surrogate, "open_reference", opened),
-        patch("burnish.loops.rl.buffer.Experience.close", lambda self: None),
+        patch("burnish.loops.rl.buffer.RolloutFeed.close", lambda self: None),
         patch("burnish.loops.recipes.ppo.save_file"),
     ):
         run_recipe(config)
@@ -266,7 +271,7 @@ def online_step(config, layout, accelerator, samples):
     caught = handed_over(config, policy, reference, samples, accelerator)
     mine = caught["feed"](STEP)
     caught["feed"].close()
-    result = stepped(accelerator, policy, mine, caught["objective"], caught["expression"])
+    result = stepped(accelerator, policy, mine, caught["objective"], caught["weightings"])
     result["metrics"] |= {name: value for name, value in caught["report"]().items() if name not in _OF_THE_SAMPLER}
     return result
 
@@ -305,14 +310,14 @@ def one_step(name, layout, micro_tokens):
         ranks=accelerator.num_processes,
     )
     feed = Feed(data, batches, rank=accelerator.process_index, columns=list(columns), **options)
-    return stepped(accelerator, model, feed(0), compose(terms, read), expression(terms))
+    return stepped(accelerator, model, feed(0), compose(terms, read), weightings(terms))
 
 
-def stepped(accelerator, model, mine, objective, expression):
+def stepped(accelerator, model, mine, objective, weightings):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    metrics = train_step(accelerator, prepared, optimizer, mine, objective, expression, max_grad_norm=float("inf"))
+    metrics = train_step(accelerator, prepared, optimizer, mine, objective, weightings, max_grad_norm=float("inf"))
     # Plain SGD with learning rate 1: the step is the gradient.
     gradient = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters(), strict=True)])
     weight = torch.cat([b.flatten() for b in before])

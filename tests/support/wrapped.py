@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from burnish.kernels import Head, tiled
 from burnish.loops.batch import collate
-from burnish.loops.models.lm_head import Lesson, Transform, fuse
+from burnish.loops.models.lm_head import TeacherOutputs, Transform, fuse
 from burnish.loops.models.policy import Policy
 from peft import LoraConfig, get_peft_model
 from tiny import _SMALL, in_full_precision, make_examples
@@ -240,8 +240,8 @@ def lessons():
     weight = torch.randn(VOCABULARY + 3, 16, dtype=torch.float64, generator=random)
     teacher = torch.randn(len(TARGET), 16, dtype=torch.float64, generator=random)
     best = (teacher @ weight[:VOCABULARY].t()).log_softmax(-1).topk(5)
-    whole_distribution = Lesson(0.3, 0.8, hidden=teacher, head=Head(weight))
-    return whole_distribution, Lesson(0.3, 0.8, top_k=(best.indices, best.values))
+    whole_distribution = TeacherOutputs(0.3, 0.8, hidden=teacher, head=Head(weight))
+    return whole_distribution, TeacherOutputs(0.3, 0.8, top_k=(best.indices, best.values))
 
 
 def ask(head, hidden):

@@ -11,10 +11,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ..sample import Request, Sampling
+from ..sample import Request, SamplingParams
 from ..source import SourceError
 from .draw import draw
-from .kv_cache import Fit, Lockstep, Memory, Ragged, lockstep_fit, ragged_fit
+from .kv_cache import ContinuousBatch, Fit, Memory, StaticBatch, lockstep_fit, ragged_fit
 from .runner import Answer, Reader
 from .slots import matmul_dtype
 
@@ -62,9 +62,9 @@ def choose_memory(reader: Reader, cache_bytes: int) -> Callable[[int], Memory]:
     objection = (
         f"it has layers of {', '.join(sorted(others))}"
         if others
-        else _objection(lambda: _poisoned(Ragged(reader, all_of_them)), reader)
+        else _objection(lambda: _poisoned(ContinuousBatch(reader, all_of_them)), reader)
     )
-    unusable = _objection(lambda: Lockstep(reader, all_of_them, cached=True), reader)
+    unusable = _objection(lambda: StaticBatch(reader, all_of_them, cached=True), reader)
     cached, window = unusable is None, _window(config)
     fallback = "one prompt at a time, " + (
         "with its own cache" if cached else f"all being read anew for every token ({unusable})"
@@ -76,10 +76,10 @@ def choose_memory(reader: Reader, cache_bytes: int) -> Callable[[int], Memory]:
 
     def memory(longest: int) -> Memory:
         if fit is not None and (window is None or longest <= window):
-            return Ragged(reader, fit, window)
+            return ContinuousBatch(reader, fit, window)
         if fit is not None:
             _warn_once(plain, f"{longest} tokens are more than its window of {window}: {fallback}")
-        return Lockstep(reader, fit_of_fallback, cached=cached)
+        return StaticBatch(reader, fit_of_fallback, cached=cached)
 
     return memory
 
@@ -102,7 +102,7 @@ def _window(config: Any) -> int | None:
 def _objection(make: Callable[[], Memory], reader: Reader) -> str | None:
     """Why this memory is of no use, if its states are not those that the plain model computes of each text alone."""
     requests = [
-        Request(task, prompt, [0, 1], Sampling(max_tokens=3), key=0) for task, (prompt, _) in enumerate(_SCRIPT)
+        Request(task, prompt, [0, 1], SamplingParams(max_tokens=3), key=0) for task, (prompt, _) in enumerate(_SCRIPT)
     ]
     answers = [Answer.of(request, index) for request in requests for index in request.indices]
     with reader.reading():
@@ -117,7 +117,7 @@ def _objection(make: Callable[[], Memory], reader: Reader) -> str | None:
                 tolerance, moved = 1e-3, {}
             else:
                 # Layers amplify rounding, but a token that is not seen, or poison that is, is half of a state or more.
-                shifts = (1, -1) if isinstance(memory, Ragged) else ()
+                shifts = (1, -1) if isinstance(memory, ContinuousBatch) else ()
                 tolerance, moved = 0.35, {shift: _plain_states(reader, texts.values(), shift) for shift in shifts}
         except _REFUSALS as error:  # the model takes no such input
             return f"{type(error).__name__}: {error}"
@@ -151,7 +151,7 @@ def _by_answer(of: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(2 * len(_SCRIPT)).index_add(0, of, values.flatten(1).sum(1))
 
 
-def _poisoned(memory: Ragged) -> Ragged:
+def _poisoned(memory: ContinuousBatch) -> ContinuousBatch:
     """A mask that shows too much is a matter of a few percent where there is nothing to see, and of everything here."""
     memory.slots.unwritten = 1e3
     return memory

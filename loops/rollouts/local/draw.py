@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..sample import Sampling
+from ..sample import SamplingParams
 
 _ELEMENTS = 1 << 24  # logits that are turned into probabilities at once
 _ELEMENTS_CPU = 1 << 19  # beyond which memory is mapped, and given back, for every token anew
@@ -24,7 +24,7 @@ def uniforms(seed: int, count: int) -> list[float]:
     return numbers
 
 
-def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[Sampling]) -> Drawn:
+def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> Drawn:
     """One token per row of ``logits`` [rows, V], by inversion of its cumulative distribution.
 
         i = min { i : Σ_{j≤i} p_j > u Σ_j p_j },   p = softmax(logits / T) over what top_k and then top_p leave
@@ -41,7 +41,7 @@ def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[Sampling])
     return parts[0] if len(parts) == 1 else Drawn(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
-def _draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[Sampling]) -> Drawn:
+def _draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> Drawn:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 

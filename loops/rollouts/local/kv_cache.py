@@ -1,7 +1,8 @@
 """What has been read of the answers under way, so that every token is read once.
 
-    Ragged     every answer has a row of one batch; answers join and leave between two tokens
-    Lockstep   answers to one prompt at a time, with the cache that the model makes itself, or none: for recurrences and
+    ContinuousBatch  every answer has a row of one batch; answers join and leave between two tokens
+    StaticBatch   answers to one prompt at a time, with the cache that the model makes itself, or none: for
+    recurrences and
                windows, which count what they have seen in ways of their own
 
 A prompt is read once for all of its answers.
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .runner import Answer, Reader
-from .slots import Slots
+from .slots import KVCache
 
 READ = 8192  # tokens of context that are read at once
 
@@ -47,7 +48,7 @@ class Memory(Protocol):
     def drop_finished(self) -> None: ...
 
 
-class Ragged:
+class ContinuousBatch:
     """A row of one batch for every answer.
 
     Args:
@@ -60,7 +61,7 @@ class Ragged:
         self.fit = fit
         self.window = window
         self.answers: list[Answer] = []
-        self.slots = Slots(reader.policy.device)
+        self.slots = KVCache(reader.policy.device)
 
     def room(self, waiting: Sequence[Answer]) -> int:
         longest = max((answer.longest for answer in self.answers), default=0)
@@ -77,7 +78,7 @@ class Ragged:
         return self._read([list(answer.request.prompt) for answer in answers])
 
     def read_again(self) -> None:
-        self.slots = Slots(self.reader.policy.device)
+        self.slots = KVCache(self.reader.policy.device)
         self._read([[*answer.request.prompt, *answer.tokens[:-1]] for answer in self.answers])
 
     def step(self) -> Tensor:
@@ -116,7 +117,7 @@ class Ragged:
         return torch.cat(states)
 
 
-class Lockstep:
+class StaticBatch:
     """Answers to one prompt at a time.
 
     Args:
@@ -166,7 +167,7 @@ class Lockstep:
 
 def ragged_fit(reader: Reader, cache_bytes: int) -> Fit:
     """How many answers a batch may cache, by the bytes that this model's keys and values take in it."""
-    slots, cache = Slots(reader.policy.device), DynamicCache()
+    slots, cache = KVCache(reader.policy.device), DynamicCache()
     with reader.reading():
         reader.states(input_ids=reader.ids([[1]]), past_key_values=cache, use_cache=True)
         slots.extend(cache, [1], [1])

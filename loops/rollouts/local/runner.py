@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...models.policy import Policy
-from ..sample import Finish, Request, Sampling, Span
+from ..sample import Finish, Request, SamplingParams, VersionSpan
 from .draw import uniforms
 
 _CACHES = ("past_key_values", "cache_params")  # the latter in Mamba and its kin
@@ -26,7 +26,7 @@ class Answer:
     uniform: list[float]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
     finish: Finish | None = None
 
     @classmethod
@@ -34,7 +34,7 @@ class Answer:
         return cls(request, index, uniforms(request.seed(index), request.sampling.max_tokens))
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         return self.request.sampling
 
     @property
@@ -44,7 +44,7 @@ class Answer:
     def append(self, token: int, logprob: float, version: int) -> None:
         end = len(self.tokens)
         start = self.spans.pop().start if self.spans and self.spans[-1].version == version else end
-        self.spans.append(Span(version, start, end + 1))
+        self.spans.append(VersionSpan(version, start, end + 1))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if token in self.sampling.stop:

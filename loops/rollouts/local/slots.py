@@ -20,7 +20,7 @@ class _Layer(_untyped.DynamicLayer):  # type: ignore[misc]
     in: a rotary embedding of float32 states leaves float32 keys, beside values that a layer has cast.
     """
 
-    def __init__(self, slots: "Slots", like: Tensor, values_like: Tensor) -> None:
+    def __init__(self, slots: "KVCache", like: Tensor, values_like: Tensor) -> None:
         super().__init__()
         self.slots = slots
         self.is_initialized = True
@@ -51,7 +51,7 @@ class _Layer(_untyped.DynamicLayer):  # type: ignore[misc]
             setattr(self, name, new)
 
 
-class Slots(_untyped.Cache):  # type: ignore[misc]
+class KVCache(_untyped.Cache):  # type: ignore[misc]
     """A cache whose rows are of different lengths, join at any time, and leave.
 
     A row's tokens stand in its first columns, at the positions that they have in its text; what lies beyond is masked.

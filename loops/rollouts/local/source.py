@@ -23,11 +23,13 @@ _CACHE_CPU = 2 << 30  # bytes
 _SHARE = 4  # of a GPU's free memory, one part in so many: see `free_share`
 
 
-class EmbeddedSource:
+class LocalSource:
     """Draws from the weights that are being trained: `publish` moves nothing, it says that they are other ones.
 
-    Nothing may train while answers are under way, as nothing does where `Sampler` is synchronous; what is to go on
-    meanwhile needs a `DetachedSource`. Answers under way are continued one token at a time, and others may run in the
+    Nothing may train while answers are under way, as nothing does where `RolloutScheduler` is synchronous; what is
+    to go
+    on meanwhile needs a `DetachedSource`. Answers under way are continued one token at a time, and others may run in
+    the
     event loop in between. Requests that arrive together are put in order before they are begun, so that the same
     requests make up the same batches.
 
@@ -169,10 +171,10 @@ class EmbeddedSource:
         )
 
 
-class DetachedSource(EmbeddedSource):
+class DetachedSource(LocalSource):
     """Draws from a copy of the policy, while the policy trains; `publish` copies the weights, between two tokens.
 
-    Takes the arguments of `EmbeddedSource`; adapters are merged in the copy.
+    Takes the arguments of `LocalSource`; adapters are merged in the copy.
     """
 
     overlaps = True

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..sample import Finish, Request, Sample, Sampling, Span
+from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan
 from ..source import SourceError, SourceLost
 
 # Of vLLM: what has been tested. Its endpoints for training are younger than its promises of stability.
@@ -12,7 +12,7 @@ VERSIONS = ("0.32",)
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
-def parameters(sampling: Sampling, seed: int) -> dict[str, Any]:
+def parameters(sampling: SamplingParams, seed: int) -> dict[str, Any]:
     """Of vLLM's ``SamplingParams``."""
     return {
         "max_tokens": sampling.max_tokens,
@@ -34,7 +34,7 @@ def made(
     drawn: list[int],
     logprobs: list[float],
     finish: Finish,
-    spans: list[Span],
+    spans: list[VersionSpan],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Sample:
     """A sample whose parts agree.

@@ -23,7 +23,7 @@ _LOOK = 60.0  # seconds that an order without a body may take, which changes not
 _ORDERS = 4  # calls beside those for answers, such as to pause; they never wait for one
 
 
-class Refused(SourceError):
+class Rejected(SourceError):
     """The server is well and does not do what it is told."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -31,7 +31,7 @@ class Refused(SourceError):
         self.status = status
 
 
-class NotNow(Refused, SourceLost):
+class Retryable(Rejected, SourceLost):
     """It may do so later: it failed, is busy, or does not know an adapter that it has lost in a restart."""
 
 
@@ -75,7 +75,7 @@ class Http:
 
         Raises:
             SourceLost: if there is no server, or it dies meanwhile.
-            Refused: if it answers that it won't.
+            Rejected: if it answers that it won't.
         """
         return self._do(_Call(self._connection(timeout or self._timeout)), path, body)
 
@@ -157,7 +157,7 @@ class Http:
         dying = status == 503 or "EngineCore" in said or "EngineDead" in said
         if dying or (status >= 500 and path != "/health" and not self.alive()):
             raise SourceLost(f"{where}: the server is dying ({status}): {said}")
-        kind = NotNow if status >= 500 or status in (404, 408, 429) else Refused
+        kind = Retryable if status >= 500 or status in (404, 408, 429) else Rejected
         raise kind(f"{where} answered {status}: {said}", status)
 
 

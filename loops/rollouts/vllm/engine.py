@@ -18,7 +18,7 @@ from ..sample import Request, Sample
 from ..source import SourceError
 from . import plugin
 from .answer import FINISH, VERSIONS, made, parameters
-from .client import Refused
+from .client import Rejected
 from .launch import SHARE
 from .preflight import Expected, install_advice
 from .weights import Files
@@ -166,7 +166,7 @@ class VLLMEngine:
         try:
             return how[name]()
         except (RuntimeError, ValueError) as error:
-            raise Refused(f"vllm: {name}: {error}", 500) from error
+            raise Rejected(f"vllm: {name}: {error}", 500) from error
 
     async def _answer(self, request: Request, index: int) -> Sample:
         name = uuid.uuid4().hex

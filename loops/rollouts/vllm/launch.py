@@ -151,8 +151,9 @@ def launch(
 
     It ends with this process, even if that is killed.
 
-    A run that is to end with the same weights whatever dies (at max_age 0) needs log-probs that do not depend on what
-    else is under way. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the environment;
+    A run that is to end with the same weights whatever dies (at max_staleness 0) needs log-probs that do not depend on
+    what else is under way. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the
+    environment;
     for GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where neither can be, recomputed old log-probs leave only tokens.
 
     Args:

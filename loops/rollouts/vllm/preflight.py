@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..source import SourceError
-from .client import Http, Refused
+from .client import Http, Rejected
 from .launch import max_lora_rank
 from .weights import UNDO, Settings, Weights
 
@@ -40,11 +40,11 @@ def check_server(http: Http, settings: Settings, dtype: str, versions: tuple[str
     try:
         info = http.call("/server_info?config_format=json")["vllm_config"]
         http.call("/weight_info")
-    except Refused as error:
+    except Rejected as error:
         raise restart("can't be told to take new weights", "VLLM_SERVER_DEV_MODE=1 in its environment") from error
     if http.call("/is_paused")["is_paused"]:  # a trainer has died while it was updating the weights
         for path in (*UNDO, "/resume"):
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(Rejected):
                 http.call(path, {})
     model = info["model_config"]
     if model["logprobs_mode"] != "processed_logprobs":
@@ -72,7 +72,7 @@ def check_server(http: Http, settings: Settings, dtype: str, versions: tuple[str
         raise restart("can't be told to load adapters", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
     try:
         http.call("/inference/v1/generate", {"token_ids": [0], "sampling_params": {"max_tokens": 1}})
-    except Refused as error:
+    except Rejected as error:
         if error.status not in (403, 404):
             raise
         raise restart("does not take token ids", "--enable-scale-out") from error
@@ -100,7 +100,7 @@ def check_model(http: Http, config: Any, tokenizer: PreTrainedTokenizerBase, voc
         try:
             http.call("/inference/v1/generate", {"token_ids": [token], "sampling_params": {"max_tokens": 1}})
             knows = True
-        except Refused as error:
+        except Rejected as error:
             if "vocab" not in str(error):
                 raise
             knows = False

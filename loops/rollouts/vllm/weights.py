@@ -2,7 +2,7 @@
 
 Whole weights are put in while the engine is paused. Answers under way stay where they are, and their keys and values
 are computed anew (``clear_cache``: without, they go on from a mixture of both weights that is labelled with the new
-ones). Each of these is given `Orders`, and so works over HTTP and in process alike.
+ones). Each of these is given `ControlPlane`, and so works over HTTP and in process alike.
 
 vLLM knows the weights by a label. Ours names the version and the source that published it: a server that was restarted,
 was left behind by another run, or was cut off in the middle of an update has some other label.
@@ -25,9 +25,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..sample import Span
+from ..sample import VersionSpan
 from ..source import SourceError, SourceLost
-from .client import Refused
+from .client import Rejected
 from .plugin import BACKEND
 
 _PART = 1 << 30  # bytes that are on their way at once
@@ -42,7 +42,7 @@ Settings = Mapping[str, Mapping[str, Any] | None]
 T = TypeVar("T")
 
 
-class Orders(Protocol):
+class ControlPlane(Protocol):
     """What vLLM is told by the path of its HTTP interface, whether or not there is HTTP in between."""
 
     async def order(self, path: str, body: Any = None) -> Any: ...
@@ -59,15 +59,15 @@ class Updates(Protocol):
         """What the server's configuration must say; None for what it must not have."""
         ...
 
-    async def version(self, vllm: Orders) -> int | None: ...
+    async def version(self, vllm: ControlPlane) -> int | None: ...
 
-    async def publish(self, vllm: Orders, weights: Weights, version: int) -> None: ...
+    async def publish(self, vllm: ControlPlane, weights: Weights, version: int) -> None: ...
 
     def model(self) -> contextlib.AbstractContextManager[str | None]:
         """The model to ask for, which stays while it is asked; None for the only one."""
         ...
 
-    def spans(self, labels: list[dict[str, Any]], model: str | None) -> list[Span]:
+    def spans(self, labels: list[dict[str, Any]], model: str | None) -> list[VersionSpan]:
         """Which versions an answer is from, by vLLM's labels of its tokens and the model that was asked for.
 
         Raises:
@@ -89,17 +89,17 @@ class _Whole:
     def settings(self) -> Settings:
         return {"weight_transfer_config": {"backend": self.backend}, "lora_config": None}
 
-    async def connect(self, vllm: Orders) -> None:
+    async def connect(self, vllm: ControlPlane) -> None:
         """To an engine that has just been started, or belonged to another trainer."""
         raise NotImplementedError
 
-    async def send(self, vllm: Orders, weights: Weights) -> None:
+    async def send(self, vllm: ControlPlane, weights: Weights) -> None:
         raise NotImplementedError
 
-    async def version(self, vllm: Orders) -> int | None:
+    async def version(self, vllm: ControlPlane) -> int | None:
         return self._version((await vllm.order("/weight_info"))["weight_version"])
 
-    async def publish(self, vllm: Orders, weights: Weights, version: int) -> None:
+    async def publish(self, vllm: ControlPlane, weights: Weights, version: int) -> None:
         label = (await vllm.order("/weight_info"))["weight_version"]
         await vllm.order("/pause?mode=keep&clear_cache=true", {})
         if self._version(label) is None:
@@ -115,19 +115,19 @@ class _Whole:
     def model(self) -> Iterator[None]:
         yield None
 
-    def spans(self, labels: list[dict[str, Any]], model: str | None) -> list[Span]:
-        spans: list[Span] = []
+    def spans(self, labels: list[dict[str, Any]], model: str | None) -> list[VersionSpan]:
+        spans: list[VersionSpan] = []
         for label in labels:
             version = self._version(label["version"])
             if version is None:
                 raise SourceLost(f"vllm: it answered from weights {label['version']!r}, not from published ones")
-            spans.append(Span(version, label["start"], label["end"]))
+            spans.append(VersionSpan(version, label["start"], label["end"]))
         return spans
 
-    async def _begin_anew(self, vllm: Orders, label: str) -> None:
+    async def _begin_anew(self, vllm: ControlPlane, label: str) -> None:
         if label != _RESTARTED:
             for path in UNDO:
-                with contextlib.suppress(Refused):
+                with contextlib.suppress(Rejected):
                     await vllm.order(path, {})
         await self.connect(vllm)
 
@@ -145,11 +145,11 @@ class Files(_Whole):
         super().__init__()
         self.directory = Path(directory).resolve()
 
-    async def connect(self, vllm: Orders) -> None:
+    async def connect(self, vllm: ControlPlane) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         await vllm.order("/init_weight_transfer_engine", {"init_info": {"directory": str(self.directory)}})
 
-    async def send(self, vllm: Orders, weights: Weights) -> None:
+    async def send(self, vllm: ControlPlane, weights: Weights) -> None:
         path = self.directory / f"{self._name}.safetensors"
         try:
             for part, last in _parts(weights):
@@ -179,7 +179,7 @@ class Nccl(_Whole):
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self._group: Any = None
 
-    async def connect(self, vllm: Orders) -> None:
+    async def connect(self, vllm: ControlPlane) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         self.close()
@@ -188,7 +188,7 @@ class Nccl(_Whole):
         told = vllm.order("/init_weight_transfer_engine", {"init_info": {**meeting, "rank_offset": 1, "packed": False}})
         self._group = await self._together(lambda: self._here(trainer_init, meeting), told)
 
-    async def send(self, vllm: Orders, weights: Weights) -> None:
+    async def send(self, vllm: ControlPlane, weights: Weights) -> None:
         for part, _ in _parts(weights):
             tensors = [(name, tensor.detach().to(self.device).contiguous()) for name, tensor in part]
             info = {
@@ -252,19 +252,19 @@ class Adapters:
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
 
-    async def version(self, vllm: Orders) -> int | None:
+    async def version(self, vllm: ControlPlane) -> int | None:
         there = {model["id"] for model in (await vllm.order("/v1/models"))["data"]}
         if not self._versions.keys() <= there:  # the server was restarted
             self._versions.clear()
         return list(self._versions.values())[-1] if self._versions else None
 
-    async def publish(self, vllm: Orders, weights: Weights, version: int) -> None:
+    async def publish(self, vllm: ControlPlane, weights: Weights, version: int) -> None:
         await self.version(vllm)
         path = self.directory / f"{self._prefix}{next(self._serial)}"
         await asyncio.to_thread(self._save, path, weights)
         try:
             await vllm.order("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
-        except Refused as error:
+        except Rejected as error:
             raise SourceError(f"{error}; trainer and server must both see {self.directory}, and the server's "
                               f"--max-lora-rank be at least {self.config.r}") from error  # fmt: skip
         self._versions[path.name] = version
@@ -284,10 +284,10 @@ class Adapters:
         finally:
             self._in_use[name] -= 1
 
-    def spans(self, labels: list[dict[str, Any]], model: str | None) -> list[Span]:
+    def spans(self, labels: list[dict[str, Any]], model: str | None) -> list[VersionSpan]:
         if model not in self._versions:
             raise SourceLost(f"vllm: the adapter {model} is gone")
-        return [Span(self._versions[model], 0, labels[-1]["end"])] if labels else []
+        return [VersionSpan(self._versions[model], 0, labels[-1]["end"])] if labels else []
 
     def _save(self, path: Path, weights: Weights) -> None:
         path.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from burnish.data.chat import Encoder
-from burnish.loops.environments import Turns
-from burnish.loops.rollouts.sample import Request, Sample, Sampling, Span
+from burnish.loops.environments import ChatTurns
+from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -48,7 +48,9 @@ class Scripted:
                 tokens,
                 [True] * len(tokens),
                 [-(request.turn + 1) - t / 100 for t in range(len(tokens))],
-                [Span(3, 0, middle), Span(4, middle, len(tokens))] if middle else [Span(4, 0, len(tokens))],
+                [VersionSpan(3, 0, middle), VersionSpan(4, middle, len(tokens))]
+                if middle
+                else [VersionSpan(4, 0, len(tokens))],
                 finish,
                 self.tokenizer.decode(tokens, skip_special_tokens=True),
             )
@@ -89,7 +91,7 @@ def tokenizer(byte_tokenizer):
 
 @pytest.fixture
 def turns(tokenizer):
-    return Turns(Encoder(tokenizer))
+    return ChatTurns(Encoder(tokenizer))
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def scripted():
 @pytest.fixture
 def request_for():
     def build(*indices, task=0, max_tokens=200, **options):
-        return Request(task, [], indices or (0,), Sampling(max_tokens, **options), key=11)
+        return Request(task, [], indices or (0,), SamplingParams(max_tokens, **options), key=11)
 
     return build
 

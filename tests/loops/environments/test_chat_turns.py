@@ -1,8 +1,8 @@
-"""Turns: what is put after an answer is what the template would write there."""
+"""ChatTurns: what is put after an answer is what the template would write there."""
 
 import pytest
 from burnish.data.chat import Encoder
-from burnish.loops.environments import Turns
+from burnish.loops.environments import ChatTurns
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 TEMPLATES = {
@@ -66,7 +66,7 @@ def conversation(role):
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_a_conversation_built_turn_by_turn_is_the_templates_rendering_of_it(name, role, byte_tokenizer):
     tokenizer = byte_tokenizer(TEMPLATES[name]) if name != "chatml" else byte_tokenizer()
-    turns = Turns(Encoder(tokenizer))
+    turns = ChatTurns(Encoder(tokenizer))
     assert built(tokenizer, turns, conversation(role)) == chat(tokenizer, conversation(role))
 
 
@@ -75,14 +75,14 @@ def test_so_it_is_with_templates_in_use(name, byte_tokenizer, templates_of_the_p
     tokenizer = byte_tokenizer((templates_of_the_peer / f"{name}.jinja").read_text())
     role = OTHERS.get(name, "tool")
     options = {"tools": [TOOL]} if role == "tool" else {}
-    turns = Turns(Encoder(tokenizer), options)
+    turns = ChatTurns(Encoder(tokenizer), options)
     assert built(tokenizer, turns, conversation(role)) == chat(tokenizer, conversation(role), **options)
 
 
 def test_several_results_are_rendered_together(byte_tokenizer, templates_of_the_peer):
     """Qwen puts all of them into one turn of the user."""
     tokenizer = byte_tokenizer((templates_of_the_peer / "qwen2_5.jinja").read_text())
-    turns = Turns(Encoder(tokenizer))
+    turns = ChatTurns(Encoder(tokenizer))
     asked, answer = conversation("tool")[:2]
     results = [{"role": "tool", "name": "f", "content": content} for content in ("one", "two")]
     ids = [*turns.prompt([asked]), *Encoder(tokenizer).bare(answer["content"]), *turns.suffix(results)]
@@ -92,12 +92,12 @@ def test_several_results_are_rendered_together(byte_tokenizer, templates_of_the_
 
 def test_the_end_token_is_the_templates_and_not_always_the_tokenizers(byte_tokenizer):
     tokenizer = byte_tokenizer(TEMPLATES["llama3"])
-    assert Turns(Encoder(tokenizer)).end == tokenizer.convert_tokens_to_ids("<|eot_id|>") != tokenizer.eos_token_id
+    assert ChatTurns(Encoder(tokenizer)).end == tokenizer.convert_tokens_to_ids("<|eot_id|>") != tokenizer.eos_token_id
 
 
 def test_blanks_that_a_template_writes_before_the_end_are_not_repeated(byte_tokenizer):
     tokenizer = byte_tokenizer(TEMPLATES["space_before_the_end"])
-    turns = Turns(Encoder(tokenizer))
+    turns = ChatTurns(Encoder(tokenizer))
     assert tokenizer.decode(turns.suffix([{"role": "user", "content": "more"}])) == "</s>[INST] more [/INST]"
 
 
@@ -111,11 +111,11 @@ def test_blanks_that_a_template_writes_before_the_end_are_not_repeated(byte_toke
 )
 def test_a_template_that_cannot_be_followed_is_refused(name, message, byte_tokenizer):
     with pytest.raises(ValueError, match=message):
-        Turns(Encoder(byte_tokenizer(TEMPLATES[name])))
+        ChatTurns(Encoder(byte_tokenizer(TEMPLATES[name])))
 
 
 def test_a_template_that_drops_what_tools_say_is_refused(byte_tokenizer):
-    turns = Turns(Encoder(byte_tokenizer(TEMPLATES["no_tools"])))
+    turns = ChatTurns(Encoder(byte_tokenizer(TEMPLATES["no_tools"])))
     turns.suffix([{"role": "user", "content": "heard"}])
     with pytest.raises(ValueError, match="leaves out messages of the role tool; say it as 'user'"):
         turns.suffix([{"role": "tool", "content": "not heard"}])
@@ -123,4 +123,4 @@ def test_a_template_that_drops_what_tools_say_is_refused(byte_tokenizer):
 
 def test_a_tokenizer_without_a_template_is_refused(byte_tokenizer):
     with pytest.raises(ValueError, match="no chat template"):
-        Turns(Encoder(byte_tokenizer(None)))
+        ChatTurns(Encoder(byte_tokenizer(None)))

@@ -4,7 +4,7 @@ import asyncio
 import functools
 
 import pytest
-from burnish.loops.environments import Conversations
+from burnish.loops.environments import MultiTurnSource
 from burnish.loops.environments.games import GuessNumber, guess_rows, optimal_guesses
 
 
@@ -72,7 +72,7 @@ def test_the_row_decides_the_game_and_rows_differ_by_seed():
 def test_a_game_in_tokens(tokenizer, turns, scripted, request_for):
     row = guess_rows(1, low=1, high=7, seed=0)[0] | {"secret": 3}
     source = scripted(tokenizer, ["4", "2", "3"])
-    conversations = Conversations(source, GuessNumber, lambda task: row, turns)
+    conversations = MultiTurnSource(source, GuessNumber, lambda task: row, turns)
     (sample,) = asyncio.run(conversations.sample(request_for()))
     assert sample.finish == "stop" and sample.info["environment_reward"] == 1.0 and sample.info["won"] == 1
     assert [m["content"] for m in sample.info["messages"]] == ["4", "lower", "2", "higher", "3"]

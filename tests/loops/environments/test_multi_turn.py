@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from burnish.loops.environments import Conversations, Limits, Step
-from burnish.loops.rollouts.sample import Sample, Span, check_sample
+from burnish.loops.environments import Limits, MultiTurnSource, Step
+from burnish.loops.rollouts.sample import Sample, VersionSpan, check_sample
 from burnish.loops.rollouts.source import SourceError, SourceLost
 
 PROMPT = [{"role": "user", "content": "Begin."}]
@@ -33,7 +33,7 @@ class Echo:
 @pytest.fixture
 def talk(turns):
     def run(source, make, request, *, row=ROW, turns=turns, limit=8, **limits):
-        conversations = Conversations(source, make, lambda task: row, turns, Limits(limit, **limits))
+        conversations = MultiTurnSource(source, make, lambda task: row, turns, Limits(limit, **limits))
         return asyncio.run(conversations.sample(request)), conversations
 
     return run
@@ -90,7 +90,7 @@ def test_sampled_tokens_are_never_tokenized_again(tokenizer, turns, scripted, re
             (sample,) = await super().sample(request)
             tokens = [tokenizer.convert_tokens_to_ids(letter) for letter in ("h", "e")]
             sample.tokens = [*tokens, turns.end]
-            sample.trained, sample.logprobs, sample.spans = [True] * 3, [-1.0] * 3, [Span(0, 0, 3)]
+            sample.trained, sample.logprobs, sample.spans = [True] * 3, [-1.0] * 3, [VersionSpan(0, 0, 3)]
             sample.text = "he"
             return [sample]
 
@@ -104,10 +104,10 @@ def test_spans_follow_their_tokens(tokenizer, turns, scripted, request_for, talk
     first = len("abc") + 1
     gap = len(turns.suffix([{"role": "user", "content": "you said abc"}])) - 1
     assert sample.spans[:4] == [
-        Span(3, 0, 2),
-        Span(4, 2, first),
-        Span(3, first + gap, first + gap + 3),
-        Span(4, first + gap + 3, first + gap + 6),
+        VersionSpan(3, 0, 2),
+        VersionSpan(4, 2, first),
+        VersionSpan(3, first + gap, first + gap + 3),
+        VersionSpan(4, first + gap + 3, first + gap + 6),
     ]
     covered = {t for span in sample.spans for t in range(span.start, span.end)}
     assert covered == {t for t, sampled in enumerate(sample.trained) if sampled}
@@ -249,7 +249,7 @@ def test_an_environment_may_speak_in_tokens(tokenizer, scripted, request_for, ta
 
 
 def test_messages_need_a_chat_template(tokenizer, scripted, request_for, talk):
-    with pytest.raises(ValueError, match="it speaks in messages; give Conversations the turns of a chat template"):
+    with pytest.raises(ValueError, match="it speaks in messages; give MultiTurnSource the turns of a chat template"):
         talk(scripted(tokenizer, ["a"]), Echo, request_for(), turns=None)
 
 
@@ -341,7 +341,7 @@ def test_an_answer_longer_than_asked_for_is_an_error(tokenizer, scripted, reques
     class Long(scripted):
         async def sample(self, request):
             (sample,) = await super().sample(request)
-            return [Sample(0, 0, sample.prompt, [1] * 9, [True] * 9, [-1.0] * 9, [Span(0, 0, 9)], "stop")]
+            return [Sample(0, 0, sample.prompt, [1] * 9, [True] * 9, [-1.0] * 9, [VersionSpan(0, 0, 9)], "stop")]
 
     with pytest.raises(SourceError, match="at most 5 tokens, got 9"):
         talk(Long(tokenizer, ["a"]), Echo, request_for(max_tokens=5))
@@ -349,7 +349,7 @@ def test_an_answer_longer_than_asked_for_is_an_error(tokenizer, scripted, reques
 
 def test_weights_and_versions_and_what_may_go_on_meanwhile_are_the_sources(tokenizer, scripted, turns):
     source = scripted(tokenizer, [])
-    conversations = Conversations(source, Echo, lambda task: ROW, turns)
+    conversations = MultiTurnSource(source, Echo, lambda task: ROW, turns)
 
     async def through():
         await conversations.publish([], 7)
@@ -433,7 +433,7 @@ def test_every_environment_is_closed_once_whatever_fails_and_whoever_gives_up(
 
     source = Unsteady(tokenizer, lambda index, turn: "a")
     limits = Limits(turns=4, seconds=0.2)
-    conversations = Conversations(source, lambda: kind(rng, opened), lambda task: ROW, turns, limits)
+    conversations = MultiTurnSource(source, lambda: kind(rng, opened), lambda task: ROW, turns, limits)
 
     async def given_up(group):
         for _ in range(rng.randrange(3)):
@@ -465,7 +465,7 @@ def test_a_failed_conversation_ends_the_others_of_its_group(tokenizer, turns, sc
             return await super().sample(request)
 
     source = Loses(tokenizer, lambda index, turn: "a")
-    conversations = Conversations(source, lambda: Echo(50), lambda task: ROW, turns, Limits(60, tokens=10**6))
+    conversations = MultiTurnSource(source, lambda: Echo(50), lambda task: ROW, turns, Limits(60, tokens=10**6))
 
     async def run():
         with pytest.raises(SourceLost):

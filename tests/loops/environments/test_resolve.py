@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 import pytest
-from burnish.loops.environments import Conversations, Tools, resolve_environment, turns_for
+from burnish.loops.environments import MultiTurnSource, Tools, resolve_environment, turns_for
 from burnish.loops.environments.games import GuessNumber
 from burnish.loops.environments.single import SingleTurn
 from burnish.loops.rewards.reasoning_gym import reasoning_gym_rows
@@ -65,7 +65,7 @@ def test_a_task_of_reasoning_gym_is_a_conversation_of_one_turn(tokenizer, turns,
     answers = [f"<answer>{row['answer']}</answer>", "<answer>-</answer>", ""]
     source = scripted(tokenizer, lambda index, turn: answers[index])
     make = resolve_environment("reasoning_gym")
-    samples = asyncio.run(Conversations(source, make, lambda task: row, turns).sample(request_for(0, 1, 2)))
+    samples = asyncio.run(MultiTurnSource(source, make, lambda task: row, turns).sample(request_for(0, 1, 2)))
     rewards = [sample.info["environment_reward"] for sample in samples]
     assert rewards[0] == 1.0 and rewards[1] < 0.5 and rewards[2] == 0.0
     assert all(sample.info["turns"] == 1 and all(sample.trained) for sample in samples)
@@ -77,7 +77,7 @@ def test_any_reward_makes_an_environment_of_one_turn(tokenizer, turns, scripted,
 
     row = {"prompt": "Say a.", "answer": "a"}
     source = scripted(tokenizer, lambda index, turn: "ab"[index])
-    conversations = Conversations(source, lambda: SingleTurn(reward), lambda task: row, turns)
+    conversations = MultiTurnSource(source, lambda: SingleTurn(reward), lambda task: row, turns)
     samples = asyncio.run(conversations.sample(request_for(0, 1)))
     assert [sample.info["environment_reward"] for sample in samples] == [1.0, 0.0]
     assert samples[0].prompt == turns.prompt([{"role": "user", "content": "Say a."}])

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from burnish.loops.environments import (
-    Conversations,
+    MultiTurnSource,
     Tools,
     check_tool_tags,
     resolve_environment,
@@ -148,7 +148,7 @@ def test_metrics_have_the_peers_names(tokenizer, turns, scripted, request_for):
     scripts = {0: [call("calculator", expression="6 * 7"), "42"], 1: [call("nothing"), "41"], 2: ["40"]}
     make = resolve_environment({"tools": {"tools": ["calculator"], "role": "user"}})
     source = scripted(tokenizer, lambda index, turn: scripts[index][turn])
-    conversations = Conversations(source, make, lambda task: {"prompt": [{"role": "user", "content": "?"}]}, turns)
+    conversations = MultiTurnSource(source, make, lambda task: {"prompt": [{"role": "user", "content": "?"}]}, turns)
     samples = asyncio.run(conversations.sample(request_for(0, 1, 2)))
     assert [sample.info["turns"] for sample in samples] == [2, 2, 1]
     assert tool_metrics(samples) == {"tools/call_frequency": 2 / 3, "tools/failure_frequency": 1 / 2}

@@ -14,9 +14,9 @@ from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.cli import main
 from burnish.loops.recipes.grpo import GRPO, RLOO, VARIANTS, advantages, grpo_terms, run_grpo
-from burnish.loops.rewards.metrics import Judged
-from burnish.loops.rl.buffer import Rollout
-from burnish.loops.rl.mismatch import Distance
+from burnish.loops.rewards.metrics import RewardTable
+from burnish.loops.rl.buffer import RolloutBuffer
+from burnish.loops.rl.mismatch import MismatchMetrics
 from burnish.loops.rl.policy_gradient import corrections, rollout_tensors
 from burnish.objectives import effective_sample_size
 from forked import run_forked
@@ -60,7 +60,7 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
     flags = [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in fields.items()]
     assert main(["rloo", *flags]) == 0
     first, last = lines(tmp_path / "run")
-    assert {"answer_surrogate", "kl"} <= first.keys()
+    assert {"completion_surrogate", "kl"} <= first.keys()
     assert first["kl"] == pytest.approx(0, abs=1e-6)
     assert last["kl"] > 1e-6
 
@@ -81,8 +81,8 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
         ({"reference": "precompute", "beta": 0.1}, "can't be precomputed; use copy or adapters_off"),
         ({"beta": -1.0}, "beta: must be >= 0"),
         ({"variant": "rloo", "scale": "group"}, "scale: .* use batch or none"),
-        ({"combine": "normalize", "beta": 0.1, "kl_in": "reward"}, "combine: normalize"),
-        ({"beta": 0.1, "kl": "k1"}, "kl: k1 as a loss, here kl, .* use k2 or k3, or .*kl_in: reward"),
+        ({"reward_aggregation": "normalize", "beta": 0.1, "kl_as": "reward"}, "reward_aggregation: normalize"),
+        ({"beta": 0.1, "kl": "k1"}, "kl: k1 as a loss, here kl, .* use k2 or k3, or .*kl_as: reward"),
         ({"loss": {"clipped_surrogate": 1, "kl_estimate": {"kind": "k1", "coefficient": 0.1}}}, "here kl_estimate, "),
         ({"variant": "gspo", "weighting": "token_mean"}, "weighting: token_mean .* gspo has one entry per completion"),
         (
@@ -91,9 +91,9 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
         ),
         ({"steps": 0}, "steps: must be >= 1, got 0"),
         ({"minibatches": 5}, "minibatches: the 4 prompts of a rollout can't be shared by 5 steps"),
-        ({"hyper": {"clip_hi": 0.2}}, "hyper: no loss of this mix has 'clip_hi'"),
+        ({"loss_kwargs": {"clip_hi": 0.2}}, "loss_kwargs: no loss of this mix has 'clip_hi'"),
         ({"loss": "clipped"}, "did you mean 'clipped_surrogate'"),
-        ({"max_age": -1}, "max_age"),
+        ({"max_staleness": -1}, "max_staleness"),
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
@@ -106,9 +106,13 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, co
     "config",
     [
         {"kl": "k1"},  # nothing is pulled, it is only measured
-        {"kl": "k1", "beta": 0.1, "kl_in": "reward"},
+        {"kl": "k1", "beta": 0.1, "kl_as": "reward"},
         {"loss": {"clipped_surrogate": 1, "kl_estimate": {"kind": "k1", "coefficient": 0.0}}},
-        {"loss": {"gspo": 1, "nll": 0.1}, "hyper": {"clip_low": 0.1, "clip_high": 0.1}, "weighting": "token_mean"},
+        {
+            "loss": {"gspo": 1, "nll": 0.1},
+            "loss_kwargs": {"clip_low": 0.1, "clip_high": 0.1},
+            "weighting": "token_mean",
+        },
         {"variant": "gspo", "beta": 0.1, "weighting": "token_mean"},
     ],
     ids=str,
@@ -139,7 +143,7 @@ def weights(directory):
 )
 def test_a_rollout_that_teaches_nothing_takes_no_step(config, alike, masked, common, tmp_path):
     """Skipped and counted, no NaN, and weights as they were, bit for bit."""
-    steps = {"steps": 2, "rollout_epochs": 2, "old": "recomputed"}
+    steps = {"steps": 2, "epochs_per_rollout": 2, "old": "recomputed"}
     run_grpo(GRPO(**{**common, **steps, **config, "output": str(tmp_path / "run")}))
     for line in lines(tmp_path / "run"):
         assert line["skipped"] == 1
@@ -170,7 +174,7 @@ def test_the_reference_pulls_where_no_reward_does(common, tmp_path):
 @pytest.mark.parametrize("correction", ["tis", "sequence_mask"])
 def test_answers_drawn_from_a_part_of_the_distribution_are_corrected_for(correction, common, tmp_path):
     """What the sampler left out has no log-prob there, and is not drawn: nothing is NaN."""
-    part = {"top_k": 5, "top_p": 0.9, "old": "recomputed", "rollout_epochs": 2, "correction": correction}
+    part = {"top_k": 5, "top_p": 0.9, "old": "recomputed", "epochs_per_rollout": 2, "correction": correction}
     run_grpo(GRPO(**{**common, **part, "output": str(tmp_path)}))
     assert all(min(sample["logprobs"]) > -3 for sample in stored(tmp_path))  # of 258 tokens, five remain
     for line in lines(tmp_path):
@@ -180,7 +184,12 @@ def test_answers_drawn_from_a_part_of_the_distribution_are_corrected_for(correct
 
 
 def test_dynamic_sampling_looks_beyond_groups_without_variance(common, tmp_path):
-    config = {"varied": True, "group_size": 2, "max_tokens": 1, "steps": 1}  # two answers of one token are often alike
+    config = {
+        "dynamic_sampling": True,
+        "group_size": 2,
+        "max_tokens": 1,
+        "steps": 1,
+    }  # two answers of one token are often alike
     run_grpo(GRPO(**{**common, **config, "output": str(tmp_path / "run")}))
     (line,) = lines(tmp_path / "run")
     passed_over = line["groups_passed_over"]
@@ -191,7 +200,7 @@ def test_dynamic_sampling_looks_beyond_groups_without_variance(common, tmp_path)
 
 
 def test_dynamic_sampling_gives_up_where_nothing_varies(common, tmp_path, caplog):
-    config = {"varied": True, "steps": 1, "rewards": {"online:alike": 1.0}}
+    config = {"dynamic_sampling": True, "steps": 1, "rewards": {"online:alike": 1.0}}
     run_grpo(GRPO(**{**common, **config, "output": str(tmp_path / "run")}))
     assert "only 0 of 4 groups have answers of different reward, 32 do not" in caplog.text
     assert lines(tmp_path / "run")[0]["skipped"] == 1
@@ -200,7 +209,7 @@ def test_dynamic_sampling_gives_up_where_nothing_varies(common, tmp_path, caplog
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
 def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp_path):
     """Two steps per rollout, so that every other one begins with a rollout at hand; samples are on record once."""
-    several = {"steps": 5, "rollout_epochs": 2, "old": "recomputed", "save_every": 1, "beta": 0.1, "minibatches": 1}
+    several = {"steps": 5, "epochs_per_rollout": 2, "old": "recomputed", "save_every": 1, "beta": 0.1, "minibatches": 1}
     config = GRPO(**{**common, **several, "output": str(tmp_path / "undisturbed")})
     run_grpo(config)
     at = tmp_path / "disturbed"
@@ -218,10 +227,10 @@ def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_r
 
 
 def rollout(rewards, lengths, groups):
-    judged = Judged(
+    judged = RewardTable(
         torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.ones(len(rewards[0])).double()
     )
-    return Rollout([None] * len(rewards), [[True] * length for length in lengths], judged)
+    return RolloutBuffer([None] * len(rewards), [[True] * length for length in lengths], judged)
 
 
 def test_a_penalty_in_the_reward_is_that_of_the_whole_answer():
@@ -295,7 +304,7 @@ def test_a_run_in_a_notebook_judges_held_out_answers_too(common, tmp_path):
 
 
 def test_answers_drawn_while_training_are_of_bounded_age_and_on_record_once(common, tmp_path):
-    run_grpo(GRPO(**{**common, "steps": 4, "max_age": 1}, output=str(tmp_path / "run")))
+    run_grpo(GRPO(**{**common, "steps": 4, "max_staleness": 1}, output=str(tmp_path / "run")))
     logged = lines(tmp_path / "run")
     assert logged[0]["age/max"] == 0
     assert max(line["age/max"] for line in logged) == 1
@@ -304,7 +313,7 @@ def test_answers_drawn_while_training_are_of_bounded_age_and_on_record_once(comm
 
 def test_two_ranks_end_with_the_weights_of_one(common, tmp_path):
     """One of them samples and judges; held-out answers too."""
-    fields = {**common, "dtype": "float64", "rollout_epochs": 2, "old": "recomputed", "beta": 0.1, "steps": 4}
+    fields = {**common, "dtype": "float64", "epochs_per_rollout": 2, "old": "recomputed", "beta": 0.1, "steps": 4}
     fields |= {"eval_data": common["data"], "micro_tokens": 60}
     run_grpo(GRPO(**fields, output=str(tmp_path / "one")))
     outcomes = run_forked(2, "online", {**fields, "output": str(tmp_path / "two")})
@@ -321,7 +330,7 @@ def test_two_ranks_end_with_the_weights_of_one(common, tmp_path):
 
 def test_the_effective_sample_size_is_that_of_all_micro_batches():
     start, sampled = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
-    distance = Distance(Accelerator())
+    distance = MismatchMetrics(Accelerator())
     for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
         distance.add(start[part], sampled[part])
     found = distance.report()

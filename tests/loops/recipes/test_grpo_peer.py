@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.recipes.grpo import GRPO, RLOO
-from burnish.loops.rollouts.sample import Sample, Span
+from burnish.loops.rollouts.sample import Sample, VersionSpan
 from burnish.loops.runs.reference import frozen_copy
 from law import alike, assert_as_near, handed_over, make_policy, numbers, stepped
 from torch.nn.utils.rnn import pad_sequence
@@ -23,7 +23,7 @@ GROUPS, ANSWERS, LIMIT, TEMPERATURE = 3, 4, 8, 0.7
 LOW, HIGH = 0.6, 1.5
 COMMON = {"model": "", "data": "", "output": "", "rewards": {"right": 1.0, "brief": 0.5}, "steps": 1}
 COMMON |= {"batch_size": GROUPS, "group_size": ANSWERS, "max_tokens": LIMIT, "temperature": TEMPERATURE}
-COMMON |= {"hyper": {"clip_low": LOW, "clip_high": HIGH}}
+COMMON |= {"loss_kwargs": {"clip_low": LOW, "clip_high": HIGH}}
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def samples():
                     [draw.randrange(3, 60) for _ in range(length)],
                     [True] * length,
                     [-draw.uniform(3, 5) for _ in range(length)],
-                    [Span(0, 0, length)],
+                    [VersionSpan(0, 0, length)],
                     "stop",
                     rewards={"right": float(draw.random() < 0.5), "brief": draw.random()},
                 )
@@ -128,7 +128,7 @@ CASES = {
     "grpo": (GRPO(**COMMON), {"loss_type": "grpo"}, True),
     "grpo with KL": (GRPO(**COMMON, beta=0.2), {"loss_type": "grpo", "beta": 0.2}, True),
     "dr_grpo": (GRPO(**COMMON, variant="dr_grpo"), {"loss_type": "dr_grpo"}, False),
-    "dapo": (GRPO(**COMMON, variant="dapo", varied=False), {"loss_type": "dapo"}, True),
+    "dapo": (GRPO(**COMMON, variant="dapo", dynamic_sampling=False), {"loss_type": "dapo"}, True),
     "gspo": (
         GRPO(**COMMON, variant="gspo", old="sampled"),
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
@@ -192,7 +192,7 @@ def ours(config, found, policy, reference):
     caught = handed_over(config, policy, frozen, found, accelerator)
     mine = caught["feed"](0)
     caught["feed"].close()
-    return stepped(accelerator, policy, mine, caught["objective"], caught["expression"])
+    return stepped(accelerator, policy, mine, caught["objective"], caught["weightings"])
 
 
 def assert_same(result, expected):

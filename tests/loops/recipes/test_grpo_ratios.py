@@ -62,7 +62,7 @@ def clipped(monkeypatch):
 def test_rounding_alone_clips_nothing(recipe, common, noisy, clipped, tmp_path, caplog):
     """At learning rate 0 a ratio can show nothing but that sampler and trainer round differently."""
     config = {**common, "output": str(tmp_path)}
-    run_grpo(GRPO(**config, variant=recipe, varied=False) if recipe in VARIANTS else RLOO(**config))
+    run_grpo(GRPO(**config, variant=recipe, dynamic_sampling=False) if recipe in VARIANTS else RLOO(**config))
     (line,) = lines(tmp_path)
     assert line["sampling/logp_difference"] == pytest.approx(NOISE * (2 / torch.pi) ** 0.5, rel=0.1)
     units = torch.cat(clipped)
@@ -83,7 +83,7 @@ def test_rounding_alone_clips_nothing(recipe, common, noisy, clipped, tmp_path, 
         ({"variant": "rloo", "old": "sampled"}, "sampled"),
         ({"variant": "grpo", "old": "recomputed"}, "recomputed"),
         ({"variant": "grpo", "correction": "tis"}, "recomputed"),
-        ({"loss": {"clipped_surrogate": 1, "answer_surrogate": 0.1}}, "recomputed"),
+        ({"loss": {"clipped_surrogate": 1, "completion_surrogate": 0.1}}, "recomputed"),
     ],
     ids=str,
 )
@@ -107,7 +107,7 @@ def test_what_is_clipped_before_anything_was_learned_is_warned_of_once(common, n
 
 
 def test_what_is_clipped_because_something_was_learned_is_no_warning(common, tmp_path, caplog):
-    several = {"max_tokens": 6, "learning_rate": 1e-3, "steps": 3, "rollout_epochs": 3, "variant": "gspo"}
+    several = {"max_tokens": 6, "learning_rate": 1e-3, "steps": 3, "epochs_per_rollout": 3, "variant": "gspo"}
     run_grpo(GRPO(**{**common, **several}, output=str(tmp_path)))
     first, *later = [line["clip_ratio/region"] for line in lines(tmp_path)]
     assert first == 0
@@ -123,7 +123,7 @@ def test_completions_of_older_weights_and_other_ranks_are_no_warning(caplog):
     ClipWatch("sampled", other)(metrics)
     assert not caplog.text
     ClipWatch("recomputed", main)(metrics)
-    assert "40 % clipped" in caplog.text and "set rollout_epochs and minibatches to 1" in caplog.text
+    assert "40 % clipped" in caplog.text and "set epochs_per_rollout and minibatches to 1" in caplog.text
 
 
 @pytest.fixture
@@ -147,16 +147,16 @@ def referred(monkeypatch):
 @pytest.mark.parametrize(
     ("run", "config"),
     [
-        (run_ppo, PPO(model="", data="", output="", rollout_epochs=3, minibatches=2)),
+        (run_ppo, PPO(model="", data="", output="", epochs_per_rollout=3, minibatches=2)),
         (run_grpo, RLOO(model="", data="", output="")),
-        (run_grpo, RLOO(model="", data="", output="", rollout_epochs=3, minibatches=2)),
+        (run_grpo, RLOO(model="", data="", output="", epochs_per_rollout=3, minibatches=2)),
         (run_grpo, GRPO(model="", data="", output="", beta=0.1, minibatches=2)),
-        (run_grpo, GRPO(model="", data="", output="", beta=0.1, rollout_epochs=3)),
+        (run_grpo, GRPO(model="", data="", output="", beta=0.1, epochs_per_rollout=3)),
     ],
     ids=["ppo", "rloo", "rloo, several steps", "grpo, one epoch", "grpo, several epochs"],
 )
 def test_the_reference_says_each_token_of_a_rollout_once(run, config, common, referred, tmp_path):
-    short = {**common, "max_tokens": 6, "learning_rate": 1e-3, "steps": config.rollout_epochs * config.minibatches}
+    short = {**common, "max_tokens": 6, "learning_rate": 1e-3, "steps": config.epochs_per_rollout * config.minibatches}
     run(replace(config, **short, output=str(tmp_path)))
     assert sum(referred) == sum(sum(sample["trained"]) for sample in stored(tmp_path)) > 0
     assert all(line["kl"] >= 0 for line in lines(tmp_path))

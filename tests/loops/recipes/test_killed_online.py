@@ -13,7 +13,7 @@ def config(tmp_path):
     return {
         **prepare(tmp_path),
         "output": str(tmp_path / "run"),
-        "rollout_epochs": 2,
+        "epochs_per_rollout": 2,
         "minibatches": 2,
         "old": "recomputed",
         "beta": 0.1,
@@ -37,7 +37,7 @@ def test_a_run_that_samples_by_itself_ends_with_the_same_weights(recipe, kills, 
 
 @pytest.mark.parametrize("kills", [0, slow(6)])
 def test_a_run_that_samples_while_it_trains_has_each_answer_once(kills, config):
-    config |= {"max_age": 2, "rollout_epochs": 1, "minibatches": 1, "steps": 36 if kills else 12}
+    config |= {"max_staleness": 2, "epochs_per_rollout": 1, "minibatches": 1, "steps": 36 if kills else 12}
     happened, _ = kill_and_resume("grpo", config, "write:4", f"random:{kills}")
     assert (happened["random"], happened["write"]) == (kills, 1)
     assert assert_each_answer_once(config)[2] > 0

@@ -12,7 +12,7 @@ from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.kto import RunningMean, kl_of_mismatched, prepare_feedback
 from burnish.loops.runs.feed import Feed
 from burnish.loops.runs.reference import frozen_copy
-from burnish.loops.train.losses import Term, compose, expression, policy_tensors
+from burnish.loops.train.losses import Term, compose, policy_tensors, weightings
 from burnish.loops.train.step import train_step
 from burnish.objectives import bco, kto
 from datasets import Dataset
@@ -67,7 +67,7 @@ def test_a_step_of_one_class_trains(policy, reference, desirable):
     feed = feed_of(make_examples(COUNT, 1), [desirable] * COUNT, prepare=prepare)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
     objective = compose(terms, policy_tensors(reference=reference))
-    metrics = train_step(accelerator, policy, optimizer, feed(0), objective, expression(terms), max_grad_norm=1.0)
+    metrics = train_step(accelerator, policy, optimizer, feed(0), objective, weightings(terms), max_grad_norm=1.0)
     assert 0 < metrics["kto"] < 1
     assert 0 < metrics["grad_norm"] < 100
     assert metrics["skipped"] == 0

@@ -1,11 +1,11 @@
-"""Online DPO: pairs of the policy's own answers."""
+"""OnlineConfig DPO: pairs of the policy's own answers."""
 
 import pytest
 import torch
 from burnish.loops.recipes.dpo import PAIR_LOSSES
 from burnish.loops.recipes.online_dpo import OnlineDPO, best_and_worst, run_online_dpo
-from burnish.loops.rewards.metrics import Judged
-from burnish.loops.rl.buffer import Rollout
+from burnish.loops.rewards.metrics import RewardTable
+from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample
 from online import lines, prepare
 
@@ -27,8 +27,8 @@ def rollout(rewards, tasks, finish=None):
     samples = [
         Sample(task, i, [1], [5], [True], [0.0], [], (finish or {}).get(i, "stop")) for i, task in enumerate(tasks)
     ]
-    judged = Judged(torch.tensor([rewards]).double().T, torch.tensor(tasks), torch.ones(1).double())
-    return Rollout(samples, [[reward == reward] for reward in rewards], judged)
+    judged = RewardTable(torch.tensor([rewards]).double().T, torch.tensor(tasks), torch.ones(1).double())
+    return RolloutBuffer(samples, [[reward == reward] for reward in rewards], judged)
 
 
 def test_a_pair_is_the_best_and_the_worst_of_a_group_and_ties_make_none():
@@ -43,7 +43,7 @@ def test_an_answer_that_does_not_end_is_worth_less():
 
 
 def test_it_logs_what_it_should_and_separates_its_pairs(common, tmp_path):
-    run_online_dpo(OnlineDPO(**{**common, "steps": 4, "rollout_epochs": 2}, output=str(tmp_path / "run")))
+    run_online_dpo(OnlineDPO(**{**common, "steps": 4, "epochs_per_rollout": 2}, output=str(tmp_path / "run")))
     logged = lines(tmp_path / "run")
     wanted = {"dpo", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen"}
     wanted |= {"logps/rejected", "reward", "pairs", "ties", "objective/scores_margin", "completions/mean_length"}

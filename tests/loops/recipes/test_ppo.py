@@ -9,8 +9,8 @@ from burnish.loops.batch import collate
 from burnish.loops.config import Lora
 from burnish.loops.models.io import load_model
 from burnish.loops.recipes.ppo import PPO, ValueHead, advantages, objective_metrics, open_critic, run_ppo, with_values
-from burnish.loops.rewards.metrics import Judged
-from burnish.loops.rl.buffer import Rollout
+from burnish.loops.rewards.metrics import RewardTable
+from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample
 from burnish.loops.runs.reference import frozen_copy
 from online import Killed, dying_in_step, lines, prepare, stored
@@ -21,7 +21,7 @@ CONFIG = PPO(model="", data="", output="", beta=0.5, gamma=0.9, lam=0.8, missing
 
 @pytest.fixture(scope="module")
 def common(tmp_path_factory):
-    return {**prepare(tmp_path_factory.mktemp("start")), "group_size": 1, "rollout_epochs": 2, "steps": 4}
+    return {**prepare(tmp_path_factory.mktemp("start")), "group_size": 1, "epochs_per_rollout": 2, "steps": 4}
 
 
 def rollout():
@@ -29,10 +29,12 @@ def rollout():
     samples = [
         Sample(i, 0, [1], [5] * 3, [True] * 3, [0.0] * 3, [], f) for i, f in enumerate(("stop", "length", "stop"))
     ]
-    judged = Judged(torch.tensor([[1.0], [0.5], [torch.nan]]).double(), torch.arange(3), torch.tensor([2.0]).double())
+    judged = RewardTable(
+        torch.tensor([[1.0], [0.5], [torch.nan]]).double(), torch.arange(3), torch.tensor([2.0]).double()
+    )
     trained = [[True] * 3, [True, False, True], [False] * 3]
     columns = {"old_logp": [-1, -2, -3, -1, -1], "ref_logp": [-2, -2, -1, -1, -2], "old_value": [0.1, 0.2, 0.3, 0.4, 0]}
-    return Rollout(samples, trained, judged, {name: torch.tensor(c).double() for name, c in columns.items()})
+    return RolloutBuffer(samples, trained, judged, {name: torch.tensor(c).double() for name, c in columns.items()})
 
 
 def test_advantages_are_those_of_the_recursion_whitened_over_the_rollout():
@@ -152,7 +154,7 @@ def test_the_head_computes_in_its_own_precision():
         ({"value_coefficient": -1.0}, "value_coefficient: must be >= 0"),
         ({"value_head": "a", "value_model": "b"}, "give one of the two"),
         ({"value_head": "nowhere"}, "nowhere: no such file; a run of ppo leaves one"),
-        ({"loss": "gspo", "hyper": {"clip_low": 0.1, "clip_high": 0.1}}, "gspo takes one advantage per answer"),
+        ({"loss": "gspo", "loss_kwargs": {"clip_low": 0.1, "clip_high": 0.1}}, "gspo takes one advantage per answer"),
         ({"loss": "nll"}, "none of nll learns from the rewards"),
         ({"rewards": {}}, "rewards: none is named"),
     ],

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from burnish.loops.rollouts.sample import Sample, Span
+from burnish.loops.rollouts.sample import Sample, VersionSpan
 
 
 def make(text="", *, task=0, index=0, tokens=None, trained=None, prompt=(1,), finish="stop", **info):
@@ -16,7 +16,7 @@ def make(text="", *, task=0, index=0, tokens=None, trained=None, prompt=(1,), fi
         tokens=tokens,
         trained=[True] * len(tokens) if trained is None else list(trained),
         logprobs=[-1.0] * len(tokens),
-        spans=[Span(0, 0, len(tokens))],
+        spans=[VersionSpan(0, 0, len(tokens))],
         finish=finish,
         text=text,
         info=info,

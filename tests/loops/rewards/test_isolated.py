@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from burnish.loops.rewards import Weighted, isolated
+from burnish.loops.rewards import RewardFunction, isolated
 from burnish.loops.rewards.isolated import ProcessError
 from burnish.loops.rewards.serve import postpone
 from burnish.loops.rewards.workers import OutOfTime, within
@@ -127,7 +127,7 @@ def test_as_many_calls_as_processes_run_at_once(functions):
 
 
 def test_a_judge_masks_what_was_killed(functions, groups, judging):
-    reward = Weighted("slow", isolated(functions.by_index), timeout=30)
+    reward = RewardFunction("slow", isolated(functions.by_index), timeout=30)
     rows, samples = groups
     judging([reward], rows[:1], samples[:1])  # starting a process takes longer than what follows
     reward.timeout = 0.5
@@ -140,7 +140,7 @@ def test_a_judge_masks_what_was_killed(functions, groups, judging):
 def test_its_process_starts_without_torch(functions, answer, judging):
     """Or it would take hundreds of megabytes, and seconds, for a function that compares texts."""
     sample = answer()
-    assert judging([Weighted("torch", isolated(functions.has_torch))], [{}], [sample]) == {}
+    assert judging([RewardFunction("torch", isolated(functions.has_torch))], [{}], [sample]) == {}
     assert sample.rewards == {"torch": 0.0}
 
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from burnish.loops.rewards import Weighted, isolated, judge
+from burnish.loops.rewards import RewardFunction, isolated, judge
 from burnish.loops.rewards.math import MathEquivalence
 from burnish.loops.rewards.workers import in_thread
 
@@ -87,14 +87,14 @@ def test_what_the_library_fails_at_is_masked(answer, judging, monkeypatch):
 
     monkeypatch.setattr(math_verify, "verify", fails)
     sample = answer("42")
-    assert judging([Weighted("math", MathEquivalence())], [{"answer": "42"}], [sample]) == {("math", "error"): 1}
+    assert judging([RewardFunction("math", MathEquivalence())], [{"answer": "42"}], [sample]) == {("math", "error"): 1}
     assert sample.rewards == {"math": "error"}
 
 
 def test_an_endless_simplification_is_killed(answer):
     """The digits of a large factorial keep sympy busy, and it does not let go of the interpreter."""
     endless = "$100000000!$"
-    reward = Weighted("math", isolated(MathEquivalence()), timeout=60)
+    reward = RewardFunction("math", isolated(MathEquivalence()), timeout=60)
     samples = [answer("42"), answer(endless), answer("42")]
 
     async def one_after_the_other():

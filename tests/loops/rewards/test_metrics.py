@@ -6,9 +6,9 @@ import statistics
 
 import pytest
 import torch
-from burnish.loops.rewards import Watch, Weighted, batched, judge, judged, reward_metrics
+from burnish.loops.rewards import RewardFunction, RewardMonitor, batched, judge, judged, reward_metrics
 
-A, B = Weighted("a", lambda row, sample: 0, weight=1.0), Weighted("b", lambda row, sample: 0, weight=0.5)
+A, B = RewardFunction("a", lambda row, sample: 0, weight=1.0), RewardFunction("b", lambda row, sample: 0, weight=0.5)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_an_answer_that_a_reward_has_failed_at_is_unknown_to_all_of_them(scored)
     nan = torch.nan
     expected = torch.tensor([[nan, nan], [nan, 4], [3, nan]], dtype=torch.float64)
     torch.testing.assert_close(judged([A, B], samples).reward, expected, equal_nan=True)
-    measured = Weighted("a", A.function, weight=0.0)  # decides nothing, so its failure is no reason to mask
+    measured = RewardFunction("a", A.function, weight=0.0)  # decides nothing, so its failure is no reason to mask
     assert judged([measured, B], samples).reward[:2, 1].tolist() == [2, 4]
 
 
@@ -82,7 +82,7 @@ def test_metrics_have_the_names_and_values_of_the_peer(scored):
 
 
 def test_reasons_are_counted_by_name(answer):
-    reward = Weighted("r", batched(lambda rows, samples: [None, float("nan"), None, 1.0]))
+    reward = RewardFunction("r", batched(lambda rows, samples: [None, float("nan"), None, 1.0]))
     samples = [answer(index=i) for i in range(4)]
     asyncio.run(judge([reward], [{}] * 4, samples))
     metrics = reward_metrics([reward], samples)
@@ -105,7 +105,7 @@ def test_what_nobody_scored_is_left_out_and_nothing_is_nan(scored):
 
 
 def test_an_exploding_score_is_reported_once_with_what_to_do(scored, caplog):
-    watch = Watch(factor=100.0, patience=3)
+    watch = RewardMonitor(factor=100.0, patience=3)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert watch([A], scored((1.0,), (0.5,))) == []
@@ -116,12 +116,12 @@ def test_an_exploding_score_is_reported_once_with_what_to_do(scored, caplog):
 
 
 def test_growth_within_the_factor_is_not_reported(scored):
-    watch = Watch(factor=100.0, patience=3)
+    watch = RewardMonitor(factor=100.0, patience=3)
     assert [watch([A], scored((float(scale),), (0.0,))) for scale in (1, 1, 1, 99, 99)] == [[]] * 5
 
 
 def test_a_reward_that_another_drowns_is_reported(scored):
-    watch = Watch(factor=100.0, patience=2)
+    watch = RewardMonitor(factor=100.0, patience=2)
     quiet = scored((1000.0, 1.0), (0.0, 0.0))  # with a weight of one half, 2000 times apart
     assert watch([A, B], quiet) == []
     (problem,) = watch([A, B], quiet)
@@ -131,12 +131,12 @@ def test_a_reward_that_another_drowns_is_reported(scored):
 
 
 def test_rewards_of_like_size_are_not_reported(scored):
-    watch = Watch(factor=100.0, patience=1)
+    watch = RewardMonitor(factor=100.0, patience=1)
     assert watch([A, B], scored((50.0, 1.0), (0.0, 0.0))) == []
 
 
 def test_a_function_that_never_scores_is_reported(scored):
-    watch = Watch(patience=3)
+    watch = RewardMonitor(patience=3)
     silent = scored((None,), (None,))
     assert watch([A], silent) == watch([A], silent) == []
     (problem,) = watch([A], silent)
@@ -144,25 +144,25 @@ def test_a_function_that_never_scores_is_reported(scored):
 
 
 def test_answers_that_are_always_worth_the_same_are_reported(scored):
-    watch = Watch(patience=2)
+    watch = RewardMonitor(patience=2)
     alike = scored((1, 2), (2, 0), (0, 1), (None, 1))  # the sums are 2 in one group, and the other has one alone
     assert watch([A, B], alike) == []
     (problem,) = watch([A, B], alike)
     assert problem.startswith("rewards: all answers to a prompt were worth the same in 2 steps in a row")
-    varied, single = scored((1,), (2,), (1,), (1,)), scored((1,), (1,), tasks=[0, 1])
-    for samples in (varied, single):  # without others to the same prompt, nobody compares them
-        watch = Watch(patience=1)
+    dynamic_sampling, single = scored((1,), (2,), (1,), (1,)), scored((1,), (1,), tasks=[0, 1])
+    for samples in (dynamic_sampling, single):  # without others to the same prompt, nobody compares them
+        watch = RewardMonitor(patience=1)
         assert watch([A], samples) == []
 
 
 def test_an_unknown_answer_is_no_other_than_the_rest(scored):
-    watch, samples = Watch(patience=1), scored((1, 2), (1, 2), ("timeout", 0), tasks=[0] * 3)
+    watch, samples = RewardMonitor(patience=1), scored((1, 2), (1, 2), ("timeout", 0), tasks=[0] * 3)
     (problem,) = watch([A, B], samples)
     assert problem.startswith("rewards: all answers to a prompt were worth the same")
 
 
 def test_answers_that_are_always_cut_are_reported(scored):
-    watch, samples = Watch(patience=2), scored((1,), (2,))
+    watch, samples = RewardMonitor(patience=2), scored((1,), (2,))
     samples[0].finish = "length"
     assert watch([A], samples) == watch([A], samples) == []
     samples[1].finish = "length"
@@ -172,6 +172,6 @@ def test_answers_that_are_always_cut_are_reported(scored):
 
 
 def test_a_score_in_between_breaks_the_silence(scored):
-    watch = Watch(patience=2)
+    watch = RewardMonitor(patience=2)
     for scores in (None, 1.0, None):
         assert watch([A], scored((scores,))) == []

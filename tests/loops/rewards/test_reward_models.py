@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from burnish.loops.models.scorer import Scorer
-from burnish.loops.rewards import Weighted, resolve
+from burnish.loops.rewards import RewardFunction, resolve
 from burnish.loops.rewards import reward_models as models
 from burnish.loops.rewards.reward_models import ProcessRewardModel, RewardModel, check_same_tokens
 from burnish.objectives import step_aggregate
@@ -46,7 +46,7 @@ def test_the_score_is_the_models_of_prompt_and_answer(micro_tokens, tokenizer, a
     answers = [[5, 6, 7, 2], [8], [9, 10, 11, 12, 13], []]
     samples = [answer(tokens=tokens, prompt=[3, 4], index=i) for i, tokens in enumerate(answers)]
     samples.append(answer(tokens=[5, 6], prompt=[30, 31, 32], task=1))
-    unscored = judging([Weighted("rm", reward)], [{}] * 5, samples)
+    unscored = judging([RewardFunction("rm", reward)], [{}] * 5, samples)
     assert unscored == {("rm", "none"): 1} and samples[3].rewards == {"rm": None}  # an answer that has no end
     for sample in (*samples[:3], samples[4]):
         ids = torch.tensor([sample.prompt + sample.tokens])

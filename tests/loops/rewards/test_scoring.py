@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from burnish.loops.rewards import Weighted, batched, check_columns
+from burnish.loops.rewards import RewardFunction, batched, check_columns
 from burnish.loops.rewards.scoring import score
 
 
@@ -20,8 +20,8 @@ def test_each_function_scores_each_sample(groups, judging):
         return sample.index
 
     rows, samples = groups
-    by_task = Weighted("task", lambda row, sample: int(row["answer"]))
-    unscored = judging([by_task, Weighted("i", by_index)], rows, samples)
+    by_task = RewardFunction("task", lambda row, sample: int(row["answer"]))
+    unscored = judging([by_task, RewardFunction("i", by_index)], rows, samples)
     assert [sample.rewards for sample in samples] == [{"task": t, "i": i} for t in (0.0, 1.0) for i in (0.0, 1.0)]
     assert not unscored
 
@@ -36,7 +36,7 @@ def test_a_batched_function_gets_whole_groups_or_the_whole_step(over, groups, ju
 
     rows, samples = groups
     order = [2, 0, 3, 1]  # groups need not lie together
-    judging([Weighted("r", batched(function, over))], [rows[i] for i in order], [samples[i] for i in order])
+    judging([RewardFunction("r", batched(function, over))], [rows[i] for i in order], [samples[i] for i in order])
     expected = {
         "group": [[("1", 1, 0), ("1", 1, 1)], [("0", 0, 0), ("0", 0, 1)]],
         "step": [[("1", 1, 0), ("0", 0, 0), ("1", 1, 1), ("0", 0, 1)]],
@@ -49,7 +49,7 @@ def test_an_async_batched_function_is_awaited(groups, judging):
     async def function(rows, samples):
         return torch.arange(len(samples)) / 2
 
-    judging([Weighted("r", batched(function))], *groups)
+    judging([RewardFunction("r", batched(function))], *groups)
     assert [sample.rewards["r"] for sample in groups[1]] == [0.0, 0.5, 1.0, 1.5]
 
 
@@ -98,7 +98,9 @@ def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(fun
 
     one = sometimes_async if asyncio.iscoroutinefunction(function) else sometimes
     begun = time.monotonic()
-    unscored = judging([Weighted("bad", one, timeout=1.0), Weighted("good", lambda row, sample: 1)], *groups)
+    unscored = judging(
+        [RewardFunction("bad", one, timeout=1.0), RewardFunction("good", lambda row, sample: 1)], *groups
+    )
     assert time.monotonic() - begun < 5
     found = None if reason == "none" else reason
     assert [sample.rewards["bad"] for sample in groups[1]] == [0.25, found, 0.25, found]
@@ -122,24 +124,24 @@ def test_a_list_of_the_wrong_length_masks_all_answers_of_the_call(groups, judgin
     def short(rows, samples):
         return [1.0] * (len(samples) - (samples[0].task == 1))
 
-    assert judging([Weighted("r", batched(short, "group"))], *groups) == {("r", "wrong length"): 2}
+    assert judging([RewardFunction("r", batched(short, "group"))], *groups) == {("r", "wrong length"): 2}
     assert [sample.rewards["r"] for sample in groups[1]] == [1.0, 1.0, "wrong length", "wrong length"]
     assert "returned 1 for 2 answers" in caplog.text and "one entry per answer" in caplog.text
 
 
 def test_a_batched_function_that_returns_one_number_masks_the_step(groups, judging):
-    assert judging([Weighted("r", batched(lambda rows, samples: 1.0))], *groups) == {("r", "wrong length"): 4}
+    assert judging([RewardFunction("r", batched(lambda rows, samples: 1.0))], *groups) == {("r", "wrong length"): 4}
 
 
 def test_one_bad_entry_of_a_batch_masks_its_own_answer_alone(groups, judging):
     entries = [1.0, None, math.nan, True]
-    unscored = judging([Weighted("r", batched(lambda rows, samples: entries))], *groups)
+    unscored = judging([RewardFunction("r", batched(lambda rows, samples: entries))], *groups)
     assert [sample.rewards["r"] for sample in groups[1]] == [1.0, None, "nan", 1.0]
     assert unscored == {("r", "none"): 1, ("r", "nan"): 1}
 
 
 def test_the_first_traceback_is_logged_and_only_the_first(groups, judging, caplog):
-    reward = Weighted("broken", _raise)
+    reward = RewardFunction("broken", _raise)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             judging([reward], *groups)
@@ -150,7 +152,7 @@ def test_the_first_traceback_is_logged_and_only_the_first(groups, judging, caplo
 
 
 def test_a_missing_key_is_answered_with_the_columns_that_there_are(groups, judging, caplog):
-    judging([Weighted("r", lambda row, sample: row["solution"])], *groups)
+    judging([RewardFunction("r", lambda row, sample: row["solution"])], *groups)
     assert "the row has the columns (answer, prompt)" in caplog.text
 
 
@@ -159,7 +161,7 @@ def test_no_column_that_a_function_asks_for_may_be_missing():
         return 1.0
 
     function.columns = ("answer",)
-    rewards = [Weighted("math", function)]
+    rewards = [RewardFunction("math", function)]
     check_columns(rewards, ["prompt", "answer"])
     with pytest.raises(ValueError, match=r"reward math: needs the column 'answer'.*\(prompt, answers\).*'answers' be"):
         check_columns(rewards, ["prompt", "answers"])
@@ -173,7 +175,7 @@ def test_judging_checks_the_columns(answer, judging):
 
     function.columns = ("answer",)
     with pytest.raises(ValueError, match="needs the column 'answer'"):
-        judging([Weighted("r", function)], [{"prompt": "?"}], [answer()])
+        judging([RewardFunction("r", function)], [{"prompt": "?"}], [answer()])
 
 
 def test_rows_and_samples_come_in_pairs(groups, judging):
@@ -183,11 +185,11 @@ def test_rows_and_samples_come_in_pairs(groups, judging):
 
 def test_names_must_differ(groups, judging):
     with pytest.raises(ValueError, match="different names, got r, r"):
-        judging([Weighted("r", _raise), Weighted("r", _raise)], *groups)
+        judging([RewardFunction("r", _raise), RewardFunction("r", _raise)], *groups)
 
 
 def test_no_samples_are_judged_without_asking_anyone(judging):
-    assert judging([Weighted("r", batched(_raise))], [], []) == {}
+    assert judging([RewardFunction("r", batched(_raise))], [], []) == {}
 
 
 def test_functions_and_samples_are_judged_at_the_same_time(groups, judging):
@@ -197,7 +199,7 @@ def test_functions_and_samples_are_judged_at_the_same_time(groups, judging):
         barrier.wait(timeout=10)
         return 1.0
 
-    assert judging([Weighted("a", meets, timeout=20), Weighted("b", meets, timeout=20)], *groups) == {}
+    assert judging([RewardFunction("a", meets, timeout=20), RewardFunction("b", meets, timeout=20)], *groups) == {}
 
 
 def test_waiting_for_a_turn_costs_a_call_none_of_its_time(answer, judging):
@@ -207,7 +209,7 @@ def test_waiting_for_a_turn_costs_a_call_none_of_its_time(answer, judging):
 
     slow.concurrency = 1
     samples = [answer(index=i) for i in range(8)]
-    assert judging([Weighted("r", slow, timeout=0.2)], [{}] * 8, samples) == {}
+    assert judging([RewardFunction("r", slow, timeout=0.2)], [{}] * 8, samples) == {}
 
 
 def test_groups_that_are_judged_at_the_same_time_share_the_places(answer):
@@ -224,7 +226,7 @@ def test_groups_that_are_judged_at_the_same_time_share_the_places(answer):
         return 1.0
 
     counts.concurrency = 2
-    reward = Weighted("r", counts)
+    reward = RewardFunction("r", counts)
 
     async def groups():
         await asyncio.gather(*(judge([reward], [{}] * 2, [answer(index=i) for i in range(2)]) for _ in range(4)))
@@ -242,7 +244,7 @@ def test_hanging_functions_leave_room_for_others(answer, judging):
 
     hangs.concurrency = 2
     samples = [answer(index=i) for i in range(8)]
-    assert judging([Weighted("r", hangs, timeout=0.1)], [{}] * 8, samples) == {("r", "timeout"): 6}
+    assert judging([RewardFunction("r", hangs, timeout=0.1)], [{}] * 8, samples) == {("r", "timeout"): 6}
     assert samples[7].rewards["r"] == 1.0
 
 
@@ -259,7 +261,7 @@ def test_a_coroutine_that_refuses_to_be_cancelled_is_not_waited_for(answer):
 
     async def judged_in():
         begun = time.monotonic()
-        await judge([Weighted("r", stubborn, timeout=0.1)], [{}], [answer()])
+        await judge([RewardFunction("r", stubborn, timeout=0.1)], [{}], [answer()])
         return time.monotonic() - begun
 
     assert asyncio.run(judged_in()) < 1
@@ -267,9 +269,9 @@ def test_a_coroutine_that_refuses_to_be_cancelled_is_not_waited_for(answer):
 
 def test_a_weight_is_finite_and_a_timeout_above_zero():
     with pytest.raises(ValueError, match="reward r: its weight must be finite, got nan"):
-        Weighted("r", _raise, weight=math.nan)
+        RewardFunction("r", _raise, weight=math.nan)
     with pytest.raises(ValueError, match="reward r: its timeout must be > 0 seconds, got 0"):
-        Weighted("r", _raise, timeout=0)
+        RewardFunction("r", _raise, timeout=0)
 
 
 def test_batched_is_over_a_group_or_a_step():

@@ -6,17 +6,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.models.policy import Policy
-from burnish.loops.rewards import Weighted, judged
-from burnish.loops.rl.buffer import Experience
-from burnish.loops.rl.sources import Samples
+from burnish.loops.rewards import RewardFunction, judged
+from burnish.loops.rl.buffer import RolloutFeed
+from burnish.loops.rl.sources import SampleLog
 from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
-from burnish.loops.rollouts.sample import Sample, Sampling, Span
-from burnish.loops.rollouts.scheduler import Sampler
+from burnish.loops.rollouts.sample import Sample, SamplingParams, VersionSpan
+from burnish.loops.rollouts.scheduler import RolloutScheduler
 from tiny import make_model
 
 GROUPS, ANSWERS = 4, 3
 ALL = [(task, index) for task in range(GROUPS) for index in range(ANSWERS)]
-REWARDS = [Weighted("right", None)]
+REWARDS = [RewardFunction("right", None)]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def answers(tasks=GROUPS, finish="stop", reward=None, version=0):
             trained = [True, *(draw.random() < 0.7 for _ in range(length - 1))]
             logprobs = [-(1 + task + index / 10 + t / 1000) for t in range(length)]
             score = {"right": float(index) if reward is None else reward(task, index)}
-            spans = [Span(version, 0, 1), Span(version + 1, 1, length)]
+            spans = [VersionSpan(version, 0, 1), VersionSpan(version + 1, 1, length)]
             found.append(Sample(task, index, prompt, tokens, trained, logprobs, spans, finish, rewards=score))
     return found
 
@@ -46,10 +46,16 @@ def open_experience(policy):
 
     def open_experience(samples, store=None, groups=GROUPS, **options):
         prompts = {sample.task: sample.prompt for sample in samples}
-        how = {"groups_per_step": groups, "group_size": ANSWERS, "sampling": Sampling(9), "key": 0, "max_age": 0}
-        sampler = Sampler(ReplaySource(samples), prompts.__getitem__, list, **how)
+        how = {
+            "groups_per_step": groups,
+            "group_size": ANSWERS,
+            "sampling": SamplingParams(9),
+            "key": 0,
+            "max_staleness": 0,
+        }
+        sampler = RolloutScheduler(ReplaySource(samples), prompts.__getitem__, list, **how)
         judgment = {"judgment": lambda some: judged(REWARDS, some), "groups": groups, "steps": 9, "store": store}
-        opened.append(Experience(sampler, policy, Accelerator(), **{**judgment, **options}))
+        opened.append(RolloutFeed(sampler, policy, Accelerator(), **{**judgment, **options}))
         return opened[-1]
 
     yield open_experience
@@ -182,7 +188,7 @@ def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_exp
         keep = staticmethod(lambda tasks: None)
         write = staticmethod(stored.extend)
 
-    experience = open_experience(samples, Store(), varied=True)
+    experience = open_experience(samples, Store(), dynamic_sampling=True)
     assert [part[0][0] for part in whose(experience(0))] == [1, 4, 6, 7]
     assert experience.report()["groups_passed_over"] == 4
     assert experience.report()["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
@@ -196,7 +202,7 @@ def test_samples_of_a_run_that_was_killed_are_on_record_once(open_experience, tm
     with SampleWriter(path) as writer:  # the dead run had a checkpoint after task 0
         writer.write(samples)
     path.write_text(path.read_text()[:-20])  # and died while it wrote
-    experience = open_experience(samples, Samples(path, show_every=0), groups=1)
+    experience = open_experience(samples, SampleLog(path, show_every=0), groups=1)
     experience.sampler.ledger.enter(0, [0])
     experience(1)
     experience(2)
@@ -204,7 +210,7 @@ def test_samples_of_a_run_that_was_killed_are_on_record_once(open_experience, tm
 
 
 def test_a_few_answers_are_shown_of_some_rollouts(tmp_path, capsys):
-    store = Samples(tmp_path / "samples.jsonl", show_every=2, decode=lambda prompt: f"asked {prompt[0]}")
+    store = SampleLog(tmp_path / "samples.jsonl", show_every=2, decode=lambda prompt: f"asked {prompt[0]}")
     for task in range(3):
         group = [sample for sample in answers() if sample.task == task]
         for sample in group:

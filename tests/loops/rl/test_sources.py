@@ -10,7 +10,7 @@ from burnish.loops.environments import Limits
 from burnish.loops.environments.games import guess_rows
 from burnish.loops.recipes.grpo import GRPO, run_grpo
 from burnish.loops.rl import sources as sampling
-from burnish.loops.rl.setup import open_players
+from burnish.loops.rl.setup import open_rl
 from burnish.loops.rl.sources import VLLM, check_sampled, flags_of, open_updates
 from burnish.loops.rollouts.source import SourceError
 from burnish.loops.rollouts.vllm.server import VLLMServer
@@ -108,7 +108,7 @@ def test_a_servers_limits_are_settings(fake, fields, monkeypatch):
     monkeypatch.setattr(sampling, "VLLMServer", Watched)
     limits = {"timeout": 50.0, "concurrency": 5, "patience": 70.0}
     config = GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url, attempts=3, **limits))
-    players = open_players(config)
+    players = open_rl(config)
     assert players.sampler.attempts == 3 and {name: made[name] for name in limits} == limits
     players.sampler.close()
 

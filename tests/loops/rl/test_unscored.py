@@ -86,7 +86,7 @@ def test_a_failed_reward_masks_the_answer_and_one_that_does_not_apply_is_left_ou
 
 def test_what_is_unknown_is_in_no_rewards_group_statistics(burnish, advantages):
     """GDPO: the form of an answer that math has failed at is compared with no other."""
-    assert burnish(rewards=MATH, combine="normalize") == 0
+    assert burnish(rewards=MATH, reward_aggregation="normalize") == 0
     ((rollout, columns),) = advantages
     found = of_answers(rollout, columns["advantage"])
     assert sorted(found) == [i for i in range(16) if i % 4]
@@ -109,7 +109,7 @@ def test_a_failed_reward_of_weight_0_is_counted_and_masks_nothing(burnish, tmp_p
 def test_dynamic_sampling_does_not_take_what_is_unknown_for_a_difference(burnish, tmp_path, caplog):
     """Of two answers math fails at one, so that their forms, which differ, are not compared."""
     slow = {"judges:math": {"weight": 1.0, "timeout": 0.01}, "judges:form": 1.0}
-    assert burnish(rewards=slow, varied=True, group_size=2, max_tokens=1) == 0
+    assert burnish(rewards=slow, dynamic_sampling=True, group_size=2, max_tokens=1) == 0
     assert "only 0 of 4 groups have answers of different reward" in caplog.text
     (line,) = lines(tmp_path / "run")
     assert line["reward/sampled"] == 0.75 and line["skipped"] == 1
@@ -122,7 +122,7 @@ def test_no_pair_is_made_of_an_answer_of_unknown_worth(burnish, tmp_path):
     assert (line["pairs"], line["ties"], line["completions/masked_ratio"]) == (0, 4, 0.5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"varied": True}, {"max_age": 1}])
+@pytest.mark.parametrize("settings", [{}, {"dynamic_sampling": True}, {"max_staleness": 1}])
 def test_a_reward_that_raises_in_all_calls_of_the_first_rollout_ends_the_run(settings, burnish, tmp_path, capsys):
     assert burnish(rewards={"online:even": 1.0, "judges:broken": 0.1}, steps=2, **settings) == 1
     said = capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_every_rank_is_told_why_the_run_ends(common, tmp_path):
 
 def test_the_counts_of_a_rollout_are_its_own_while_others_are_drawn_and_judged(burnish, tmp_path):
     rewards = {"judges:broken_in_odd_rollouts": 1.0, "judges:form": 0.5}
-    assert burnish(rewards=rewards, steps=6, max_age=1) == 0
+    assert burnish(rewards=rewards, steps=6, max_staleness=1) == 0
     counts = [line.get("rewards/broken_in_odd_rollouts/unscored/error", 0) for line in lines(tmp_path / "run")]
     assert counts == [0, 16] * 3
 
@@ -171,7 +171,7 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_numbers_of_numpy_and_torch_in_info_are_stored_and_resumed_from(name, burnish, tmp_path):
     """The process dies in the second step of a rollout of two, so the next one reads the rollout's samples."""
-    settings = {"rewards": {name: 1.0}, "rollout_epochs": 2, "old": "recomputed", "save_every": 1, "steps": 4}
+    settings = {"rewards": {name: 1.0}, "epochs_per_rollout": 2, "old": "recomputed", "save_every": 1, "steps": 4}
     with pytest.raises(Killed), dying_in_step(2):
         burnish(**settings)
     assert burnish(**settings, resume=True) == 0

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 from burnish.loops.rollouts.record import from_record, to_record
 from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
-from burnish.loops.rollouts.sample import Request, Sample, Sampling, Span
-from burnish.loops.rollouts.scheduler import Sampler
+from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan
+from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.rollouts.source import SourceError
 
 
@@ -20,7 +20,7 @@ def answer(task, index, length=3):
         tokens=[index + t for t in range(length)],
         trained=[t != 1 for t in range(length)],
         logprobs=[-0.1 * (t != 1) - 1e-17 for t in range(length)],
-        spans=[Span(task, 0, 1), Span(task + 1, 1, length)],
+        spans=[VersionSpan(task, 0, 1), VersionSpan(task + 1, 1, length)],
         finish="stop",
         text="naïve\n",
         rewards={"right": 1 / 3, "format": None},
@@ -32,7 +32,7 @@ STORED = [answer(task, index) for task in range(4) for index in range(2)]
 
 
 def asked(task=0, indices=(0, 1), prompt=None, max_tokens=5):
-    return Request(task, prompt or [task + 1, 2], list(indices), Sampling(max_tokens), key=0)
+    return Request(task, prompt or [task + 1, 2], list(indices), SamplingParams(max_tokens), key=0)
 
 
 @pytest.mark.parametrize("name", ["samples.jsonl", "samples.parquet"])
@@ -44,7 +44,7 @@ def test_what_is_written_is_read(name, tmp_path):
         writer.write(STORED[3:])
     read = list(read_samples(path))
     assert read == STORED
-    assert all(type(span) is Span for sample in read for span in sample.spans)
+    assert all(type(span) is VersionSpan for sample in read for span in sample.spans)
 
 
 def test_lines_are_appended_and_read_while_they_are_written(tmp_path):
@@ -125,8 +125,14 @@ def test_what_is_not_there_is_an_error(request_, says):
 
 def test_old_answers_can_be_trained_on_at_any_step(tmp_path):
     """Stored versions are those of another run: their age is no matter of this one's."""
-    options = {"groups_per_step": 2, "group_size": 2, "sampling": Sampling(max_tokens=5), "key": 0, "max_age": 0}
-    with Sampler(ReplaySource(STORED), lambda task: [task + 1, 2], lambda: (), **options) as sampler:
+    options = {
+        "groups_per_step": 2,
+        "group_size": 2,
+        "sampling": SamplingParams(max_tokens=5),
+        "key": 0,
+        "max_staleness": 0,
+    }
+    with RolloutScheduler(ReplaySource(STORED), lambda task: [task + 1, 2], lambda: (), **options) as sampler:
         taken = []
         for step in range(2):
             sampler.publish(step)

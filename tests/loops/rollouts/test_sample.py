@@ -3,14 +3,16 @@
 import dataclasses
 
 import pytest
-from burnish.loops.rollouts.sample import Request, Sample, Sampling, Span, check_sample
+from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan, check_sample
 
 
 def asked(**changes):
-    return Request(**{"task": 3, "prompt": [1], "indices": [0], "sampling": Sampling(5), "key": 7, **changes})
+    return Request(**{"task": 3, "prompt": [1], "indices": [0], "sampling": SamplingParams(5), "key": 7, **changes})
 
 
-GOOD = Sample(2, 1, [5], [6, 7, 8], [True, False, True], [-1.0, 0.0, -2.0], [Span(4, 0, 1), Span(3, 2, 3)], "stop")
+GOOD = Sample(
+    2, 1, [5], [6, 7, 8], [True, False, True], [-1.0, 0.0, -2.0], [VersionSpan(4, 0, 1), VersionSpan(3, 2, 3)], "stop"
+)
 
 
 def test_a_seed_depends_on_key_task_index_and_turn_and_on_nothing_else():
@@ -22,7 +24,7 @@ def test_a_seed_depends_on_key_task_index_and_turn_and_on_nothing_else():
     }
     assert len(seeds) == 18
     assert all(0 <= seed < 2**63 for seed in seeds)
-    other = asked(prompt=[9, 9], indices=[4, 5], sampling=Sampling(9, 0.5))
+    other = asked(prompt=[9, 9], indices=[4, 5], sampling=SamplingParams(9, 0.5))
     assert other.seed(0) == asked().seed(0) == 582134548833555883
 
 
@@ -43,7 +45,7 @@ def test_digits_of_neighbors_are_not_run_together():
 )
 def test_sampling_that_makes_no_sense_is_refused(how, says):
     with pytest.raises(ValueError, match=says):
-        Sampling(**{"max_tokens": 1, **how})
+        SamplingParams(**{"max_tokens": 1, **how})
 
 
 def test_the_oldest_version_need_not_be_the_first():
@@ -68,8 +70,8 @@ def test_a_whole_sample_passes_and_so_does_a_hair_above_0():
         ({"logprobs": [-1.0, 0.0, 0.1]}, "log-probs must be finite and <= 0, got 0.1"),
         ({"tokens": [], "trained": [], "logprobs": [], "spans": []}, "it has no token of the policy"),
         ({"trained": [False] * 3}, "it has no token of the policy"),
-        ({"spans": [Span(4, 0, 1)]}, "no version is known for token 2, which was sampled"),
-        ({"spans": [Span(4, 0, 2)], "trained": [True] * 3}, "no version is known for token 2"),
+        ({"spans": [VersionSpan(4, 0, 1)]}, "no version is known for token 2, which was sampled"),
+        ({"spans": [VersionSpan(4, 0, 2)], "trained": [True] * 3}, "no version is known for token 2"),
     ],
 )
 def test_parts_that_do_not_agree_are_refused(change, says):

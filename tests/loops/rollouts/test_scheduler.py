@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
-from burnish.loops.rollouts.sample import Sample, Sampling, Span
-from burnish.loops.rollouts.scheduler import Ledger, Sampler
+from burnish.loops.rollouts.sample import Sample, SamplingParams, VersionSpan
+from burnish.loops.rollouts.scheduler import Ledger, RolloutScheduler
 from burnish.loops.rollouts.source import SourceError, SourceLost
-from burnish.loops.rollouts.vllm.client import Refused
+from burnish.loops.rollouts.vllm.client import Rejected
 
 B, G = 3, 2
 
@@ -50,7 +50,7 @@ class Scripted:
                 raise SourceLost("the connection was lost")
             if started is None or self.at is None:
                 raise SourceLost("it draws from weights of nobody's")
-            spans = [Span(started, 0, 1)] + [Span(self.at, 1, 2)] * (self.at != started)
+            spans = [VersionSpan(started, 0, 1)] + [VersionSpan(self.at, 1, 2)] * (self.at != started)
             return [self._answer(request, index, spans) for index in request.indices]
         finally:
             self.under_way -= 1
@@ -80,12 +80,12 @@ class Trainer:
     def __init__(self, source, **options):
         self.version = 0
         self.trained = []  # (step, task, tokens, age)
-        options = {"groups_per_step": B, "group_size": G, "key": 5, "max_age": 0, "backoff": 0.001, **options}
-        self.sampler = Sampler(
+        options = {"groups_per_step": B, "group_size": G, "key": 5, "max_staleness": 0, "backoff": 0.001, **options}
+        self.sampler = RolloutScheduler(
             source,
             lambda task: [task + 1, 7],
             lambda: [("v", torch.tensor(self.version))],
-            sampling=Sampling(max_tokens=2),
+            sampling=SamplingParams(max_tokens=2),
             **options,
         )
 
@@ -123,14 +123,14 @@ def nothing_is_left():
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("max_age", [0, 1, 2])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_tasks_are_trained_on_in_their_order_each_once_and_never_too_old(max_age, seed):
+def test_tasks_are_trained_on_in_their_order_each_once_and_never_too_old(max_staleness, seed):
     source = Scripted(seed, delay=0.01, crashes=0.2)
-    trainer = Trainer(source, max_age=max_age, attempts=50)
+    trainer = Trainer(source, max_staleness=max_staleness, attempts=50)
     trained = trainer.all(20, pause=0.003)
     assert [(step, task) for step, task, *_ in trained] == [(task // B, task) for task in range(20 * B)]
-    assert max(age for *_, age in trained) <= max_age
+    assert max(age for *_, age in trained) <= max_staleness
     assert [trainer.sampler.ledger.step_of(task) for task in range(20 * B)] == [task // B for task in range(20 * B)]
     assert trainer.sampler.ledger.step_of(20 * B) is None
     assert source.closed and source.crashed > 0
@@ -142,24 +142,24 @@ def test_without_staleness_crashes_change_nothing():
         assert Trainer(Scripted(seed, delay=0.002, crashes=0.2), attempts=50).all(8) == undisturbed
 
 
-@pytest.mark.parametrize("max_age", [0, 1, 2])
-def test_answers_are_drawn_ahead_as_far_as_may_be_and_no_further(max_age):
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_answers_are_drawn_ahead_as_far_as_may_be_and_no_further(max_staleness):
     """The trainer is slow: without a bound the source would go on asking."""
     source = Scripted()
-    trainer = Trainer(source, max_age=max_age)
+    trainer = Trainer(source, max_staleness=max_staleness)
     with trainer.sampler:
         for step in trainer.run(6):
-            begun = (step + 1) * B if max_age == 0 else (step + 2 + max_age) * B  # as of version step + 1
+            begun = (step + 1) * B if max_staleness == 0 else (step + 2 + max_staleness) * B  # as of version step + 1
             wait_until(lambda begun=begun: source.asked == begun and source.under_way == 0)
             time.sleep(0.01)
             assert source.asked == begun
-            assert source.most <= (max_age + 1) * B
-    assert {age for *_, age in trainer.trained[2 * B * max_age :]} == {max_age}
+            assert source.most <= (max_staleness + 1) * B
+    assert {age for *_, age in trainer.trained[2 * B * max_staleness :]} == {max_staleness}
 
 
 def test_answers_under_way_go_on_across_a_publication():
     source = Scripted(delay=0.05)
-    trained = Trainer(source, max_age=2).all(10, pause=0.01)
+    trained = Trainer(source, max_staleness=2).all(10, pause=0.01)
     assert any(len(tokens) == 2 for _, _, answers, _ in trained for tokens in answers)
 
 
@@ -180,7 +180,7 @@ def test_without_staleness_a_resumed_run_trains_on_the_same(stop):
 @pytest.mark.parametrize("stop", range(1, 7))
 @pytest.mark.parametrize("when", ["before publishing", "after publishing"])
 def test_with_staleness_a_resumed_run_trains_on_each_task_once(stop, when, tmp_path):
-    first = Trainer(Scripted(stop, delay=0.004, crashes=0.1), max_age=2, attempts=50)
+    first = Trainer(Scripted(stop, delay=0.004, crashes=0.1), max_staleness=2, attempts=50)
     with first.sampler:
         first.sampler.publish(0)
         for step in range(stop):
@@ -191,7 +191,7 @@ def test_with_staleness_a_resumed_run_trains_on_each_task_once(stop, when, tmp_p
             if step + 1 < stop or when == "after publishing":
                 first.sampler.publish(step + 1)
         torch.save(first.sampler.state_dict(), tmp_path / "state.pt")
-    second = Trainer(Scripted(99, delay=0.004, crashes=0.1), max_age=2, attempts=50)
+    second = Trainer(Scripted(99, delay=0.004, crashes=0.1), max_staleness=2, attempts=50)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     second.sampler.load_state_dict(state)
     trained = first.trained + second.all(9, start=stop)
@@ -209,10 +209,10 @@ def test_a_state_of_another_run_is_refused():
         sampler.load_state_dict(state)
 
 
-@pytest.mark.parametrize("max_age", [0, 1])
-def test_a_source_that_is_down_for_good_ends_the_run_and_says_so(max_age):
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_source_that_is_down_for_good_ends_the_run_and_says_so(max_staleness):
     source = Scripted()
-    trainer = Trainer(source, max_age=max_age, attempts=3)
+    trainer = Trainer(source, max_staleness=max_staleness, attempts=3)
     with trainer.sampler:
         run = trainer.run(9)
         next(run)
@@ -238,10 +238,10 @@ def test_every_failed_attempt_is_a_warning_with_its_reason(caplog):
     ]
 
 
-@pytest.mark.parametrize("max_age", [0, 1])
-def test_a_source_that_restarted_unnoticed_is_given_the_weights_again(max_age):
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_source_that_restarted_unnoticed_is_given_the_weights_again(max_staleness):
     source = Scripted()
-    trainer = Trainer(source, max_age=max_age)
+    trainer = Trainer(source, max_staleness=max_staleness)
     with trainer.sampler:
         for _ in trainer.run(5):
             source.at = None
@@ -249,15 +249,15 @@ def test_a_source_that_restarted_unnoticed_is_given_the_weights_again(max_age):
     assert len(trainer.trained) == 5 * B
 
 
-@pytest.mark.parametrize("max_age", [0, 1])
-def test_a_source_that_died_before_a_publication_is_brought_back_by_asking_for_its_version(max_age):
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_source_that_died_before_a_publication_is_brought_back_by_asking_for_its_version(max_staleness):
     class Revived(Scripted):
         async def version(self):
             self.dead = False
             return await super().version()
 
     source = Revived()
-    trainer = Trainer(source, max_age=max_age, attempts=2)
+    trainer = Trainer(source, max_staleness=max_staleness, attempts=2)
     with trainer.sampler:
         for _ in trainer.run(3):
             wait_until(lambda: source.under_way == 0)
@@ -277,7 +277,7 @@ def test_other_questions_answers_and_unknown_versions_are_not_trained_on():
 
     async def from_the_future(source, request):
         group = await source.sample(request)
-        group[0].spans = [Span(9, 0, 1)]
+        group[0].spans = [VersionSpan(9, 0, 1)]
         return group
 
     async def one_twice(source, request):
@@ -311,7 +311,7 @@ def test_a_source_that_lags_behind_what_was_published_is_not_trained_on():
     async def stale(source, request):
         group = await source.sample(request)
         for sample in group:
-            sample.spans, sample.tokens, sample.trained, sample.logprobs = [Span(0, 0, 1)], [1], [True], [-1.0]
+            sample.spans, sample.tokens, sample.trained, sample.logprobs = [VersionSpan(0, 0, 1)], [1], [True], [-1.0]
         return group
 
     trainer = Trainer(Scripted(), play=stale, attempts=2)
@@ -319,12 +319,12 @@ def test_a_source_that_lags_behind_what_was_published_is_not_trained_on():
         trainer.all(2)
 
 
-@pytest.mark.parametrize("max_age", [0, 1])
-def test_a_source_that_does_not_take_the_weights_ends_the_run_and_says_so(max_age):
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_source_that_does_not_take_the_weights_ends_the_run_and_says_so(max_staleness):
     async def ignore(weights, version):
         pass
 
-    trainer = Trainer(source := Scripted(), max_age=max_age, attempts=2)
+    trainer = Trainer(source := Scripted(), max_staleness=max_staleness, attempts=2)
     says = r"version 2 could not be published .* Scripted was .* draws from version 1"
     with trainer.sampler, pytest.raises(SourceError, match=says):
         for _ in trainer.run(5):
@@ -333,7 +333,7 @@ def test_a_source_that_does_not_take_the_weights_ends_the_run_and_says_so(max_ag
 
 def test_a_checkpoint_holds_all_groups_that_are_ready():
     source = Scripted()
-    trainer = Trainer(source, max_age=2)
+    trainer = Trainer(source, max_staleness=2)
     with trainer.sampler:
         run = trainer.run(3)
         next(run)
@@ -342,23 +342,23 @@ def test_a_checkpoint_holds_all_groups_that_are_ready():
         assert set(trainer.sampler.state_dict()["ready"]) == set(range(B, 4 * B))
 
 
-@pytest.mark.parametrize("max_age", [0, 1])
-@pytest.mark.parametrize("error", [ValueError, SourceError, lambda why: Refused(why, 400)])
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("error", [ValueError, SourceError, lambda why: Rejected(why, 400)])
 @pytest.mark.parametrize("what", ["sample", "publish"])
-def test_what_the_source_will_never_do_ends_the_run_at_once_with_its_words(error, what, max_age):
+def test_what_the_source_will_never_do_ends_the_run_at_once_with_its_words(error, what, max_staleness):
     async def refuse(*arguments):
         raise error("there is no such parameter")
 
     source = Scripted()
     setattr(source, what, refuse)
-    trainer = Trainer(source, max_age=max_age)
+    trainer = Trainer(source, max_staleness=max_staleness)
     with pytest.raises((ValueError, SourceError), match=r"^there is no such parameter$"):
         trainer.all(1)
     assert trainer.sampler.counts["retries"] == 0
 
 
-@pytest.mark.parametrize("max_age", [0, 1])
-def test_groups_are_judged_as_they_finish(max_age):
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_groups_are_judged_as_they_finish(max_staleness):
     """A judge that waits for the other groups to be judged too would wait forever if they came one by one."""
     together = asyncio.Barrier(B)
 
@@ -367,7 +367,7 @@ def test_groups_are_judged_as_they_finish(max_age):
         for sample in group:
             sample.rewards["length"] = 1.0
 
-    trainer = Trainer(Scripted(delay=0.01), max_age=max_age, judge=judge)
+    trainer = Trainer(Scripted(delay=0.01), max_staleness=max_staleness, judge=judge)
     with trainer.sampler:
         trainer.sampler.publish(0)
         groups = trainer.sampler.take(0)
@@ -382,16 +382,16 @@ def test_a_judge_that_fails_ends_the_run():
         Trainer(Scripted(), judge=judge).all(1)
 
 
-@pytest.mark.parametrize("max_age", [0, 1])
-def test_a_step_may_take_more_groups(max_age):
-    trainer = Trainer(Scripted(delay=0.005), max_age=max_age)
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_step_may_take_more_groups(max_staleness):
+    trainer = Trainer(Scripted(delay=0.005), max_staleness=max_staleness)
     with trainer.sampler:
         trainer.sampler.publish(0)
         tasks = []
         for step in range(6):
             groups = trainer.sampler.take(step) + trainer.sampler.take(step, step % 3)
             tasks += [group[0].task for group in groups]
-            assert all(step - sample.oldest <= max_age for group in groups for sample in group)
+            assert all(step - sample.oldest <= max_staleness for group in groups for sample in group)
             assert all(trainer.sampler.ledger.step_of(group[0].task) == step for group in groups)
             trainer.version = step + 1
             trainer.sampler.publish(step + 1)
@@ -411,9 +411,9 @@ def test_a_step_trains_the_version_of_its_number():
 def test_weights_that_are_being_trained_are_not_drawn_from_meanwhile():
     source = Scripted()
     source.overlaps = False
-    with pytest.raises(ValueError, match=r"max_age 1 .* set max_age to 0, or use a DetachedSource or a server"):
-        Trainer(source, max_age=1)
-    assert len(Trainer(source, max_age=0).all(2)) == 2 * B
+    with pytest.raises(ValueError, match=r"max_staleness 1 .* set max_staleness to 0, or use a DetachedSource or"):
+        Trainer(source, max_staleness=1)
+    assert len(Trainer(source, max_staleness=0).all(2)) == 2 * B
 
 
 def test_a_ledger_refuses_what_is_out_of_order():

@@ -1,4 +1,4 @@
-"""Terms: named losses that find their own tensors, and the mixes that a configuration can name."""
+"""Losses: named losses that find their own tensors, and the mixes that a configuration can name."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.dpo import PAIR_LOSSES
 from burnish.loops.recipes.kto import FEEDBACK_LOSSES
 from burnish.loops.recipes.sft import TOKEN_LOSSES
-from burnish.loops.train.losses import CHOSEN, Term, compose, expression, needs, parse, policy_tensors
+from burnish.loops.train.losses import CHOSEN, Term, compose, needs, parse, policy_tensors, weightings
 from burnish.loops.train.step import train_step
 from burnish.objectives import apo_zero_unpaired, dpo, nll, sequence_sum, simpo
 from tiny import make_examples, make_model
@@ -81,7 +81,7 @@ def test_a_column_of_the_data_weighs_examples_as_often_as_it_says(policy, batch)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     objective = compose(terms, policy_tensors())
     metrics = train_step(
-        Accelerator(), policy, optimizer, [batch], objective, expression(terms), max_grad_norm=float("inf")
+        Accelerator(), policy, optimizer, [batch], objective, weightings(terms), max_grad_norm=float("inf")
     )
     assert metrics["nll"] == pytest.approx(loss.item())
     for old, new, wanted in zip(before, policy.parameters(), expected, strict=True):
@@ -93,7 +93,7 @@ def test_what_had_nothing_to_measure_is_not_logged(policy):
     terms = {"nll": Term(nll), "missing": Term(nll, 0.0, of="never")}
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     objective = compose(terms, policy_tensors())
-    metrics = train_step(Accelerator(), policy, optimizer, [batch], objective, expression(terms), max_grad_norm=1.0)
+    metrics = train_step(Accelerator(), policy, optimizer, [batch], objective, weightings(terms), max_grad_norm=1.0)
     assert "nll" in metrics
     assert "missing" not in metrics
 

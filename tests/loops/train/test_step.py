@@ -51,8 +51,8 @@ def test_a_coefficient_of_zero_measures_without_training(policy):
         losses = NLL(policy, batch)
         return {**losses, "constant": (torch.full_like(losses["nll"][0], 3.0), {})}
 
-    expression = {"constant": (0.0, token_mean), "nll": (1e-300, token_mean)}
-    metrics = train_step(Accelerator(), policy, sgd(policy), [batch], objective, expression, max_grad_norm=1e9)
+    weightings = {"constant": (0.0, token_mean), "nll": (1e-300, token_mean)}
+    metrics = train_step(Accelerator(), policy, sgd(policy), [batch], objective, weightings, max_grad_norm=1e9)
     assert metrics["constant"] == pytest.approx(3.0)
     assert metrics["loss"] == pytest.approx(0.0, abs=1e-200)
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, policy.parameters(), strict=True))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from burnish.loops.rollouts.local import draw as module
 from burnish.loops.rollouts.local.draw import draw, uniforms
-from burnish.loops.rollouts.sample import Sampling
+from burnish.loops.rollouts.sample import SamplingParams
 
-ALL = Sampling(max_tokens=1)
+ALL = SamplingParams(max_tokens=1)
 P = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4], dtype=torch.float64)
 
 
@@ -44,20 +44,20 @@ def test_what_has_no_probability_is_never_drawn():
     ids=str,
 )
 def test_top_k_and_top_p_leave_the_likeliest(how, left):
-    found = dict(drawn(u / 200, Sampling(max_tokens=1, **how)) for u in range(200))
+    found = dict(drawn(u / 200, SamplingParams(max_tokens=1, **how)) for u in range(200))
     assert found == {token: pytest.approx(p) for token, p in left.items()}
 
 
 def test_temperature_0_takes_the_likeliest_with_its_log_prob_of_temperature_1():
     for how in ({}, {"top_k": 1}, {"top_p": 0.1}):
-        assert drawn(0.0, Sampling(max_tokens=1, temperature=0.0, **how)) == (4, pytest.approx(0.4))
+        assert drawn(0.0, SamplingParams(max_tokens=1, temperature=0.0, **how)) == (4, pytest.approx(0.4))
 
 
 def test_rows_do_not_depend_on_their_company(monkeypatch):
     """Each row has a sampling of its own, and rows beyond what is held at once are drawn in parts."""
     torch.manual_seed(0)
     logits = torch.randn(12, 50, dtype=torch.float64)
-    hows = [Sampling(1, t, p, k) for t in (0.0, 0.6, 1.0) for p in (0.7, 1.0) for k in (0, 5)]
+    hows = [SamplingParams(1, t, p, k) for t in (0.0, 0.6, 1.0) for p in (0.7, 1.0) for k in (0, 5)]
     numbers = torch.rand(12).tolist()
     alone = [draw(logits[i : i + 1], numbers[i : i + 1], hows[i : i + 1]) for i in range(12)]
     together = draw(logits, numbers, hows)

@@ -12,10 +12,10 @@ import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
-from burnish.loops.rollouts.local.kv_cache import Lockstep, Ragged, lockstep_fit
+from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, StaticBatch, lockstep_fit
 from burnish.loops.rollouts.local.runner import Reader
-from burnish.loops.rollouts.local.slots import Slots, _Layer
-from burnish.loops.rollouts.local.source import DetachedSource, EmbeddedSource, free_share
+from burnish.loops.rollouts.local.slots import KVCache, _Layer
+from burnish.loops.rollouts.local.source import DetachedSource, LocalSource, free_share
 from burnish.loops.rollouts.source import SourceError
 from conformance import Conformance, Subject, ask
 from peft import LoraConfig, get_peft_model
@@ -43,7 +43,7 @@ class TestEmbedded(Conformance):
     async def open(self):
         model = make_model(seed=1)
         return Subject(
-            source=EmbeddedSource(Policy(model), version=1),
+            source=LocalSource(Policy(model), version=1),
             model=make_model(),
             weights=weights,
             before_publish=model.load_state_dict,
@@ -70,8 +70,8 @@ class TestOnePromptAtATime(Conformance):
 
     async def open(self):
         model = make_model(seed=1)
-        source = EmbeddedSource(Policy(model), version=1)
-        source._choose = lambda longest: Lockstep(source.reader, lambda longest: 4096 // longest, cached=True)
+        source = LocalSource(Policy(model), version=1)
+        source._choose = lambda longest: StaticBatch(source.reader, lambda longest: 4096 // longest, cached=True)
         return Subject(
             source=source,
             model=make_model(),
@@ -109,7 +109,7 @@ def in_autocast(source_of, model):
 class TestEmbeddedUnderAutocast(Conformance):
     async def open(self):
         model = make_model(seed=1).float()
-        return replace(in_autocast(EmbeddedSource, model), before_publish=model.load_state_dict)
+        return replace(in_autocast(LocalSource, model), before_publish=model.load_state_dict)
 
 
 class TestDetachedUnderAutocast(Conformance):
@@ -120,9 +120,9 @@ class TestDetachedUnderAutocast(Conformance):
 class TestOnePromptAtATimeUnderAutocast(Conformance):
     async def open(self):
         model = make_model(seed=1).float()
-        subject = replace(in_autocast(EmbeddedSource, model), before_publish=model.load_state_dict, draws=300)
+        subject = replace(in_autocast(LocalSource, model), before_publish=model.load_state_dict, draws=300)
         source = subject.source
-        source._choose = lambda longest: Lockstep(source.reader, lambda longest: 4096 // longest, cached=True)
+        source._choose = lambda longest: StaticBatch(source.reader, lambda longest: 4096 // longest, cached=True)
         return subject
 
 
@@ -132,7 +132,7 @@ class TestEmbeddedInBfloat16(Conformance):
     async def open(self):
         model = make_model(seed=1).bfloat16()
         return Subject(
-            source=EmbeddedSource(Policy(model), version=1),
+            source=LocalSource(Policy(model), version=1),
             model=make_model(),
             weights=functools.partial(weights, dtype=torch.bfloat16),
             before_publish=model.load_state_dict,
@@ -151,7 +151,7 @@ def requests(count=4, answers=3, **sampling):
     return [ask(i, prompt=prompt, indices=range(answers), **sampling) for i, prompt in enumerate(prompts)]
 
 
-def answers_of(source, wanted):
+def completions_of(source, wanted):
     async def all_of_them():
         groups = await asyncio.gather(*map(source.sample, wanted))
         return [sample for group in groups for sample in group]
@@ -173,7 +173,7 @@ def check_log_probs(model, samples, tolerance, temperature=1.0, vocab=VOCABULARY
 def test_log_probs_are_those_of_every_family(family, caplog):
     """Windows of 4 are shorter than what is read here: such a model goes one prompt at a time, and says so."""
     model = make_model(family)
-    samples = answers_of(EmbeddedSource(Policy(model), version=0), requests(max_tokens=9))
+    samples = completions_of(LocalSource(Policy(model), version=0), requests(max_tokens=9))
     check_log_probs(model, samples, 1e-9)
     windowed = family in ("mistral_windowed", "gemma3", "cohere2")
     assert ("more than its window of 4: one prompt at a time" in caplog.text) == windowed
@@ -181,14 +181,14 @@ def test_log_probs_are_those_of_every_family(family, caplog):
 
 def test_within_its_window_a_model_attends_to_all(caplog):
     model = make_model("mistral_windowed")
-    source = EmbeddedSource(Policy(model), version=0)
-    check_log_probs(model, answers_of(source, [ask(i, prompt=[i + 3], max_tokens=3) for i in range(3)]), 1e-9)
+    source = LocalSource(Policy(model), version=0)
+    check_log_probs(model, completions_of(source, [ask(i, prompt=[i + 3], max_tokens=3) for i in range(3)]), 1e-9)
     assert not caplog.text
 
 
 def test_eager_attention_of_gemma_2(caplog):
     model = make_model("gemma2", attention="eager", dtype=torch.float32)
-    check_log_probs(model, answers_of(EmbeddedSource(Policy(model), version=0), requests(max_tokens=9)), 1e-4)
+    check_log_probs(model, completions_of(LocalSource(Policy(model), version=0), requests(max_tokens=9)), 1e-4)
 
 
 def make_mamba():
@@ -203,9 +203,9 @@ def make_mamba():
 
 def test_a_recurrence_goes_one_prompt_at_a_time_and_says_so(caplog):
     model = make_mamba()
-    source = EmbeddedSource(Policy(model, layout="padded"), version=0)
+    source = LocalSource(Policy(model, layout="padded"), version=0)
     assert "answers are generated one prompt at a time, with its own cache" in caplog.text
-    check_log_probs(model, answers_of(source, requests()), 1e-4)
+    check_log_probs(model, completions_of(source, requests()), 1e-4)
 
 
 def make_wide(family, dtype=torch.float64):
@@ -255,7 +255,7 @@ WIDE = ["llama", "qwen2", "qwen3", "mistral_windowed", "gemma2", "gemma3", "gran
 def test_log_probs_are_as_exact_as_the_forward_pass_in_every_precision(family, precision, caplog):
     dtype, context = PRECISIONS[precision]
     policy = Policy(make_wide(family).to(dtype))
-    samples = answers_of(EmbeddedSource(policy, version=0, context=context), requests(8, max_tokens=12))
+    samples = completions_of(LocalSource(policy, version=0, context=context), requests(8, max_tokens=12))
     check_precision(policy, samples, context)
     assert not caplog.text
 
@@ -265,9 +265,9 @@ def test_log_probs_are_as_exact_as_the_forward_pass_in_every_precision(family, p
 def test_eight_prompts_of_eight_answers_take_one_forward_pass_a_token(family, precision):
     dtype, context = PRECISIONS[precision]
     policy = Policy(make_wide(family).to(dtype))
-    source = EmbeddedSource(policy, version=0, context=context)
+    source = LocalSource(policy, version=0, context=context)
     seen = Counting(policy.plain)
-    answers_of(source, requests(8, answers=8, max_tokens=6))
+    completions_of(source, requests(8, answers=8, max_tokens=6))
     assert [tuple(shape) for shape in seen.shapes] == [(8, 7)] + [(64, 1)] * 5
 
 
@@ -275,7 +275,7 @@ def test_eight_prompts_of_eight_answers_take_one_forward_pass_a_token(family, pr
 def test_answers_that_join_cost_one_forward_pass_more(precision):
     dtype, context = PRECISIONS[precision]
     policy = Policy(make_wide("llama").to(dtype))
-    source = EmbeddedSource(policy, version=0, context=context)
+    source = LocalSource(policy, version=0, context=context)
     seen = Counting(policy.plain)
 
     async def body():
@@ -297,7 +297,7 @@ def test_answers_that_join_cost_one_forward_pass_more(precision):
 def test_keys_values_and_mask_are_held_in_what_attention_multiplies(precision, attention, monkeypatch):
     dtype, context = PRECISIONS[precision]
     held = []
-    before_step = Slots.before_step
+    before_step = KVCache.before_step
 
     def watched(self):
         positions, mask = before_step(self)
@@ -305,14 +305,14 @@ def test_keys_values_and_mask_are_held_in_what_attention_multiplies(precision, a
         held.append({store.dtype for store in stores} | {mask.dtype})
         return positions, mask
 
-    monkeypatch.setattr(Slots, "before_step", watched)
+    monkeypatch.setattr(KVCache, "before_step", watched)
     policy = Policy(make_model(dtype=dtype, attention=attention))
-    answers_of(EmbeddedSource(policy, version=0, context=context), requests())
+    completions_of(LocalSource(policy, version=0, context=context), requests())
     assert set.union(*held) == {torch.float32 if precision == "float32" else torch.bfloat16}
 
 
 @in_16_bits
-@pytest.mark.parametrize("source_of", [EmbeddedSource, DetachedSource])
+@pytest.mark.parametrize("source_of", [LocalSource, DetachedSource])
 def test_adapters_on_weights_of_16_bits(precision, source_of):
     dtype, context = PRECISIONS[precision]
     torch.manual_seed(0)
@@ -322,8 +322,8 @@ def test_adapters_on_weights_of_16_bits(precision, source_of):
             parameter.normal_(std=0.3) if "lora_B" in name else None
     policy = Policy(model)
     source = source_of(policy, version=0, context=context)
-    assert isinstance(source._choose(20), Ragged)
-    samples = answers_of(source, requests(8, max_tokens=12))
+    assert isinstance(source._choose(20), ContinuousBatch)
+    samples = completions_of(source, requests(8, max_tokens=12))
     check_precision(source.policy if source_of is DetachedSource else policy, samples, context)
 
 
@@ -331,9 +331,9 @@ def test_adapters_on_weights_of_16_bits(precision, source_of):
 def test_a_recurrence_in_16_bits(precision):
     dtype, context = PRECISIONS[precision]
     policy = Policy(make_mamba().to(dtype), layout="padded")
-    source = EmbeddedSource(policy, version=0, context=context)
-    assert isinstance(source._choose(20), Lockstep) and source._choose(20).cached
-    check_precision(policy, answers_of(source, requests(8, max_tokens=12)), context)
+    source = LocalSource(policy, version=0, context=context)
+    assert isinstance(source._choose(20), StaticBatch) and source._choose(20).cached
+    check_precision(policy, completions_of(source, requests(8, max_tokens=12)), context)
 
 
 @in_16_bits
@@ -350,8 +350,8 @@ def test_kernels_that_round_otherwise_are_not_taken_for_a_wrong_mask_or_position
     for module in policy.plain.base_model.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(rounded)
-    source = EmbeddedSource(policy, version=0, context=context)
-    assert isinstance(source._choose(20), Ragged)
+    source = LocalSource(policy, version=0, context=context)
+    assert isinstance(source._choose(20), ContinuousBatch)
 
 
 def seen_too_much(positions, mask):
@@ -380,11 +380,11 @@ def as_the_longest(positions, mask):
 def test_a_mask_or_position_that_is_wrong_is_found_out(wrong, family, precision, monkeypatch, caplog):
     """Some change the states by 1 %, less than 16 bits do in a deep model."""
     dtype, context = PRECISIONS[precision]
-    before_step = Slots.before_step
+    before_step = KVCache.before_step
     policy = Policy(make_wide(family).to(dtype))
-    monkeypatch.setattr(Slots, "before_step", lambda self: wrong(*before_step(self)))
-    source = EmbeddedSource(policy, version=0, context=context)
-    assert isinstance(source._choose(20), Lockstep)
+    monkeypatch.setattr(KVCache, "before_step", lambda self: wrong(*before_step(self)))
+    source = LocalSource(policy, version=0, context=context)
+    assert isinstance(source._choose(20), StaticBatch)
     assert "one prompt at a time, with its own cache: its states " in caplog.text
 
 
@@ -400,21 +400,21 @@ class Counting:
 
 def test_a_prompt_is_read_once_for_all_of_its_answers():
     policy = Policy(make_model())
-    source = EmbeddedSource(policy, version=0)
+    source = LocalSource(policy, version=0)
     seen = Counting(policy.plain)
-    answers_of(source, [ask(prompt=[5] * 40, indices=range(6), max_tokens=10)])
+    completions_of(source, [ask(prompt=[5] * 40, indices=range(6), max_tokens=10)])
     assert [tuple(shape) for shape in seen.shapes] == [(1, 40)] + [(6, 1)] * 9
 
 
 def test_finished_answers_leave_and_others_take_their_place():
     policy = Policy(make_model())
-    plain = answers_of(EmbeddedSource(policy, version=0), requests(6, max_tokens=20, stop=tuple(range(6))))
+    plain = completions_of(LocalSource(policy, version=0), requests(6, max_tokens=20, stop=tuple(range(6))))
     assert {sample.finish for sample in plain} == {"stop", "length"} or len({len(s.tokens) for s in plain}) > 2
     seen = Counting(policy.plain)
     limit = 4 * 27  # tokens: three or four answers of a prompt up to 7 and an answer of 20
-    tight = EmbeddedSource(policy, version=0, cache_bytes=limit * 2 * 2 * 2 * 8 * 8)
+    tight = LocalSource(policy, version=0, cache_bytes=limit * 2 * 2 * 2 * 8 * 8)
     seen.shapes.clear()
-    streamed = answers_of(tight, requests(6, max_tokens=20, stop=tuple(range(6))))
+    streamed = completions_of(tight, requests(6, max_tokens=20, stop=tuple(range(6))))
     assert max(rows for rows, tokens in seen.shapes if tokens == 1) <= 5
     for a, b in zip(plain, streamed, strict=True):
         assert a.tokens == b.tokens and a.finish == b.finish
@@ -439,10 +439,10 @@ def test_what_is_cached_never_takes_more_than_cache_bytes(family, precision, mon
     config = policy.plain.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     token = 2 * 2 * heads * (32 // config.num_attention_heads) * (4 if precision == "float32" else 2)
-    source = EmbeddedSource(policy, version=0, context=context, cache_bytes=400 * token)
+    source = LocalSource(policy, version=0, context=context, cache_bytes=400 * token)
     monkeypatch.setattr(_Layer, "resize", watched)
     lengths = [3] * 17 + [20] + [90] * 2 + [4] * 80 + [60] * 2
-    answers_of(source, [ask(i, prompt=[5, 3 + i % 9], indices=[0], max_tokens=n) for i, n in enumerate(lengths)])
+    completions_of(source, [ask(i, prompt=[5, 3 + i % 9], indices=[0], max_tokens=n) for i, n in enumerate(lengths)])
     assert 300 * token < max(held) <= 400 * token
 
 
@@ -475,18 +475,18 @@ def test_a_quarter_of_a_gpus_free_memory_is_for_the_cache(monkeypatch):
 
 
 def test_one_answer_that_is_larger_than_the_budget_is_let_in_alone():
-    source = EmbeddedSource(Policy(make_model()), version=0, cache_bytes=1)
-    assert [len(sample.tokens) for sample in answers_of(source, requests(2))] == [8] * 6
+    source = LocalSource(Policy(make_model()), version=0, cache_bytes=1)
+    assert [len(sample.tokens) for sample in completions_of(source, requests(2))] == [8] * 6
 
 
 def test_who_asked_first_does_not_change_a_single_bit():
     model = make_model(dtype=torch.float32)
-    source = EmbeddedSource(Policy(model), version=0, cache_bytes=60_000)
+    source = LocalSource(Policy(model), version=0, cache_bytes=60_000)
     wanted = requests(8, max_tokens=20)
-    first = answers_of(source, wanted)
+    first = completions_of(source, wanted)
     order = list(range(8))
     random.Random(1).shuffle(order)
-    shuffled = answers_of(source, [wanted[i] for i in order])
+    shuffled = completions_of(source, [wanted[i] for i in order])
     assert sorted(shuffled, key=lambda s: (s.task, s.index)) == first
 
 
@@ -503,7 +503,7 @@ def test_the_model_trains_on_as_it_did_between_two_tokens():
     getattr(policy.plain, "activation_checkpointing_enable", policy.plain.gradient_checkpointing_enable)()
     policy.train()
     modes = {name: module.training for name, module in policy.named_modules()}
-    source = EmbeddedSource(policy, version=0)
+    source = LocalSource(policy, version=0)
 
     async def body():
         under_way = asyncio.create_task(source.sample(ask(indices=range(4), max_tokens=30)))
@@ -521,7 +521,7 @@ def test_drawing_leaves_no_graph_and_does_not_touch_the_global_generator():
     policy = Policy(make_model())
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    answers_of(EmbeddedSource(policy, version=0), requests())
+    completions_of(LocalSource(policy, version=0), requests())
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in policy.parameters())
 
@@ -530,7 +530,7 @@ def test_rows_that_only_pad_the_vocabulary_are_never_drawn():
     model = make_model()
     with torch.no_grad():
         model.lm_head.weight[10:] *= 20  # what is beyond would be likely
-    samples = answers_of(EmbeddedSource(Policy(model), version=0, vocab=10), [ask(indices=range(40), max_tokens=3)])
+    samples = completions_of(LocalSource(Policy(model), version=0, vocab=10), [ask(indices=range(40), max_tokens=3)])
     assert max(token for sample in samples for token in sample.tokens) < 10
     check_log_probs(model, samples, 1e-9, vocab=10)
 
@@ -542,8 +542,8 @@ def test_only_tokens_of_the_tokenizer_are_drawn_and_its_text_has_no_special_ones
     save_model(tmp_path)
     tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
     model.resize_token_embeddings(len(tokenizer) + 7)
-    source = EmbeddedSource(model, tokenizer, version=0)
-    samples = answers_of(source, [ask(indices=range(60), max_tokens=20, prompt=[40, 41], stop=(1,))])
+    source = LocalSource(model, tokenizer, version=0)
+    samples = completions_of(source, [ask(indices=range(60), max_tokens=20, prompt=[40, 41], stop=(1,))])
     assert source.vocab == len(tokenizer)
     for sample in samples:
         assert sample.text == tokenizer.decode(sample.tokens, skip_special_tokens=True)
@@ -562,43 +562,43 @@ def test_a_head_that_cannot_be_fused_is_read_from_logits():
     model.lm_head = head
     policy = Policy(model)
     assert not policy.fused
-    check_log_probs(model, answers_of(EmbeddedSource(policy, version=0), requests()), 1e-9)
+    check_log_probs(model, completions_of(LocalSource(policy, version=0), requests()), 1e-9)
 
 
 def test_weights_without_a_finite_log_prob_are_named_and_the_source_lives_on():
     policy = Policy(make_model())
-    source = EmbeddedSource(policy, version=0)
+    source = LocalSource(policy, version=0)
     sound = copy.deepcopy(policy.plain.state_dict())
-    before = answers_of(source, requests())
+    before = completions_of(source, requests())
     with torch.no_grad():
         policy.plain.lm_head.weight.fill_(torch.nan)
     with pytest.raises(SourceError, match=r"the weights of version 0 give log-probs of nan"):
-        answers_of(source, requests())
+        completions_of(source, requests())
     policy.plain.load_state_dict(sound)
-    assert answers_of(source, requests()) == before
+    assert completions_of(source, requests()) == before
 
 
 def test_no_answers_before_weights_are_published():
-    source = EmbeddedSource(Policy(make_model()))
+    source = LocalSource(Policy(make_model()))
     with pytest.raises(SourceError, match="publish a version"):
-        answers_of(source, requests(1))
+        completions_of(source, requests(1))
     asyncio.run(source.publish(iter(()), 4))
-    assert {tuple(sample.spans[0]) for sample in answers_of(source, requests(1))} == {(4, 0, 8)}
+    assert {tuple(sample.spans[0]) for sample in completions_of(source, requests(1))} == {(4, 0, 8)}
 
 
 def test_a_detached_source_does_not_follow_the_trainer_until_weights_are_published():
     model = get_peft_model(make_model(), LoraConfig(r=2, target_modules="all-linear"))
     policy = Policy(model)
     source = DetachedSource(policy, version=0)
-    before = answers_of(source, requests())
+    before = completions_of(source, requests())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    assert answers_of(source, requests()) == before
+    assert completions_of(source, requests()) == before
     from burnish.loops.models.io import merged
 
     asyncio.run(source.publish(merged(model).named_parameters(), 1))
-    after = answers_of(source, requests())
+    after = completions_of(source, requests())
     check_log_probs(model, after, 1e-9)
     assert [sample.tokens for sample in after] != [sample.tokens for sample in before]
 
@@ -618,15 +618,15 @@ def test_weights_of_another_model_are_refused(change, says):
 
 def test_without_any_cache_all_is_read_anew():
     model = make_model()
-    source = EmbeddedSource(Policy(model), version=0)
-    expected = answers_of(source, requests())
-    source._choose = lambda longest: Lockstep(source.reader, lambda longest: 4096 // longest, cached=False)
-    assert [sample.tokens for sample in answers_of(source, requests())] == [sample.tokens for sample in expected]
+    source = LocalSource(Policy(model), version=0)
+    expected = completions_of(source, requests())
+    source._choose = lambda longest: StaticBatch(source.reader, lambda longest: 4096 // longest, cached=False)
+    assert [sample.tokens for sample in completions_of(source, requests())] == [sample.tokens for sample in expected]
 
 
 @pytest.mark.parametrize("broken", ["step", "join", "drop_finished"])
 def test_a_memory_that_goes_wrong_with_a_model_is_found_out(broken, monkeypatch, caplog):
-    original = getattr(Ragged, broken)
+    original = getattr(ContinuousBatch, broken)
 
     def wrong(self, *arguments):
         if broken == "drop_finished":  # rows leave, but their cache stays
@@ -635,21 +635,21 @@ def test_a_memory_that_goes_wrong_with_a_model_is_found_out(broken, monkeypatch,
         states = original(self, *arguments)
         return states.flip(0) if broken == "join" else states + 0.1
 
-    monkeypatch.setattr(Ragged, broken, wrong)
+    monkeypatch.setattr(ContinuousBatch, broken, wrong)
     model = make_model()
-    source = EmbeddedSource(Policy(model), version=0)
+    source = LocalSource(Policy(model), version=0)
     assert "one prompt at a time, with its own cache" in caplog.text
-    check_log_probs(model, answers_of(source, requests()), 1e-9)
+    check_log_probs(model, completions_of(source, requests()), 1e-9)
 
 
 def test_the_reason_for_going_one_prompt_at_a_time_is_named_once(monkeypatch, caplog):
     def refuse(self, *arguments):
         raise RuntimeError("no such cache")
 
-    monkeypatch.setattr(Ragged, "step", refuse)
+    monkeypatch.setattr(ContinuousBatch, "step", refuse)
     policy = Policy(make_model())
     for _ in range(2):
-        EmbeddedSource(policy, version=0)
+        LocalSource(policy, version=0)
     (record,) = caplog.records
     assert record.levelname == "WARNING" and record.message == (
         "LlamaForCausalLM: answers are generated one prompt at a time, with its own cache: RuntimeError: no such cache"
@@ -657,5 +657,5 @@ def test_the_reason_for_going_one_prompt_at_a_time_is_named_once(monkeypatch, ca
 
 
 def test_plain_models_generate_all_prompts_at_once():
-    source = EmbeddedSource(Policy(make_model()), version=0)
-    assert isinstance(source._choose(200), Ragged)
+    source = LocalSource(Policy(make_model()), version=0)
+    assert isinstance(source._choose(200), ContinuousBatch)

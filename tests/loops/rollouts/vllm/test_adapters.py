@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 import vllm_model
-from burnish.loops.rollouts.sample import Request, Sampling
+from burnish.loops.rollouts.sample import Request, SamplingParams
 from burnish.loops.rollouts.vllm.weights import Adapters
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from vllm_servers import TOLERANCE, VOCABULARY, connect, furthest, start
@@ -24,7 +24,7 @@ def test_adapters_come_under_names_of_their_own_and_answers_under_way_keep_their
     async def run(server):
         source = connect(server, Adapters(tmp_path / "adapters", model.peft_config["default"]), tmp_path / "model")
         assert await source.version() is None
-        request = Request(0, [5, 6], range(4), Sampling(40, temperature=1.0), key=1)
+        request = Request(0, [5, 6], range(4), SamplingParams(40, temperature=1.0), key=1)
         for version in (1, 2):
             change()
             await source.publish(get_peft_model_state_dict(model).items(), version)
@@ -34,7 +34,7 @@ def test_adapters_come_under_names_of_their_own_and_answers_under_way_keep_their
             assert furthest(samples, model) < TOLERANCE
             with model.disable_adapter():
                 assert furthest(samples, model) > 0.1, "the adapter makes no difference"
-        under_way = asyncio.create_task(source.sample(Request(1, [5], range(2), Sampling(200), key=1)))
+        under_way = asyncio.create_task(source.sample(Request(1, [5], range(2), SamplingParams(200), key=1)))
         await asyncio.sleep(0.2)
         old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         change()

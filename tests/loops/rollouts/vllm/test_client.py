@@ -12,9 +12,9 @@ from functools import partial
 import psutil
 import pytest
 import torch
-from burnish.loops.rollouts.sample import Request, Sampling, Span
+from burnish.loops.rollouts.sample import Request, SamplingParams, VersionSpan
 from burnish.loops.rollouts.source import SourceError, SourceLost
-from burnish.loops.rollouts.vllm.client import Refused
+from burnish.loops.rollouts.vllm.client import Rejected
 from burnish.loops.rollouts.vllm.server import VLLMServer
 from burnish.loops.rollouts.vllm.weights import Adapters, Files, Nccl, address_towards
 from peft import LoraConfig
@@ -64,7 +64,7 @@ def connect(model, fake, tmp_path):
 
 
 def ask(indices=(0,), **sampling):
-    return Request(0, [5, 6], list(indices), Sampling(**{"max_tokens": 3, **sampling}), key=1)
+    return Request(0, [5, 6], list(indices), SamplingParams(**{"max_tokens": 3, **sampling}), key=1)
 
 
 def weights(value=1.0):
@@ -72,7 +72,7 @@ def weights(value=1.0):
 
 
 def published(source, *requests, version=1):
-    """Samples, after these weights have been published."""
+    """SampleLog, after these weights have been published."""
 
     async def run():
         await source.publish(weights(), version)
@@ -190,7 +190,7 @@ class TestAnswers:
         assert {body["sampling_params"]["seed"] for body in asked} == {request.seed(index) for index in range(3)}
         for sample in samples:
             assert sample.tokens == [(request.seed(sample.index) + t) % 258 for t in range(3)]
-            assert sample.spans == [Span(1, 0, 3)] and sample.logprobs == [-1.0] * 3
+            assert sample.spans == [VersionSpan(1, 0, 3)] and sample.logprobs == [-1.0] * 3
         for body in asked:
             how = body["sampling_params"]
             assert body["token_ids"] == [5, 6] and how["stop_token_ids"] == [4] and how["ignore_eos"] is True
@@ -285,7 +285,7 @@ class TestAnswers:
         source = connect()
         for status, final in ((400, True), (403, True), (422, True), (404, False), (429, False), (500, False)):
             fake.odd["/inference/v1/generate"] = lambda body, status=status: error(status, "it is cursed")
-            with pytest.raises(Refused, match=f"answered {status}: it is cursed") as raised:
+            with pytest.raises(Rejected, match=f"answered {status}: it is cursed") as raised:
                 published(source, ask())
             assert isinstance(raised.value, SourceLost) != final
         fake.odd["/inference/v1/generate"] = lambda body: error(500, "EngineCore encountered an issue")
@@ -330,7 +330,7 @@ class TestAnswers:
         fake.odd["/inference/v1/generate"] = lambda body: (
             error(400, "bad") if body["sampling_params"]["seed"] == seed else (None, 5)
         )
-        with pytest.raises(Refused, match="bad"):
+        with pytest.raises(Rejected, match="bad"):
             published(source, ask(range(4)))
         assert fake.hung_up.wait(2)
 
@@ -412,7 +412,7 @@ class TestWholeWeights:
         heir = connect()
         assert not fake.paused and not fake.active
         assert asyncio.run(heir.version()) is None
-        assert published(heir, ask(), version=5)[0].spans == [Span(5, 0, 3)]
+        assert published(heir, ask(), version=5)[0].spans == [VersionSpan(5, 0, 3)]
 
     def test_weights_must_be_all_of_the_models_and_no_others(self, connect, model):
         source = connect(config=AutoConfig.from_pretrained(model.path))
@@ -446,7 +446,7 @@ class TestWholeWeights:
                 await source.sample(ask())
             assert await source.version() is None
             await source.publish(weights(), 1)
-            assert (await source.sample(ask()))[0].spans == [Span(1, 0, 3)]
+            assert (await source.sample(ask()))[0].spans == [VersionSpan(1, 0, 3)]
 
         asyncio.run(run())
 
@@ -470,7 +470,7 @@ class TestWholeWeights:
             with pytest.raises(SourceLost):
                 asyncio.run(source.sample(ask()))
             assert asyncio.run(source.version()) is None and len(revived) == 1
-            assert published(source, ask(), version=1)[0].spans == [Span(1, 0, 3)]
+            assert published(source, ask(), version=1)[0].spans == [VersionSpan(1, 0, 3)]
         finally:
             for server in revived:
                 server.close()
@@ -488,7 +488,7 @@ class TestWholeWeights:
                 {"choices": [choice([1, 2, 3], "", weight_versions=labels)]},
             )
             (sample,) = await source.sample(ask())
-            assert sample.spans == [Span(1, 0, 2), Span(2, 2, 3)] and sample.oldest == 1
+            assert sample.spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 3)] and sample.oldest == 1
 
         asyncio.run(run())
 
@@ -667,7 +667,7 @@ class TestAdapters:
                 await source.publish(weights(version), version)
                 assert await source.version() == version
                 (sample,) = await source.sample(ask())
-                assert sample.spans == [Span(version, 0, 3)]
+                assert sample.spans == [VersionSpan(version, 0, 3)]
                 assert asked == fake.adapters, "the one that is there is the one that is asked for"
                 directory = tmp_path / "adapters" / asked.pop()
                 assert load_file(directory / "adapter_model.safetensors")["b"].tolist() == [float(version)] * 3
@@ -692,7 +692,7 @@ class TestAdapters:
             await source.publish(weights(), 2)
             assert len(fake.adapters) == 2
             release.set()
-            assert (await under_way)[0].spans == [Span(1, 0, 3)]
+            assert (await under_way)[0].spans == [VersionSpan(1, 0, 3)]
             await source.publish(weights(), 3)
             assert len(fake.adapters) == 1
 
@@ -719,12 +719,12 @@ class TestAdapters:
 def test_everything_works_in_one_event_loop_after_another(connect):
     source = connect(concurrency=1)
     for version in (1, 2):
-        assert published(source, ask(range(3)), version=version)[2].spans == [Span(version, 0, 3)]
+        assert published(source, ask(range(3)), version=version)[2].spans == [VersionSpan(version, 0, 3)]
 
 
 def test_the_same_request_gives_the_same_tokens_serial_or_concurrent(connect):
     source = connect()
-    requests = [partial(Request, task, [5], range(2), Sampling(4))(key=1) for task in range(6)]
+    requests = [partial(Request, task, [5], range(2), SamplingParams(4))(key=1) for task in range(6)]
 
     async def run():
         await source.publish(weights(), 1)

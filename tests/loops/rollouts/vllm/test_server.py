@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import vllm_model
-from burnish.loops.rollouts.sample import Request, Sampling
+from burnish.loops.rollouts.sample import Request, SamplingParams
 from burnish.loops.rollouts.source import SourceError, SourceLost
 from burnish.loops.rollouts.vllm.server import VLLMServer
 from burnish.loops.rollouts.vllm.weights import Adapters, Files
@@ -62,7 +62,7 @@ class TestServer(Conformance):
 
 
 def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_same_tokens(server, directory):
-    request = Request(5, [5, 6, 7], range(4), Sampling(200), key=3)
+    request = Request(5, [5, 6, 7], range(4), SamplingParams(200), key=3)
 
     async def run():
         source = connect(server, Files(directory / "files"), directory / "model")
@@ -101,7 +101,7 @@ def test_an_update_cut_off_in_the_middle_is_repaired_by_the_next_trainer(server,
         heir = connect(server, Files(directory / "files"), directory / "model")
         assert await heir.version() is None
         await heir.publish(weights(7).items(), 7)
-        samples = await heir.sample(Request(0, [5], range(4), Sampling(40), key=1))
+        samples = await heir.sample(Request(0, [5], range(4), SamplingParams(40), key=1))
         assert furthest(samples, vllm_model.make_model(VOCABULARY, seed=7)) < TOLERANCE
         await dead.close()
         await heir.close()
@@ -116,7 +116,7 @@ def test_bfloat16_weights_and_those_of_a_deeper_model(server, directory):
         source = connect(server, Files(directory / "files"), directory / "model")
         half = {name: tensor.bfloat16() for name, tensor in weights(2).items()}
         await source.publish(half.items(), 1)
-        samples = await source.sample(Request(0, [5], range(4), Sampling(20), key=1))
+        samples = await source.sample(Request(0, [5], range(4), SamplingParams(20), key=1))
         model = vllm_model.make_model(VOCABULARY)
         model.load_state_dict(half)
         assert furthest(samples, model) < TOLERANCE
@@ -192,8 +192,8 @@ def killed_after(steps, journal, server):
 TRAINERS, ENGINES = (10, 3) if os.environ.get("BURNISH_MANY_KILLS") == "1" else (3, 1)
 
 
-@pytest.mark.parametrize("max_age", [0, 2])
-def test_a_run_survives_kills_of_its_trainer_and_of_the_server(max_age, server, directory, tmp_path):
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_survives_kills_of_its_trainer_and_of_the_server(max_staleness, server, directory, tmp_path):
     """At age 0 with the weights of a run that nobody disturbed; above, with each answer once and none too old."""
     config = {
         **prepare(tmp_path),
@@ -201,7 +201,7 @@ def test_a_run_survives_kills_of_its_trainer_and_of_the_server(max_age, server, 
         "output": str(tmp_path / "run"),
         "source": "vllm",
         "vllm": {"url": server.url},
-        "max_age": max_age,
+        "max_staleness": max_staleness,
         "steps": 8 * (TRAINERS + ENGINES),
         "save_every": 3,
     }
@@ -209,7 +209,7 @@ def test_a_run_survives_kills_of_its_trainer_and_of_the_server(max_age, server, 
     with killed_after(steps, Path(config["output"]) / "metrics.jsonl", server) as killed:
         happened, _ = kill_and_resume("grpo", config, f"random:{TRAINERS}", timeout=1800)
     assert happened["random"] == TRAINERS and killed == steps
-    if max_age:
-        assert assert_each_answer_once(config)[max_age] > 0
+    if max_staleness:
+        assert assert_each_answer_once(config)[max_staleness] > 0
     else:
         assert_undisturbed(config)
