@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import Encoder
-from ..rewards.names import build, find
+from ..registry import build, find
 from ..rewards.reasoning_gym import ReasoningGym
 from ..rollouts.event_loops import run
 from .chat_turns import ChatTurns

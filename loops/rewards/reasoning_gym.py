@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..registry import nearest
 from ..rollouts.sample import Sample
-from .names import nearest
 from .scoring import Row
 
 INSTRUCTION = "Give your final answer between <answer> and </answer>."

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from ..registry import build, find
 from ..rollouts.sample import Sample
-from .isolated import isolated
-from .names import build, find
+from .sandbox import isolated
 from .scoring import RewardFunction, Row
 from .trl import from_trl, is_trl
 

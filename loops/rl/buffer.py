@@ -23,11 +23,11 @@ from ...objectives import total_reward
 from ..batch import Batch, collate
 from ..models.backbone import evaluating
 from ..models.policy import Policy
-from ..ranks import from_main
 from ..rewards.metrics import RewardTable
 from ..rollouts.record import from_record, to_record
 from ..rollouts.sample import Sample
 from ..rollouts.scheduler import Group, RolloutScheduler
+from ..runs.ranks import from_main
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from ...data import Batches, encode_prompts, load
 from ..environments import Limits, MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
-from ..ranks import from_main
 from ..rewards import (
     RewardFunction,
     RewardMonitor,
@@ -33,6 +32,7 @@ from ..rollouts.sample import Request, Sample
 from ..rollouts.scheduler import Group, RolloutScheduler
 from ..rollouts.source import RolloutSource
 from ..runs.context import Recipe, open_run
+from ..runs.ranks import from_main
 from ..runs.run import Evaluation, Run
 from ..train.losses import Losses, Reader, compose, weightings
 from .buffer import RolloutBuffer, RolloutFeed, Store

@@ -24,7 +24,6 @@ from ...data import load
 from ..config import Common
 from ..models.io import merged
 from ..models.policy import Policy
-from ..ranks import from_main
 from ..rollouts.local.source import DetachedSource, LocalSource
 from ..rollouts.replay import SampleWriter, read_samples
 from ..rollouts.sample import Sample, SamplingParams
@@ -35,6 +34,7 @@ from ..rollouts.vllm.launch import launch, max_lora_rank
 from ..rollouts.vllm.server import VLLMServer
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, Updates, address_towards
 from ..runs.context import Recipe
+from ..runs.ranks import from_main
 from .buffer import Store
 
 _SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and letters of one

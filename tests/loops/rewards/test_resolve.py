@@ -141,7 +141,7 @@ def test_an_environment_that_gave_no_reward_does_not_apply_and_one_that_failed_i
 
 
 def test_every_shipped_name_stands_for_something():
-    from burnish.loops.rewards.names import find
+    from burnish.loops.registry import find
 
     for name in SHIPPED:
         assert callable(find("reward", name, SHIPPED, "burnish.loops.rewards"))
