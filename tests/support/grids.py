@@ -1,6 +1,7 @@
 """Products of parameters of which a part runs by default, and the rest where slow tests do."""
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -13,10 +14,15 @@ def covering(factors, strength):
         return {(where, tuple(combination[i] for i in where)) for where in places}
 
     combinations = list(itertools.product(*(range(len(values)) for values in factors)))
-    missing, chosen = set().union(*map(meetings, combinations)), []
+    missing, chosen, uses = set().union(*map(meetings, combinations)), [], Counter()
+
+    def gain(combination):
+        return len(meetings(combination) & missing), -sum(uses[place] for place in enumerate(combination))
+
     while missing:
-        best = max(combinations, key=lambda combination: len(meetings(combination) & missing))
+        best = max(combinations, key=gain)  # most new meetings, and of those the values that were taken least
         missing -= meetings(best)
+        uses.update(enumerate(best))
         chosen.append(best)
     return chosen
 
