@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
@@ -35,116 +36,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(given[0], given[1:])
 
 
-def _sft() -> tuple[type, Callable[..., Any]]:
-    from .recipes.sft import SFT, sft
-
-    return SFT, sft
-
-
-def _dpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.dpo import DPO, dpo
-
-    return DPO, dpo
-
-
-def _kto() -> tuple[type, Callable[..., Any]]:
-    from .recipes.kto import KTO, run_kto
-
-    return KTO, run_kto
-
-
-def _cpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.cpo import CPO, run_cpo
-
-    return CPO, run_cpo
-
-
-def _orpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.cpo import ORPO, run_orpo
-
-    return ORPO, run_orpo
-
-
-def _reward() -> tuple[type, Callable[..., Any]]:
-    from .recipes.reward import Reward, run_reward
-
-    return Reward, run_reward
-
-
-def _prm() -> tuple[type, Callable[..., Any]]:
-    from .recipes.prm import PRM, run_prm
-
-    return PRM, run_prm
-
-
-def _distill() -> tuple[type, Callable[..., Any]]:
-    from .recipes.distill import Distill, run_distill
-
-    return Distill, run_distill
-
-
-def _grpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.grpo import GRPO, run_grpo
-
-    return GRPO, run_grpo
-
-
-def _rloo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.grpo import RLOO, run_grpo
-
-    return RLOO, run_grpo
-
-
-def _ppo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.ppo import PPO, run_ppo
-
-    return PPO, run_ppo
-
-
-def _online_dpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.online_dpo import OnlineDPO, run_online_dpo
-
-    return OnlineDPO, run_online_dpo
-
-
-def _demo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.demo import Demo, demo
-
-    return Demo, demo
-
-
-# Recipes are imported when they are asked for: --help and a typing error should not wait for transformers.
-_RECIPES: dict[str, Callable[[], tuple[type, Callable[..., Any]]]] = {
-    "sft": _sft,
-    "dpo": _dpo,
-    "kto": _kto,
-    "orpo": _orpo,
-    "cpo": _cpo,
-    "reward": _reward,
-    "prm": _prm,
-    "distill": _distill,
-    "grpo": _grpo,
-    "rloo": _rloo,
-    "ppo": _ppo,
-    "online_dpo": _online_dpo,
-    "demo": _demo,
+# A recipe is imported when it is run: --version, --help and a mistyped name should not wait for torch.
+_RECIPES = {  # name: settings, function, what it is for
+    "sft": (
+        "recipes.sft:SFT",
+        "recipes.sft:sft",
+        "supervised fine-tuning on messages, text, or prompts with completions",
+    ),
+    "dpo": (
+        "recipes.dpo:DPO",
+        "recipes.dpo:dpo",
+        "preference training on pairs: dpo, ipo, hinge, ... or a mix of them",
+    ),
+    "kto": (
+        "recipes.kto:KTO",
+        "recipes.kto:run_kto",
+        "training on single answers, marked desirable or not: kto, bco, apo_zero_unpaired",
+    ),
+    "orpo": ("recipes.cpo:ORPO", "recipes.cpo:run_orpo", "preference training in one stage, without a reference"),
+    "cpo": ("recipes.cpo:CPO", "recipes.cpo:run_cpo", "preference training without a reference: cpo, simpo, alpha_po"),
+    "reward": ("recipes.reward:Reward", "recipes.reward:run_reward", "a reward model, from pairs, scores or rankings"),
+    "prm": ("recipes.prm:PRM", "recipes.prm:run_prm", "a process reward model, from solutions whose steps are labeled"),
+    "distill": (
+        "recipes.distill:Distill",
+        "recipes.distill:run_distill",
+        "training on a teacher's distribution of the next token: another model, or its stored top-k",
+    ),
+    "grpo": (
+        "recipes.grpo:GRPO",
+        "recipes.grpo:run_grpo",
+        "reinforcement learning from rewards: grpo, dr_grpo, dapo, cispo, gspo, gmpo, sapo, vespo, dppo",
+    ),
+    "rloo": (
+        "recipes.grpo:RLOO",
+        "recipes.grpo:run_grpo",
+        "reinforcement learning from rewards, against the mean of the other answers",
+    ),
+    "ppo": ("recipes.ppo:PPO", "recipes.ppo:run_ppo", "reinforcement learning from rewards with a value function"),
+    "online_dpo": (
+        "recipes.online_dpo:OnlineDPO",
+        "recipes.online_dpo:run_online_dpo",
+        "preference training on pairs of the policy's own answers",
+    ),
+    "demo": ("recipes.demo:Demo", "recipes.demo:demo", "train a small model from scratch, offline, in three minutes"),
 }
-
-_LINES = {
-    "sft": "supervised fine-tuning on messages, text, or prompts with completions",
-    "dpo": "preference training on pairs: dpo, ipo, hinge, ... or a mix of them",
-    "kto": "training on single answers, marked desirable or not: kto, bco, apo_zero_unpaired",
-    "orpo": "preference training in one stage, without a reference",
-    "cpo": "preference training without a reference: cpo, simpo, alpha_po",
-    "reward": "a reward model, from pairs, scores or rankings",
-    "prm": "a process reward model, from solutions whose steps are labeled",
-    "distill": "training on a teacher's distribution of the next token: another model, or its stored top-k",
-    "grpo": "reinforcement learning from rewards: grpo, dr_grpo, dapo, cispo, gspo, gmpo, sapo, vespo, dppo",
-    "rloo": "reinforcement learning from rewards, against the mean of the other answers",
-    "ppo": "reinforcement learning from rewards with a value function",
-    "online_dpo": "preference training on pairs of the policy's own answers",
-    "bench": "measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right",
-    "demo": "train a small model from scratch, offline, in three minutes",
+_LINES = {name: line for name, (_, _, line) in _RECIPES.items()} | {
+    "bench": "measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right"
 }
 
 
@@ -158,7 +95,7 @@ def _run(name: str, arguments: list[str]) -> int:
     import datasets
     import transformers
 
-    config_class, recipe = _RECIPES[name]()
+    config_class, recipe = (_load(path) for path in _RECIPES[name][:2])
     if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -170,6 +107,11 @@ def _run(name: str, arguments: list[str]) -> int:
         print(f"burnish {name}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _load(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(import_module(f".{module}", __package__), name)
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -6,10 +6,15 @@ single, guess          one turn with a verifier (reasoning-gym); a game of sever
 resolve                the name in a configuration
 """
 
-from .chat_turns import ChatTurns
-from .multi_turn import Environment, Limits, MultiTurnSource, Step
-from .resolve import resolve_environment, turns_for
-from .tools import Tools, check_tool_tags, tool_metrics
+from typing import TYPE_CHECKING
+
+from ...lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .chat_turns import ChatTurns
+    from .multi_turn import Environment, Limits, MultiTurnSource, Step
+    from .resolve import resolve_environment, turns_for
+    from .tools import Tools, check_tool_tags, tool_metrics
 
 __all__ = [
     "ChatTurns",
@@ -23,3 +28,5 @@ __all__ = [
     "tool_metrics",
     "turns_for",
 ]
+
+__getattr__ = lazy_exports(__name__)

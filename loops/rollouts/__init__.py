@@ -7,15 +7,20 @@ replay, record            stored samples
 sampler, event_loops      groups for every step, of bounded age, none lost and none twice
 """
 
-from .local.source import DetachedSource, LocalSource
-from .replay import ReplaySource, SampleWriter, read_samples
-from .sample import Request, Sample, SamplingParams, VersionSpan, check_sample
-from .scheduler import Ledger, RolloutScheduler
-from .source import RolloutSource, SourceError, SourceLost
-from .vllm.engine import VLLMEngine, start_engine
-from .vllm.launch import launch
-from .vllm.server import VLLMServer
-from .vllm.weights import Adapters, Files, Nccl
+from typing import TYPE_CHECKING
+
+from ...lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .local.source import DetachedSource, LocalSource
+    from .replay import ReplaySource, SampleWriter, read_samples
+    from .sample import Request, Sample, SamplingParams, VersionSpan, check_sample
+    from .scheduler import Ledger, RolloutScheduler
+    from .source import RolloutSource, SourceError, SourceLost
+    from .vllm.engine import VLLMEngine, start_engine
+    from .vllm.launch import launch
+    from .vllm.server import VLLMServer
+    from .vllm.weights import Adapters, Files, Nccl
 
 __all__ = [
     "Adapters",
@@ -41,3 +46,5 @@ __all__ = [
     "read_samples",
     "start_engine",
 ]
+
+__getattr__ = lazy_exports(__name__)
