@@ -114,11 +114,13 @@ class TestEmbeddedUnderAutocast(Conformance):
         return replace(in_autocast(LocalSource, model), before_publish=model.load_state_dict)
 
 
+@pytest.mark.slow
 class TestDetachedUnderAutocast(Conformance):
     async def open(self):
         return in_autocast(DetachedSource, make_model(seed=1).float())
 
 
+@pytest.mark.slow
 class TestOnePromptAtATimeUnderAutocast(Conformance):
     async def open(self):
         model = make_model(seed=1).float()
@@ -128,6 +130,7 @@ class TestOnePromptAtATimeUnderAutocast(Conformance):
         return subject
 
 
+@pytest.mark.slow
 class TestEmbeddedInBfloat16(Conformance):
     """Weights of bfloat16, against the same ones in float64."""
 
