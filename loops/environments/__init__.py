@@ -1,9 +1,9 @@
-"""MultiTurnSource with something that answers back.
+"""Multi-turn environments: games, tools and verifiers that the policy converses with.
 
-conversation, turns    one loop: tokens in, tokens out; how turns follow each other under a chat template
-tools, calculator      functions that the policy calls
-single, guess          one turn with a verifier (reasoning-gym); a game of several turns whose optimal play is known
-resolve                the name in a configuration
+multi_turn, chat_turns    one loop, tokens in, tokens out; the tokens between turns under a chat template
+tools                     functions that the policy calls; a calculator
+single_turn, games        one turn with a verifier (reasoning-gym); a game of several turns with known optimal play
+resolve                   the name in a configuration
 """
 
 from typing import TYPE_CHECKING
