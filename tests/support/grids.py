@@ -6,6 +6,11 @@ from collections import Counter
 import pytest
 
 
+def slow(*values):
+    """A parameter of `pytest.mark.parametrize` that runs where slow tests do."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def covering(factors, strength):
     """Combinations in which all values of any ``strength`` factors meet at least once."""
     places = list(itertools.combinations(range(len(factors)), strength))

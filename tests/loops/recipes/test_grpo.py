@@ -20,6 +20,7 @@ from burnish.loops.rl.mismatch import MismatchMetrics
 from burnish.loops.rl.policy_gradient import corrections, rollout_tensors
 from burnish.objectives import effective_sample_size
 from forked import run_forked
+from grids import slow
 from online import Killed, dying_in_step, lines, prepare, stored, under_torchrun
 from safetensors.torch import load_file
 
@@ -321,7 +322,7 @@ def by_torchrun(fields):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("launch", [by_forks, pytest.param(by_torchrun, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launch", [by_forks, slow(by_torchrun)])
 def test_two_ranks_end_with_the_weights_of_one(launch, common, tmp_path):
     """One of them samples and judges; held-out answers too."""
     fields = {**common, "dtype": "float64", "epochs_per_rollout": 2, "old": "recomputed", "beta": 0.1, "steps": 4}

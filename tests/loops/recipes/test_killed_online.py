@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from grids import slow
 from killed import assert_each_answer_once, assert_undisturbed, kill_and_resume
 from online import prepare, stored
 
@@ -20,10 +21,6 @@ def config(tmp_path):
         "schedule": "cosine",
         "save_every": 3,
     }
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("recipe", "kills"), [("grpo", 0), ("ppo", 0), slow("grpo", 8), slow("ppo", 4)])

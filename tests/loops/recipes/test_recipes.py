@@ -6,14 +6,11 @@ from burnish.loops.models.scorer import Scorer
 from burnish.loops.recipes.prm import step_scores
 from burnish.loops.recipes.reward import reward_scores
 from burnish.objectives import step_aggregate
+from grids import slow
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 from worlds import chains, demonstrations, feedback, save_start, successors, train
 
 TRAINING, HELD_OUT = list(successors(1500, seed=1)), list(successors(200, seed=2))
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """kill -9 at any moment and resume: the same weights, bit for bit, and one line per step."""
 
 import pytest
+from grids import slow
 from killed import assert_undisturbed, kill_and_resume
 from tiny import save_model, sums, write_rows
 
@@ -23,7 +24,7 @@ def config(tmp_path):
 
 def kills(count):
     """So many kills at random moments, where slow tests run; without them a fourth of the run is enough."""
-    return pytest.mark.parametrize("kills", [0, pytest.param(count, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize("kills", [0, slow(count)])
 
 
 @kills(10)
