@@ -23,6 +23,8 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer
 from vllm_servers import CONTEXT, ENVIRONMENT, TOLERANCE, VOCABULARY, connect, furthest, start, vllm_python
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
