@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from packaging.version import Version
@@ -32,17 +33,25 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fail once, instead of in 300 tests, where Triton's interpreter is too old for numpy; prepare --cpu-times."""
+    """Fail once, instead of in 300 tests, where Triton's interpreter is too old for numpy; prepare the options."""
     interpreted = not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
     if interpreted and Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4"):
         raise pytest.UsageError(
             f"tests: the interpreter of triton {version('triton')} makes an integer of an array of one, "
             f"for which numpy must be < 2.4, got {version('numpy')}; pip install 'numpy<2.4'"
         )
+    if config.option.markexpr == "not slow" and all("::" in argument for argument in config.args):
+        config.option.markexpr = ""  # a test that is asked for by its name runs
     if config.getoption("cpu_times"):
         config.pluginmanager.register(cpu_times.Recorder(config.getoption("cpu_times")))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of this folder, which are of the longest: no process should end with one of them."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One process per core for the suite or a folder of it; this process alone for a few files, and on a GPU."""
     few = len(config.args) <= WITHOUT_WORKERS and all(".py" in argument for argument in config.args)

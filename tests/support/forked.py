@@ -45,7 +45,11 @@ def run_forked(count, module, *arguments, timeout=600):
         server.wait()
         _server.cache_clear()
         raise TimeoutError(f"{module}.be_rank{arguments} has not ended in {timeout} s")
-    return json.loads(server.stdout.readline())
+    line = server.stdout.readline()
+    if not line:
+        _server.cache_clear()
+        raise RuntimeError(f"the process that should import {module} and fork has ended; its stderr says why")
+    return json.loads(line)
 
 
 def fork(function, arguments, environment, log):
