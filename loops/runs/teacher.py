@@ -68,7 +68,7 @@ class Teacher:
 
 
 def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
-    """MismatchMetrics to the teacher's distribution of the next token, as `Teacher` measures it."""
+    """Distance to the teacher's distribution of the next token, as `Teacher` measures it."""
     return divergence, {}
 
 
