@@ -30,55 +30,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return bench(given[1:])
     if given[0] not in _RECIPES:
-        nearest = difflib.get_close_matches(given[0], _LINES, n=1, cutoff=0.0)[0]
-        print(f"burnish: no recipe {given[0]!r}, did you mean {nearest!r}?\n\n{_usage()}", file=sys.stderr)
+        kind, known = ("flag", ["--help", "--version"]) if given[0].startswith("-") else ("recipe", list(_LINES))
+        nearest = difflib.get_close_matches(given[0], known, n=1, cutoff=0.0)[0]
+        print(f"burnish: no {kind} {given[0]!r}, did you mean {nearest!r}?\n\n{_usage()}", file=sys.stderr)
         return 2
     return _run(given[0], given[1:])
 
 
-# A recipe is imported when it is run: --version, --help and a mistyped name should not wait for torch.
-_RECIPES = {  # name: settings, function, what it is for
-    "sft": (
-        "recipes.sft:SFT",
-        "recipes.sft:sft",
-        "supervised fine-tuning on messages, text, or prompts with completions",
-    ),
-    "dpo": (
-        "recipes.dpo:DPO",
-        "recipes.dpo:dpo",
-        "preference training on pairs: dpo, ipo, hinge, ... or a mix of them",
-    ),
-    "kto": (
-        "recipes.kto:KTO",
-        "recipes.kto:run_kto",
-        "training on single answers, marked desirable or not: kto, bco, apo_zero_unpaired",
-    ),
-    "orpo": ("recipes.cpo:ORPO", "recipes.cpo:run_orpo", "preference training in one stage, without a reference"),
-    "cpo": ("recipes.cpo:CPO", "recipes.cpo:run_cpo", "preference training without a reference: cpo, simpo, alpha_po"),
-    "reward": ("recipes.reward:Reward", "recipes.reward:run_reward", "a reward model, from pairs, scores or rankings"),
-    "prm": ("recipes.prm:PRM", "recipes.prm:run_prm", "a process reward model, from solutions whose steps are labeled"),
+# The class in `recipes.settings`, the function in `recipes`, and the purpose. Nothing is imported before it is used.
+_RECIPES = {
+    "sft": ("SFT", "sft:sft", "supervised fine-tuning on messages, text, or prompts with completions"),
+    "dpo": ("DPO", "dpo:dpo", "preference training on pairs: dpo, ipo, hinge, ... or a mix of them"),
+    "kto": ("KTO", "kto:run_kto", "training on single answers, marked desirable or not: kto, bco, apo_zero_unpaired"),
+    "orpo": ("ORPO", "cpo:run_orpo", "preference training in one stage, without a reference"),
+    "cpo": ("CPO", "cpo:run_cpo", "preference training without a reference: cpo, simpo, alpha_po"),
+    "reward": ("Reward", "reward:run_reward", "a reward model, from pairs, scores or rankings"),
+    "prm": ("PRM", "prm:run_prm", "a process reward model, from solutions whose steps are labeled"),
     "distill": (
-        "recipes.distill:Distill",
-        "recipes.distill:run_distill",
+        "Distill",
+        "distill:run_distill",
         "training on a teacher's distribution of the next token: another model, or its stored top-k",
     ),
     "grpo": (
-        "recipes.grpo:GRPO",
-        "recipes.grpo:run_grpo",
+        "GRPO",
+        "grpo:run_grpo",
         "reinforcement learning from rewards: grpo, dr_grpo, dapo, cispo, gspo, gmpo, sapo, vespo, dppo",
     ),
-    "rloo": (
-        "recipes.grpo:RLOO",
-        "recipes.grpo:run_grpo",
-        "reinforcement learning from rewards, against the mean of the other answers",
-    ),
-    "ppo": ("recipes.ppo:PPO", "recipes.ppo:run_ppo", "reinforcement learning from rewards with a value function"),
+    "rloo": ("RLOO", "grpo:run_grpo", "reinforcement learning from rewards, against the mean of the other answers"),
+    "ppo": ("PPO", "ppo:run_ppo", "reinforcement learning from rewards with a value function"),
     "online_dpo": (
-        "recipes.online_dpo:OnlineDPO",
-        "recipes.online_dpo:run_online_dpo",
+        "OnlineDPO",
+        "online_dpo:run_online_dpo",
         "preference training on pairs of the policy's own answers",
     ),
-    "demo": ("recipes.demo:Demo", "recipes.demo:demo", "train a small model from scratch, offline, in three minutes"),
+    "demo": ("Demo", "demo:demo", "train a small model from scratch, offline, in a minute and a half"),
 }
 _LINES = {name: line for name, (_, _, line) in _RECIPES.items()} | {
     "bench": "measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right"
@@ -92,15 +77,15 @@ def _usage() -> str:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    import datasets
-    import transformers
-
-    config_class, recipe = (_load(path) for path in _RECIPES[name][:2])
-    if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    settings, path, _ = _RECIPES[name]
     try:
-        recipe(parse(name, config_class, arguments))
+        config = parse(name, _load("settings", settings), arguments)
+        # Threads that spin while they wait take the cores from each other: read when torch is first imported.
+        if name == "demo":
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        recipe = _load(*path.split(":"))
+        _hide_progress_bars()
+        recipe(config)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         if os.environ.get("BURNISH_TRACEBACK") or not _is_ours(error):
             raise
@@ -109,9 +94,18 @@ def _run(name: str, arguments: list[str]) -> int:
     return 0
 
 
-def _load(path: str) -> Any:
-    module, name = path.split(":")
-    return getattr(import_module(f".{module}", __package__), name)
+def _load(module: str, name: str) -> Any:
+    return getattr(import_module(f".recipes.{module}", __package__), name)
+
+
+def _hide_progress_bars() -> None:
+    """Bars of loading and tokenizing are for a terminal."""
+    import datasets
+    import transformers
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _is_ours(error: BaseException) -> bool:

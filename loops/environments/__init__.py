@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from ...lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from ..config import Limits
     from .chat_turns import ChatTurns
-    from .multi_turn import Environment, Limits, MultiTurnSource, Step
+    from .multi_turn import Environment, MultiTurnSource, Step
     from .resolve import resolve_environment, turns_for
     from .tools import Tools, check_tool_tags, tool_metrics
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
+from ..config import Limits
 from ..rewards.scoring import Row, score
 from ..rewards.workers import OutOfTime, call, is_async, within
 from ..rollouts.record import plain
@@ -70,22 +71,6 @@ async def close(environment: Any) -> None:
         await call(function)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a conversation. ``max_tokens`` of the sampling limits one turn; a turn cut by it is the last."""
-
-    turns: int = 8
-    """Answers of the policy."""
-    tokens: int = 4096
-    """After the prompt, those of the environment included."""
-    seconds: float = 60.0
-    """That one call of the environment may take."""
-
-    def __post_init__(self) -> None:
-        if self.turns < 1 or self.tokens < 1 or not self.seconds > 0:
-            raise ValueError(f"limits: all must be > 0, got {self.turns}, {self.tokens} and {self.seconds}")
-
-
 @dataclass
 class MultiTurnSource:
     """A source of conversations: a `RolloutSource` itself, on top of another. What a request has for a prompt is not
@@ -107,7 +92,7 @@ class MultiTurnSource:
     make: Callable[[], Environment]
     row: Callable[[int], Row]
     turns: ChatTurns | None = None
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     failures: Counter[str] = field(default_factory=Counter)
     _closing: "set[asyncio.Task[None]]" = field(default_factory=set, init=False, repr=False, compare=False)
 
