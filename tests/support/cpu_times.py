@@ -66,8 +66,8 @@ class Recorder:
         self.collection = used()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.processor_seconds
-        self.collection = report.collection
+        self.seconds[report.nodeid] += getattr(report, "processor_seconds", 0.0)  # a worker that died sent none
+        self.collection = getattr(report, "collection", self.collection)
 
     def pytest_terminal_summary(self) -> None:
         slowest = sorted(self.seconds.items(), key=lambda item: -item[1])[:SHOWN]
