@@ -13,7 +13,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Deterministic algorithms, with which tests fill torch.empty with NaN, ask this of cuBLAS. Never set it for timings.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-import cpu_times
 import torch
 
 if not torch.cuda.is_available():
@@ -43,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow" and all("::" in argument for argument in config.args):
         config.option.markexpr = ""  # a test that is asked for by its name runs
     if config.getoption("cpu_times"):
+        import cpu_times
+
         config.pluginmanager.register(cpu_times.Recorder(config.getoption("cpu_times")))
 
 
