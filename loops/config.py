@@ -136,11 +136,11 @@ class Limits:
     """Limits of a conversation. ``max_tokens`` of the sampling limits one turn; a turn cut by it is the last."""
 
     turns: int = 8
-    """Answers of the policy."""
+    """Completions of the policy."""
     tokens: int = 4096
-    """After the prompt, those of the environment included."""
+    """Tokens after the prompt, those of the environment included."""
     seconds: float = 60.0
-    """That one call of the environment may take."""
+    """The longest that one call of the environment may take, in seconds."""
 
     def __post_init__(self) -> None:
         if self.turns < 1 or self.tokens < 1 or not self.seconds > 0:
