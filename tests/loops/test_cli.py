@@ -143,7 +143,7 @@ def test_an_unknown_recipe_is_named_with_the_nearest(capsys):
         (["--loss", "dop"], "'dop' is not one of"),
         (["--loss", "exo"], "exo: label_smoothing"),
         (["--loss", "simpo"], "simpo needs gamma"),
-        (["--hyper", "{gama: 1.0}"], "no loss of this mix has 'gama'"),
+        (["--loss_kwargs", "{gama: 1.0}"], "no loss of this mix has 'gama'"),
         (["--loss", "{dpo: {coefficient: 1.0, alpha: 2.0}}"], "dpo has no 'alpha'"),
         (["--loss", "aot"], "couples all pairs of a step"),
         (["--quantize", "4bit"], "quantized weights can't be trained"),
