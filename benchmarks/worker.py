@@ -1,11 +1,9 @@
-"""A process in which providers run, so that one who takes it along loses a row and not the report.
+"""A process in which providers run: one that crashes or hangs loses its row, and the report goes on.
 
 An illegal memory access ends every later use of the GPU in its process; a lock that is never released waits for ever.
 """
 
-import math
 import multiprocessing
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -16,8 +14,8 @@ import torch
 from .operation import first_line
 from .real_model import Unavailable
 
-Notice = Callable[[str], None]
-START = 600.0  # seconds until the first provider runs: the process, the inputs, and the truth about them
+START = 600.0  # seconds for a new process, or for the inputs of a case and their truth
+Call = Callable[[Callable[..., Any], tuple[Any, ...], float], Any]  # (function, arguments, seconds)
 
 
 class LostDevice(RuntimeError):
@@ -25,11 +23,17 @@ class LostDevice(RuntimeError):
 
 
 class Failure(RuntimeError):
-    """A case could not be measured, for no provider's fault: as where there is no room for the truth."""
+    """An error that is no provider's fault, such as no memory for the truth."""
+
+
+class Lost(RuntimeError):
+    """The process has ended, lost the GPU, or (``silent``) run out of time."""
+
+    silent = False
 
 
 def check_device(device: torch.device) -> None:
-    """Raises `LostDevice` if what has run so far has left the GPU unusable."""
+    """Raises `LostDevice` if the GPU has become unusable."""
     if device.type != "cuda":
         return
     try:
@@ -41,100 +45,60 @@ def check_device(device: torch.device) -> None:
         raise LostDevice(str(error).strip().partition("\n")[0]) from error
 
 
-class Lost(RuntimeError):
-    """``provider`` has ended its process, taken the GPU along, or (``silent``) given no answer."""
-
-    def __init__(self, reason: str, provider: str, *, silent: bool) -> None:
-        super().__init__(reason)
-        self.provider, self.silent = provider, silent
+def call_here(function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
+    """As `Worker.call`, in this process and without a time limit."""
+    return function(*arguments)
 
 
-class Room:
-    """Calls functions in another process, in a new one after whoever has ended it.
+class Worker:
+    """Calls functions in another process, and in a new one after any failure; they stand at the top of a module."""
 
-    A function is at the top of a module, and takes ``notice`` last: it calls ``notice(name)`` before it lets a provider
-    run.
-
-    Args:
-        patience: seconds between notices after which the one who runs is given up.
-        start: seconds until the first notice after which the call is given up.
-    """
-
-    def __init__(self, patience: float, start: float = START) -> None:
-        self.patience, self.start = patience, start
+    def __init__(self, start: float = START) -> None:
+        self.start = start
         self._process: Any = None
         self._line: Any = None
 
-    def __call__(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], names: list[str]
-    ) -> tuple[Any, dict[str, str]]:
-        """What ``function(*arguments, names, notice)`` returns, called again without whoever has ended it; and why.
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
+        """``function(*arguments)``.
 
         Raises:
             ValueError: for a mistake in the arguments.
-            Failure: if it was no provider who failed.
+            Failure: if the function has raised, or no process can be started.
+            Lost: if the process has ended or lost the GPU, or does not answer within ``seconds``.
         """
-        lost: dict[str, str] = {}
-        while True:
-            try:
-                return self.once(function, (*arguments, [name for name in names if name not in lost])), lost
-            except Lost as error:
-                if error.provider not in names or error.provider in lost:
-                    raise Failure(str(error)) from error
-                lost[error.provider] = str(error)
-
-    def once(self, function: Callable[..., Any], arguments: tuple[Any, ...], limit: float = math.inf) -> Any:
-        """What ``function(*arguments, notice)`` returns.
-
-        Raises:
-            ValueError: for a mistake in the arguments.
-            Failure: if it was no provider who failed.
-            Lost: if it was one.
-            TimeoutError: after ``limit`` seconds.
-        """
-        self._open()
-        self._line.send((function, arguments))
         try:
-            kind, content = self._listen(time.monotonic() + limit)
+            if self._process is None:
+                self._open()
+            self._line.send((function, arguments))
+            return self._receive(seconds)
         except BaseException:
             self.close()
             raise
-        if kind == "done":
-            return content
-        self.close()
-        raise ValueError(content) if kind == "mistake" else Failure(content)
-
-    def _listen(self, deadline: float) -> tuple[str, Any]:
-        running: str | None = None
-        while True:
-            patience, left = self.start if running is None else self.patience, deadline - time.monotonic()
-            if not self._line.poll(max(0.0, min(patience, left))):
-                if left < patience:
-                    raise TimeoutError
-                raise self._gone(f"no answer in {patience:g} s", running, silent=True)
-            try:
-                kind, content = self._line.recv()
-            except (EOFError, ConnectionResetError):
-                self._process.join()
-                reason = f"ended its process with status {self._process.exitcode}"
-                raise self._gone(reason, running, silent=False) from None
-            if kind == "lost":
-                raise self._gone(content, running, silent=False)
-            if kind != "on":
-                return kind, content
-            running = content
-
-    @staticmethod
-    def _gone(reason: str, running: str | None, *, silent: bool) -> RuntimeError:
-        return Failure(reason) if running is None else Lost(reason, running, silent=silent)
 
     def _open(self) -> None:
-        if self._process is None:
-            context = multiprocessing.get_context("spawn")
-            self._line, other = context.Pipe()
-            self._process = context.Process(target=_work, args=(other,))
-            self._process.start()
-            other.close()
+        context = multiprocessing.get_context("spawn")
+        self._line, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other,))
+        self._process.start()
+        other.close()
+        try:
+            self._receive(self.start)
+        except Lost as error:
+            raise Failure(str(error)) from error
+
+    def _receive(self, seconds: float) -> Any:
+        if not self._line.poll(seconds):
+            lost = Lost(f"no answer in {seconds:g} s")
+            lost.silent = True
+            raise lost
+        try:
+            error, content = self._line.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            raise Lost(f"ended its process with status {self._process.exitcode}") from None
+        if error is not None:
+            raise error(content)
+        return content
 
     def close(self) -> None:
         if self._process is not None:
@@ -144,18 +108,19 @@ class Room:
             self._process = None
 
 
-def _work(line: Connection) -> None:
+def _serve(line: Connection) -> None:
+    line.send((None, "ready"))
     while True:
         try:
             function, arguments = line.recv()
         except EOFError:
             return
         try:
-            line.send(("done", function(*arguments, lambda name: line.send(("on", name)))))
+            line.send((None, function(*arguments)))
         except LostDevice as error:
-            line.send(("lost", f"the GPU was lost: {error}"))
+            line.send((Lost, f"the GPU was lost: {error}"))
         except (ValueError, Unavailable) as error:
-            line.send(("mistake", str(error)))
+            line.send((ValueError, str(error)))
         except Exception as error:
             traceback.print_exc()
-            line.send(("failure", first_line(error)))
+            line.send((Failure, first_line(error)))

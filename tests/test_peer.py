@@ -1,7 +1,7 @@
 """The peer's trainer and ours on the same pairs in the same order: the same losses, step by step."""
 
 import pytest
-from burnish.benchmarks.trainers import AGREEMENT, train_burnish, train_trl
+from burnish.benchmarks.peer.trainers import AGREEMENT, train_burnish, train_trl
 from tiny import save_model, sums, write_rows
 
 

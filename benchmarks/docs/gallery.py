@@ -1,6 +1,6 @@
 """The gallery of objectives: what each is for, what it takes, its formula, its paper, and its curves.
 
-    python -m burnish.benchmarks.gallery
+    python -m burnish.benchmarks.docs.gallery
 
 writes objectives/GALLERY.md and one picture per module under objectives/gallery. The words come from docstrings and
 signatures, the curves from calls of the functions, see `panels`. A picture carries samples of the curves it shows, in
@@ -25,11 +25,11 @@ from matplotlib.lines import Line2D
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from .. import objectives
+from ... import objectives
 from .panels import PANELS, UNDRAWN, Panel, trace
 
-HOME = Path(__file__).parents[1] / "objectives"
-COMMAND = "python -m burnish.benchmarks.gallery"
+HOME = Path(__file__).parents[2] / "objectives"
+COMMAND = "python -m burnish.benchmarks.docs.gallery"
 SAMPLES = "curves"  # the key of a picture's text
 
 _COLORS = ("#1f62a8", "#d2601a", "#2f8f5b", "#8457a6")

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import objectives as o
+from ... import objectives as o
 
 Curve = Callable[[Tensor], Tensor]
 

@@ -1,6 +1,6 @@
 """What sampling is worth: ``grpo``, ``rloo`` and ``ppo`` from one SFT start, and distillation on the student's answers.
 
-    python -m burnish.benchmarks.online [recipe ...]     writes benchmarks/results/online.json and online.png
+    python -m burnish.benchmarks.experiments.online [recipe ...]    writes benchmarks/results/online.json and .png
 
 The model, its SFT and the sums of two-digit numbers are the demo's. Every run has a seed of its own for the order of
 its data, for its samples, and for which of the questions it trains on; none trains on a question that is held out.
@@ -26,13 +26,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
-from ..loops import demo
-from ..loops.distill import Distill, run_distill
-from ..loops.grpo import GRPO, RLOO, run_grpo
-from ..loops.ppo import PPO, run_ppo
-from ..loops.teacher import Teacher
+from ...loops import demo
+from ...loops.distill import Distill, run_distill
+from ...loops.grpo import GRPO, RLOO, run_grpo
+from ...loops.ppo import PPO, run_ppo
+from ...loops.teacher import Teacher
 
-RESULTS = Path(__file__).parent / "results" / "online.json"
+RESULTS = Path(__file__).parents[1] / "results" / "online.json"
 SEEDS = {"grpo": 3, "rloo": 3, "ppo": 3, "distill": 6}  # students differ by less, and from seed to seed by more
 TRAINED = 6000  # questions of a run
 

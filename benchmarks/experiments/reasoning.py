@@ -1,6 +1,6 @@
 """GRPO on SmolLM2-135M-Instruct: sums of reasoning-gym, and how many it gets right of those it never trained on.
 
-    python -m burnish.benchmarks.reasoning [directory]      writes benchmarks/results/smollm2_grpo.json and .png
+    python -m burnish.benchmarks.experiments.reasoning [directory]    writes results/smollm2_grpo.json and .png
 
 The question is all that the model is given, and its whole answer is what the task's verifier scores. The run is kept in
 the directory, if one is named.
@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from ..loops.curves import draw_curves
-from ..loops.grpo import GRPO, run_grpo
-from ..loops.rewards.reasoning import reasoning_gym_rows
-from ..loops.rollouts.replay import read_samples
-from .real_model import smollm2, write_jsonl
-from .report import load, machine
+from ...loops.curves import draw_curves
+from ...loops.grpo import GRPO, run_grpo
+from ...loops.rewards.reasoning import reasoning_gym_rows
+from ...loops.rollouts.replay import read_samples
+from ..real_model import smollm2, write_jsonl
+from ..report import load, machine
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 TASK = {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 TRAINED, HELD_OUT = 2048, 192
 # The verifier alone is learned from; it gives a part of 1 where the right number stands in a longer text.

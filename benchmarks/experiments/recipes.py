@@ -1,6 +1,6 @@
 """Every offline recipe once on SmolLM2-135M-Instruct: what each moves on held-out data, from reasoning-gym questions.
 
-    python -m burnish.benchmarks.recipes [recipe ...]       writes benchmarks/results/smollm2_recipes.json
+    python -m burnish.benchmarks.experiments.recipes [recipe ...]       writes benchmarks/results/smollm2_recipes.json
 
 The teacher of ``distill`` is the model that ``sft`` makes here; the process reward model judges chains of additions.
 """
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import transformers
 
-from ..loops.command import main as burnish
-from .real_model import conversations, preference_pairs, smollm2, write_jsonl
+from ...loops.command import main as burnish
+from ..real_model import conversations, preference_pairs, smollm2, write_jsonl
 
-RESULTS = Path(__file__).parent / "results" / "smollm2_recipes.json"
+RESULTS = Path(__file__).parents[1] / "results" / "smollm2_recipes.json"
 TRAINED, HELD_OUT = 160, 64
 STEPS = 16
 

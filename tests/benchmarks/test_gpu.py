@@ -1,19 +1,20 @@
 """`burnish bench gpu`: parts in one report, and the figures that the head is to meet."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
-from burnish.benchmarks import gpu
 from burnish.benchmarks.__main__ import main
-from burnish.benchmarks.chain import version
-from burnish.benchmarks.gpu import PARTS, Options
+from burnish.benchmarks.gpu import run as gpu
+from burnish.benchmarks.gpu.chain import version
+from burnish.benchmarks.gpu.run import PARTS, Options
+from burnish.benchmarks.gpu.targets import targets
+from burnish.benchmarks.kernels import PROVIDERS
 from burnish.benchmarks.operation import Provider
-from burnish.benchmarks.providers import PROVIDERS
 from burnish.benchmarks.report import merged
-from burnish.benchmarks.targets import targets
 
 H200 = {"gpu": "NVIDIA H200"}
 TINY = ["gpu", "--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--seconds", "0.001", "--no-memory"]
@@ -179,7 +180,7 @@ def test_who_is_missing_broken_or_wrong_is_named_and_the_others_are_measured(tmp
 DANGER = """
 import os, time
 from burnish.benchmarks.operation import Provider
-from burnish.benchmarks.providers import naive
+from burnish.benchmarks.kernels import naive
 
 def dies(hidden, weight, target):
     os._exit(7)
@@ -230,12 +231,12 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
             monkeypatch.setitem(operation.providers, key, present)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     missing = {}
-    options = Options("cuda", None, None, [], None)
+    options = Options("cuda", None, None, [])
     units = {part: list(PARTS[part](part, options, missing)) for part in PARTS}
     assert missing == {} and all(units.values())
     assert [unit.provider for unit in units["compiled"]] == ["compiled"]
-    slow = {"burnish-reference", "burnish-tiled", "compiled"}
-    assert not slow & {unit.provider for part, each in units.items() if part != "compiled" for unit in each}
+    unwanted = {"burnish-reference", "burnish-tiled", "compiled"}
+    assert not unwanted & {unit.provider for part, each in units.items() if part != "compiled" for unit in each}
     guesses = {part: sum(unit.seconds + unit.setup for unit in each) for part, each in units.items()}
     assert all(unit.seconds + unit.setup < 120 for each in units.values() for unit in each)
     assert guesses["ceilings"] + guesses["head"] < 9 * 60
@@ -246,7 +247,7 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
 
 
 def test_digits_are_asked_of_cublas_and_of_who_is_named():
-    units = PARTS["digits"]("digits", Options("cpu", ["tiny"], ["burnish", "naive"], [], None), {})
+    units = PARTS["digits"]("digits", Options("cpu", ["tiny"], ["burnish", "naive"], []), {})
     assert [unit.provider for unit in units if unit.case == "log-probs"] == ["cublas", "naive"]
 
 
@@ -264,7 +265,7 @@ def test_without_trl_datasets_and_matplotlib_the_rest_is_measured(tmp_path):
 
 def test_a_version_is_that_of_the_package_of_a_peer(monkeypatch):
     seen = []
-    distributions = gpu.chain.__globals__["importlib"].metadata.distributions
+    distributions = importlib.metadata.distributions
     monkeypatch.setattr("importlib.metadata.distributions", lambda name: seen.append(name) or distributions(name=name))
     version.cache_clear()
     version("liger-scaled", "cpu")

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from burnish.benchmarks.inputs import SPREAD, Shape, random_inputs, smollm2_inputs
-from burnish.benchmarks.kernels import OPERATION
+from burnish.benchmarks.kernels import OPERATION, SPREAD, Shape, random_inputs, smollm2_inputs
 from burnish.benchmarks.real_model import Unavailable, smollm2
 
 CPU = torch.device("cpu")

@@ -6,9 +6,8 @@ from statistics import median
 import pytest
 import torch
 from burnish.benchmarks.__main__ import main
-from burnish.benchmarks.inputs import NAMED
+from burnish.benchmarks.kernels import NAMED, PROVIDERS, naive
 from burnish.benchmarks.operation import Provider, with_triton
-from burnish.benchmarks.providers import PROVIDERS, naive
 from burnish.benchmarks.report import cells as report_rows
 
 CPU = torch.device("cpu")

@@ -6,15 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from burnish.benchmarks import trainers
 from burnish.benchmarks.__main__ import main
-from burnish.benchmarks.trainers import RECIPES
+from burnish.benchmarks.peer import trainers
+from burnish.benchmarks.peer.trainers import RECIPES
 from matplotlib.image import imread
 
 
 def measured(factor, steps, **rest):
     seconds = {name: [scale * factor] * (steps - 1) for name, scale in (("seconds", 8), ("processor_seconds", 15))}
-    return {"losses": [0.0] * steps, "whole": True, "imported_mib": 100, "peak_mib": 1000 * factor, **seconds, **rest}
+    return {
+        "losses": [0.0] * steps,
+        "full_length": True,
+        "imported_mib": 100,
+        "peak_mib": 1000 * factor,
+        **seconds,
+        **rest,
+    }
 
 
 @pytest.fixture
@@ -71,7 +78,7 @@ def samplers(monkeypatch):
                 (directory / provider / "samples.jsonl").write_text("\n".join(lines))
             else:
                 assert any(directory.glob("*/samples.jsonl"))  # ours draw before the peer is given the answers
-        return measured(1.0, steps, whole=cut[provider])
+        return measured(1.0, steps, full_length=cut[provider])
 
     monkeypatch.setattr(trainers, "in_own_process", run)
     grpo = replace(RECIPES["grpo"], model=lambda given, directory: given, rows=lambda pairs: pairs)
@@ -106,7 +113,7 @@ def test_who_draws_fewer_tokens_than_the_others_has_failed(samplers, tmp_path):
 def test_ours_are_to_draw_the_same_answers(samplers, tmp_path, capsys):
     samplers.answers["burnish by groups"] = [[5, 6], [8]]
     assert bench(tmp_path, "--recipe", "grpo") == 1
-    assert "burnish and burnish by groups did not draw the same answers" in capsys.readouterr().err
+    assert "burnish and burnish by groups did not draw the same completions" in capsys.readouterr().err
 
 
 def test_a_mistake_is_named_with_the_fix(processes, tmp_path, capsys):

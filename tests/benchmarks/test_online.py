@@ -1,11 +1,11 @@
-"""`burnish.benchmarks.online`: what its runs are given, and how the distance to a teacher is measured."""
+"""`burnish.benchmarks.experiments.online`: what its runs are given, and how the distance to a teacher is measured."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from burnish.benchmarks import online
+from burnish.benchmarks.experiments import online
 from burnish.loops import demo
 from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,18 +1,11 @@
 """Who can be asked, and for what."""
 
 import sys
-from typing import Literal
-from unittest import mock
 
 import pytest
 import torch
-from burnish.benchmarks import ours
-from burnish.benchmarks.inputs import random_inputs
-from burnish.benchmarks.kernels import OPERATION
+from burnish.benchmarks.kernels import OPERATION, PROVIDERS, naive, our_provider, our_providers, random_inputs
 from burnish.benchmarks.operation import Provider, needs
-from burnish.benchmarks.providers import PROVIDERS, naive
-from burnish.kernels import linear_logprob
-from burnish.kernels.backend import Backend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -53,25 +46,20 @@ def test_an_output_of_the_wrong_shape_is_an_error_not_a_broadcast():
 
 
 def test_every_backend_of_ours_is_measured_and_the_one_that_keeps_logits_in_each_mode():
-    backends = Literal["auto", "triton", "fused", "tiled"]
-
-    def function(hidden, *, backend, keep_bytes=None):
-        raise NotImplementedError
-
-    found = ours.providers(function, backends, lambda options: lambda *_: options, ("logprob",))
+    found = our_providers(lambda **options: lambda *_: options, ("logprob",))
     assert {provider.name: provider.compute() for provider in found} == {
         "burnish-triton": {"backend": "triton"},
         "burnish-triton-recompute": {"backend": "triton", "keep_bytes": 0},
         "burnish-triton-4GiB": {"backend": "triton", "keep_bytes": 2**32},
         "burnish-fused": {"backend": "fused"},
         "burnish-tiled": {"backend": "tiled"},
+        "burnish-reference": {"backend": "reference"},
     }
 
 
 def test_any_budget_of_ours_can_be_named():
     def options(name):
-        adapter = mock.Mock(side_effect=lambda options: lambda *_: options)
-        found = ours.with_budget(name, linear_logprob, Backend, adapter, ("logprob",))
+        found = our_provider(name, lambda **options: lambda *_: options, ("logprob",))
         return found and found.compute()
 
     assert options("burnish-tiled-3MiB") == {"backend": "tiled", "keep_bytes": 3 * 2**20}

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from burnish.benchmarks import reasoning
+from burnish.benchmarks.experiments import reasoning
 from burnish.loops.rewards import resolve
 from burnish.loops.rollouts import Sample, SampleWriter, Span
 from tiny import save_model

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from burnish.benchmarks import report
+from burnish.benchmarks.gpu.run import grid
 from matplotlib.image import imread
 
 RESULTS = Path(report.__file__).parent / "results"
@@ -55,7 +56,7 @@ def test_a_row_shows_milliseconds_megabytes_and_the_worst_errors():
 
 
 def test_a_table_has_the_columns_of_all_its_rows():
-    head, cells = report.grid({"copy": {"TB/s": 4.2345}, "square": {"burst": 790.4, "state": "1755"}})
+    head, cells = grid({"copy": {"TB/s": 4.2345}, "square": {"burst": 790.4, "state": "1755"}})
     assert head == ["", "TB/s", "burst", "state"]
     assert cells == [["copy", "4.23", "", ""], ["square", "", "790", "1755"]]
 
