@@ -2,8 +2,8 @@
 
     python -m burnish.benchmarks.experiments.reasoning [directory]    writes results/smollm2_grpo.json and .png
 
-The question is all that the model is given, and its whole answer is what the task's verifier scores. The run is kept in
-the directory, if one is named.
+The prompt is the question alone, and the task's verifier scores the whole completion. The run is kept in the directory,
+if one is named.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ from ...loops.rewards.reasoning import reasoning_gym_rows
 from ...loops.rollouts.replay import read_samples
 from ..real_model import smollm2, write_jsonl
 from ..report import load, machine
+from .common import RESULTS, read_metrics
 
-RESULTS = Path(__file__).parents[1] / "results"
 TASK = {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 TRAINED, HELD_OUT = 2048, 192
 # The verifier alone is learned from; it gives a part of 1 where the right number stands in a longer text.
@@ -77,7 +77,7 @@ def best_constant(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train(directory: Path) -> dict[str, Any]:
-    """The run, in ``directory``; returns what is to be reported of it."""
+    """Trains in ``directory``; returns the report."""
     trained, held_out = questions(TRAINED, HELD_OUT)
     config = GRPO(
         model=str(smollm2()),
@@ -108,9 +108,8 @@ def train(directory: Path) -> dict[str, Any]:
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
-    """Metrics of every step; rewards are those of all answers, of groups that were passed over too."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    steps = [{name: value for name, value in line.items() if name in KEPT} for line in lines]
+    """Metrics of every step; rewards are those of all completions, of groups that were passed over too."""
+    steps = [{name: value for name, value in line.items() if name in KEPT} for line in read_metrics(run)]
     rewards: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for sample in read_samples(run / "samples.jsonl"):
         for name, score in sample.rewards.items():

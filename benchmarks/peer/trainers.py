@@ -303,7 +303,7 @@ def run_provider(
     if train is train_trl:
         getattr(importlib.import_module("trl"), f"{chosen.trainer}Trainer")
     else:
-        importlib.import_module("...loops.command", __package__)
+        from ...loops.command import main as _  # noqa: F401  its memory counts before the model's
     imported = _peak_mib()
     if evidence is not None and train is train_trl:
         samples = next(evidence.glob(f"*/{sampled.SAMPLES}"))

@@ -5,6 +5,7 @@ stand above the rejected ones.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ def dpo_loss(rows: Rows, ref: Tensor, log_sum_squares: Tensor | None = None, **s
 
 
 def kto_loss(
-    rows: Rows, ref: Tensor, desirable: Tensor, mismatched: tuple[Tensor, Tensor] | None = None, **settings: Any
+    rows: Rows, ref: Tensor, desirable: Tensor, mismatched: Sequence[Tensor] | None = None, **settings: Any
 ) -> LossAndMetrics:
     """KTOTrainer's loss and metrics.
 

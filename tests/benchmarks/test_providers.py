@@ -1,9 +1,12 @@
 """Who can be asked, and for what."""
 
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
+from burnish.benchmarks.__main__ import main
 from burnish.benchmarks.kernels import OPERATION, PROVIDERS, naive, our_provider, our_providers, random_inputs
 from burnish.benchmarks.operation import Provider, needs
 
@@ -66,3 +69,17 @@ def test_any_budget_of_ours_can_be_named():
     assert options("burnish-tiled-recompute") == {"backend": "tiled", "keep_bytes": 0}
     assert options("burnish-quick-3MiB") is None and options("burnish-tiled-3") is None
     assert OPERATION.find("burnish-tiled-3MiB").name == "burnish-tiled-3MiB"
+
+
+def test_the_wheel_has_the_benchmarks_that_need_no_peer():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    shipped = {name for name in project["tool"]["setuptools"]["packages"] if name.startswith("burnish.benchmarks")}
+    assert shipped == {"burnish.benchmarks", "burnish.benchmarks.gpu"}
+
+
+def test_a_benchmark_that_the_wheel_has_not_says_so(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("burnish.benchmarks.peer")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "burnish.benchmarks.peer", None)
+    assert main(["objectives"]) == 2
+    assert "burnish bench objectives: needs a checkout of the repository" in capsys.readouterr().err

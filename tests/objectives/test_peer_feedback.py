@@ -4,12 +4,12 @@ Its KTO estimates z₀ from one micro-batch and averages that over ranks; on one
 process rewards and MiniLLM are no longer in it.
 """
 
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from burnish.benchmarks.peer.trl_losses import fake_trainer, kto_loss, make_rows
 from burnish.objectives import distillation as ds
 from burnish.objectives import feedback as fb
 from burnish.objectives import reward as rw
@@ -34,43 +34,11 @@ def assert_same(ours: Tensor, theirs: Tensor, tensors: list[Tensor]) -> None:
         torch.testing.assert_close(mine, peer, rtol=1e-12, atol=1e-12)
 
 
-def same_everywhere() -> SimpleNamespace:
-    """An accelerator of one process."""
-    return SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x, device="cpu")
-
-
 def kto_trainer(
     logp: Tensor, ref_logp: Tensor, desirable: Tensor, mismatched: list[Tensor] | None, **settings: Any
 ) -> tuple[Tensor, dict[str, list[float]]]:
-    """KTOTrainer's loss and metrics of answers of one token, whose log-probability is that of the whole answer."""
-    from trl import KTOTrainer
-
-    policy = logp.unsqueeze(1)
-    nothing = torch.zeros_like(policy)
-    output = SimpleNamespace(log_probs=policy, entropy=nothing, mean_logits=nothing)
-    kl_logp, ref_kl_logp = mismatched or [None, None]
-    trainer = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=same_everywhere(),
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
-        calculate_KL=mismatched is not None,
-        _compute_kl_logps=lambda model, batch: kl_logp,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
-        **{"beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.0, **settings},
-    )
-    inputs = {
-        "input_ids": torch.zeros(ANSWERS, 2, dtype=torch.int64),
-        "attention_mask": torch.ones(ANSWERS, 2, dtype=torch.int64),
-        "completion_mask": torch.tensor([[0, 1]]).expand(ANSWERS, 2),
-        "label": desirable,
-        "ref_logps": ref_logp,
-        "ref_KL_logps": ref_kl_logp,
-    }
-    loss: Tensor = KTOTrainer._compute_loss(trainer, lambda **_: output, inputs, return_outputs=False)
-    return loss, trainer._metrics["train"]
+    """KTOTrainer's loss and metrics of completions of one token."""
+    return kto_loss(make_rows(logp.unsqueeze(1)), ref_logp, desirable, mismatched, beta=0.3, **settings)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +79,7 @@ def test_reward_losses_and_metrics_equal_reward_trainer(with_margin: bool, coeff
     from trl import RewardTrainer
 
     chosen, rejected, margin = draws(3, ANSWERS, scale=5)
-    trainer = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=same_everywhere(),
-        args=SimpleNamespace(center_rewards_coefficient=coefficient),
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
+    trainer = fake_trainer(args=SimpleNamespace(center_rewards_coefficient=coefficient))
     inputs = {"attention_mask": torch.ones(2 * ANSWERS, 2), **({"margin": margin.detach()} if with_margin else {})}
     output = SimpleNamespace(logits=torch.cat([chosen, rejected]).unsqueeze(1))
     theirs = RewardTrainer.compute_loss(trainer, lambda **_: output, inputs)

@@ -3,13 +3,12 @@
 TRL holds padded rows and reduces inside; the weights that its reductions amount to stand here by hand, one to a token.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from burnish.benchmarks.peer.trl_losses import make_rows, policy_loss
 from burnish.objectives import policy
 from burnish.objectives.sequence import sequence_mean, sequence_sum
 from torch import Tensor
@@ -48,22 +47,9 @@ def flat(padded: Tensor) -> Tensor:
     return padded[MASK]
 
 
-def accelerator() -> SimpleNamespace:
-    return SimpleNamespace(
-        num_processes=1,
-        gather=lambda x: x,
-        gather_for_metrics=lambda x: x,
-        pad_across_processes=lambda x, **_: x,
-        reduce=lambda x, **_: x,
-    )
-
-
-def inputs() -> dict[str, Tensor]:
-    ids = torch.zeros(ANSWERS, LONGEST, dtype=torch.int64)
-    return {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1] + 1,
-        "completion_ids": ids,
+def theirs(trainer: Any, logp: Tensor, args: dict[str, Any], **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
+    """The trainer's own loss and metrics, of a policy whose log-probabilities are given."""
+    inputs = {
         "completion_mask": MASK.long(),
         "advantages": ADVANTAGE,
         "old_per_token_logps": OLD,
@@ -71,50 +57,8 @@ def inputs() -> dict[str, Tensor]:
         "ref_per_token_logps": REF,
         "num_items_in_batch": LENGTHS.sum(),
     }
-
-
-def theirs(trainer: Any, logp: Tensor, args: dict[str, Any], **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
-    """The trainer's own loss and metrics, of a policy whose log-probabilities are given."""
-    defaults = {
-        "loss_type": "grpo",
-        "importance_sampling_level": "token",
-        "beta": 0.0,
-        "epsilon_low": LOW,
-        "epsilon_high": HIGH,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-    }
-    grpo = {
-        "delta": None,
-        "use_bias_correction_kl": False,
-        "steps_per_generation": 1,
-        "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.05,
-        "vespo_k_pos": 2.0,
-        "vespo_lambda_pos": 3.0,
-        "vespo_k_neg": 3.0,
-        "vespo_lambda_neg": 2.0,
-    }
-    metrics: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    fake = SimpleNamespace(
-        **(defaults | settings),
-        args=SimpleNamespace(**(grpo | args)),
-        accelerator=accelerator(),
-        aux_loss_enabled=False,
-        current_gradient_accumulation_steps=1,
-        max_completion_length=LIMIT,
-        model=SimpleNamespace(training=True),
-        use_vllm=False,
-        vllm_importance_sampling_correction=False,
-        _entropy_bonus_enabled=False,
-        _metrics=metrics,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logp, ENTROPY, None),
-    )
-    for name in ("get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"):
-        if function := vars(trainer).get(name):
-            setattr(fake, name, function.__get__(fake))
-    loss: Tensor = trainer._compute_loss(fake, None, inputs())
-    return loss, metrics["train"]
+    settings = {"epsilon_low": LOW, "epsilon_high": HIGH, "max_completion_length": LIMIT} | settings
+    return policy_loss(trainer, make_rows(logp, MASK), inputs, ENTROPY, args, **settings)
 
 
 def grpo(logp: Tensor, args: dict[str, Any] | None = None, **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
