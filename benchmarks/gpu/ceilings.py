@@ -96,7 +96,8 @@ def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds:
     """Milliseconds of our forward and backward with tiles of that size, for three budgets of kept logits."""
     inputs = _inputs(device, shape)
     names = ("GPU_ROWS", "GPU_COLUMNS") if inputs.device.type == "cuda" else ("ROWS", "COLUMNS")
-    with Clocks(inputs.device) as clocks, mock.patch.multiple(tiled, **dict(zip(names, (rows, columns), strict=True))):
+    sizes: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
+    with Clocks(inputs.device) as clocks, mock.patch.multiple(tiled, **sizes):
         milliseconds = {
             f"ms{budget.replace('-', ' ')}": 1000 * sum(timed(_ours(inputs, budget), inputs.device, seconds))
             for budget in ("-recompute", "", "-4GiB")

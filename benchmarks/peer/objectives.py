@@ -118,7 +118,8 @@ def _weighted(loss: Tensor, stats: ob.types.Stats, weight: Tensor) -> Tensor:
 
 def _per_completion(t: Tensors) -> Tensor:
     """Every completion weighs the same, and in it every token."""
-    return (1 / (len(t.length) * t.length.to(t.logp.dtype)))[t.sequence]
+    weight: Tensor = 1 / (len(t.length) * t.length.to(t.logp.dtype))
+    return weight[t.sequence]
 
 
 def _pairs(t: Tensors, reduce: Callable[[Tensor, Tensor, int], Tensor]) -> list[Tensor]:

@@ -131,10 +131,9 @@ def policy_loss(
         settings: attributes of the trainer, of which ``max_completion_length`` has no default.
     """
     entropies = rows.zeros if entropy is None else entropy
-    names = ("sapo_temperature_pos", "sapo_temperature_neg")
-    names += ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-    config = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}
-    config |= dict(zip(names, (1.0, 1.05, 2.0, 3.0, 3.0, 2.0), strict=True))
+    config: dict[str, Any] = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}
+    config |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+    config |= {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
     defaults: dict[str, Any] = {
         "args": SimpleNamespace(**(config | (args or {}))),
         "beta": 0.0,
