@@ -5,6 +5,7 @@ from burnish.benchmarks.peer.trainers import AGREEMENT, train_burnish, train_trl
 from tiny import save_model, sums, write_rows
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the peer's own
 def test_dpo_losses_equal_those_of_trl(tmp_path):
     model = save_model(tmp_path / "model")

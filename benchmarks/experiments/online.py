@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ DISTILLED: dict[str, Any] = {**SHORT, "steps": 100, "learning_rate": 5e-4, "warm
 SHARES = (0.0, 0.5, 1.0)  # of the steps of distillation that learn from the student's own answers
 
 
+@cache
 def questions() -> tuple[list[str], list[str], list[str]]:
     """Held-out questions, those that SFT teaches, and the others."""
     every = demo.questions(random.Random(0), 10 ** (2 * demo.TERM))

@@ -145,6 +145,7 @@ def test_an_error_is_tried_again_by_the_next_call_and_a_row_that_failed_too(run)
     assert run(units, 1)[0] == []
 
 
+@pytest.mark.slow
 def test_each_way_to_end_is_a_record():
     worker = Worker()
 

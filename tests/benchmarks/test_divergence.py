@@ -44,6 +44,7 @@ def test_everyone_here_passes_the_gate(bench):
     assert report["status"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(with_triton(CPU) is not None, reason="Triton is not interpreted here")
 def test_our_triton_backend_passes_the_gate_in_every_mode(bench):
     names = [name for name, provider in PROVIDERS.items() if provider.missing is with_triton]

@@ -177,36 +177,12 @@ def test_who_is_missing_broken_or_wrong_is_named_and_the_others_are_measured(tmp
     assert main([*arguments, "--providers", "burnish-tiled", "naive"]) == 1  # one of ours
 
 
-DANGER = """
-import os, time
-from burnish.benchmarks.operation import Provider
-from burnish.benchmarks.kernels import naive
-
-def dies(hidden, weight, target):
-    os._exit(7)
-
-def hangs(hidden, weight, target):
-    time.sleep(1000)
-
-def _exit(device):
-    os._exit(5)
-
-broken = Provider("danger:broken", naive, missing=_exit)
-stuck = Provider("danger:stuck", naive, missing=lambda device: time.sleep(1000))
-
-def well(hidden, weight, target):
-    return naive(hidden, weight, target, ("logprob",))[0]
-"""
-
-
-def test_who_dies_or_hangs_loses_a_row_and_the_chain_goes_on(tmp_path):
-    (tmp_path / "danger.py").write_text(DANGER)
+@pytest.mark.slow
+def test_a_provider_that_dies_or_hangs_loses_a_row_and_the_chain_goes_on(tmp_path, cli):
     names = ["danger:broken", "danger:stuck", "danger:hangs", "danger:dies", "danger:well"]
-    command = [sys.executable, "-W", "ignore", "-m", "burnish.benchmarks", *TINY, "--isolate", "--patience", "4"]
-    command += ["--parts", "logprob", "dead_rows", "--outputs", "logprob", "--providers", *names, "--output", "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (tmp_path / "out" / "gpu.jsonl").read_text().splitlines()]
+    arguments = [*TINY, "--isolate", "--patience", "4", "--outputs", "logprob", "--output", str(tmp_path)]
+    done = cli(*arguments, "--parts", "logprob", "dead_rows", "--providers", *names)
+    records = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     assert [(r["part"], r["provider"], r["status"], r.get("reason")) for r in records] == [
         ("logprob", "danger:hangs", "lost", "no answer in 4 s"),
         ("logprob", "danger:dies", "lost", "ended its process with status 7"),
@@ -251,6 +227,7 @@ def test_digits_are_asked_of_cublas_and_of_who_is_named():
     assert [unit.provider for unit in units if unit.case == "log-probs"] == ["cublas", "naive"]
 
 
+@pytest.mark.slow
 def test_without_trl_datasets_and_matplotlib_the_rest_is_measured(tmp_path):
     code = "import sys; sys.modules.update(dict.fromkeys(['trl', 'datasets', 'matplotlib', 'liger_kernel']))\n"
     arguments = [*TINY, "--parts", "ceilings", "logprob", "objectives", "--minutes", "5", "--output", str(tmp_path)]

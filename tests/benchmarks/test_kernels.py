@@ -148,6 +148,7 @@ def test_everyone_here_passes_the_gate_in_everything_it_gives(bench):
     assert "trl" not in by_outputs["logprob", "entropy", "logsumexp"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(with_triton(CPU) is not None, reason="Triton is not interpreted here")
 def test_our_triton_backends_pass_the_gate_in_every_mode(bench):
     names = sorted(SLOW - {"compiled"})
@@ -157,6 +158,7 @@ def test_our_triton_backends_pass_the_gate_in_every_mode(bench):
     assert {name: row["status"] for name, row in rows(report).items()} == dict.fromkeys(names, "measured")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 def test_the_compiled_formula_is_measured(bench):
     report = bench("--providers", "compiled", "--outputs", "logprob", "--passes", "forward")

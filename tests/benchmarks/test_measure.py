@@ -191,6 +191,7 @@ def test_the_products_of_float32_are_in_float32():
     assert measure.fastest_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_extra_memory_is_what_a_pass_adds_to_its_inputs():
     inputs = random_inputs(Shape(512, 32, 16384), torch.float32, CPU)
     logits = 4 * 512 * 16384

@@ -61,6 +61,7 @@ def test_completions_have_their_length_if_hardly_one_has_ended_early():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the peer's own
 def test_grpo_and_trl_take_the_same_step_on_the_same_answers(model, tmp_path):
     target = talkative(model, tmp_path)

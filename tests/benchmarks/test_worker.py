@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from contextlib import closing
 
 import pytest
@@ -13,33 +11,13 @@ from burnish.benchmarks import harness, worker
 from burnish.benchmarks.kernels import OPERATION, naive
 from burnish.benchmarks.operation import Provider
 
-DANGER = """
-import os, signal, time
-from burnish.benchmarks.operation import Provider
-from burnish.benchmarks.kernels import naive
-
-def dies(hidden, weight, target):
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-def hangs(hidden, weight, target):
-    time.sleep(1000)
-
-def well(hidden, weight, target):
-    return naive(hidden, weight, target, ("logprob",))[0]
-
-broken = Provider("danger:broken", naive, missing=lambda device: os._exit(5))
-"""
-
 
 @pytest.mark.slow
-def test_a_provider_that_dies_or_hangs_is_shown_with_the_reason_and_the_others_are_measured(tmp_path):
-    (tmp_path / "danger.py").write_text(DANGER)
+def test_a_provider_that_dies_or_hangs_is_shown_with_the_reason_and_the_others_are_measured(tmp_path, cli):
     names = ["danger:dies", "naive", "danger:hangs", "danger:well", "danger:broken"]
-    command = [sys.executable, "-W", "ignore", "-m", "burnish.benchmarks", "kernels", "--providers", *names]
-    command += ["--shapes", "tiny", "--outputs", "logprob", "--passes", "forward", "--rounds", "1", "--no-memory"]
-    command += ["--device", "cpu", "--isolate", "--patience", "8", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    arguments = ["--shapes", "tiny", "--outputs", "logprob", "--passes", "forward", "--rounds", "1", "--no-memory"]
+    arguments += ["--device", "cpu", "--isolate", "--patience", "8", "--output", str(tmp_path)]
+    done = cli("kernels", "--providers", *names, *arguments)
     report = json.loads((tmp_path / "kernels.json").read_text())
     assert report["unavailable"] == {"danger:broken": "ended its process with status 5"}
     (case,) = report["cases"]
@@ -109,6 +87,7 @@ def fails():
     raise RuntimeError("out of memory")
 
 
+@pytest.mark.slow
 def test_an_error_in_the_other_process_is_raised_here_and_the_next_call_has_a_new_process():
     with closing(worker.Worker()) as other:
         first = other.call(os.getpid, (), 60)
