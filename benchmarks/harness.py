@@ -18,7 +18,7 @@ from .clocks import Clocks
 from .operation import Inputs, Operation, Outputs, first_line, named
 from .real_model import Unavailable
 from .report import Case, Report, machine, merged, plot, save, say, show, summary
-from .worker import START, Call, Failure, Lost, LostDevice, Worker, call_here, check_device
+from .worker import START, Call, Failure, Lost, LostDevice, Worker, blameless, call_here, check_device
 
 Row = dict[str, Any]
 
@@ -57,13 +57,11 @@ def parser(operation: Operation, description: str | None) -> argparse.ArgumentPa
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     providers = f"some of {', '.join(operation.providers)}, or your module:object"
-    outputs = f"some of {', '.join(operation.outputs)}; joined by +"
-    add = parser.add_argument
-    on_gpu = torch.cuda.is_available()
+    add, on_gpu = parser.add_argument, torch.cuda.is_available()
     add("--providers", nargs="+", metavar="NAME", help=providers)
     add("--shapes", nargs="+", metavar="SHAPE", help=f"{operation.sizes}; or {', '.join(operation.shapes)}")
     add("--dtypes", nargs="+", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
-    add("--outputs", nargs="+", metavar="A+B", help=outputs)
+    add("--outputs", nargs="+", metavar="A+B", help=f"some of {', '.join(operation.outputs)}; joined by +")
     add("--passes", nargs="+", choices=operation.passes, default=list(operation.passes), help="timed")
     add("--inputs", choices=operation.inputs, default=next(iter(operation.inputs)), help="source of the tensors")
     add("--dead_rows", nargs="+", type=float, default=[0.0], help="share of the rows whose upstream gradients are 0")
@@ -75,7 +73,7 @@ def parser(operation: Operation, description: str | None) -> argparse.ArgumentPa
     add("--device", default="cuda" if on_gpu else "cpu")
     add("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory")
     add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; default on a GPU")
-    add("--patience", type=float, default=600, help="seconds for one provider at a time, if isolated")
+    add("--patience", type=float, default=600, help="seconds for one provider in a case, if isolated")
     add("--output", type=Path, default=Path("runs/bench"), help="directory of the JSON, the Markdown and the plot")
     return parser
 
@@ -131,12 +129,12 @@ def _isolated(plan: Plan, names: list[str], worker: Worker, patience: float) -> 
     """In another process each provider takes turns with the floor alone, so that the one that ends it is known."""
     parts, lost = [], []
     for name in names:
-        worker.call(prepare, (plan,), START)
+        blameless(worker.call, prepare, (plan,), START)
         try:
             parts.append({"found": worker.call(measured, (plan, [name]), patience)})
         except Lost as error:
             lost.append({"provider": name, "status": "lost", "reason": str(error), "errors": {}})
-    cases: list[Case] = merged(parts or [{"found": worker.call(measured, (plan, []), START)}])
+    cases: list[Case] = merged(parts or [{"found": blameless(worker.call, measured, (plan, []), START)}])
     for case in cases:
         case["rows"] += lost
     return cases
@@ -152,9 +150,9 @@ def missing(operation: Operation, names: Sequence[str], device: str, call: Call,
     Raises:
         Failure: if no process can be started.
     """
-    call(_import, (operation.name,), START)
     reasons = {}
     for name in names:
+        blameless(call, _import, (operation.name,), START)
         try:
             reason = call(_missing, (operation.name, device, name), patience)
         except Lost as error:

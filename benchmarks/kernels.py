@@ -70,9 +70,7 @@ def random_inputs(
     return _inputs(hidden, weight, target, dead_rows)
 
 
-def random_head(
-    tokens: int, width: int, vocab: int, dtype: torch.dtype, random: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def random_head(tokens: int, width: int, vocab: int, dtype: torch.dtype, random: torch.Generator) -> tuple[Tensor, ...]:
     """Hidden states and weights whose logits have the spread of a language model's."""
     hidden = torch.randn(tokens, width, generator=random, device=random.device)
     weight = torch.randn(vocab, width, generator=random, device=random.device).mul_(SPREAD / math.sqrt(width))
@@ -120,9 +118,7 @@ def _inputs(hidden: Tensor, weight: Tensor, target: Tensor, dead_rows: float) ->
     return Inputs(shape, tensors, per_row=("hidden", "target"), upstream=upstream)
 
 
-def per_token_upstream(
-    outputs: Sequence[str], tokens: int, dead_rows: float, device: torch.device
-) -> dict[str, Tensor]:
+def per_token_upstream(outputs: Outputs, tokens: int, dead_rows: float, device: torch.device) -> dict[str, Tensor]:
     """Gradients as of a mean over tokens; those of a dead row, such as one with advantage 0, are all 0."""
     random = torch.Generator(device).manual_seed(1)
     alive = torch.randperm(tokens, generator=random, device=device) >= round(dead_rows * tokens)

@@ -50,6 +50,14 @@ def call_here(function: Callable[..., Any], arguments: tuple[Any, ...], seconds:
     return function(*arguments)
 
 
+def blameless(call: Call, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
+    """A call in which no provider runs: if it is lost that is a `Failure`."""
+    try:
+        return call(function, arguments, seconds)
+    except Lost as error:
+        raise Failure(str(error)) from error
+
+
 class Worker:
     """Calls functions in another process, and in a new one after any failure; they stand at the top of a module."""
 

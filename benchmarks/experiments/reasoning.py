@@ -81,8 +81,8 @@ def train(directory: Path) -> dict[str, Any]:
     trained, held_out = questions(TRAINED, HELD_OUT)
     config = GRPO(
         model=str(smollm2()),
-        data=str(write_jsonl(directory / "data.jsonl", iter(trained))),
-        eval_data=str(write_jsonl(directory / "held_out.jsonl", iter(held_out))),
+        data=str(write_jsonl(directory / "data.jsonl", trained)),
+        eval_data=str(write_jsonl(directory / "held_out.jsonl", held_out)),
         output=str(directory / "run"),
         **SETTINGS,
     )

@@ -90,8 +90,8 @@ def one_step(model: Path, directory: Path) -> dict[str, Any]:
     pairs = list(preference_pairs(8, seed=0))
     prompts = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in pairs]
     data = {
-        "dpo": write_jsonl(directory / "pairs.jsonl", iter(pairs)),
-        "grpo": write_jsonl(directory / "prompts.jsonl", iter(prompts)),
+        "dpo": write_jsonl(directory / "pairs.jsonl", pairs),
+        "grpo": write_jsonl(directory / "prompts.jsonl", prompts),
     }
     questions = [pair["prompt"][0]["content"] for pair in pairs]
     both = [

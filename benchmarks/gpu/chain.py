@@ -12,7 +12,7 @@ import torch
 
 from .. import harness
 from ..report import versions
-from ..worker import Call, Failure, Lost
+from ..worker import Call, Failure, Lost, blameless
 
 Record = dict[str, Any]
 ROOT = Path(__file__).parents[2]  # of the checkout
@@ -137,11 +137,9 @@ def attempted(call: Call, unit: Unit, limit: float, *, patience: float, clock: C
     outcome: Record
     try:
         if unit.plan is not None:
-            try:
-                call(harness.prepare, (unit.plan,), min(START, limit))
-            except Lost as error:  # through no provider's fault
-                raise Failure(str(error)) from error
-        content = call(unit.function, unit.arguments, min(patience, limit - (clock() - began)))
+            blameless(call, harness.prepare, (unit.plan,), min(START, limit))
+        seconds = max(patience, 2 * unit.seconds)
+        content = call(unit.function, unit.arguments, min(seconds, limit - (clock() - began)))
         outcome = {"status": "done", "found": content}
     except Exception as error:  # a mistake in one part is no reason to lose the others
         if isinstance(error, Lost):

@@ -38,9 +38,8 @@ from ..report import Report, merged, plot, save, say, show_table
 from ..worker import Call, Failure, Worker, call_here
 from . import ceilings
 from .chain import START, Book, Record, Unit, attempted, chain
-from .targets import HEADER, cells, ours, targets
+from .targets import HEADER, Row, cells, ours, targets
 
-Row = dict[str, Any]
 Missing = dict[str, str]
 
 
@@ -169,7 +168,7 @@ def parser() -> argparse.ArgumentParser:
     add("--providers", nargs="+", metavar="NAME", help="in place of each part's own; each where it is known")
     add("--device", default="cuda")
     add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; so on a GPU")
-    add("--patience", type=float, default=60.0, help="seconds for one provider at a time, if isolated")
+    add("--patience", type=float, default=60.0, help="seconds for one measurement, or twice its estimate, if isolated")
     add("--output", type=Path, default=Path("runs/bench"), help="where the measurements and the report are")
     return parser
 

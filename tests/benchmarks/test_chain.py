@@ -150,7 +150,7 @@ def test_each_way_to_end_is_a_record():
     worker = Worker()
 
     def record(function, *arguments, call=worker.call, limit=60.0):
-        measured = Unit("head", "a", "x", 1, 1, function, arguments)
+        measured = Unit("head", "a", "x", 0.5, 1, function, arguments)
         found = attempted(call, measured, limit, patience=1.5, clock=time.monotonic)
         return found["status"], found.get("found", found.get("reason"))
 
