@@ -1,4 +1,4 @@
-"""How it is measured: the gate against float64, then rounds in which everyone runs once, then memory.
+"""The rules of measuring: the gate against float64, rounds in which every provider runs once, then memory.
 
 A pass is "forward", without gradients, or one with the gradients of some of the inputs. Its floor is the time of what
 it can't do without, such as the matrix products alone.

@@ -1,4 +1,4 @@
-"""What can be measured: an operation on tensors, and the providers that compute it, each behind one adapter.
+"""Operations on tensors to be measured, and the providers that compute them, each behind one adapter.
 
 To measure another provider, name an object of your own as ``module:object``: a ``Provider``, or a function of the
 operation's tensors.

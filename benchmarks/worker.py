@@ -96,7 +96,7 @@ class Worker:
 
     def _receive(self, seconds: float) -> Any:
         if not self._line.poll(seconds):
-            lost = Lost(f"no answer in {seconds:g} s")
+            lost = Lost(f"no answer in {round(seconds, 1):g} s")
             lost.silent = True
             raise lost
         try:

@@ -77,7 +77,7 @@ class Entry:
 
     @property
     def is_loss(self) -> bool:
-        """Whether it returns ``(loss, stats)``."""
+        """True if it returns ``(loss, stats)``."""
         returned = self.signature.return_annotation
         return get_origin(returned) is tuple and get_origin(get_args(returned)[1]) is dict
 

@@ -132,7 +132,7 @@ def chain(
 
 
 def attempted(call: Call, unit: Unit, limit: float, *, patience: float, clock: Callable[[], float]) -> Record:
-    """What it gave: "done" with what was found, "lost" or "failed" with the reason, "cut" after ``limit`` seconds."""
+    """Measures a unit: "done" with the result, "lost" or "failed" with the reason, "cut" after ``limit`` seconds."""
     began = clock()
     outcome: Record
     try:

@@ -53,7 +53,7 @@ class Options(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the head."""
+        """The shape of the head."""
         return OPERATION.parse_shapes(self.shapes or ["large"])[0]
 
 

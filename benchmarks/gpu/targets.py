@@ -38,7 +38,7 @@ def ours(rows: Iterable[Row]) -> list[Row]:
 
 
 def _ratio(what: str, rows: list[Row], cases: list[Case], which: int, wanted: float) -> Row:
-    """Of the fastest row, to a floor of its case: the first with logits kept, the second with logits recomputed."""
+    """The fastest row over a floor of its case: the first with logits kept, the second with logits recomputed."""
     if not rows:
         return _target(what, None, f"≤ {wanted}")
     row = rows[0]

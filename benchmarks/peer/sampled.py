@@ -101,7 +101,7 @@ def gradient_kept(path: Path) -> Iterator[None]:
 
 
 def full_length(metrics: Sequence[dict[str, Any]], wanted: Completions) -> bool:
-    """Whether hardly a completion ended before it was cut."""
+    """True if hardly a completion ended before it was cut."""
     return all(line["completions/mean_length"] >= (1 - CUT) * wanted.tokens for line in metrics)
 
 

@@ -335,7 +335,7 @@ def clock() -> Iterator[list[tuple[float, float]]]:
 
 
 def _peak_mib() -> float:
-    """Of this process until now; what `resource` tells of a child begins at its parent's."""
+    """The peak of this process; `resource` would begin a child's at its parent's."""
     if Path("/proc/self/status").exists():
         return resident_bytes("VmHWM") / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

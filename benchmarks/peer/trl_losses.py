@@ -16,7 +16,7 @@ LossAndMetrics = tuple[Tensor, dict[str, list[float]]]
 
 
 class Rows(NamedTuple):
-    """What TRL's collator and model hand to its losses, after a prompt of one token."""
+    """Tensors that TRL's collator and model hand to its losses, after a prompt of one token."""
 
     logp: Tensor  # [rows, T]
     mask: Tensor  # bool [rows, T]

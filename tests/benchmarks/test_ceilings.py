@@ -1,4 +1,4 @@
-"""What the machine gives: the lines that run on a GPU, at sizes for a CPU."""
+"""Rates of the machine: the lines that run on a GPU, at sizes for a CPU."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Measurements in order: what fits into the time, what is not done twice, and who is left out."""
+"""Measurements in order: as many as fit into the time, none twice, and none of a provider that was given up."""
 
 import json
 import time
@@ -64,7 +64,7 @@ def test_no_time_measures_nothing_and_leaves_all(run):
     assert run([unit("a", "x", 1)], 0)[:2] == ([], [("a", "x")])
 
 
-def test_who_takes_longer_than_guessed_is_cut_and_gets_more_time_later(run):
+def test_a_unit_that_takes_longer_than_guessed_is_cut_and_gets_more_time_later(run):
     units = [unit("a", "x", 50, guess=10)]
     order, rest, book = run(units, 0.5)
     assert order == rest == [("a", "x")]
@@ -119,7 +119,7 @@ def test_a_line_that_was_cut_off_is_measured_again_and_spoils_no_other(run, tmp_
     assert [json.loads(line)["provider"] for line in path.read_text().splitlines()] == ["x", "y", "z"]
 
 
-def test_who_hangs_once_or_crashes_twice_costs_no_more_time(run):
+def test_a_provider_that_hangs_once_or_crashes_twice_costs_no_more_time(run):
     def attempt(unit, limit):
         if unit.provider == "fine":
             return {"status": "done", "found": {}, "took": 1}

@@ -28,7 +28,7 @@ def source(module):
 
 
 def signature(module, path):
-    """Of ``function``, or of ``Class.method``, as it is written; decorators aside."""
+    """The signature of ``function`` or ``Class.method`` as it is written; decorators aside."""
     body = ast.parse(source(module)).body
     for name in path.split("."):
         node = next(node for node in body if getattr(node, "name", None) == name)

@@ -152,7 +152,7 @@ def test_a_call_says_what_is_left_and_how_long_it_takes(tmp_path, capsys):
     assert "ceilings  copy  torch: TB/s" in out and "left: ceilings, 3 measurements" in out
 
 
-def test_who_is_missing_broken_or_wrong_is_named_and_the_others_are_measured(tmp_path, capsys, monkeypatch):
+def test_a_missing_broken_or_wrong_provider_is_named_and_the_others_are_measured(tmp_path, capsys, monkeypatch):
     def off(*arguments):
         return tuple(2 * x for x in PROVIDERS["naive"].compute(*arguments))
 
@@ -184,7 +184,7 @@ def test_a_provider_that_dies_or_hangs_loses_a_row_and_the_chain_goes_on(tmp_pat
     done = cli(*arguments, "--parts", "logprob", "dead_rows", "--providers", *names)
     records = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     assert [(r["part"], r["provider"], r["status"], r.get("reason")) for r in records] == [
-        ("logprob", "danger:hangs", "lost", "no answer in 4 s"),
+        ("logprob", "danger:hangs", "lost", "no answer in 6 s"),
         ("logprob", "danger:dies", "lost", "ended its process with status 7"),
         ("logprob", "danger:well", "done", None),
         ("dead_rows", "danger:dies", "lost", "ended its process with status 7"),
@@ -222,7 +222,7 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
     assert sizes == [(rows, columns, 4096) for rows in (4096, 8192) for columns in (4096, 8192, 16384)]
 
 
-def test_digits_are_asked_of_cublas_and_of_who_is_named():
+def test_digits_are_asked_of_cublas_and_of_the_named_providers():
     units = PARTS["digits"]("digits", Options("cpu", ["tiny"], ["burnish", "naive"], []), {})
     assert [unit.provider for unit in units if unit.case == "log-probs"] == ["cublas", "naive"]
 

@@ -1,4 +1,4 @@
-"""`burnish bench kernels`: who is measured, who is not and why, and what it says."""
+"""`burnish bench kernels`: which providers are measured, which are not and why, and its messages."""
 
 import dataclasses
 from statistics import median
@@ -120,7 +120,7 @@ def test_to_need_more_memory_than_there_is_is_no_mistake(bench, monkeypatch, cap
     assert report["status"] == 0
 
 
-def test_who_is_not_available_is_named_with_the_reason(bench, register, capsys, tmp_path):
+def test_a_provider_that_is_not_available_is_named_with_the_reason(bench, register, capsys, tmp_path):
     name = register("absent", Provider("absent", naive, missing=lambda device: f"no license for this {device}"))
     report = bench("--providers", name, "quack", "naive", *LOGPROB)
     assert report["unavailable"] == {name: "no license for this cpu", "quack": "quack is not installed"}
@@ -131,11 +131,11 @@ def test_who_is_not_available_is_named_with_the_reason(bench, register, capsys, 
     assert list(rows(report)) == ["naive"]
 
 
-def test_if_nobody_can_be_measured_the_command_fails(bench):
+def test_if_no_provider_can_be_measured_the_command_fails(bench):
     assert bench("--providers", "quack", *LOGPROB)["status"] == 1
 
 
-def test_everyone_here_passes_the_gate_in_everything_it_gives(bench):
+def test_every_provider_here_passes_the_gate_in_everything_it_gives(bench):
     names = [name for name, p in PROVIDERS.items() if p.missing(CPU) is None and name not in SLOW]
     assert {"naive", "burnish-tiled", "burnish-reference", "burnish-logits", "trl"} <= set(names)
     outputs = ["loss", "logprob", "logprob+entropy", "logprob+entropy+logsumexp"]

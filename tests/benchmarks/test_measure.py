@@ -92,7 +92,7 @@ def test_a_pass_asks_for_its_gradients_and_no_others(kind, gradients):
     assert asked == [(kind != "forward", kind != "forward", kind == "train")]
 
 
-def test_in_each_round_everyone_runs_once_and_every_other_round_is_backwards():
+def test_in_each_round_every_step_runs_once_and_every_other_round_is_backwards():
     order = []
     steps = {name: lambda mark, name=name: order.append(name) for name in "abc"}
     taken = measure.interleave(steps, 3, CPU)
@@ -137,7 +137,7 @@ def test_a_floor_is_the_sum_of_its_steps_as_often_as_they_are_done():
     nothing = lambda mark: None  # noqa: E731
     floors = {"once": {"a": 1, "b": 1}, "twice": {"a": 2, "b": 1}}
     products = Products({"a": nothing, "b": nothing}, {"a": 7, "b": 5}, floors)
-    assert measure.floors(products, {"a": [1.0, 2.0], "b": [10.0, 20.0], "somebody": [0.0, 0.0]}) == {
+    assert measure.floors(products, {"a": [1.0, 2.0], "b": [10.0, 20.0], "other": [0.0, 0.0]}) == {
         "once": {"rounds": [11.0, 22.0], "flops": 12},
         "twice": {"rounds": [12.0, 24.0], "flops": 19},
     }
@@ -202,7 +202,7 @@ def test_extra_memory_is_what_a_pass_adds_to_its_inputs():
     assert 2.9 * logits < found["train"] < 4.4 * logits  # and the gradient, which passes through two of them
 
 
-def test_a_loss_is_made_from_logprobs_for_those_who_have_only_them():
+def test_a_loss_is_made_from_logprobs_where_a_provider_has_only_them():
     inputs = random_inputs(SHAPE, torch.float32, CPU)
     provider = Provider("naive", naive, ("logprob",))
     found = measure.run(OPERATION, provider, inputs, ("loss",), "train")

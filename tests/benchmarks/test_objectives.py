@@ -36,7 +36,7 @@ def test_both_layouts_hold_the_same_numbers(inputs):
     assert torch.equal(t.ref_sum, t.padded_ref.sum(1)) and torch.equal(t.row_mask[:, 1:], t.mask.long())
 
 
-def test_everyone_passes_the_gate(bench):
+def test_both_sides_pass_the_gate(bench):
     report = bench("--providers", "trl", "burnish", "--rounds", "1", benchmark="objectives")
     assert [(case["outputs"][0], case["pass"]) for case in report["cases"]] == [
         (name, kind) for name in OURS for kind in ("forward", "train")

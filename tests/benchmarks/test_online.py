@@ -62,7 +62,7 @@ def test_all_recipes_begin_with_one_model_and_differ_in_nothing_that_decides_how
 
 def test_distillation_differs_in_the_share_of_own_answers_alone(runs):
     online.main(["distill"])
-    teacher, *students = runs  # which grpo makes where nobody has
+    teacher, *students = runs  # which grpo makes if there is none
     assert (type(teacher).__name__, teacher.seed) == ("GRPO", 0)
     assert {config.teacher.model for config in students} == {f"{teacher.output}/model"}
     assert {config.model for config in students} == {teacher.model}

@@ -1,4 +1,4 @@
-"""Who can be asked, and for what."""
+"""Providers: how they are found, and what they can be asked for."""
 
 import sys
 import tomllib
@@ -34,7 +34,7 @@ def test_a_package_that_is_broken_or_wants_a_gpu_says_so(tmp_path, monkeypatch):
     assert needs("json", gpu=False)(CPU) is None
 
 
-def test_whoever_gives_logprob_can_be_asked_for_the_loss_and_nothing_more():
+def test_a_provider_of_logprob_can_be_asked_for_the_loss_and_nothing_more():
     provider = Provider("naive", naive)
     assert OPERATION.can_give(provider, ("loss",)) and OPERATION.can_give(provider, ("logprob",))
     assert not OPERATION.can_give(provider, ("logprob", "entropy"))

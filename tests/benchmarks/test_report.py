@@ -79,7 +79,7 @@ def test_a_title_says_what_was_asked_of_whom():
     assert report.title(other) == "divergence 64x32x257 bfloat16, divergence, beta 0.5, train"
 
 
-def test_there_is_a_plot_even_if_everyone_fails(bench, register, tmp_path):
+def test_there_is_a_plot_even_if_every_provider_fails(bench, register, tmp_path):
     wrong = register("zero", lambda hidden, weight, target: (hidden @ weight.t())[:, 0] * 0)
     assert bench("--providers", wrong, "--outputs", "logprob")["status"] == 1
     assert imread(tmp_path / "kernels.png").size > 0

@@ -1,4 +1,4 @@
-"""What GRPO is compared on, and a step of both sides on the same answers."""
+"""The prompts and models on which GRPO is compared, and a step of both sides on the same completions."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_each_question_follows_others_that_are_answered():
 
 @pytest.fixture
 def model(tmp_path):
-    """Whose end token is not the last of its special ones."""
+    """A model whose end token is not the last of its special ones."""
     given = save_model(tmp_path / "given" / "small")
     tokenizer = AutoTokenizer.from_pretrained(given)
     tokenizer.unk_token = "Z"
@@ -63,7 +63,7 @@ def test_completions_have_their_length_if_hardly_one_has_ended_early():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the peer's own
-def test_grpo_and_trl_take_the_same_step_on_the_same_answers(model, tmp_path):
+def test_grpo_and_trl_take_the_same_step_on_the_same_completions(model, tmp_path):
     target = talkative(model, tmp_path)
     data, evidence = write_rows(tmp_path / "rows.jsonl", questions(iter(sums(4)))), tmp_path / "evidence"
     evidence.mkdir()
