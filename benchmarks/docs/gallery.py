@@ -37,7 +37,11 @@ _INK = "#444444"
 _WIDTH, _HEIGHT = 2.8, 2.25  # inches, of one panel
 _EVERY = 32  # of so many points one is sampled
 
-_UNITS = {"sequences": "completion", "": "batch"}  # other units are the singular of their dimension
+_UNITS = {
+    "sequences": "completion",
+    "answers": "completion",
+    "": "batch",
+}  # other units are the singular of their dimension
 # Data an objective needs beside the policy's log-probs, by the names of its arguments.
 _NEEDS = {
     "old_logp": "log-probs of π_old",
