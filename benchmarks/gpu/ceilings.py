@@ -119,7 +119,7 @@ def profile(device: str, shape: tuple[int, ...]) -> Row:
 
 
 def _ours(inputs: Inputs, budget: str) -> Step:
-    provider = OPERATION.find(f"burnish-{'triton' if inputs.device.type == 'cuda' else 'tiled'}{budget}")
+    provider = OPERATION.find(f"burnish-{'triton' if inputs.device.type == 'cuda' else 'torch'}{budget}")
     return partial(measure.step, OPERATION, inputs, ("logprob", "entropy"), "train", provider)
 
 

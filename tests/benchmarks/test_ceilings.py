@@ -1,5 +1,6 @@
 """Rates of the machine: the lines that run on a GPU, at sizes for a CPU."""
 
+import importlib
 import os
 import sys
 import time
@@ -79,12 +80,13 @@ def test_log_probs_are_held_to_float64_and_cublas_beside_them():
 
 def test_tiles_of_another_size_are_really_used_and_put_back(monkeypatch):
     before, seen = (passes.ROWS, passes.COLUMNS, passes.GPU_ROWS, passes.GPU_COLUMNS), []
-    plan = passes.plan
-    monkeypatch.setattr(passes, "plan", lambda *a, **k: seen.append(plan(*a, **k)) or seen[-1])
+    module = importlib.import_module("burnish.kernels.linear_logprob")
+    plan = module.plan
+    monkeypatch.setattr(module, "plan", lambda *a, **k: seen.append(plan(*a, **k)) or seen[-1])
     found = ceilings.tiles("cpu", SHAPE, 16, 64, 0.001)
     assert list(found) == ["ms recompute", "ms", "ms 4GiB"] and all(value > 0 for value in found.values())
-    assert {(plan.rows, plan.columns) for plan in seen} == {(16, 64)}
-    assert {plan.keep for plan in seen} >= {0, 2**32}
+    assert {(plan["rows"], plan["columns"]) for plan in seen} == {(16, 64)}
+    assert {plan["keep_bytes"] for plan in seen} >= {0, 2**32}
     assert before == (passes.ROWS, passes.COLUMNS, passes.GPU_ROWS, passes.GPU_COLUMNS)
 
 
