@@ -133,18 +133,19 @@ def train_burnish(
     **fields: Any,
 ) -> Metrics:
     """Metrics of each step."""
-    from ..loops.recipes import dpo, grpo, kto, sft
+    from ..loops.recipes import grpo, kto, preference, sft
 
     run: Any
     make: Any
     run, make = {
-        "dpo": (dpo.dpo, dpo.DPO),
-        "sft": (sft.sft, sft.SFT),
+        "dpo": (preference.run_dpo, preference.DPO),
+        "sft": (sft.run_sft, sft.SFT),
         "kto": (kto.run_kto, kto.KTO),
         "grpo": (grpo.run_grpo, grpo.GRPO),
     }[recipe]
     with tempfile.TemporaryDirectory() as directory:
-        common = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
+        batch = {"prompts_per_rollout" if recipe == "grpo" else "batch_size": batch_size}
+        common = {"steps": steps, **batch, "learning_rate": learning_rate}
         fixed = {"schedule": "constant", "shuffle": False, "output": directory}
         config = make(model=str(model), data=str(data), **(common | fixed | RECIPES[recipe].ours | fields))
         run(config)

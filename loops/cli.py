@@ -36,15 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _sft() -> tuple[type, Callable[..., Any]]:
-    from .recipes.sft import SFT, sft
+    from .recipes.sft import SFT, run_sft
 
-    return SFT, sft
+    return SFT, run_sft
 
 
 def _dpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.dpo import DPO, dpo
+    from .recipes.preference import DPO, run_dpo
 
-    return DPO, dpo
+    return DPO, run_dpo
 
 
 def _kto() -> tuple[type, Callable[..., Any]]:
@@ -54,13 +54,13 @@ def _kto() -> tuple[type, Callable[..., Any]]:
 
 
 def _cpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.cpo import CPO, run_cpo
+    from .recipes.preference import CPO, run_cpo
 
     return CPO, run_cpo
 
 
 def _orpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.cpo import ORPO, run_orpo
+    from .recipes.preference import ORPO, run_orpo
 
     return ORPO, run_orpo
 

@@ -1,25 +1,115 @@
-"""What every recipe can be told: one frozen dataclass, whose fields are the YAML keys and the command-line flags."""
+"""Settings that recipes share: frozen dataclasses whose fields are the YAML keys and the command-line flags.
 
+The type of a field says its range. The command line checks it while it parses, `Settings` where Python builds one.
+"""
+
+import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:  # a number in a range is a number to a type checker
+    PositiveInt = int
+    NonNegativeInt = int
+    PositiveFloat = float
+    NonNegativeFloat = float
+    ClosedUnitInterval = float
+    OpenUnitInterval = float
+    PositiveShare = float
+    NoiseShare = float
+else:
+    from jsonargparse.typing import (
+        ClosedUnitInterval,
+        NonNegativeFloat,
+        NonNegativeInt,
+        OpenUnitInterval,
+        PositiveFloat,
+        PositiveInt,
+        restricted_number_type,
+    )
+
+    PositiveShare = restricted_number_type("PositiveShare", float, [(">", 0), ("<=", 1)])
+    NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
+
+__all__ = [
+    "ClosedUnitInterval",
+    "Common",
+    "Lora",
+    "NoiseShare",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "OfflineConfig",
+    "OpenUnitInterval",
+    "PositiveFloat",
+    "PositiveInt",
+    "PositiveShare",
+    "Settings",
+]
 
 
 @dataclass(frozen=True)
-class Lora:
+class Settings:
+    """A dataclass whose values are checked against the ranges and choices of their types.
+
+    Raises:
+        ValueError: names the field, what it wants, and what it got.
+    """
+
+    prefix: ClassVar[str] = ""  # of its fields in messages, where it is part of other settings
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():
+            value = getattr(self, name)
+            if complaint := _complaint(value, hint):
+                raise ValueError(f"{self.prefix}{name}: {complaint}")
+            if hasattr(value, "_expression"):  # of the command line: YAML and checkpoints hold plain numbers
+                object.__setattr__(self, name, value._type(value))
+
+
+@cache
+def _hints(settings: Any) -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(settings).items() if get_origin(hint) is not ClassVar}
+
+
+def _complaint(value: Any, hint: Any) -> str | None:
+    """What is wrong with a value, unless one of the alternatives of its type takes it."""
+    complaints = []
+    for kind in get_args(hint) if get_origin(hint) in (Union, type(int | None)) else (hint,):
+        if value is None and kind is type(None):
+            return None
+        if get_origin(kind) is Literal:
+            if value in get_args(kind):
+                return None
+            complaints.append(f"must be one of {', '.join(map(str, get_args(kind)))}, got {value!r}")
+        elif hasattr(kind, "_expression"):
+            try:
+                kind(value)
+                return None
+            except (TypeError, ValueError):
+                complaints.append("must be " + re.sub(r"v([<>]=?)", r"\1 ", kind._expression) + f", got {value}")
+        elif kind is not type(None):
+            return None
+    return complaints[0] if complaints else None
+
+
+@dataclass(frozen=True)
+class Lora(Settings):
     """Train low-rank adapters instead of the model (Hu et al. 2021, arXiv:2106.09685), through peft."""
 
-    r: int = 0
+    prefix = "lora."
+
+    r: NonNegativeInt = 0
     """Rank of the adapters; 0 trains the model itself."""
     alpha: float = 32.0
     """The adapters' output is multiplied by alpha / r."""
-    dropout: float = 0.0
+    dropout: ClosedUnitInterval = 0.0
     """Dropout on the adapters' input. Above 0, a gradient depends on how its step was split."""
     target_modules: str | list[str] = "all-linear"
     """Names of the layers that get adapters, a regular expression, or "all-linear"."""
 
 
 @dataclass(frozen=True)
-class Common:
+class Common(Settings):
     """The fields that all recipes share."""
 
     model: str
@@ -30,28 +120,24 @@ class Common:
     """Directory of this run."""
     eval_data: str | None = None
     """Held-out data, in the same layouts."""
-    steps: int | None = None
+    steps: PositiveInt | None = None
     """Optimizer steps; without it, as many as `epochs` takes."""
-    epochs: int = 1
+    epochs: PositiveInt = 1
     """Passes over the data."""
-    batch_size: int = 8
-    """Examples per optimizer step, over all ranks and micro-batches."""
-    micro_tokens: int | None = 8192
+    micro_tokens: PositiveInt | None = 8192
     """Tokens that one forward pass computes at most, unless one example alone has more. Less needs less memory."""
-    learning_rate: float = 1e-5
+    learning_rate: NonNegativeFloat = 1e-5
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """How the learning rate falls after the warmup."""
-    warmup: float = 0.0
+    warmup: NonNegativeFloat = 0.0
     """Steps of linear warmup; below 1, a share of all steps."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """L2 norm that the gradient is clipped to."""
-    max_length: int | None = 1024
-    """Tokens of prompt and completion together; null for no limit."""
     truncation: Literal["keep_start", "keep_end", "error"] = "keep_start"
-    """What is kept of a longer one: its start, its end, or nothing (an error)."""
+    """What is kept of a row that is too long: its start, its end, or nothing (an error)."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Whether a row that can't be trained on stops the run or is counted and left out."""
     chat_template: str | None = None
@@ -67,17 +153,16 @@ class Common:
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
     backend: Literal["auto", "triton", "fused", "tiled", "reference"] = "auto"
     """Backend of the log-prob kernel."""
-    keep_bytes: int | None = None
+    keep_bytes: NonNegativeInt | None = None
     """Logits that the log-prob kernel keeps from forward to backward, in bytes; 0 computes all of them again, and null
     is 96 MB on a CPU and a thirty-second of the memory, at most 4 GiB, on a GPU."""
-
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more time."""
     attention: str | None = None
     """Attention implementation of transformers, such as sdpa, eager or flash_attention_2."""
-    eval_every: int | None = None
+    eval_every: PositiveInt | None = None
     """Steps between evaluations on `eval_data`; there is one before the first step and after the last in any case."""
-    save_every: int | None = None
+    save_every: PositiveInt | None = None
     """Steps between checkpoints."""
     resume: bool = False
     """Go on from the newest whole checkpoint in `output`, with the same final weights as an unbroken run."""
@@ -90,5 +175,15 @@ class Common:
 
     @property
     def kernel(self) -> dict[str, Any]:
-        """What a policy is to do with its head."""
+        """The options of a `Policy`."""
         return {"layout": self.layout, "backend": self.backend, "keep_bytes": self.keep_bytes}
+
+
+@dataclass(frozen=True)
+class OfflineConfig(Common):
+    """The fields of recipes that train on the completions of the data."""
+
+    batch_size: PositiveInt = 8
+    """Examples per optimizer step, over all ranks and micro-batches."""
+    max_length: PositiveInt | None = 1024
+    """Tokens of prompt and completion together; null for no limit."""

@@ -1,4 +1,7 @@
-"""Preference training: DPO, or any other preference objective of `burnish.objectives`, or a weighted mix of them."""
+"""Preference training on pairs: DPO, any other preference objective of `burnish.objectives`, or a mix of them.
+
+CPO and ORPO are presets of it, without a reference.
+"""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -8,72 +11,56 @@ import torch
 from torch import Tensor
 
 from ...data import encode_preference
-from ...objectives import (
-    f_score,
-    length_desensitized_sum,
-    preference,
-    reference_free,
-    sequence_length,
-    sequence_mean,
-)
+from ...objectives import f_score, length_desensitized_sum, nll, orpo, sequence_length, sequence_mean
 from ..batch import Batch
-from ..config import Common
-from ..models.policy import Policy
-from ..runs.context import PerToken, Recipe, ReferenceKind, open_recipe, open_reference
-from ..runs.teacher import Teacher, distillation, open_teacher
+from ..config import ClosedUnitInterval, NoiseShare, NonNegativeFloat, OfflineConfig, OpenUnitInterval, PositiveFloat
+from ..runs.context import open_run
+from ..runs.reference import ReferenceKind
+from ..runs.teacher import Teacher, open_teacher
 from ..train.losses import (
     CHOSEN,
     ENTROPY,
     PAIR_LOGPS,
+    PAIR_LOSSES,
     REJECTED,
+    STEP_COUPLED,
     Answer,
-    Loss,
-    Losses,
-    Reader,
+    Term,
     columns_of,
-    compose,
-    losses_of,
     needs,
     outputs_for,
     parse,
     policy_tensors,
-    weightings,
 )
-from .sft import TOKEN_LOSSES
-
-_STEP_COUPLED = {"aot", "aot_unpaired"}
-
-# Every objective on the log-probs of the answers of a pair, and those on tokens.
-PAIR_LOSSES: dict[str, Loss] = {
-    **losses_of(preference),
-    **losses_of(reference_free),
-    **TOKEN_LOSSES,
-    "distillation": distillation,
-}
 
 
 @dataclass(frozen=True)
-class DPO(Common):
-    """Preference training on pairs of a chosen and a rejected answer to one prompt."""
+class Pairs(OfflineConfig):
+    """Preference training on pairs of a chosen and a rejected completion of one prompt."""
 
     learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
+    beta: PositiveFloat = 0.1
+    """Strength of the pull towards the reference, or scale of the contrast, for every loss that has a beta."""
+    label_smoothing: NoiseShare = 0.0
+    """Assumed share of pairs labeled the wrong way round, for every loss that knows it."""
+
+
+@dataclass(frozen=True)
+class DPO(Pairs):
+    """Preference training on pairs of a chosen and a rejected completion of one prompt."""
+
     loss: str | dict[str, float | dict[str, Any]] = "dpo"
     """A preference objective of burnish.objectives, or a mix: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}; instead of its
-    coefficient, a loss may have {coefficient: 0.8, beta: 0.2, ...}. nll is that of the chosen answers."""
-    beta: float = 0.1
-    """Strength of the pull towards the reference, for every loss that has a beta."""
-    label_smoothing: float = 0.0
-    """Assumed share of pairs labelled the wrong way round, for every loss that knows it."""
-    answer: Literal["sum", "mean"] = "sum"
-    """Whether the log-prob of an answer is the sum over its tokens, as in the papers, or their mean."""
-    ld_alpha: float = 1.0
-    """How much of an answer's log-prob beyond the length of the pair's shorter answer counts (LD-DPO); 1 is all."""
-    weight: Literal["one", "wpo"] = "one"
-    """Whether a pair counts by how likely the policy is to say both of its answers (WPO)."""
+    coefficient, a loss may have {coefficient: 0.8, beta: 0.2, ...}. nll is that of the chosen completions."""
+    logprob_reduction: Literal["sum", "mean"] = "sum"
+    """Whether the log-prob of a completion is the sum over its tokens, as in the papers, or their mean."""
+    ld_alpha: ClosedUnitInterval = 1.0
+    """How much of a completion's log-prob beyond the length of the pair's shorter one counts (LD-DPO); 1 is all."""
+    pair_weight: Literal["one", "wpo"] = "one"
+    """Whether a pair counts by how likely the policy is to generate both of its completions (WPO)."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     """The f-divergence from the reference (f-DPO); alpha needs `divergence_alpha`."""
-    divergence_alpha: float = 0.5
+    divergence_alpha: OpenUnitInterval = 0.5
     """Order of the alpha-divergence."""
     reference: ReferenceKind = "auto"
     """Where reference log-probs come from: a frozen copy, the model without its adapters (auto, if it has some), or
@@ -84,47 +71,97 @@ class DPO(Common):
     """Further hyper-parameters by name, such as {gamma: 0.5, tau: 0.05}, for every loss that has one of that name."""
 
 
-def dpo(config: DPO) -> dict[str, float]:
-    """Run the recipe; returns the metrics of its last step."""
-    shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
-    terms = parse(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
-    answer, score = answer_of(config), None
-    if config.weight == "wpo":
-        if coupled := sorted(_STEP_COUPLED & terms.keys()):
-            raise ValueError(f"weight: {coupled[0]} sorts the pairs of a step, so no weight is that of its entries")
-        terms = {k: replace(term, factor="wpo") if term.unit == "pairs" else term for k, term in terms.items()}
+@dataclass(frozen=True)
+class CPO(Pairs):
+    """Preference training on pairs without a reference: contrast of the two, plus NLL of the chosen completion."""
+
+    loss: Literal["cpo", "simpo", "alpha_po"] = "cpo"
+    """What contrasts the two completions: their log-probs (cpo) or those per token (simpo, alpha_po)."""
+    beta: PositiveFloat = 0.1
+    """Scale of the contrast; SimPO's authors use 2 to 2.5."""
+    gamma: NonNegativeFloat = 0.5
+    """Target margin of simpo and alpha_po."""
+    alpha: float = 0.25
+    """Shape of alpha_po's reward; at 0 it is simpo's."""
+    nll: float = 1.0
+    """Coefficient of the NLL per token of the chosen completions; SimPO and AlphaPO have none (0)."""
+
+
+@dataclass(frozen=True)
+class ORPO(OfflineConfig):
+    """Preference training on pairs in one stage: NLL of the chosen completions plus the odds ratio of the two."""
+
+    learning_rate: float = 8e-6
+    odds_ratio: float = 0.1
+    """Coefficient of the odds-ratio loss, the paper's lambda; the NLL has 1."""
+
+
+def run_dpo(config: DPO) -> dict[str, float]:
+    """Train; returns the metrics of the last step."""
+    losses = dpo_losses(config)
+    score = None
     if config.divergence != "reverse_kl":
-        for name, term in terms.items():
-            if term.unit == "pairs" and "ref_chosen" not in needs({name: term}):
+        score = partial(f_score, divergence=config.divergence, alpha=config.divergence_alpha)
+    reduce = completion_logprob(config)
+    has_teacher = "divergence" in needs(losses)
+    config.teacher.check(needed=has_teacher)
+    context = open_run(config, encode_preference)
+    reference, precomputed = context.reference(config.reference, needed="ref_chosen" in needs(losses))
+    teacher, stored = open_teacher(context, config.teacher, needed=has_teacher)
+    read = policy_tensors(
+        reference=reference, answer=reduce, score=score, teaching=teacher, outputs=outputs_for(losses), pairs=True
+    )
+    return context.train(losses, read, columns=columns_of(losses), per_token=(precomputed, stored))
+
+
+def run_cpo(config: CPO) -> dict[str, float]:
+    """Train; returns the metrics of the last step."""
+    names = ("beta", "label_smoothing", "gamma", "alpha")
+    mix = {config.loss: 1.0} | ({"nll": config.nll} if config.nll else {})
+    return _run(config, parse(mix, {name: getattr(config, name) for name in names}, PAIR_LOSSES, of=CHOSEN))
+
+
+def run_orpo(config: ORPO) -> dict[str, float]:
+    """Train; returns the metrics of the last step."""
+    return _run(config, {"nll": Term(nll, of=CHOSEN), "orpo": Term(orpo, config.odds_ratio)})
+
+
+def _run(config: CPO | ORPO, losses: dict[str, Term]) -> dict[str, float]:
+    context = open_run(config, encode_preference)
+    return context.train({**losses, **PAIR_LOGPS, **ENTROPY}, policy_tensors(pairs=True))
+
+
+def dpo_losses(config: DPO) -> dict[str, Term]:
+    """The losses of this configuration, and what is measured beside them.
+
+    Raises:
+        ValueError: if settings contradict each other.
+    """
+    shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
+    losses = parse(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
+    of_pairs = [name for name, loss in losses.items() if loss.unit == "pairs"]
+    if config.pair_weight == "wpo":
+        if coupled := sorted(STEP_COUPLED & losses.keys()):
+            raise ValueError(
+                f"pair_weight: {coupled[0]} sorts the pairs of a step, so its entries have no pair's weight"
+            )
+        losses |= {name: replace(losses[name], factor="wpo") for name in of_pairs}
+    if config.divergence != "reverse_kl":
+        for name in of_pairs:
+            if "ref_chosen" not in needs({name: losses[name]}):
                 raise ValueError(
                     f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl"
                 )
-        score = partial(f_score, divergence=config.divergence, alpha=config.divergence_alpha)
-    config.teacher.check(needed="divergence" in needs(terms))
-    recipe = open_recipe(config, encode_preference)
-    refuse_split_steps(terms, recipe)
-    reference, before = open_reference(recipe, config.reference, needed="ref_chosen" in needs(terms))
-    teaching, told = open_teacher(recipe, config.teacher, needed="divergence" in needs(terms))
-    how: dict[str, Any] = {"answer": answer, "score": score, "outputs": outputs_for(terms), "pairs": True}
-    read = policy_tensors(reference=reference, teaching=teaching, **how)
-    return train_pairs(recipe, terms, read, lambda data: {**before(data), **told(data)})
+    return {**losses, **PAIR_LOGPS, **ENTROPY}
 
 
-def train_pairs(
-    recipe: Recipe[Policy], terms: Losses, read: Reader, per_token: PerToken = lambda data: {}
-) -> dict[str, float]:
-    """Train on pairs, and log entropy and log-probs beside the losses."""
-    logged = {**terms, **PAIR_LOGPS, **ENTROPY}
-    return recipe.train(compose(logged, read), weightings(logged), columns=columns_of(terms), per_token=per_token)
-
-
-def answer_of(config: DPO) -> Answer | None:
-    """From the log-probs of tokens to that of an answer, where it is not their plain sum."""
-    if not 0 <= config.ld_alpha <= 1:
-        raise ValueError(f"ld_alpha: must be in [0, 1], got {config.ld_alpha}")
-    if config.answer == "mean":
+def completion_logprob(config: DPO) -> Answer | None:
+    """How the log-probs of tokens make that of a completion, where it is not their plain sum."""
+    if config.logprob_reduction == "mean":
         if config.ld_alpha != 1:
-            raise ValueError("ld_alpha: is about sums over answers of different length; leave answer at 'sum'")
+            raise ValueError(
+                "ld_alpha: is about sums over completions of different length; leave logprob_reduction at 'sum'"
+            )
         return lambda x, batch: sequence_mean(x, batch.sequence, batch.sequences)
     return None if config.ld_alpha == 1 else partial(_desensitized, alpha=config.ld_alpha)
 
@@ -133,13 +170,3 @@ def _desensitized(x: Tensor, batch: Batch, *, alpha: float) -> Tensor:
     length = sequence_length(batch.sequence, batch.sequences)
     public = torch.minimum(length[batch.completion == CHOSEN], length[batch.completion == REJECTED])
     return length_desensitized_sum(x, batch.sequence, public[batch.example], alpha=alpha)
-
-
-def refuse_split_steps(terms: Losses, recipe: Recipe[Policy]) -> None:
-    """Raises if a loss couples all pairs of a step, and they are not all in one micro-batch on one rank."""
-    coupled = sorted(_STEP_COUPLED & terms.keys())
-    if coupled and (recipe.run.config.micro_tokens is not None or recipe.run.accelerator.num_processes > 1):
-        raise ValueError(
-            f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
-            "pass --micro_tokens null and run one process"
-        )

@@ -11,20 +11,17 @@ from transformers import PreTrainedTokenizerBase
 from ...data import encode_steps, step_example
 from ...objectives import step_loss
 from ..batch import collate
-from ..config import Common
+from ..config import Common, OfflineConfig
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, scores
 from ..runs.context import open_run
-from ..train.losses import Term, compose, score_tensors, weightings
-from .reward import wrap
+from ..train.losses import Term, score_tensors
 
 
 @dataclass(frozen=True)
-class PRM(Common):
+class PRM(OfflineConfig):
     """A process reward model: a head that judges each step where it ends, trained on solutions with labeled steps."""
 
-    learning_rate: float = 1e-5
-    """Peak learning rate of AdamW."""
     separator: str = "\n"
     """What ends a step; the model reads it after each step, and judges the step there."""
     train_on_last_step_only: bool = False
@@ -32,12 +29,11 @@ class PRM(Common):
 
 
 def run_prm(config: PRM) -> dict[str, float]:
-    """Run the recipe; returns the metrics of its last step."""
+    """Train; returns the metrics of the last step."""
     encode = partial(encode_steps, separator=config.separator, train_on_last_step_only=config.train_on_last_step_only)
-    terms = {"step_loss": Term(step_loss)}
-    recipe = open_run(config, encode, partial(wrap, config), _step_head)
-    recipe.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
-    return recipe.train(compose(terms, score_tensors), weightings(terms), columns=("label",))
+    context = open_run(config, encode, lambda model: Scorer(model, layout=config.layout), load_weights=_step_head)
+    context.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
+    return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))
 
 
 def step_scores(

@@ -1,13 +1,12 @@
 """Log-probs under the frozen reference policy: from a copy, from the policy without its adapters, or computed once.
 
-A reference is a function ``reference(batch) -> log-probs [tokens]``. Objectives that need one take it as an argument of
-their closure.
+A reference is a function ``reference(batch) -> log-probs [tokens]``, see `RunContext.reference`.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +18,8 @@ from ..batch import Batch
 from ..models.policy import Policy
 
 Reference = Callable[[Batch], Tensor]
+ReferenceKind = Literal["auto", "copy", "adapters_off", "precompute"]
+OnlineReference = Literal["auto", "copy", "adapters_off"]  # completions that are yet to be sampled: no precomputation
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:

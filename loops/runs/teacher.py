@@ -1,7 +1,7 @@
-"""What a teacher says of the trained tokens: a second model, or the likeliest tokens that one said before training.
+"""The teacher's distribution of the trained tokens: from a second model, or from its top-k log-probs stored before.
 
-A teaching is a function ``teaching(batch) -> TeacherOutputs``; a policy that is given a lesson says how far it is from the
-teacher, per token, from the same forward pass as everything else.
+A teacher is a function ``teacher(batch) -> TeacherOutputs``; a policy that is given these outputs computes the
+divergence from them, per token, in the same forward pass as everything else.
 """
 
 import hashlib
@@ -21,40 +21,42 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...data import DataError, check_same_vocabulary, example
-from ...objectives import PerToken, Stats
-from ..models.backbone import evaluating
 from ..batch import Batch
+from ..config import OpenUnitInterval, PositiveFloat, PositiveInt, Settings
+from ..models.backbone import evaluating
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
 from .context import PerToken as PerTokenColumns
-from .context import Recipe
+from .context import RunContext
 
 TeacherFn = Callable[[Batch], TeacherOutputs]
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """Whom to learn the next token's distribution from, and how the distance to it is measured."""
+class Teacher(Settings):
+    """The model that a student learns the next token's distribution from, and the divergence from it."""
+
+    prefix = "teacher."
 
     model: str | None = None
     """Name or directory of the teacher, a causal language model with the same tokenizer."""
     logprobs: str | None = None
     """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run with top_k left."""
-    top_k: int | None = None
+    top_k: PositiveInt | None = None
     """Keep the teacher's k likeliest tokens and the mass of the rest, from one pass before training; null keeps the
     teacher in memory and compares whole distributions."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """KL(teacher||student), which covers; KL(student||teacher), which seeks; or what lies between, with its beta."""
-    beta: float = 0.5
+    beta: OpenUnitInterval = 0.5
     """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence (jsd), in (0, 1)."""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Softmax temperature of both sides."""
 
     def check(self, *, needed: bool) -> None:
         """Before anything is loaded.
 
         Raises:
-            ValueError: if a loss needs a teacher and has none, if no loss needs the one given, or if beta is no share.
+            ValueError: if a loss needs a teacher and has none, or if no loss needs the one given.
         """
         given = (self.model is not None) + (self.logprobs is not None)
         if given and not needed:
@@ -63,17 +65,12 @@ class Teacher:
             raise ValueError(
                 "teacher: distillation needs one; give --teacher.model or --teacher.logprobs, one of the two"
             )
-        if self.divergence == "jsd" and not 0 < self.beta < 1:
-            raise ValueError(f"teacher.beta: must be in (0, 1) for jsd, got {self.beta}")
 
 
-def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
-    """MismatchMetrics to the teacher's distribution of the next token, as `Teacher` measures it."""
-    return divergence, {}
-
-
-def open_teacher(recipe: Recipe[Policy], teacher: Teacher, *, needed: bool) -> tuple[TeacherFn | None, PerTokenColumns]:
-    """The teaching of a configuration, and the columns that it reads where the teacher was asked before training.
+def open_teacher(
+    context: RunContext[Policy], teacher: Teacher, *, needed: bool
+) -> tuple[TeacherFn | None, PerTokenColumns]:
+    """The teacher of a configuration, and the columns that it reads where its outputs were stored before training.
 
     Raises:
         ValueError: if a loss needs a teacher and there is none, or one is given that no loss needs.
@@ -83,49 +80,48 @@ def open_teacher(recipe: Recipe[Policy], teacher: Teacher, *, needed: bool) -> t
     if not needed:
         return None, lambda data: {}
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": teacher.beta}[teacher.divergence]
-    policy, run = recipe.model, recipe.run
+    policy, accelerator = context.model, context.accelerator
     if teacher.logprobs is not None:
         stored = Path(teacher.logprobs)
-        return (_told(beta, teacher.temperature), lambda data: load_top_k(stored, data, teacher.temperature))
-    tutor = load_teacher(recipe, teacher)
+        return (_stored(beta, teacher.temperature), lambda data: load_top_k(stored, data, teacher.temperature))
+    model = load_teacher(context, teacher)
     if teacher.top_k is None:
 
         def live(batch: Batch) -> TeacherOutputs:
-            with run.accelerator.autocast():
-                return tutor.lesson(batch, beta=beta, temperature=teacher.temperature, dense=not policy.fused)
+            with accelerator.autocast():
+                return model.lesson(batch, beta=beta, temperature=teacher.temperature, dense=not policy.fused)
 
         return live, lambda data: {}
 
     def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
         assert teacher.top_k is not None
-        path = run.directory / f"teacher-{data._fingerprint}.safetensors"
+        path = context.directory / f"teacher-{data._fingerprint}.safetensors"
         if not path.exists():
-            feed = recipe.feed(data, whole=True)
+            feed = context.feed(data, whole=True)
             batches = [(indices, feed.batch(indices)) for indices in feed.plan(0)]
-            vocab = min(model.plain.config.get_text_config().vocab_size for model in (tutor, policy))
+            vocab = min(each.plain.config.get_text_config().vocab_size for each in (model, policy))
             if not 1 <= teacher.top_k <= vocab:
                 raise ValueError(
                     f"teacher.top_k: must be in [1, {vocab}], the size of the vocabulary, got {teacher.top_k}"
                 )
             how: dict[str, Any] = {"k": teacher.top_k, "temperature": teacher.temperature, "vocab": vocab}
-            store_top_k(tutor, batches, path, accelerator=run.accelerator, **how)
+            store_top_k(model, batches, path, accelerator=accelerator, **how)
         return load_top_k(path, data, teacher.temperature)
 
-    return _told(beta, teacher.temperature), columns
+    return _stored(beta, teacher.temperature), columns
 
 
-def load_teacher(recipe: Recipe[Policy], teacher: Teacher) -> Policy:
+def load_teacher(context: RunContext[Policy], teacher: Teacher) -> Policy:
     """The teacher's model, frozen.
 
     Raises:
         DataError: if it has other tokens than the student.
     """
     assert teacher.model is not None
-    config, accelerator = recipe.run.config, recipe.run.accelerator
-    check_same_vocabulary(recipe.tokenizer, AutoTokenizer.from_pretrained(teacher.model))
+    config, accelerator = context.config, context.accelerator
+    check_same_vocabulary(context.tokenizer, AutoTokenizer.from_pretrained(teacher.model))
     model: Any = AutoModelForCausalLM.from_pretrained(teacher.model, dtype=getattr(torch, config.dtype))
-    tutor = Policy(model.to(accelerator.device), **config.kernel)
-    return tutor.requires_grad_(False).eval()
+    return Policy(model.to(accelerator.device), **config.kernel).requires_grad_(False).eval()
 
 
 @torch.no_grad()
@@ -189,12 +185,12 @@ def load_top_k(path: Path, data: Dataset, temperature: float) -> dict[str, list[
     return {name: list(torch.split(stored[name[8:]], lengths)) for name in ("teacher_ids", "teacher_logprobs")}
 
 
-def _told(beta: float, temperature: float) -> TeacherFn:
-    def told(batch: Batch) -> TeacherOutputs:
+def _stored(beta: float, temperature: float) -> TeacherFn:
+    def stored(batch: Batch) -> TeacherOutputs:
         ids, logprobs = batch.columns["teacher_ids"], batch.columns["teacher_logprobs"]
         return TeacherOutputs(beta, temperature, top_k=(ids.long(), logprobs))
 
-    return told
+    return stored
 
 
 def _digest(*parts: Any) -> str:

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import Extra
-from ...objectives import PerPair, PerToken, sequence_mean, sequence_sum, wpo_weight
+from ...objectives import (
+    PerPair,
+    PerToken,
+    preference,
+    reference_free,
+    sequence_mean,
+    sequence_sum,
+    supervised,
+    wpo_weight,
+)
 from ..batch import Batch, Of
 from ..models.lm_head import TeacherOutputs
 from . import weighting as weights
@@ -103,6 +112,11 @@ def _pair_logps(logp_chosen: PerPair, logp_rejected: PerPair) -> tuple[PerPair, 
 # Measured beside the losses, of all answers, and logged under these names.
 ENTROPY = {"entropy": Term(_entropy, 0.0)}
 PAIR_LOGPS = {"logps/chosen": Term(_pair_logps, 0.0)}
+
+
+def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
+    """Divergence from the teacher's distribution of the next token, see `burnish.loops.runs.teacher`."""
+    return divergence, {}
 
 
 def compose(terms: Losses, read: Reader) -> Objective:
@@ -264,6 +278,16 @@ def losses_of(module: ModuleType) -> dict[str, Loss]:
     }
 
 
+def refuse_split_steps(terms: Losses, *, micro_tokens: int | None, ranks: int) -> None:
+    """Raises if a loss couples all pairs of a step, and they are not all in one micro-batch on one rank."""
+    coupled = sorted(STEP_COUPLED & terms.keys())
+    if coupled and (micro_tokens is not None or ranks > 1):
+        raise ValueError(
+            f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
+            "pass --micro_tokens null and run one process"
+        )
+
+
 def tensor_parameters(function: Any) -> list[inspect.Parameter]:
     """The tensors that a loss takes: its positional parameters."""
     parameters = inspect.signature(getattr(function, "func", function)).parameters.values()
@@ -350,3 +374,15 @@ def _trial(parameter: inspect.Parameter) -> Tensor:
         return torch.tensor(0.0)
     kinds = getattr(parameter.annotation, "dtypes", ())
     return torch.tensor([True]) if "bool" in kinds else torch.tensor([0] if "int64" in kinds else [-1.0])
+
+
+# The losses that recipes offer by name: of single tokens, which every recipe on text can add to its own, and of pairs.
+TOKEN_LOSSES: dict[str, Loss] = losses_of(supervised)
+PAIR_LOSSES: dict[str, Loss] = {
+    **losses_of(preference),
+    **losses_of(reference_free),
+    **TOKEN_LOSSES,
+    "distillation": distillation,
+}
+STEP_COUPLED = {"aot", "aot_unpaired"}  # they sort the pairs of a step
+WEIGHTINGS = {"token_mean": weights.token_mean, "sequence_mean": weights.sequence_mean}

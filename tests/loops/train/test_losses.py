@@ -7,10 +7,18 @@ import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
-from burnish.loops.recipes.dpo import PAIR_LOSSES
 from burnish.loops.recipes.kto import FEEDBACK_LOSSES
-from burnish.loops.recipes.sft import TOKEN_LOSSES
-from burnish.loops.train.losses import CHOSEN, Term, compose, needs, parse, policy_tensors, weightings
+from burnish.loops.train.losses import (
+    CHOSEN,
+    PAIR_LOSSES,
+    TOKEN_LOSSES,
+    Term,
+    compose,
+    needs,
+    parse,
+    policy_tensors,
+    weightings,
+)
 from burnish.loops.train.step import train_step
 from burnish.objectives import apo_zero_unpaired, dpo, nll, sequence_sum, simpo
 from tiny import make_examples, make_model
