@@ -133,15 +133,15 @@ def train_burnish(
     **fields: Any,
 ) -> Metrics:
     """Metrics of each step."""
-    from ..loops.recipes import grpo, kto, preference, sft
+    from ..loops.recipes import grpo, kto, preference, settings, sft
 
     run: Any
     make: Any
     run, make = {
-        "dpo": (preference.run_dpo, preference.DPO),
-        "sft": (sft.run_sft, sft.SFT),
-        "kto": (kto.run_kto, kto.KTO),
-        "grpo": (grpo.run_grpo, grpo.GRPO),
+        "dpo": (preference.run_dpo, settings.DPO),
+        "sft": (sft.run_sft, settings.SFT),
+        "kto": (kto.run_kto, settings.KTO),
+        "grpo": (grpo.run_grpo, settings.GRPO),
     }[recipe]
     with tempfile.TemporaryDirectory() as directory:
         batch = {"prompts_per_rollout" if recipe == "grpo" else "batch_size": batch_size}

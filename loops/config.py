@@ -31,20 +31,9 @@ else:
     PositiveShare = restricted_number_type("PositiveShare", float, [(">", 0), ("<=", 1)])
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
 
-__all__ = [
-    "ClosedUnitInterval",
-    "Common",
-    "Lora",
-    "NoiseShare",
-    "NonNegativeFloat",
-    "NonNegativeInt",
-    "OfflineConfig",
-    "OpenUnitInterval",
-    "PositiveFloat",
-    "PositiveInt",
-    "PositiveShare",
-    "Settings",
-]
+
+ReferenceKind = Literal["auto", "copy", "adapters_off", "precompute"]
+OnlineReference = Literal["auto", "copy", "adapters_off"]  # completions that are yet to be sampled: no precomputation
 
 
 @dataclass(frozen=True)
@@ -187,3 +176,52 @@ class OfflineConfig(Common):
     """Examples per optimizer step, over all ranks and micro-batches."""
     max_length: PositiveInt | None = 1024
     """Tokens of prompt and completion together; null for no limit."""
+
+
+@dataclass(frozen=True)
+class Teacher(Settings):
+    """The model that a student learns the next token's distribution from, and the divergence from it."""
+
+    prefix = "teacher."
+
+    model: str | None = None
+    """Name or directory of the teacher, a causal language model with the same tokenizer."""
+    logprobs: str | None = None
+    """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run with top_k left."""
+    top_k: PositiveInt | None = None
+    """Keep the teacher's k likeliest tokens and the mass of the rest, from one pass before training; null keeps the
+    teacher in memory and compares whole distributions."""
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """KL(teacher||student), which covers; KL(student||teacher), which seeks; or what lies between, with its beta."""
+    beta: OpenUnitInterval = 0.5
+    """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence (jsd), in (0, 1)."""
+    temperature: PositiveFloat = 1.0
+    """Softmax temperature of both sides."""
+
+    def check(self, *, needed: bool) -> None:
+        """Check before anything is loaded that there is one teacher where losses need it.
+
+        Raises:
+            ValueError: if a loss needs a teacher and has none, or if no loss needs the one there is.
+        """
+        named = (self.model is not None) + (self.logprobs is not None)
+        if named and not needed:
+            raise ValueError("teacher: no loss of this mix learns from it; add distillation, or leave the teacher out")
+        if needed and named != 1:
+            raise ValueError(
+                "teacher: distillation needs one; give --teacher.model or --teacher.logprobs, one of the two"
+            )
+
+
+@dataclass(frozen=True)
+class Limits(Settings):
+    """Limits of a conversation. ``max_tokens`` of the sampling limits one turn; a turn cut by it is the last."""
+
+    prefix = "limits."
+
+    turns: PositiveInt = 8
+    """Completions of the policy."""
+    tokens: PositiveInt = 4096
+    """Tokens after the prompt, those of the environment included."""
+    seconds: PositiveFloat = 60.0
+    """The longest that one call of the environment may take, in seconds."""

@@ -92,7 +92,7 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
     "grpo_kl_in_reward": "grpo @online @split --kl_as reward --kl k2 --scale batch --weighting token_mean --lora.r 4",
     "grpo_gdpo": "grpo @online @split --reward_aggregation normalize --temperature 0.8 --top_k 240 --correction icepop",
     "grpo_mix": "grpo @online @split --loss '{clipped_surrogate: 1, entropy_bonus: 0.01, topr: 0.1, reinforce: 0.1}'",
-    "grpo_turns": "grpo @online --environment guess_number --limits.turns 3",
+    "grpo_turns": "grpo @online --environment guess_number --limits.turns 3 --cache_bytes 1",  # one by one: same bits
     "gspo_truncated": "grpo @online --variant gspo --top_p 0.9 --correction sequence_tis --correction_high 0.6",
     "gspo_masked": "grpo @online --variant gspo --top_p 0.9 --correction sequence_mask",
     "gspo_mean_masked": "grpo @online --variant gspo --top_p 0.9 --correction geometric_mask --correction_low 0.901",

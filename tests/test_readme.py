@@ -7,9 +7,8 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from burnish.loops.train.losses import PAIR_LOSSES
 from burnish.loops.runs.teacher import Teacher
-from burnish.loops.train.losses import columns_of, needs, parse
+from burnish.loops.train.losses import PAIR_LOSSES, columns_of, needs, parse
 from tiny import save_model, sums, write_rows
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

@@ -6,9 +6,8 @@ prompts of such a step are those that the data has for it, the completions are t
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,14 +16,13 @@ from torch import nn
 from ...data import encode_supervised
 from ...objectives import sampled_reverse_kl
 from ..batch import Batch
-from ..config import ClosedUnitInterval, OfflineConfig, PositiveInt
 from ..models.policy import Policy
 from ..rl.context import RLContext
 from ..rl.feed import RolloutFeed
-from ..rl.sources import SamplingConfig, check_sampling, open_sample_log, open_scheduler
+from ..rl.sources import check_sampling, open_sample_log, open_scheduler
 from ..runs.context import RunContext, open_run
 from ..runs.feed import Feed
-from ..runs.teacher import Teacher, load_teacher, open_teacher
+from ..runs.teacher import load_teacher, open_teacher
 from ..train.losses import (
     ENTROPY,
     TOKEN_LOSSES,
@@ -40,31 +38,11 @@ from ..train.losses import (
     parse,
     policy_tensors,
 )
+from .settings import Distill
 
 LOSSES: dict[str, Loss] = {**TOKEN_LOSSES, "distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
 # Completions that a loss is applied to where some are the student's: other losses learn from those of the data.
 _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled"}
-
-
-@dataclass(frozen=True)
-class Distill(OfflineConfig, SamplingConfig):
-    """Training on a teacher's distribution of the next token, on messages, text, or prompts with completions."""
-
-    learning_rate: float = 2e-5
-    teacher: Teacher = field(default_factory=Teacher)
-    """The teacher and the divergence from it."""
-    loss: str | dict[str, float | dict[str, Any]] = "distillation"
-    """distillation, or a mix of it with token objectives: {distillation: 1.0, nll: 0.5}. Those learn from the data's
-    completions alone; sampled_reverse_kl, a policy gradient with the reverse KL of each token for its cost, from the
-    student's alone."""
-    weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Whether every token or every completion counts the same, in every loss that has no weighting of its own."""
-    train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
-    """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text."""
-    on_policy: ClosedUnitInterval = 0.0
-    """Share of the steps that learn from completions which the student samples itself, λ of GKD; 1 is all of them."""
-    group_size: PositiveInt = 1
-    """Completions that the student samples per prompt."""
 
 
 def run_distill(config: Distill) -> dict[str, float]:

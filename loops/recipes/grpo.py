@@ -11,15 +11,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ...objectives import group_advantage, kl_estimate, leave_one_out, normalize_then_sum, whiten
-from ..config import NonNegativeFloat, PositiveInt
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
-from ..rl.policy_gradient import PolicyGradientConfig, Weighting, policy_losses, train_policy
+from ..rl.policy_gradient import policy_losses, train_policy
+from ..rl.settings import Weighting
 from ..train import weighting as weights
 from ..train.losses import Term
-
-Scale = Literal["group", "batch", "none"]
-Name = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo", "rloo"]
+from .settings import GRPO, Name, Scale
 
 
 @dataclass(frozen=True)
@@ -51,38 +49,10 @@ VARIANTS: dict[Name, Variant] = {
 }
 
 
-@dataclass(frozen=True)
-class GRPO(PolicyGradientConfig):
-    """Reinforcement learning from rewards, each completion compared with the others of its prompt."""
-
-    variant: Name = "grpo"
-    """Named settings of the loss, its weighting and the advantage; the settings below take their place."""
-    weighting: Weighting | None = None
-    """Whether tokens or completions count the same, or a token 1 over max_tokens."""
-    scale: Scale | None = None
-    """What differences in reward are divided by: the standard deviation in the group, in the batch, or nothing."""
-    reward_aggregation: Literal["sum", "normalize"] = "sum"
-    """Whether rewards are summed before they are compared, or compared one by one (GDPO)."""
-    dynamic_sampling: bool | None = None
-    """Pass over groups whose rewards are all the same and sample others."""
-    kl_as: Literal["loss", "reward"] = "loss"
-    """Whether the divergence from the reference is a loss of its own, or is taken off the reward."""
-
-    @property
-    def settings(self) -> Variant:
-        """Those of the variant, with the fields that are set in their place."""
-        chosen = {name: getattr(self, name) for name in ("weighting", "scale", "dynamic_sampling")}
-        return replace(VARIANTS[self.variant], **{name: value for name, value in chosen.items() if value is not None})
-
-
-@dataclass(frozen=True)
-class RLOO(GRPO):
-    """Reinforcement learning from rewards, each completion compared with the mean of the others of its prompt."""
-
-    variant: Name = "rloo"
-    group_size: PositiveInt = 4
-    beta: NonNegativeFloat = 0.05
-    kl_as: Literal["loss", "reward"] = "reward"
+def variant_of(config: GRPO) -> Variant:
+    """The settings of the variant, with the fields that are set in their place."""
+    chosen = {name: getattr(config, name) for name in ("weighting", "scale", "dynamic_sampling")}
+    return replace(VARIANTS[config.variant], **{name: value for name, value in chosen.items() if value is not None})
 
 
 def run_grpo(config: GRPO, context: RLContext | None = None) -> dict[str, float]:
@@ -94,7 +64,7 @@ def run_grpo(config: GRPO, context: RLContext | None = None) -> dict[str, float]
         losses,
         advantages=partial(advantages, config=config),
         kl_in_reward=config.kl_as == "reward",
-        dynamic_sampling=config.settings.dynamic_sampling,
+        dynamic_sampling=variant_of(config).dynamic_sampling,
     )
 
 
@@ -105,7 +75,7 @@ def grpo_losses(config: GRPO) -> dict[str, Term]:
         ValueError: if settings contradict each other.
     """
     _check(config)
-    variant = config.settings
+    variant = variant_of(config)
     weigh: Any = {
         "token_mean": weights.token_mean,
         "sequence_mean": weights.sequence_mean,
@@ -118,7 +88,7 @@ def grpo_losses(config: GRPO) -> dict[str, Term]:
 
 def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
     """Per-token advantages of each completion within its group."""
-    scores, variant = rollout.scores, config.settings
+    scores, variant = rollout.scores, variant_of(config)
     if config.reward_aggregation == "normalize":
         return {"advantage": normalize_then_sum(scores.reward, scores.group, scores.weight)[rollout.sequence]}
     reward = scores.total
@@ -135,7 +105,7 @@ def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
 
 
 def _check(config: GRPO) -> None:
-    variant = config.settings
+    variant = variant_of(config)
     if config.group_size < 2:
         raise ValueError(
             f"group_size: a completion is compared with the others of its prompt, wanted >= 2, got {config.group_size};"

@@ -1,7 +1,7 @@
 """Training on single completions, each marked desirable or undesirable: KTO and its relatives."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,12 @@ from accelerate import Accelerator
 from ...data import Example, encode_feedback
 from ...objectives import PerSequence, Stats, feedback, kto_kl, sequence_sum
 from ..batch import Batch, collate
-from ..config import NonNegativeFloat, OfflineConfig, PositiveFloat
 from ..models.backbone import evaluating
 from ..models.policy import Policy
 from ..runs.context import open_run
 from ..runs.feed import Feed, Prepare
-from ..runs.reference import Reference, ReferenceKind
-from ..runs.teacher import Teacher, open_teacher
+from ..runs.reference import Reference
+from ..runs.teacher import open_teacher
 from ..train.losses import (
     ENTROPY,
     TOKEN_LOSSES,
@@ -33,29 +32,9 @@ from ..train.losses import (
     policy_tensors,
 )
 from ..train.step import sum_over_ranks
+from .settings import KTO
 
 FEEDBACK_LOSSES: dict[str, Loss] = {**losses_of(feedback), **TOKEN_LOSSES, "distillation": distillation}
-
-
-@dataclass(frozen=True)
-class KTO(OfflineConfig):
-    """Training on completions marked desirable or undesirable; preference pairs count as one of each."""
-
-    learning_rate: float = 1e-6
-    loss: str | dict[str, float | dict[str, Any]] = "kto"
-    """kto, bco or apo_zero_unpaired, or a mix: {kto: 1.0, nll: 0.1}. nll is that of the desirable completions."""
-    beta: PositiveFloat = 0.1
-    """Strength of the pull towards the reference, for every loss that has a beta."""
-    desirable_weight: NonNegativeFloat = 1.0
-    """What a desirable completion counts (kto); the paper balances the two classes to within a factor of 4/3."""
-    undesirable_weight: NonNegativeFloat = 1.0
-    """What an undesirable completion counts (kto)."""
-    reference: ReferenceKind = "auto"
-    """Where reference log-probs come from, as for dpo; kto can't precompute them, its mismatched completions change."""
-    teacher: Teacher = field(default_factory=Teacher)
-    """A teacher, for the loss `distillation` in a mix."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Further hyper-parameters by name, for every loss that has one of that name."""
 
 
 def run_kto(config: KTO) -> dict[str, float]:

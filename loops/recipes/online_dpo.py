@@ -4,37 +4,14 @@ Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from ...objectives import PerSequence
-from ..config import NoiseShare, PositiveFloat, PositiveInt
 from ..rl.buffer import Examples, RolloutBuffer
-from ..rl.context import OnlineConfig, RLContext, open_rl
+from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
-from ..runs.reference import OnlineReference
 from ..train.losses import CHOSEN, ENTROPY, PAIR_LOGPS, PAIR_LOSSES, Term, needs, outputs_for, parse, policy_tensors
-
-
-@dataclass(frozen=True)
-class OnlineDPO(OnlineConfig):
-    """Preference training on pairs of the policy's own completions, the best and the worst of each group by reward."""
-
-    group_size: PositiveInt = 2
-    """Completions per prompt, of which two make a pair."""
-    loss: str | dict[str, float | dict[str, Any]] = "dpo"
-    """A preference objective of burnish.objectives, or a mix, as for dpo: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}."""
-    beta: PositiveFloat = 0.1
-    """Strength of the pull towards the reference, for every loss that has a beta."""
-    label_smoothing: NoiseShare = 0.0
-    """Assumed share of pairs that are the wrong way round, for every loss that knows it."""
-    reference: OnlineReference = "auto"
-    """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
-    missing_eos_penalty: float = 0.0
-    """What a completion that was cut at max_tokens loses of its reward."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Further hyper-parameters by name, such as {gamma: 0.5}, for every loss that has one of that name."""
+from .settings import OnlineDPO
 
 
 def run_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> dict[str, float]:

@@ -3,9 +3,8 @@
 CPO and ORPO are presets of it, without a reference.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +12,8 @@ from torch import Tensor
 from ...data import encode_preference
 from ...objectives import f_score, length_desensitized_sum, nll, orpo, sequence_length, sequence_mean
 from ..batch import Batch
-from ..config import ClosedUnitInterval, NoiseShare, NonNegativeFloat, OfflineConfig, OpenUnitInterval, PositiveFloat
 from ..runs.context import open_run
-from ..runs.reference import ReferenceKind
-from ..runs.teacher import Teacher, open_teacher
+from ..runs.teacher import open_teacher
 from ..train.losses import (
     CHOSEN,
     ENTROPY,
@@ -32,68 +29,7 @@ from ..train.losses import (
     parse,
     policy_tensors,
 )
-
-
-@dataclass(frozen=True)
-class Pairs(OfflineConfig):
-    """Preference training on pairs of a chosen and a rejected completion of one prompt."""
-
-    learning_rate: float = 1e-6
-    beta: PositiveFloat = 0.1
-    """Strength of the pull towards the reference, or scale of the contrast, for every loss that has a beta."""
-    label_smoothing: NoiseShare = 0.0
-    """Assumed share of pairs labeled the wrong way round, for every loss that knows it."""
-
-
-@dataclass(frozen=True)
-class DPO(Pairs):
-    """Preference training on pairs of a chosen and a rejected completion of one prompt."""
-
-    loss: str | dict[str, float | dict[str, Any]] = "dpo"
-    """A preference objective of burnish.objectives, or a mix: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}; instead of its
-    coefficient, a loss may have {coefficient: 0.8, beta: 0.2, ...}. nll is that of the chosen completions."""
-    logprob_reduction: Literal["sum", "mean"] = "sum"
-    """Whether the log-prob of a completion is the sum over its tokens, as in the papers, or their mean."""
-    ld_alpha: ClosedUnitInterval = 1.0
-    """How much of a completion's log-prob beyond the length of the pair's shorter one counts (LD-DPO); 1 is all."""
-    pair_weight: Literal["one", "wpo"] = "one"
-    """Whether a pair counts by how likely the policy is to generate both of its completions (WPO)."""
-    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
-    """The f-divergence from the reference (f-DPO); alpha needs `divergence_alpha`."""
-    divergence_alpha: OpenUnitInterval = 0.5
-    """Order of the alpha-divergence."""
-    reference: ReferenceKind = "auto"
-    """Where reference log-probs come from: a frozen copy, the model without its adapters (auto, if it has some), or
-    one pass over the data before training, cached in the run directory."""
-    teacher: Teacher = field(default_factory=Teacher)
-    """A teacher, for the loss `distillation` in a mix."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Further hyper-parameters by name, such as {gamma: 0.5, tau: 0.05}, for every loss that has one of that name."""
-
-
-@dataclass(frozen=True)
-class CPO(Pairs):
-    """Preference training on pairs without a reference: contrast of the two, plus NLL of the chosen completion."""
-
-    loss: Literal["cpo", "simpo", "alpha_po"] = "cpo"
-    """What contrasts the two completions: their log-probs (cpo) or those per token (simpo, alpha_po)."""
-    beta: PositiveFloat = 0.1
-    """Scale of the contrast; SimPO's authors use 2 to 2.5."""
-    gamma: NonNegativeFloat = 0.5
-    """Target margin of simpo and alpha_po."""
-    alpha: float = 0.25
-    """Shape of alpha_po's reward; at 0 it is simpo's."""
-    nll: float = 1.0
-    """Coefficient of the NLL per token of the chosen completions; SimPO and AlphaPO have none (0)."""
-
-
-@dataclass(frozen=True)
-class ORPO(OfflineConfig):
-    """Preference training on pairs in one stage: NLL of the chosen completions plus the odds ratio of the two."""
-
-    learning_rate: float = 8e-6
-    odds_ratio: float = 0.1
-    """Coefficient of the odds-ratio loss, the paper's lambda; the NLL has 1."""
+from .settings import CPO, DPO, ORPO
 
 
 def run_dpo(config: DPO) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Process reward models: is each step of a solution right?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,21 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from ...data import encode_steps, step_example
 from ...objectives import step_loss
 from ..batch import collate
-from ..config import Common, OfflineConfig
+from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, scores
 from ..runs.context import open_run
 from ..train.losses import Term, score_tensors
-
-
-@dataclass(frozen=True)
-class PRM(OfflineConfig):
-    """A process reward model: a head that judges each step where it ends, trained on solutions with labeled steps."""
-
-    separator: str = "\n"
-    """What ends a step; the model reads it after each step, and judges the step there."""
-    train_on_last_step_only: bool = False
-    """Judge a solution by its last step alone, which makes an outcome reward model."""
+from .settings import PRM
 
 
 def run_prm(config: PRM) -> dict[str, float]:

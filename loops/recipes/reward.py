@@ -1,9 +1,8 @@
 """Reward models: a score for a completion, learned from pairs, ratings or rankings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -14,25 +13,13 @@ from ...data import Accounting, encode_preference, encode_ranking, encode_scores
 from ...objectives import Stats, bradley_terry, centering, plackett_luce, score_regression
 from ...objectives.reward import AnswerIds, PerAnswer
 from ..batch import Batch, collate
-from ..config import Common, NonNegativeFloat, OfflineConfig
+from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, ends_marked, scores
 from ..runs.context import RunContext, open_run
 from ..train.losses import Tensors, Term, score_tensors
 from ..train.weighting import Weights
-
-
-@dataclass(frozen=True)
-class Reward(OfflineConfig):
-    """A reward model: a new head on the model, trained on pairs, on rated completions or on rankings."""
-
-    loss: Literal["bradley_terry", "score_regression", "plackett_luce"] = "bradley_terry"
-    """What is learned from: pairs (prompt, chosen, rejected), ratings (prompt, completion, score), or rankings (prompt,
-    completions, ranks)."""
-    centering: NonNegativeFloat = 0.0
-    """Coefficient of (r_chosen + r_rejected)^2, which keeps the scores of pairs near zero; its paper has 0.01."""
-    margin: str | None = None
-    """Numeric column that says by how much the chosen completion of a pair is better."""
+from .settings import Reward
 
 
 def run_reward(config: Reward) -> dict[str, float]:

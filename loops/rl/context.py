@@ -3,15 +3,14 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 
 from ...data import encode_prompts, load
-from ..config import NonNegativeFloat, NonNegativeInt, PositiveInt
-from ..environments import Limits, MultiTurnSource, resolve_environment, tool_metrics, turns_for
+from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
 from ..rewards import (
@@ -35,47 +34,10 @@ from ..runs.ranks import from_main
 from ..runs.run import Evaluation, open_accelerator
 from ..train.losses import Losses, Reader
 from .buffer import RolloutBuffer
-from .sources import SampleLog, SamplingConfig, check_sampling, open_sample_log, open_scheduler, stop_tokens
+from .settings import OnlineConfig
+from .sources import SampleLog, check_sampling, open_sample_log, open_scheduler, stop_tokens
 
 Converse = Callable[[RolloutSource, Callable[[int], Row]], RolloutSource]
-
-
-@dataclass(frozen=True)
-class OnlineConfig(SamplingConfig):
-    """Training on completions that the policy samples and that rewards score."""
-
-    prompts_per_rollout: PositiveInt = 8
-    """Prompts per rollout, over all ranks."""
-    learning_rate: NonNegativeFloat = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_prompt_length: PositiveInt | None = 512
-    """Tokens of a prompt; null for no limit."""
-    truncation: Literal["keep_start", "keep_end", "error"] = "error"
-    """What becomes of a longer prompt: its start or its end is kept, or it is an error."""
-    rewards: dict[str, float | dict[str, Any]] = field(default_factory=dict)
-    """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function; none is
-    {environment: 1.0} where there is an environment. One that returns None is left out of the sum; one that fails
-    (raises, takes too long, returns NaN) masks the completion."""
-    environment: str | dict[str, dict[str, Any]] | None = None
-    """What the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your own as
-    module:Environment; null for single completions."""
-    limits: Limits = field(default_factory=Limits)
-    """Of a conversation; max_tokens is that of one turn."""
-    max_staleness: NonNegativeInt = 0
-    """How many rollouts behind the weights of its step a completion may be; above 0 the sampler works while training
-    goes on."""
-    epochs_per_rollout: PositiveInt = 1
-    """How often a rollout is trained on."""
-    minibatches: PositiveInt = 1
-    """Optimizer steps in which a rollout is trained on, each epoch."""
-    mask_truncated: bool = False
-    """Leave out completions that were cut at max_tokens."""
-    eval_temperature: NonNegativeFloat = 0.0
-    """Temperature of the completions for `eval_data`, which the policy itself samples; 0 takes the likeliest token."""
-
-    @property
-    def steps_per_rollout(self) -> int:
-        return self.epochs_per_rollout * self.minibatches
 
 
 @dataclass

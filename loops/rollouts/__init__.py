@@ -1,21 +1,26 @@
-"""Where answers come from: the policy samples them, and each says which weights said which token.
+"""Rollouts: completions that a policy samples, and the versions of the weights that sampled each token.
 
-sample, source            one answer, what was asked for, and what every source promises
-embedded                  the trainer's own module (generate, memory, slots, reader, draw: its parts)
-vllm_server, vllm_engine  vLLM over HTTP, or in this process (vllm_launch starts one, vllm_updates gives it weights)
-replay, record            stored samples
-sampler, event_loops      groups for every step, of bounded age, none lost and none twice
+sample, source           a completion, a request, and the contract of every source
+local/                   the trainer's own module samples
+vllm/                    vLLM over HTTP, or in this process
+replay, record           stored samples
+scheduler, event_loops   groups for every step, of bounded age, none lost and none twice
 """
 
-from .local.source import DetachedSource, LocalSource
-from .replay import ReplaySource, SampleWriter, read_samples
-from .sample import Request, Sample, SamplingParams, VersionSpan, check_sample
-from .scheduler import Ledger, RolloutScheduler
-from .source import RolloutSource, SourceError, SourceLost
-from .vllm.engine import VLLMEngine, start_engine
-from .vllm.launch import launch
-from .vllm.server import VLLMServer
-from .vllm.weights import Adapters, Files, Nccl
+from typing import TYPE_CHECKING
+
+from ...lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .local.source import DetachedSource, LocalSource
+    from .replay import ReplaySource, SampleWriter, read_samples
+    from .sample import Request, Sample, SamplingParams, VersionSpan, check_sample
+    from .scheduler import Ledger, RolloutScheduler
+    from .source import RolloutSource, SourceError, SourceLost
+    from .vllm.engine import VLLMEngine, start_engine
+    from .vllm.launch import launch
+    from .vllm.server import VLLMServer
+    from .vllm.weights import Adapters, Files, Nccl
 
 __all__ = [
     "Adapters",
@@ -41,3 +46,5 @@ __all__ = [
     "read_samples",
     "start_engine",
 ]
+
+__getattr__ = lazy_exports(__name__)

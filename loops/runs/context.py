@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data import Accounting, Batches, load, token_cost
 from ..batch import Batch
-from ..config import Common
+from ..config import Common, ReferenceKind
 from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
@@ -23,7 +23,7 @@ from ..train.step import evaluate, optimize
 from . import checkpoint
 from .feed import Feed
 from .progress import progress
-from .reference import Reference, ReferenceKind, adapters_off, column, frozen_copy, precompute
+from .reference import Reference, adapters_off, column, frozen_copy, precompute
 from .run import Evaluation, Journal, StepMemory, Steps, due, finish, learning_rate_schedule, open_accelerator, to_yaml
 
 Encode = Callable[..., tuple[Dataset, Accounting]]
@@ -97,7 +97,7 @@ class RunContext(Generic[Model]):
                 feed = self.feed(data, whole=True)
                 cache = self.directory / f"reference-{data._fingerprint}.safetensors"
                 plan = ((indices, feed.batch(indices)) for indices in feed.plan(0))
-                return {"ref_logprob": precompute(current, plan, len(data), cache, self.accelerator)}
+                return {"ref_logprob": precompute(current, plan, cache, self.accelerator)}
 
             return column("ref_logprob"), columns
         without_adapters = kind == "adapters_off" or (kind == "auto" and self.config.lora.r > 0)

@@ -1,133 +1,96 @@
-"""The teacher's distribution of the trained tokens: from a second model, or from its top-k log-probs stored before.
+"""Distillation's teacher: a second model in memory, or its likeliest tokens, stored before training.
 
-A teacher is a function ``teacher(batch) -> TeacherOutputs``; a policy that is given these outputs computes the
-divergence from them, per token, in the same forward pass as everything else.
+A teacher is a function ``teacher(batch) -> TeacherOutputs``. A policy that is given its outputs returns the divergence
+from it, per token, from the same forward pass as everything else.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from datasets import Dataset
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...data import DataError, check_same_vocabulary, example
 from ..batch import Batch
-from ..config import OpenUnitInterval, PositiveFloat, PositiveInt, Settings
+from ..config import Teacher
 from ..models.backbone import evaluating
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
 from .context import PerToken as PerTokenColumns
 from .context import RunContext
+from .token_cache import Plan, load_tokens, store_tokens
 
 TeacherFn = Callable[[Batch], TeacherOutputs]
 
 
-@dataclass(frozen=True)
-class Teacher(Settings):
-    """The model that a student learns the next token's distribution from, and the divergence from it."""
-
-    prefix = "teacher."
-
-    model: str | None = None
-    """Name or directory of the teacher, a causal language model with the same tokenizer."""
-    logprobs: str | None = None
-    """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run with top_k left."""
-    top_k: PositiveInt | None = None
-    """Keep the teacher's k likeliest tokens and the mass of the rest, from one pass before training; null keeps the
-    teacher in memory and compares whole distributions."""
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """KL(teacher||student), which covers; KL(student||teacher), which seeks; or what lies between, with its beta."""
-    beta: OpenUnitInterval = 0.5
-    """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence (jsd), in (0, 1)."""
-    temperature: PositiveFloat = 1.0
-    """Softmax temperature of both sides."""
-
-    def check(self, *, needed: bool) -> None:
-        """Before anything is loaded.
-
-        Raises:
-            ValueError: if a loss needs a teacher and has none, or if no loss needs the one given.
-        """
-        given = (self.model is not None) + (self.logprobs is not None)
-        if given and not needed:
-            raise ValueError("teacher: no loss of this mix learns from it; add distillation, or leave the teacher out")
-        if needed and given != 1:
-            raise ValueError(
-                "teacher: distillation needs one; give --teacher.model or --teacher.logprobs, one of the two"
-            )
-
-
 def open_teacher(
-    context: RunContext[Policy], teacher: Teacher, *, needed: bool
+    context: RunContext[Policy], config: Teacher, *, needed: bool
 ) -> tuple[TeacherFn | None, PerTokenColumns]:
-    """The teacher of a configuration, and the columns that it reads where its outputs were stored before training.
+    """The teacher of a configuration, and the columns that it reads where its tokens are stored before training.
 
     Raises:
         ValueError: if a loss needs a teacher and there is none, or one is given that no loss needs.
         DataError: if the teacher has other tokens than the student, or was stored for other data.
     """
-    teacher.check(needed=needed)
+    config.check(needed=needed)
     if not needed:
         return None, lambda data: {}
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": teacher.beta}[teacher.divergence]
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": config.beta}[config.divergence]
     policy, accelerator = context.model, context.accelerator
-    if teacher.logprobs is not None:
-        stored = Path(teacher.logprobs)
-        return (_stored(beta, teacher.temperature), lambda data: load_top_k(stored, data, teacher.temperature))
-    model = load_teacher(context, teacher)
-    if teacher.top_k is None:
+    if config.logprobs is not None:
+        path = Path(config.logprobs)
+        return stored_teacher(beta, config.temperature), lambda data: load_top_k(path, data, config.temperature)
+    model = load_teacher(context, config)
+    if config.top_k is None:
 
         def live(batch: Batch) -> TeacherOutputs:
             with accelerator.autocast():
-                return model.lesson(batch, beta=beta, temperature=teacher.temperature, dense=not policy.fused)
+                return model.lesson(batch, beta=beta, temperature=config.temperature, dense=not policy.fused)
 
         return live, lambda data: {}
 
     def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
-        assert teacher.top_k is not None
+        assert config.top_k is not None
         path = context.directory / f"teacher-{data._fingerprint}.safetensors"
         if not path.exists():
-            feed = context.feed(data, whole=True)
-            batches = [(indices, feed.batch(indices)) for indices in feed.plan(0)]
             vocab = min(each.plain.config.get_text_config().vocab_size for each in (model, policy))
-            if not 1 <= teacher.top_k <= vocab:
+            if not 1 <= config.top_k <= vocab:
                 raise ValueError(
-                    f"teacher.top_k: must be in [1, {vocab}], the size of the vocabulary, got {teacher.top_k}"
+                    f"teacher.top_k: must be in [1, {vocab}], the size of the vocabulary, got {config.top_k}"
                 )
-            how: dict[str, Any] = {"k": teacher.top_k, "temperature": teacher.temperature, "vocab": vocab}
-            store_top_k(model, batches, path, accelerator=accelerator, **how)
-        return load_top_k(path, data, teacher.temperature)
+            feed = context.feed(data, whole=True)
+            plan = ((indices, feed.batch(indices)) for indices in feed.plan(0))
+            options: dict[str, Any] = {"k": config.top_k, "temperature": config.temperature, "vocab": vocab}
+            store_top_k(model, data, plan, path, accelerator=accelerator, **options)
+        return load_top_k(path, data, config.temperature)
 
-    return _stored(beta, teacher.temperature), columns
+    return stored_teacher(beta, config.temperature), columns
 
 
-def load_teacher(context: RunContext[Policy], teacher: Teacher) -> Policy:
+def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     """The teacher's model, frozen.
 
     Raises:
         DataError: if it has other tokens than the student.
     """
-    assert teacher.model is not None
-    config, accelerator = context.config, context.accelerator
-    check_same_vocabulary(context.tokenizer, AutoTokenizer.from_pretrained(teacher.model))
-    model: Any = AutoModelForCausalLM.from_pretrained(teacher.model, dtype=getattr(torch, config.dtype))
-    return Policy(model.to(accelerator.device), **config.kernel).requires_grad_(False).eval()
+    assert config.model is not None
+    student, accelerator = context.config, context.accelerator
+    check_same_vocabulary(context.tokenizer, AutoTokenizer.from_pretrained(config.model))
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, student.dtype))
+    return Policy(model.to(accelerator.device), **student.kernel).requires_grad_(False).eval()
 
 
 @torch.no_grad()
 def store_top_k(
     teacher: Policy,
-    batches: Sequence[tuple[Sequence[int], Batch]],
+    data: Dataset,
+    plan: Plan,
     path: Path,
     *,
     k: int,
@@ -138,59 +101,50 @@ def store_top_k(
     """Write the teacher's k likeliest tokens at every trained token of the data, with their log-probs.
 
     Args:
-        batches: this rank's part of the data, each batch with the indices of its examples.
-        vocab: of the student; what the teacher has beyond is padding.
-        path: a safetensors file: ids int32 and logprobs [tokens, k], the number of tokens of each example, and in its
-            metadata the temperature and a digest of the examples.
+        plan: see `token_cache`.
+        path: a safetensors file: ids int32 and logprobs [tokens, k], and in its metadata the temperature and a digest
+            of the examples.
+        vocab: size of the student's vocabulary; the teacher's tokens beyond are padding.
     """
-    mine: list[tuple[int, tuple[Tensor, Tensor, str]]] = []
+
+    def likeliest(batch: Batch) -> Mapping[str, Tensor]:
+        ids, logprobs = teacher.top_k(batch, k=k, temperature=temperature, vocab=vocab)
+        return {"ids": ids.int(), "logprobs": logprobs}
+
     with evaluating(teacher.model):
-        for indices, batch in batches:
-            ids, logprobs = teacher.top_k(batch, k=k, temperature=temperature, vocab=vocab)
-            lengths = [sum(map(sum, each.trained)) for each in batch.examples]
-            parts = (torch.split(x.cpu(), lengths) for x in (ids.int(), logprobs))
-            digests = [_digest(*each) for each in batch.examples]
-            mine += zip(indices, zip(*parts, digests, strict=True), strict=True)
-    everyone = dict(gather_object(mine))
-    if accelerator.is_main_process:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        of_ids, of_logprobs, of_examples = zip(*(everyone[i] for i in sorted(everyone)), strict=True)
-        tensors = {
-            "ids": torch.cat(of_ids),
-            "logprobs": torch.cat(of_logprobs),
-            "length": torch.tensor([len(ids) for ids in of_ids]),
-        }
-        partial = path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"temperature": str(temperature), "examples": _digest(*of_examples)})
-        partial.replace(path)
-    accelerator.wait_for_everyone()
+        metadata = {"temperature": str(temperature), "examples": _digest_of(data)}
+        store_tokens(path, likeliest, plan, accelerator, metadata)
 
 
 def load_top_k(path: Path, data: Dataset, temperature: float) -> dict[str, list[Tensor]]:
-    """What `store_top_k` wrote, as columns with one tensor per example.
+    """Read what `store_top_k` wrote as columns with one tensor per example.
 
     Raises:
         DataError: if it is not there, or was written for other examples or at another temperature.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file; a run with top_k leaves one, teacher-....safetensors, in its directory")
-    with safe_open(path, framework="pt") as file:
-        about, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if about["examples"] != _digest(*(_digest(*example(data, i)) for i in range(len(data)))):
+    tensors, metadata = load_tokens(path)
+    if metadata["examples"] != _digest_of(data):
         raise DataError(f"{path}: the teacher was asked about other tokens than this data has; ask it again (top_k)")
-    if float(about["temperature"]) != temperature:
-        at = about["temperature"]
+    if float(metadata["temperature"]) != temperature:
+        at = metadata["temperature"]
         raise DataError(f"{path}: stored at temperature {at}, and teacher.temperature is {temperature}; use {at}")
-    lengths = stored["length"].tolist()
-    return {name: list(torch.split(stored[name[8:]], lengths)) for name in ("teacher_ids", "teacher_logprobs")}
+    return {f"teacher_{name}": tensors[name] for name in ("ids", "logprobs")}
 
 
-def _stored(beta: float, temperature: float) -> TeacherFn:
-    def stored(batch: Batch) -> TeacherOutputs:
+def stored_teacher(beta: float, temperature: float) -> TeacherFn:
+    """The teacher whose likeliest tokens are columns of the batch; see `load_top_k`."""
+
+    def outputs(batch: Batch) -> TeacherOutputs:
         ids, logprobs = batch.columns["teacher_ids"], batch.columns["teacher_logprobs"]
         return TeacherOutputs(beta, temperature, top_k=(ids.long(), logprobs))
 
-    return stored
+    return outputs
+
+
+def _digest_of(data: Dataset) -> str:
+    return _digest(*(_digest(*example(data, i)) for i in range(len(data))))
 
 
 def _digest(*parts: Any) -> str:

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from ...models.probe import REFUSALS, objection
 from ..sample import Request, SamplingParams
 from ..source import SourceError
 from .draw import draw
@@ -24,7 +25,6 @@ _WARNED: WeakSet[Any] = WeakSet()  # models
 
 # Prompts and answers to try a memory with; 4 tokens are read at most, which no window is shorter than.
 _SCRIPT = (([1, 2], [5, 6]), ([3], [6, 4]))
-_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
 def advance(memory: Memory, reader: Reader, joining: Sequence[Answer], version: int) -> list[Answer]:
@@ -59,19 +59,22 @@ def choose_memory(reader: Reader, cache_bytes: int) -> Callable[[int], Memory]:
     config = plain.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     all_of_them: Fit = lambda longest: 2 * len(_SCRIPT)  # noqa: E731
-    objection = (
+    against_ragged = (
         f"it has layers of {', '.join(sorted(others))}"
         if others
-        else _objection(lambda: _poisoned(ContinuousBatch(reader, all_of_them)), reader)
+        else objection(plain, lambda: _try_out(lambda: _poisoned(ContinuousBatch(reader, all_of_them)), reader))
     )
-    unusable = _objection(lambda: StaticBatch(reader, all_of_them, cached=True), reader)
-    cached, window = unusable is None, _window(config)
+    window = _window(config)
+    fit = ragged_fit(reader, cache_bytes) if against_ragged is None else None
+    if fit is not None and window is None:
+        return lambda longest: ContinuousBatch(reader, fit)
+    unusable = objection(plain, lambda: _try_out(lambda: StaticBatch(reader, all_of_them, cached=True), reader))
+    cached = unusable is None
     fallback = "one prompt at a time, " + (
         "with its own cache" if cached else f"all being read anew for every token ({unusable})"
     )
-    if objection is not None:
-        _warn_once(plain, f"answers are generated {fallback}: {objection}")
-    fit = ragged_fit(reader, cache_bytes) if objection is None else None
+    if against_ragged is not None:
+        _warn_once(plain, f"answers are generated {fallback}: {against_ragged}")
     fit_of_fallback = lockstep_fit(reader, cache_bytes, cached=cached)
 
     def memory(longest: int) -> Memory:
@@ -99,7 +102,7 @@ def _window(config: Any) -> int | None:
     return getattr(config, "sliding_window", None) if windowed else None
 
 
-def _objection(make: Callable[[], Memory], reader: Reader) -> str | None:
+def _try_out(make: Callable[[], Memory], reader: Reader) -> str | None:
     """Why this memory is of no use, if its states are not those that the plain model computes of each text alone."""
     requests = [
         Request(task, prompt, [0, 1], SamplingParams(max_tokens=3), key=0) for task, (prompt, _) in enumerate(_SCRIPT)
@@ -119,7 +122,7 @@ def _objection(make: Callable[[], Memory], reader: Reader) -> str | None:
                 # Layers amplify rounding, but a token that is not seen, or poison that is, is half of a state or more.
                 shifts = (1, -1) if isinstance(memory, ContinuousBatch) else ()
                 tolerance, moved = 0.35, {shift: _plain_states(reader, texts.values(), shift) for shift in shifts}
-        except _REFUSALS as error:  # the model takes no such input
+        except REFUSALS as error:  # the model takes no such input
             return f"{type(error).__name__}: {error}"
     difference = float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
     if not difference <= tolerance:

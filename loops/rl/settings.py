@@ -1,0 +1,171 @@
+"""Settings that recipes share whose completions are sampled while they train."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ..config import (
+    Common,
+    Limits,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OnlineReference,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    Settings,
+)
+from ..rollouts.sample import SamplingParams
+
+OldLogprobs = Literal["sampled", "recomputed"]
+Weighting = Literal["token_mean", "sequence_mean", "fixed_length"]
+Correction = Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
+
+
+class Bounds(NamedTuple):
+    """Bounds of the ratio π_old/μ."""
+
+    low: float
+    high: float
+
+
+CORRECTIONS = {
+    "tis": Bounds(0.0, 2.0),
+    "icepop": Bounds(0.5, 5.0),
+    "sequence_tis": Bounds(0.0, 2.0),
+    "sequence_mask": Bounds(0.5, 2.0),
+    "geometric_mask": Bounds(0.99, 1.01),
+}
+
+
+@dataclass(frozen=True)
+class VLLM(Settings):
+    """vLLM, where it samples instead of the policy itself."""
+
+    prefix = "vllm."
+
+    url: str | None = None
+    """Address of a server that runs, such as http://127.0.0.1:8000; null starts one, which ends with the run."""
+    python: str | None = None
+    """Interpreter of the environment that vLLM is installed in, for a server that is started; null is this one."""
+    updates: Literal["files", "nccl", "adapters"] = "files"
+    """How weights get to a server: through files, from GPU to GPU, or as one more LoRA adapter for every version."""
+    directory: str | None = None
+    """For files of weights, where the server sees them too; null is in the run directory."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further settings by vLLM's names, such as {max_model_len: 2048, gpu_memory_utilization: 0.4}; of a server that
+    runs, none."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of a server that is started, such as {CUDA_VISIBLE_DEVICES: "1"}."""
+    trainer_address: str | None = None
+    """Of this machine, where a server joins it for updates by nccl; null is that on the route to the server."""
+    timeout: PositiveFloat = 600.0
+    """Seconds that one completion may take, before it is requested again."""
+    attempts: PositiveInt = 8
+    """How often completions, or new weights, are tried; each failure is logged, and the last one ends the run."""
+    concurrency: PositiveInt = 64
+    """Completions that a server works on at once."""
+    patience: PositiveFloat = 1200.0
+    """Seconds in which a server must start, or answer any of its requests; then the run ends."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig(Common):
+    """How completions are sampled."""
+
+    group_size: PositiveInt = 8
+    """Completions per prompt."""
+    max_tokens: PositiveInt = 256
+    """Tokens of a completion at most."""
+    temperature: NonNegativeFloat = 1.0
+    """Of the softmax that tokens are sampled from; the log-probs that train are at this temperature too."""
+    top_p: PositiveShare = 1.0
+    """Share of the probability that tokens are sampled from."""
+    top_k: NonNegativeInt = 0
+    """Number of likeliest tokens that are sampled from; 0 is all."""
+    source: Literal["policy", "vllm", "vllm_engine"] = "policy"
+    """What samples: the policy itself, a vLLM server, or vLLM within this process."""
+    vllm: VLLM = field(default_factory=VLLM)
+    """The server."""
+    cache_bytes: PositiveInt | None = None
+    """Keys and values that the policy holds at once while it samples; null is a quarter of a GPU's memory that is free
+    before training, or 2 GiB on a CPU. Completions that are read together may be rounded otherwise than apart: give a
+    number where a run may be resumed on another GPU, or on one that others use too."""
+    show_every: NonNegativeInt = 10
+    """Rollouts between two of which a few completions are shown; 0 shows none."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.top_k)
+
+
+@dataclass(frozen=True)
+class OnlineConfig(SamplingConfig):
+    """Training on completions that the policy samples and that rewards score."""
+
+    prompts_per_rollout: PositiveInt = 8
+    """Prompts per rollout, over all ranks."""
+    learning_rate: NonNegativeFloat = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    max_prompt_length: PositiveInt | None = 512
+    """Tokens of a prompt; null for no limit."""
+    truncation: Literal["keep_start", "keep_end", "error"] = "error"
+    """What becomes of a longer prompt: its start or its end is kept, or it is an error."""
+    rewards: dict[str, float | dict[str, Any]] = field(default_factory=dict)
+    """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function; none is
+    {environment: 1.0} where there is an environment. One that returns None is left out of the sum; one that fails
+    (raises, takes too long, returns NaN) masks the completion."""
+    environment: str | dict[str, dict[str, Any]] | None = None
+    """What the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your own as
+    module:Environment; null for single completions."""
+    limits: Limits = field(default_factory=Limits)
+    """Of a conversation; max_tokens is that of one turn."""
+    max_staleness: NonNegativeInt = 0
+    """How many rollouts behind the weights of its step a completion may be; above 0 the sampler works while training
+    goes on."""
+    epochs_per_rollout: PositiveInt = 1
+    """How often a rollout is trained on."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps in which a rollout is trained on, each epoch."""
+    mask_truncated: bool = False
+    """Leave out completions that were cut at max_tokens."""
+    eval_temperature: NonNegativeFloat = 0.0
+    """Temperature of the completions for `eval_data`, which the policy itself samples; 0 takes the likeliest token."""
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.epochs_per_rollout * self.minibatches
+
+
+@dataclass(frozen=True)
+class PolicyGradientConfig(OnlineConfig):
+    """Reinforcement learning from rewards by policy gradient."""
+
+    loss: str | dict[str, float | dict[str, Any]] | None = None
+    """A policy objective of burnish.objectives, or a mix of it with others: {clipped_surrogate: 1, entropy_bonus: .01};
+    null for the recipe's own."""
+    beta: NonNegativeFloat = 0.0
+    """Strength of the pull towards the reference policy; 0 needs no reference."""
+    kl: Literal["k1", "k2", "k3"] | None = None
+    """The estimator of the divergence from it; null is k3 for a loss, and k1 for what is taken off the reward."""
+    reference: OnlineReference = "auto"
+    """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
+    old_logprobs: OldLogprobs | None = None
+    """The denominator of ratios: the sampler's own log-probs, or the trainer's at the start of the rollout; null is
+    recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
+    and sampled otherwise."""
+    correction: Correction = "none"
+    """What weighs a token, or masks it, by how far trainer and sampler are apart; not with old_logprobs sampled."""
+    correction_low: NonNegativeFloat | None = None
+    """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""
+    correction_high: NonNegativeFloat | None = None
+    """Upper bound of that ratio."""
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
+    """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""
+
+    @property
+    def bounds(self) -> Bounds:
+        low, high = CORRECTIONS[self.correction]
+        return Bounds(
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
