@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # a number in a range is a number to a type checker
     OpenUnitInterval = float
     PositiveShare = float
     NoiseShare = float
+    PositiveNoiseShare = float
+    ShareBelowOne = float
 else:
     from jsonargparse.typing import (
         ClosedUnitInterval,
@@ -30,6 +32,8 @@ else:
 
     PositiveShare = restricted_number_type("PositiveShare", float, [(">", 0), ("<=", 1)])
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
+    PositiveNoiseShare = restricted_number_type("PositiveNoiseShare", float, [(">", 0), ("<", 0.5)])
+    ShareBelowOne = restricted_number_type("ShareBelowOne", float, [(">=", 0), ("<", 1)])
 
 
 ReferenceKind = Literal["auto", "copy", "adapters_off", "precompute"]
@@ -49,7 +53,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
             value = getattr(self, name)
-            if complaint := _complaint(value, hint):
+            if complaint := range_complaint(value, hint):
                 raise ValueError(f"{self.prefix}{name}: {complaint}")
             if hasattr(value, "_expression"):  # of the command line: YAML and checkpoints hold plain numbers
                 object.__setattr__(self, name, value._type(value))
@@ -60,7 +64,7 @@ def _hints(settings: Any) -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(settings).items() if get_origin(hint) is not ClassVar}
 
 
-def _complaint(value: Any, hint: Any) -> str | None:
+def range_complaint(value: Any, hint: Any) -> str | None:
     """What is wrong with a value, unless one of the alternatives of its type takes it."""
     complaints = []
     for kind in get_args(hint) if get_origin(hint) in (Union, type(int | None)) else (hint,):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from burnish.loops.runs.teacher import Teacher
+from burnish.loops.config import Teacher
 from burnish.loops.train.losses import PAIR_LOSSES, columns_of, needs, parse
 from tiny import save_model, sums, write_rows
 

@@ -109,9 +109,9 @@ class KTO(OfflineConfig):
     """kto, bco or apo_zero_unpaired, or a mix: {kto: 1.0, nll: 0.1}. nll is that of the desirable completions."""
     beta: PositiveFloat = 0.1
     """Strength of the pull towards the reference, for every loss that has a beta."""
-    desirable_weight: NonNegativeFloat = 1.0
+    desirable_weight: PositiveFloat = 1.0
     """What a desirable completion counts (kto); the paper balances the two classes to within a factor of 4/3."""
-    undesirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: PositiveFloat = 1.0
     """What an undesirable completion counts (kto)."""
     reference: ReferenceKind = "auto"
     """Where reference log-probs come from, as for dpo; kto can't precompute them, its mismatched completions change."""

@@ -103,6 +103,7 @@ def policy_losses(
         losses["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
     for name, loss in losses.items():
         _refuse_k1(name, loss)
+        _check_cap(name, loss)
         if config.correction != "none" and "advantage" in needs({name: loss}):
             if loss.unit == "sequences" and config.correction in _OF_TOKENS:
                 raise ValueError(
@@ -139,6 +140,13 @@ def _refuse_k1(name: str, loss: Term) -> None:
             f"kl: k1 as a loss, here {name}, has a gradient that is zero on average; use k2 or k3, or take the "
             "divergence off the reward (kl_as: reward)"
         )
+
+
+def _check_cap(name: str, loss: Term) -> None:
+    bound = getattr(loss.function, "keywords", {})
+    lowest = 1 + bound.get("clip_high", 0.2)
+    if bound.get("ratio_cap", lowest) < lowest:
+        raise ValueError(f"{name}: ratio_cap must be >= 1 + clip_high = {lowest}, got {bound['ratio_cap']}")
 
 
 def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> OldLogprobs:

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from ..batch import Batch
 
-Plan = Iterable[
-    tuple[Sequence[int], Batch]
-]  # this rank's batches, with the indices of their examples
+Plan = Iterable[tuple[Sequence[int], Batch]]  # this rank's batches, with the indices of their examples
 
 
 def store_tokens(

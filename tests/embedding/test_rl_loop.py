@@ -135,7 +135,9 @@ def test_a_server_takes_the_place_of_the_policys_own_source(directory, tmp_path)
 
 def test_two_ranks_take_the_steps_of_one(directory, looped):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    support = str(Path(__file__).parents[1] / "support")
+    paths = os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run([*command, directory], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     two = json.loads(done.stdout.splitlines()[-1])

@@ -21,11 +21,12 @@ from accelerate.state import AcceleratorState
 from burnish.data import Batches, Example
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer, ends_marked
-from burnish.loops.recipes.grpo import GRPO, RLOO, run_grpo
+from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.kto import FEEDBACK_LOSSES, RunningMean, feedback_metrics, prepare_feedback
-from burnish.loops.recipes.ppo import PPO, run_ppo
+from burnish.loops.recipes.ppo import run_ppo
 from burnish.loops.recipes.reward import LOSSES as REWARD_LOSSES
 from burnish.loops.recipes.reward import read_scores
+from burnish.loops.recipes.settings import GRPO, PPO, RLOO
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.context import RLContext
 from burnish.loops.rollouts.replay import ReplaySource

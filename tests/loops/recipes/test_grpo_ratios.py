@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from burnish.loops.recipes.grpo import GRPO, RLOO, VARIANTS, grpo_losses, run_grpo
-from burnish.loops.recipes.ppo import PPO, ppo_losses, run_ppo
+from burnish.loops.recipes.grpo import VARIANTS, grpo_losses, run_grpo
+from burnish.loops.recipes.ppo import ppo_losses, run_ppo
+from burnish.loops.recipes.settings import GRPO, PPO, RLOO
 from burnish.loops.rl.mismatch import ClipWatch
 from burnish.loops.rl.policy_gradient import ratio_denominator
 from burnish.loops.rollouts.replay import ReplaySource, read_samples

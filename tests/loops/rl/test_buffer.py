@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.models.policy import Policy
-from burnish.loops.recipes.grpo import GRPO
+from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rewards import RewardFunction, RewardTable
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rl.context import RLContext
