@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from .. import __version__
+from .config import readable_range
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,5 +178,9 @@ class _Parser(ArgumentParser):
             name = unknown[1] or unknown[2]
             nearest = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.0)
             message = f"no field {name!r}" + (f", did you mean {nearest[0]!r}?" if nearest else "")
+        outside = re.search(r'key "([\w.]+)":.*: (\S+ |)does not conform to restriction ([^\n]+)', message, re.S)
+        if outside:
+            value = outside[2].strip() or message.rpartition("Given value: ")[2].strip()
+            message = f"{outside[1]}: must be {readable_range(outside[3])}, got {value}"
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists its fields\n")
         raise AssertionError("exit returned")

@@ -79,10 +79,15 @@ def range_complaint(value: Any, hint: Any) -> str | None:
                 kind(value)
                 return None
             except (TypeError, ValueError):
-                complaints.append("must be " + re.sub(r"v([<>]=?)", r"\1 ", kind._expression) + f", got {value}")
+                complaints.append(f"must be {readable_range(kind._expression)}, got {value}")
         elif kind is not type(None):
             return None
     return complaints[0] if complaints else None
+
+
+def readable_range(expression: str) -> str:
+    """``v>=0 and v<1`` as ``>= 0 and < 1``."""
+    return re.sub(r"v([<>]=?)", r"\1 ", expression)
 
 
 @dataclass(frozen=True)

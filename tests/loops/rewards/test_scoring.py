@@ -126,7 +126,7 @@ def test_a_list_of_the_wrong_length_masks_all_answers_of_the_call(groups, judgin
 
     assert judging([RewardFunction("r", batched(short, "group"))], *groups) == {("r", "wrong length"): 2}
     assert [sample.rewards["r"] for sample in groups[1]] == [1.0, 1.0, "wrong length", "wrong length"]
-    assert "returned 1 for 2 answers" in caplog.text and "one entry per answer" in caplog.text
+    assert "returned 1 for 2 completions" in caplog.text and "one entry per completion" in caplog.text
 
 
 def test_a_batched_function_that_returns_one_number_masks_the_step(groups, judging):
