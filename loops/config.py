@@ -149,7 +149,7 @@ class Common(Settings):
     bfloat16 factors, and logits are float32 (kernels/README.md)."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
-    backend: Literal["auto", "triton", "fused", "tiled", "reference"] = "auto"
+    backend: Literal["auto", "triton", "fused", "torch", "reference"] = "auto"
     """Backend of the log-prob kernel."""
     keep_bytes: NonNegativeInt | None = None
     """Logits that the log-prob kernel keeps from forward to backward, in bytes; 0 computes all of them again, and null
@@ -172,6 +172,11 @@ class Common(Settings):
     """Load the frozen base model quantized by bitsandbytes; needs adapters."""
 
     @property
+    def longest(self) -> int | None:
+        """Tokens of a row; those of a prompt, where completions are sampled."""
+        return None
+
+    @property
     def kernel(self) -> dict[str, Any]:
         """The options of a `Policy`."""
         return {"layout": self.layout, "backend": self.backend, "keep_bytes": self.keep_bytes}
@@ -185,6 +190,10 @@ class OfflineConfig(Common):
     """Examples per optimizer step, over all ranks and micro-batches."""
     max_length: PositiveInt | None = 1024
     """Tokens of prompt and completion together; null for no limit."""
+
+    @property
+    def longest(self) -> int | None:
+        return self.max_length
 
 
 @dataclass(frozen=True)

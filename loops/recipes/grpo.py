@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ...objectives import group_advantage, kl_estimate, leave_one_out, normalize_then_sum, whiten
+from ...objectives import gdpo_advantage, group_advantage, kl_estimate, rloo_advantage, whiten
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
@@ -90,7 +90,7 @@ def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
     """Per-token advantages of each completion within its group."""
     scores, variant = rollout.scores, variant_of(config)
     if config.reward_aggregation == "normalize":
-        return {"advantage": normalize_then_sum(scores.reward, scores.group, scores.weight)[rollout.sequence]}
+        return {"advantage": gdpo_advantage(scores.reward, scores.group, scores.weight)[rollout.sequence]}
     reward = scores.total
     if config.beta and config.kl_as == "reward":
         kl, _ = kl_estimate(rollout["old_logp"], rollout["ref_logp"], kind=config.kl or "k1")
@@ -98,7 +98,7 @@ def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
     if variant.baseline == "group":
         advantage = group_advantage(reward, scores.group, scale=variant.scale)
     else:
-        advantage = leave_one_out(reward, scores.group)
+        advantage = rloo_advantage(reward, scores.group)
         if variant.scale == "batch":
             advantage = whiten(advantage.where(~reward.isnan(), float("nan")))
     return {"advantage": advantage[rollout.sequence]}

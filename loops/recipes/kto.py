@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ...data import Example, encode_feedback
+from ...data import Example, encode_unpaired
 from ...objectives import PerSequence, Stats, feedback, kto_kl, sequence_sum
 from ..batch import Batch, collate
 from ..models.backbone import evaluating
@@ -42,7 +42,7 @@ def run_kto(config: KTO) -> dict[str, float]:
     losses = kto_losses(config)
     has_teacher = "divergence" in needs(losses)
     config.teacher.check(needed=has_teacher)
-    context = open_run(config, encode_feedback)
+    context = open_run(config, encode_unpaired)
     reference, precomputed = context.reference(config.reference)
     assert reference is not None
     teacher, stored = open_teacher(context, config.teacher, needed=has_teacher)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...data import encode_preference
-from ...objectives import f_score, length_desensitized_sum, nll, orpo, sequence_length, sequence_mean
+from ...objectives import f_divergence_score, length_desensitized_sum, nll, orpo, sequence_length, sequence_mean
 from ..batch import Batch
 from ..runs.context import open_run
 from ..runs.teacher import open_teacher
@@ -37,7 +37,7 @@ def run_dpo(config: DPO) -> dict[str, float]:
     losses = dpo_losses(config)
     score = None
     if config.divergence != "reverse_kl":
-        score = partial(f_score, divergence=config.divergence, alpha=config.divergence_alpha)
+        score = partial(f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha)
     reduce = completion_logprob(config)
     has_teacher = "divergence" in needs(losses)
     config.teacher.check(needed=has_teacher)

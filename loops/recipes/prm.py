@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data import encode_steps, step_example
+from ...data import encode_stepwise, step_example
 from ...objectives import step_loss
 from ..batch import collate
 from ..config import Common
@@ -20,7 +20,9 @@ from .settings import PRM
 
 def run_prm(config: PRM) -> dict[str, float]:
     """Train; returns the metrics of the last step."""
-    encode = partial(encode_steps, separator=config.separator, train_on_last_step_only=config.train_on_last_step_only)
+    encode = partial(
+        encode_stepwise, separator=config.separator, train_on_last_step_only=config.train_on_last_step_only
+    )
     context = open_run(config, encode, lambda model: Scorer(model, layout=config.layout), load_weights=_step_head)
     context.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
     return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))

@@ -128,7 +128,7 @@ class RewardMonitor:
         return {
             f"drowned {quiet}": f"reward {quiet}: varies by {means[quiet]:g} where {loud} varies by {means[loud]:g}, "
             f"weights included, so that {loud} decides alone; change the weights, or normalize each reward before "
-            "summing (reward_aggregation: normalize; in code, normalize_then_sum)"
+            "summing (reward_aggregation: normalize; in code, gdpo_advantage)"
         }
 
 

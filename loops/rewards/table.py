@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ...objectives import total_reward
+from ...objectives import weighted_reward
 from ..rollouts.event_loops import run
 from ..rollouts.sample import Sample
 from .scoring import RewardFunction, Row, Score, score_samples
@@ -39,12 +39,12 @@ class RewardTable:
     @cached_property
     def total(self) -> Tensor:
         """float64 [samples], the weighted sum of the scores; NaN where there is none."""
-        return total_reward(self.reward, self.weight)
+        return weighted_reward(self.reward, self.weight)
 
     @cached_property
     def measured_total(self) -> Tensor:
         """As ``total``, with the scores of aborted completions: what metrics count."""
-        return total_reward(self.reward if self.measured is None else self.measured, self.weight)
+        return weighted_reward(self.reward if self.measured is None else self.measured, self.weight)
 
 
 def score(

@@ -142,7 +142,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     rows = load(config.data).dataset
     accelerator = open_accelerator(config)
     rewards = open_rewards(config, accelerator)
-    run = open_run(config, encode_prompts, make_policy, accelerator=accelerator, max_length=config.max_prompt_length)
+    run = open_run(config, encode_prompts, make_policy, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
     converse = open_conversations(config, run)
 

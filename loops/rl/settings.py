@@ -132,6 +132,10 @@ class OnlineConfig(SamplingConfig):
     """Temperature of the completions for `eval_data`, which the policy itself samples; 0 takes the likeliest token."""
 
     @property
+    def longest(self) -> int | None:
+        return self.max_prompt_length
+
+    @property
     def steps_per_rollout(self) -> int:
         return self.epochs_per_rollout * self.minibatches
 

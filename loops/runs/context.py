@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data import Accounting, Batches, load, token_cost
+from ...data import Accounting, Batches, Tokenization, load, token_cost
 from ..batch import Batch
 from ..config import Common, ReferenceKind
 from ..models.backbone import Backbone
@@ -220,12 +220,11 @@ def open_run(
     """
     accelerator = accelerator or open_accelerator(config)
     tokenizer = load_tokenizer(config)
-    options = {"max_length": getattr(config, "max_length", None), **options}
-    options |= {"truncation": config.truncation, "on_bad_row": config.on_bad_row}
+    tokenization = Tokenization(config.longest, config.truncation, config.on_bad_row)
 
     def encoded(source: str) -> Dataset:
         with accelerator.main_process_first():
-            data, accounting = encode(load(source), tokenizer, **options)
+            data, accounting = encode(load(source), tokenizer, tokenization, **options)
         accelerator.print(accounting)
         return data
 

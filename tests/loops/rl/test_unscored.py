@@ -115,7 +115,7 @@ def test_dynamic_sampling_does_not_take_what_is_unknown_for_a_difference(burnish
     """Of two answers math fails at one, so that their forms, which differ, are not compared."""
     slow = {"judges:math": {"weight": 1.0, "timeout": 0.01}, "judges:form": 1.0}
     assert burnish(rewards=slow, dynamic_sampling=True, group_size=2, max_tokens=1) == 0
-    assert "only 0 of 4 groups have answers of different reward" in caplog.text
+    assert "only 0 of 4 groups have completions of different reward" in caplog.text
     (line,) = lines(tmp_path / "run")
     assert line["reward/sampled"] == 0.75 and line["skipped"] == 1
 
