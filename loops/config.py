@@ -51,7 +51,8 @@ class Settings:
     prefix: ClassVar[str] = ""  # of its fields in messages, where it is part of other settings
 
     def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
+        settings: Any = type(self)
+        for name, hint in _hints(settings).items():
             value = getattr(self, name)
             if complaint := range_complaint(value, hint):
                 raise ValueError(f"{self.prefix}{name}: {complaint}")
