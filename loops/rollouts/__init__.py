@@ -1,10 +1,10 @@
-"""Where answers come from: the policy samples them, and each says which weights said which token.
+"""Rollouts: completions that a policy samples, and the versions of the weights that sampled each token.
 
-sample, source            one answer, what was asked for, and what every source promises
-embedded                  the trainer's own module (generate, memory, slots, reader, draw: its parts)
-vllm_server, vllm_engine  vLLM over HTTP, or in this process (vllm_launch starts one, vllm_updates gives it weights)
-replay, record            stored samples
-sampler, event_loops      groups for every step, of bounded age, none lost and none twice
+sample, source           a completion, a request, and the contract of every source
+local/                   the trainer's own module samples
+vllm/                    vLLM over HTTP, or in this process
+replay, record           stored samples
+scheduler, event_loops   groups for every step, of bounded age, none lost and none twice
 """
 
 from typing import TYPE_CHECKING

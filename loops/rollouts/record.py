@@ -12,7 +12,7 @@ from typing import Any
 
 from .sample import Sample, VersionSpan
 
-NAMES = tuple(field.name for field in fields(Sample))
+NAMES = tuple(field.name for field in fields(Sample) if field.name != "row")
 
 
 def to_record(sample: Sample) -> dict[str, Any]:

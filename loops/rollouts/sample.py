@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -86,6 +86,7 @@ class Sample:
         text: what the policy sampled, decoded without special tokens, for whoever judges it.
         rewards: by the name of the function, its score; None if it does not apply, or in a word how it failed.
         info: whatever rewards and environments leave behind, to be stored with the sample: plain data.
+        row: of the data, that its prompt comes from, where the scheduler was given rows; it is not stored.
     """
 
     task: int
@@ -99,6 +100,7 @@ class Sample:
     text: str = ""
     rewards: dict[str, float | str | None] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def oldest(self) -> int:
