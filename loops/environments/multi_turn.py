@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ..rewards.scoring import Row, score
 from ..rewards.workers import OutOfTime, call, is_async, within
-from ..rollouts.record import plain
-from ..rollouts.sample import Request, Sample, VersionSpan, check_sample
+from ..rollouts.sample import Request, Sample, VersionSpan, check_sample, plain
 from ..rollouts.source import RolloutSource, SourceError
 from .chat_turns import ChatTurns, Message
 

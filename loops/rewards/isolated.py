@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from .workers import in_thread
+from ..concurrency import off_loop
 
 
 class ProcessError(RuntimeError):
@@ -58,7 +58,7 @@ class isolated:
     async def __call__(self, *arguments: Any) -> Any:
         child = self._idle.pop() if self._idle else _Child(self._pickled)
         try:
-            fine, value = await in_thread(partial(child.ask, arguments))
+            fine, value = await off_loop(partial(child.ask, arguments))
         except (asyncio.CancelledError, EOFError, OSError) as error:
             code = child.end()
             if isinstance(error, asyncio.CancelledError):

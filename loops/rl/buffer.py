@@ -25,8 +25,7 @@ from ..models.backbone import evaluating
 from ..models.policy import Policy
 from ..ranks import from_main
 from ..rewards.metrics import RewardTable
-from ..rollouts.record import from_record, to_record
-from ..rollouts.sample import Sample
+from ..rollouts.sample import Sample, from_record, to_record
 from ..rollouts.scheduler import Group, RolloutScheduler
 
 log = logging.getLogger(__name__)

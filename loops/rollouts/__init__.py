@@ -1,29 +1,25 @@
-"""Where answers come from: the policy samples them, and each says which weights said which token.
+"""Rollouts: samples of the policy, each with the weights that every token was drawn from.
 
-sample, source            one answer, what was asked for, and what every source promises
-embedded                  the trainer's own module (generate, memory, slots, reader, draw: its parts)
-vllm_server, vllm_engine  vLLM over HTTP, or in this process (vllm_launch starts one, vllm_updates gives it weights)
-replay, record            stored samples
-sampler, event_loops      groups for every step, of bounded age, none lost and none twice
+sample     one completion, its request, and the checks of both
+source     the contract of every source of completions
+replay     stored samples, a source too
+scheduler  groups for every step, of bounded staleness, none lost and none twice
+local/     a source: the trainer's own module
+vllm/      a source: vLLM, a server or in this process
 """
 
-from .local.source import DetachedSource, LocalSource
-from .replay import ReplaySource, SampleWriter, read_samples
-from .sample import Request, Sample, SamplingParams, VersionSpan, check_sample
-from .scheduler import Ledger, RolloutScheduler
-from .source import RolloutSource, SourceError, SourceLost
-from .vllm.engine import VLLMEngine, start_engine
-from .vllm.launch import launch
-from .vllm.server import VLLMServer
-from .vllm.weights import Adapters, Files, Nccl
+from typing import TYPE_CHECKING
+
+from ...lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .replay import ReplaySource, SampleWriter, read_samples
+    from .sample import Request, Sample, SamplingParams, VersionSpan, check_sample
+    from .scheduler import Ledger, RolloutScheduler
+    from .source import RolloutSource, SourceError, SourceLost
 
 __all__ = [
-    "Adapters",
-    "DetachedSource",
-    "Files",
     "Ledger",
-    "LocalSource",
-    "Nccl",
     "ReplaySource",
     "Request",
     "RolloutScheduler",
@@ -33,11 +29,9 @@ __all__ = [
     "SamplingParams",
     "SourceError",
     "SourceLost",
-    "VLLMEngine",
-    "VLLMServer",
     "VersionSpan",
     "check_sample",
-    "launch",
     "read_samples",
-    "start_engine",
 ]
+
+__getattr__ = lazy_exports(__name__)

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from .event_loops import Beside, Here, Loop, in_a_loop
-from .record import from_record, to_record
-from .sample import Request, Sample, SamplingParams, check_sample
+from .sample import Request, Sample, SamplingParams, check_sample, from_record, to_record
 from .source import RolloutSource, SourceError, SourceLost
 
 log = logging.getLogger(__name__)

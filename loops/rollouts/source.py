@@ -1,4 +1,4 @@
-"""What every source of answers promises: the trainer's own module, a server, or a store of old ones."""
+"""The contract of every source of completions: the trainer's own module, a server, or a store of old ones."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -9,11 +9,11 @@ from .sample import Request, Sample
 
 
 class SourceError(RuntimeError):
-    """The source can't give what is asked for, now or later; says what is wrong and what to do."""
+    """The source can't complete the request, now or later; says what is wrong and what to do."""
 
 
 class SourceLost(SourceError):
-    """It is gone, or has lost its weights: ask for its `version`, publish, and ask again with the same seeds."""
+    """The source is gone, or has lost its weights: ask for its `version`, publish, and repeat the same requests."""
 
 
 class RolloutSource(Protocol):
@@ -23,32 +23,32 @@ class RolloutSource(Protocol):
     Its seed is a hash of (key, task, index, turn), so that the same request under the same weights gives the same
     tokens, whatever else is under way. ``tests/support/conformance.py`` is this contract as tests.
 
-    `SourceLost` and ``OSError`` are what may be over when one asks again; any other error ends the run.
+    `SourceLost` and ``OSError`` are worth retrying; any other error ends the run.
     """
 
     @property
     def overlaps(self) -> bool:
-        """Whether the trainer may train while answers are under way."""
+        """May the trainer train while completions are under way?"""
         ...
 
     @property
     def stored(self) -> bool:
-        """Whether answers come from another run, whose versions say nothing of this one's."""
+        """Are the completions from another run, whose versions say nothing of this one's?"""
         ...
 
     async def sample(self, request: Request) -> list[Sample]:
-        """The answers asked for, in the order of ``request.indices``. Requests may run at the same time."""
+        """Complete a prompt, in the order of ``request.indices``. Requests may run at the same time."""
         ...
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """From now on, draw from these weights. Requests under way go on, and their spans say where they changed.
+        """Draw from these weights from now on. Requests under way go on, and their spans say where they changed.
 
         ``weights`` are the parameters by the names that transformers gives them, adapters merged; it is read once.
         """
         ...
 
     async def version(self) -> int | None:
-        """Of the weights that the source draws from; None where it does not know, as after a restart."""
+        """The version of the weights that the source draws from; None where it is unknown, as after a restart."""
         ...
 
     async def close(self) -> None: ...

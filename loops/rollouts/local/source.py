@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ...models.policy import Policy
-from ..checks import check_request
-from ..sample import Request, Sample
+from ..sample import Request, Sample, check_request
 from ..source import SourceError
 from .decode import advance, choose_memory, read_again
 from .kv_cache import Memory

@@ -4,9 +4,8 @@ import asyncio
 import dataclasses
 
 import pytest
-from burnish.loops.rollouts.record import from_record, to_record
 from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
-from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan
+from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan, from_record, to_record
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.rollouts.source import SourceError
 
@@ -111,8 +110,8 @@ def test_of_two_with_one_name_the_later_counts():
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        (asked(9), "answer 0 of task 9 is not stored; what is: tasks 0 to 3"),
-        (asked(indices=[0, 2]), "answer 2 of task 0 is not stored"),
+        (asked(9), "completion 0 of task 9 is not stored; what is: tasks 0 to 3"),
+        (asked(indices=[0, 2]), "completion 2 of task 0 is not stored"),
         (asked(prompt=[9]), "task 0 was stored with another prompt"),
         (asked(max_tokens=2), "set max_tokens >= 3, got 2"),
         (asked(indices=[]), "indices"),

@@ -534,7 +534,7 @@ class TestSilence:
         *late, last = self.attempts(source)
         assert time.monotonic() - began < 3 and len(late) == 2
         assert all("no answer in 0.4 s" in str(error) for error in late)
-        assert "has given nothing of what it was asked for in 1 s" in str(last) and source._http.url in str(last)
+        assert "has given nothing of what it was asked for in 1 s" in str(last) and source._client.url in str(last)
 
     def test_no_attempt_takes_longer_than_the_patience(self, connect, stuck):
         began = time.monotonic()
