@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..rewards.scoring import Row, score
 from ..rewards.workers import OutOfTime, call, is_async, within
-from ..rollouts.sample import Request, Sample, VersionSpan, check_sample, plain
+from ..rollouts.sample import Request, Sample, VersionSpan, check_completions, plain
 from ..rollouts.source import RolloutSource, SourceError
 from .chat_turns import ChatTurns, Message
 
@@ -223,14 +223,10 @@ class MultiTurnSource:
             turn,
         )
         answers = await self.source.sample(asked)
-        if len(answers) != 1 or (answers[0].task, answers[0].index) != (whole.task, whole.index):
-            raise SourceError(
-                f"environment: asked for answer {whole.index} of task {whole.task}, got "
-                f"{[(answer.task, answer.index) for answer in answers]}"
-            )
-        check_sample(answers[0])
-        if len(answers[0].tokens) > room:
-            raise SourceError(f"environment: asked for at most {room} tokens, got {len(answers[0].tokens)}")
+        try:
+            check_completions(answers, asked)
+        except ValueError as error:
+            raise SourceError(f"environment: {error}") from error
         return answers[0]
 
     async def _step(self, environment: "_Played", answer: Sample) -> Step | None:

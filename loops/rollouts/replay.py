@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.parquet
 from torch import Tensor
 
+from ..files import replacing
 from .sample import Request, Sample, check_request, check_sample, from_record, to_record
 from .source import SourceError
 
@@ -43,7 +44,8 @@ class SampleWriter:
 
     def close(self) -> None:
         if self.lines is None:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.rows), self.path)
+            with replacing(self.path) as partial:
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.rows), partial)
         else:
             self.lines.close()
 

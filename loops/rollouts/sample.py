@@ -153,8 +153,8 @@ def check_request(request: Request, *, vocab: int | None = None, context: int | 
         )
 
 
-def check_sample(sample: Sample, request: Request | None = None, *, vocab: int | None = None) -> None:
-    """Raise unless the parts of a sample agree with each other, and with the request that it completes.
+def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
+    """Raise unless the parts of a sample agree with each other.
 
     Raises:
         ValueError: names the task, the completion and what is wrong with it.
@@ -165,7 +165,7 @@ def check_sample(sample: Sample, request: Request | None = None, *, vocab: int |
         if len(values) != length:
             raise ValueError(f"{who}: {name} must have one entry per token, {length}, got {len(values)}")
     if not any(sample.trained):
-        raise ValueError(f"{who}: it has no token of the policy; an answer has one at least, the one that ends it")
+        raise ValueError(f"{who}: it has no token of the policy; a completion has one at least, the one that ends it")
     if not sample.prompt:
         raise ValueError(f"{who}: its prompt is empty; the first token is predicted from the last of the prompt")
     if vocab is not None and any(not 0 <= token < vocab for token in sample.tokens):
@@ -177,14 +177,23 @@ def check_sample(sample: Sample, request: Request | None = None, *, vocab: int |
     missing = [t for t, drawn in enumerate(sample.trained) if drawn and t not in covered]
     if missing:
         raise ValueError(f"{who}: no version is known for token {missing[0]}, which was sampled")
-    if request is None:
-        return
-    if sample.task != request.task or sample.index not in request.indices:
-        raise ValueError(f"{who}: asked for {list(request.indices)} of task {request.task}")
-    if list(sample.prompt) != list(request.prompt):
-        raise ValueError(f"{who}: it completes another prompt than the one that it was asked for")
-    if length > request.sampling.max_tokens:
-        raise ValueError(f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}")
+
+
+def check_completions(samples: Sequence[Sample], request: Request) -> None:
+    """Raise unless these are the requested completions, in order, each one whole.
+
+    Raises:
+        ValueError: names the task, and what was asked for.
+    """
+    who, received = f"task {request.task}", [(sample.task, sample.index) for sample in samples]
+    if received != [(request.task, index) for index in request.indices]:
+        raise ValueError(f"{who}: asked for its completions {list(request.indices)}, got {received}")
+    for sample in samples:
+        check_sample(sample)
+        if list(sample.prompt) != list(request.prompt):
+            raise ValueError(f"{who}: completion {sample.index} is of another prompt than the one asked for")
+        if (length := len(sample.tokens)) > request.sampling.max_tokens:
+            raise ValueError(f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}")
 
 
 FIELDS = tuple(field.name for field in fields(Sample))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -31,7 +32,7 @@ class Fake:
         paths: that the server says it has.
     """
 
-    def __init__(self, tokenizer, port=0):
+    def __init__(self, tokenizer, port=0, host="127.0.0.1"):
         self.tokenizer = tokenizer
         self.vocab = len(tokenizer)
         self.config = copy.deepcopy(CONFIG)
@@ -41,10 +42,12 @@ class Fake:
         self.odd, self.calls = {}, []
         self.active = self.paused = False
         self.hung_up = threading.Event()
-        self.server = _Server(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        kind = type("Server", (_Server,), {"address_family": family})
+        self.server = kind((host, port), type("Handler", (_Handler,), {"fake": self}))
         self.server.daemon_threads = True
         self.port = self.server.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self):

@@ -11,14 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..source import SourceError
 from .client import Rejected, VLLMClient
-from .launch import max_lora_rank
-from .weights import Settings, Weights, undo_update
+from .weights import Updates, Weights, undo_update
 
 _PROBE = "Größe 12345.678 – 你好 🙂\n\tdef f(x):  return {x!r}  # don't"
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-async def check_server(vllm: VLLMClient, settings: Settings, dtype: str | None, versions: tuple[str, ...]) -> int:
+async def check_server(vllm: VLLMClient, updates: Updates, dtype: str | None, versions: tuple[str, ...]) -> int:
     """Return the context length of a server that was started with the required flags.
 
     Raises:
@@ -51,22 +50,9 @@ async def check_server(vllm: VLLMClient, settings: Settings, dtype: str | None, 
         raise restart(f"computes in {model['dtype']}, the trainer in {dtype}", f"--dtype {dtype}")
     if model["quantization"] is not None:
         raise restart(f"is quantized ({model['quantization']}), and the trainer's weights are not", "a plain model")
-    for name, required in settings.items():
-        actual = config.get(name)
-        if required is None and actual is not None:
-            raise restart(f"has {name}, under which whole weights can't be replaced", "no --enable-lora")
-        if name == "lora_config" and required is not None:
-            rank = max_lora_rank(required["max_lora_rank"])
-            if actual is None:
-                raise restart("takes no adapters", f"--enable-lora --max-lora-rank {rank}")
-            if actual.get("max_lora_rank", rank) < required["max_lora_rank"]:
-                raise restart(f"takes adapters up to rank {actual['max_lora_rank']}, lora.r is "
-                              f"{required['max_lora_rank']}", f"--max-lora-rank {rank}")  # fmt: skip
-        elif required is not None and (actual is None or any(actual.get(k) != v for k, v in required.items())):
-            flag = f"--{name.replace('_', '-')} '{json.dumps(required)}'"
-            raise restart(f"has {name}={actual}, but weights are to come another way", flag)
-    adapters = settings.get("lora_config") is not None
-    if adapters and "/v1/load_lora_adapter" not in (await vllm.get("/openapi.json"))["paths"]:
+    if (misfit := updates.misfit(config)) is not None:
+        raise restart(*misfit)
+    if not updates.merged and "/v1/load_lora_adapter" not in (await vllm.get("/openapi.json"))["paths"]:
         raise restart("can't be told to load adapters", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
     try:
         await vllm.try_token(0)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from ...concurrency import gather_or_cancel, off_loop
 from ..event_loops import run
-from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_request, check_sample
+from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_completions, check_request
 from ..source import SourceError, SourceLost
 from .client import SourceLate, VLLMClient
 from .preflight import ParameterCheck, check_model, check_server
@@ -129,7 +129,7 @@ class VLLMServer:
             if self._revive is not None and not await self._client.alive():
                 await off_loop(self._revive)
             await self._client.wait(self._patience)
-            self.context = await check_server(self._client, self.updates.settings, self.dtype, self._versions)
+            self.context = await check_server(self._client, self.updates, self.dtype, self._versions)
 
     async def _within_patience(self, work: Coroutine[Any, Any, T], slack: float = 0.0) -> T:
         """Return the result of the work. Attempts that come too late, one after the other, share one patience.
@@ -221,7 +221,7 @@ def to_sample(
         SourceLost: if it is empty, since it was broken off.
         SourceError: if the parts disagree with each other, or with the request.
     """
-    who = f"vllm: answer {index} of task {request.task}"
+    who = f"vllm: completion {index} of task {request.task}"
     if drawn != tokens:
         raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
     if not tokens:
@@ -232,7 +232,7 @@ def to_sample(
     text = str(tokenizer.decode(tokens, skip_special_tokens=True))
     sample = Sample.of(request, index, tokens, logprobs, spans, finish, text)
     try:
-        check_sample(sample, request)
+        check_completions([sample], request)
     except ValueError as error:
         raise SourceError(f"vllm: {error}") from error
     return sample

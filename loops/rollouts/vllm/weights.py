@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import shutil
 import socket
 import tempfile
@@ -29,7 +30,7 @@ from ...concurrency import off_loop
 from ..sample import VersionSpan
 from ..source import SourceError, SourceLost
 from .client import Rejected, VLLMClient
-from .launch import free_port
+from .launch import free_port, max_lora_rank
 from .plugin import BACKEND
 
 _PART = 1 << 30  # bytes that are on their way at once
@@ -37,7 +38,6 @@ _INCOMPLETE = "incomplete"
 _RESTARTED = "default"  # vLLM's own, for the weights that it was started with
 
 Weights = Iterable[tuple[str, Tensor]]
-Settings = Mapping[str, Mapping[str, Any] | None]
 T = TypeVar("T")
 
 
@@ -72,9 +72,8 @@ class Updates(Protocol):
     merged: ClassVar[bool]
     """Whether `publish` takes all of the weights with adapters merged, or an adapter's own."""
 
-    @property
-    def settings(self) -> Settings:
-        """Required entries of the server's configuration; None where an entry must be missing."""
+    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Why a server of this configuration can't be updated so, and the flags that it needs; None if it can."""
         ...
 
     async def version(self, vllm: VLLMClient) -> int | None: ...
@@ -103,9 +102,14 @@ class _Whole:
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
 
-    @property
-    def settings(self) -> Settings:
-        return {"weight_transfer_config": {"backend": self.backend}, "lora_config": None}
+    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        if config.get("lora_config") is not None:
+            return "has lora_config, under which whole weights can't be replaced", "no --enable-lora"
+        transfer = config.get("weight_transfer_config")
+        if transfer is None or transfer.get("backend") != self.backend:
+            flag = f"--weight-transfer-config '{json.dumps({'backend': self.backend})}'"
+            return f"has weight_transfer_config={transfer}, but weights are to come another way", flag
+        return None
 
     async def connect(self, vllm: ControlPlane) -> None:
         """Connect to an engine that has just been started, or belonged to another trainer."""
@@ -262,13 +266,20 @@ class Adapters:
     merged: ClassVar[bool] = False
 
     def __init__(self, directory: str | Path, config: Any) -> None:
-        self.settings: Settings = {"lora_config": {"max_lora_rank": config.r}}
         self.directory = Path(directory).resolve()
         self.config = config
         self._prefix = f"burnish-{uuid.uuid4().hex[:12]}-"
         self._serial = itertools.count()
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
+
+    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        needed = max_lora_rank(self.config.r)
+        if (lora := config.get("lora_config")) is None:
+            return "takes no adapters", f"--enable-lora --max-lora-rank {needed}"
+        if (rank := lora.get("max_lora_rank", needed)) < self.config.r:
+            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", f"--max-lora-rank {needed}"
+        return None
 
     async def version(self, vllm: VLLMClient) -> int | None:
         loaded = {model["id"] for model in await vllm.models()}
