@@ -26,11 +26,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
+from ..loops.config import Teacher
 from ..loops.recipes import demo
-from ..loops.recipes.distill import Distill, run_distill
-from ..loops.recipes.grpo import GRPO, RLOO, run_grpo
-from ..loops.recipes.ppo import PPO, run_ppo
-from ..loops.runs.teacher import Teacher
+from ..loops.recipes.distill import run_distill
+from ..loops.recipes.grpo import run_grpo
+from ..loops.recipes.ppo import run_ppo
+from ..loops.recipes.settings import GRPO, PPO, RLOO, Distill
 
 RESULTS = Path(__file__).parent / "results" / "online.json"
 SEEDS = {"grpo": 3, "rloo": 3, "ppo": 3, "distill": 6}  # students differ by less, and from seed to seed by more
@@ -79,7 +80,7 @@ def start(directory: Path) -> Path:
     model = directory / "sft" / "model"
     if not model.exists():
         demo.save_start(directory / "start", seed=0)
-        demo.teach(directory, questions()[1], steps=demo.Demo.sft_steps, seed=0)
+        demo.teach(directory, questions()[1], steps=300, seed=0)
     return model
 
 

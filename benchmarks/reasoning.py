@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from ..loops.recipes.grpo import GRPO, run_grpo
+from ..loops.recipes.grpo import run_grpo
+from ..loops.recipes.settings import GRPO
 from ..loops.rewards.reasoning_gym import reasoning_gym_rows
 from ..loops.rollouts.replay import read_samples
 from ..loops.runs.curves import draw_curves

@@ -133,15 +133,15 @@ def train_burnish(
     **fields: Any,
 ) -> Metrics:
     """Metrics of each step."""
-    from ..loops.recipes import dpo, grpo, kto, sft
+    from ..loops.recipes import dpo, grpo, kto, settings, sft
 
     run: Any
     make: Any
     run, make = {
-        "dpo": (dpo.dpo, dpo.DPO),
-        "sft": (sft.sft, sft.SFT),
-        "kto": (kto.run_kto, kto.KTO),
-        "grpo": (grpo.run_grpo, grpo.GRPO),
+        "dpo": (dpo.dpo, settings.DPO),
+        "sft": (sft.sft, settings.SFT),
+        "kto": (kto.run_kto, settings.KTO),
+        "grpo": (grpo.run_grpo, settings.GRPO),
     }[recipe]
     with tempfile.TemporaryDirectory() as directory:
         common = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}

@@ -318,8 +318,8 @@ def _encode(
     if len(kept) < len(encoded):
         encoded = encoded.select(kept)
     if rows:
-        encoded = encoded.add_column("row", encoded["_row"])
-    return encoded.remove_columns(list(NOTES)), accounting
+        encoded = encoded.rename_column("_row", "row")
+    return encoded.remove_columns([name for name in NOTES if name in encoded.column_names]), accounting
 
 
 def _encode_rows(

@@ -15,14 +15,19 @@ online, surrogate   what those share that sample: grpo (and rloo), ppo, online_d
 config, command     fields, YAML and flags
 """
 
-from .batch import Batch, collate
-from .models.inputs import Rows, arrange
-from .models.policy import Policy
-from .models.scorer import Scorer
-from .runs.reference import adapters_off, frozen_copy
-from .train.losses import Term, compose, policy_tensors, score_tensors, weightings
-from .train.step import Objective, Step, evaluate, optimize, train_step
-from .train.weighting import Weights, completion_mean, fixed_length, pair_mean, sequence_mean, token_mean, weighted
+from typing import TYPE_CHECKING
+
+from ..lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .batch import Batch, collate
+    from .models.inputs import Rows, arrange
+    from .models.policy import Policy
+    from .models.scorer import Scorer
+    from .runs.reference import adapters_off, frozen_copy
+    from .train.losses import Term, compose, policy_tensors, score_tensors, weightings
+    from .train.step import Objective, Step, evaluate, optimize, train_step
+    from .train.weighting import Weights, completion_mean, fixed_length, pair_mean, sequence_mean, token_mean, weighted
 
 __all__ = [
     "Batch",
@@ -51,3 +56,5 @@ __all__ = [
     "weighted",
     "weightings",
 ]
+
+__getattr__ = lazy_exports(__name__)

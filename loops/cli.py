@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
@@ -29,122 +30,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return bench(given[1:])
     if given[0] not in _RECIPES:
-        nearest = difflib.get_close_matches(given[0], _LINES, n=1, cutoff=0.0)[0]
-        print(f"burnish: no recipe {given[0]!r}, did you mean {nearest!r}?\n\n{_usage()}", file=sys.stderr)
+        kind, known = ("flag", ["--help", "--version"]) if given[0].startswith("-") else ("recipe", list(_LINES))
+        nearest = difflib.get_close_matches(given[0], known, n=1, cutoff=0.0)[0]
+        print(f"burnish: no {kind} {given[0]!r}, did you mean {nearest!r}?\n\n{_usage()}", file=sys.stderr)
         return 2
     return _run(given[0], given[1:])
 
 
-def _sft() -> tuple[type, Callable[..., Any]]:
-    from .recipes.sft import SFT, sft
-
-    return SFT, sft
-
-
-def _dpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.dpo import DPO, dpo
-
-    return DPO, dpo
-
-
-def _kto() -> tuple[type, Callable[..., Any]]:
-    from .recipes.kto import KTO, run_kto
-
-    return KTO, run_kto
-
-
-def _cpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.cpo import CPO, run_cpo
-
-    return CPO, run_cpo
-
-
-def _orpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.cpo import ORPO, run_orpo
-
-    return ORPO, run_orpo
-
-
-def _reward() -> tuple[type, Callable[..., Any]]:
-    from .recipes.reward import Reward, run_reward
-
-    return Reward, run_reward
-
-
-def _prm() -> tuple[type, Callable[..., Any]]:
-    from .recipes.prm import PRM, run_prm
-
-    return PRM, run_prm
-
-
-def _distill() -> tuple[type, Callable[..., Any]]:
-    from .recipes.distill import Distill, run_distill
-
-    return Distill, run_distill
-
-
-def _grpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.grpo import GRPO, run_grpo
-
-    return GRPO, run_grpo
-
-
-def _rloo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.grpo import RLOO, run_grpo
-
-    return RLOO, run_grpo
-
-
-def _ppo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.ppo import PPO, run_ppo
-
-    return PPO, run_ppo
-
-
-def _online_dpo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.online_dpo import OnlineDPO, run_online_dpo
-
-    return OnlineDPO, run_online_dpo
-
-
-def _demo() -> tuple[type, Callable[..., Any]]:
-    from .recipes.demo import Demo, demo
-
-    return Demo, demo
-
-
-# Recipes are imported when they are asked for: --help and a typing error should not wait for transformers.
-_RECIPES: dict[str, Callable[[], tuple[type, Callable[..., Any]]]] = {
-    "sft": _sft,
-    "dpo": _dpo,
-    "kto": _kto,
-    "orpo": _orpo,
-    "cpo": _cpo,
-    "reward": _reward,
-    "prm": _prm,
-    "distill": _distill,
-    "grpo": _grpo,
-    "rloo": _rloo,
-    "ppo": _ppo,
-    "online_dpo": _online_dpo,
-    "demo": _demo,
+# The class in `recipes.settings`, the function in `recipes`, and the purpose. Nothing is imported before it is used.
+_RECIPES = {
+    "sft": ("SFT", "sft:sft", "supervised fine-tuning on messages, text, or prompts with completions"),
+    "dpo": ("DPO", "dpo:dpo", "preference training on pairs: dpo, ipo, hinge, ... or a mix of them"),
+    "kto": ("KTO", "kto:run_kto", "training on single answers, marked desirable or not: kto, bco, apo_zero_unpaired"),
+    "orpo": ("ORPO", "cpo:run_orpo", "preference training in one stage, without a reference"),
+    "cpo": ("CPO", "cpo:run_cpo", "preference training without a reference: cpo, simpo, alpha_po"),
+    "reward": ("Reward", "reward:run_reward", "a reward model, from pairs, scores or rankings"),
+    "prm": ("PRM", "prm:run_prm", "a process reward model, from solutions whose steps are labeled"),
+    "distill": (
+        "Distill",
+        "distill:run_distill",
+        "training on a teacher's distribution of the next token: another model, or its stored top-k",
+    ),
+    "grpo": (
+        "GRPO",
+        "grpo:run_grpo",
+        "reinforcement learning from rewards: grpo, dr_grpo, dapo, cispo, gspo, gmpo, sapo, vespo, dppo",
+    ),
+    "rloo": ("RLOO", "grpo:run_grpo", "reinforcement learning from rewards, against the mean of the other answers"),
+    "ppo": ("PPO", "ppo:run_ppo", "reinforcement learning from rewards with a value function"),
+    "online_dpo": (
+        "OnlineDPO",
+        "online_dpo:run_online_dpo",
+        "preference training on pairs of the policy's own answers",
+    ),
+    "demo": ("Demo", "demo:demo", "train a small model from scratch, offline, in a minute and a half"),
 }
-
-_LINES = {
-    "sft": "supervised fine-tuning on messages, text, or prompts with completions",
-    "dpo": "preference training on pairs: dpo, ipo, hinge, ... or a mix of them",
-    "kto": "training on single answers, marked desirable or not: kto, bco, apo_zero_unpaired",
-    "orpo": "preference training in one stage, without a reference",
-    "cpo": "preference training without a reference: cpo, simpo, alpha_po",
-    "reward": "a reward model, from pairs, scores or rankings",
-    "prm": "a process reward model, from solutions whose steps are labeled",
-    "distill": "training on a teacher's distribution of the next token: another model, or its stored top-k",
-    "grpo": "reinforcement learning from rewards: grpo, dr_grpo, dapo, cispo, gspo, gmpo, sapo, vespo, dppo",
-    "rloo": "reinforcement learning from rewards, against the mean of the other answers",
-    "ppo": "reinforcement learning from rewards with a value function",
-    "online_dpo": "preference training on pairs of the policy's own answers",
-    "bench": "measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right",
-    "demo": "train a small model from scratch, offline, in three minutes",
+_LINES = {name: line for name, (_, _, line) in _RECIPES.items()} | {
+    "bench": "measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right"
 }
 
 
@@ -155,21 +77,35 @@ def _usage() -> str:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    import datasets
-    import transformers
-
-    config_class, recipe = _RECIPES[name]()
-    if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    settings, path, _ = _RECIPES[name]
     try:
-        recipe(parse(name, config_class, arguments))
+        config = parse(name, _load("settings", settings), arguments)
+        # Threads that spin while they wait take the cores from each other: read when torch is first imported.
+        if name == "demo":
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        recipe = _load(*path.split(":"))
+        _hide_progress_bars()
+        recipe(config)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         if os.environ.get("BURNISH_TRACEBACK") or not _is_ours(error):
             raise
         print(f"burnish {name}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _load(module: str, name: str) -> Any:
+    return getattr(import_module(f".recipes.{module}", __package__), name)
+
+
+def _hide_progress_bars() -> None:
+    """Bars of loading and tokenizing are for a terminal."""
+    import datasets
+    import transformers
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _is_ours(error: BaseException) -> bool:

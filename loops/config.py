@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+ReferenceKind = Literal["auto", "copy", "adapters_off", "precompute"]
+
 
 @dataclass(frozen=True)
 class Lora:
@@ -92,3 +94,54 @@ class Common:
     def kernel(self) -> dict[str, Any]:
         """What a policy is to do with its head."""
         return {"layout": self.layout, "backend": self.backend, "keep_bytes": self.keep_bytes}
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Whom to learn the next token's distribution from, and how the distance to it is measured."""
+
+    model: str | None = None
+    """Name or directory of the teacher, a causal language model with the same tokenizer."""
+    logprobs: str | None = None
+    """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run with top_k left."""
+    top_k: int | None = None
+    """Keep the teacher's k likeliest tokens and the mass of the rest, from one pass before training; null keeps the
+    teacher in memory and compares whole distributions."""
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """KL(teacher||student), which covers; KL(student||teacher), which seeks; or what lies between, with its beta."""
+    beta: float = 0.5
+    """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence (jsd), in (0, 1)."""
+    temperature: float = 1.0
+    """Softmax temperature of both sides."""
+
+    def check(self, *, needed: bool) -> None:
+        """Before anything is loaded.
+
+        Raises:
+            ValueError: if a loss needs a teacher and has none, if no loss needs the one given, or if beta is no share.
+        """
+        given = (self.model is not None) + (self.logprobs is not None)
+        if given and not needed:
+            raise ValueError("teacher: no loss of this mix learns from it; add distillation, or leave the teacher out")
+        if needed and given != 1:
+            raise ValueError(
+                "teacher: distillation needs one; give --teacher.model or --teacher.logprobs, one of the two"
+            )
+        if self.divergence == "jsd" and not 0 < self.beta < 1:
+            raise ValueError(f"teacher.beta: must be in (0, 1) for jsd, got {self.beta}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a conversation. ``max_tokens`` of the sampling limits one turn; a turn cut by it is the last."""
+
+    turns: int = 8
+    """Completions of the policy."""
+    tokens: int = 4096
+    """Tokens after the prompt, those of the environment included."""
+    seconds: float = 60.0
+    """The longest that one call of the environment may take, in seconds."""
+
+    def __post_init__(self) -> None:
+        if self.turns < 1 or self.tokens < 1 or not self.seconds > 0:
+            raise ValueError(f"limits: all must be > 0, got {self.turns}, {self.tokens} and {self.seconds}")

@@ -7,8 +7,8 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from burnish.loops.config import Teacher
 from burnish.loops.recipes.dpo import PAIR_LOSSES
-from burnish.loops.runs.teacher import Teacher
 from burnish.loops.train.losses import columns_of, needs, parse
 from tiny import save_model, sums, write_rows
 

@@ -1,15 +1,21 @@
-"""MultiTurnSource with something that answers back.
+"""Multi-turn environments: games, tools and verifiers that the policy converses with.
 
-conversation, turns    one loop: tokens in, tokens out; how turns follow each other under a chat template
-tools, calculator      functions that the policy calls
-single, guess          one turn with a verifier (reasoning-gym); a game of several turns whose optimal play is known
-resolve                the name in a configuration
+multi_turn, chat_turns    one loop, tokens in, tokens out; the tokens between turns under a chat template
+tools                     functions that the policy calls; a calculator
+single_turn, games        one turn with a verifier (reasoning-gym); a game of several turns with known optimal play
+resolve                   the name in a configuration
 """
 
-from .chat_turns import ChatTurns
-from .multi_turn import Environment, Limits, MultiTurnSource, Step
-from .resolve import resolve_environment, turns_for
-from .tools import Tools, check_tool_tags, tool_metrics
+from typing import TYPE_CHECKING
+
+from ...lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from ..config import Limits
+    from .chat_turns import ChatTurns
+    from .multi_turn import Environment, MultiTurnSource, Step
+    from .resolve import resolve_environment, turns_for
+    from .tools import Tools, check_tool_tags, tool_metrics
 
 __all__ = [
     "ChatTurns",
@@ -23,3 +29,5 @@ __all__ = [
     "tool_metrics",
     "turns_for",
 ]
+
+__getattr__ = lazy_exports(__name__)

@@ -1,10 +1,10 @@
-"""How the turns of a conversation follow each other, in tokens.
+"""The tokens between the turns of a conversation.
 
-    prompt + answer + suffix + answer + suffix + ...
+    prompt + completion + suffix + completion + suffix + ...
 
 The prompt is rendered from messages once. What was sampled stays as it is, and is never rendered or tokenized again.
-A suffix closes the assistant's turn, says what the environment says, and opens the next turn; it is what the renderings
-of two conversations have in common at their ends, if all that they differ in is the assistant's answer.
+A suffix closes the assistant's turn, holds the environment's messages, and opens the next turn; it is the common end of
+the renderings of two conversations that differ in the assistant's completion alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from ...data.chat import Encoder, common_prefix
 Message = dict[str, Any]
 
 _ASKED: Message = {"role": "user", "content": "Ready?"}
-_ANSWERS = ("yes", "no")
+_REPLIES = ("yes", "no")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ChatTurns:
     """Turns under a tokenizer's chat template.
 
     Args:
-        options: what the template is told beside messages, such as ``tools``.
+        options: further arguments of the template, such as ``tools``.
 
     Raises:
         ValueError: if the template can't be followed turn by turn: it ends the assistant's message without an end
@@ -34,7 +34,7 @@ class ChatTurns:
 
     encoder: Encoder
     options: Mapping[str, Any] = field(default_factory=dict)
-    _heard: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _checked_roles: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.suffix([{"role": "user", "content": "Go on."}])
@@ -42,34 +42,36 @@ class ChatTurns:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return self.encoder.chat(list(messages), self.options, generation_prompt=True)
 
-    def suffix(self, said: Sequence[Message]) -> list[int]:
-        """From the assistant's end token to where the next answer begins.
+    def suffix(self, messages: Sequence[Message]) -> list[int]:
+        """From the assistant's end token to where the next completion begins.
 
         Raises:
-            ValueError: if the template leaves out what is said, as some do with the role "tool".
+            ValueError: if the template leaves these messages out, as some do with the role "tool".
         """
-        for role in {str(message["role"]) for message in said} - self._heard:
+        for role in {str(message["role"]) for message in messages} - self._checked_roles:
             if self._common_end([{"role": role, "content": "a"}]) == self._common_end([{"role": role, "content": "b"}]):
                 raise ValueError(f"turns: the chat template leaves out messages of the role {role}; say it as 'user'")
-            self._heard.add(role)
-        return self._common_end(said)
+            self._checked_roles.add(role)
+        return self._common_end(messages)
 
     @cached_property
     def end(self) -> int:
         """The token that ends the assistant's turn."""
         return self.suffix([{"role": "user", "content": "Go on."}])[0]
 
-    def _common_end(self, said: Sequence[Message]) -> list[int]:
+    def _common_end(self, messages: Sequence[Message]) -> list[int]:
         asked = self._asked
-        first, second = (self.prompt([_ASKED, {"role": "assistant", "content": answer}, *said]) for answer in _ANSWERS)
+        first, second = (
+            self.prompt([_ASKED, {"role": "assistant", "content": reply}, *messages]) for reply in _REPLIES
+        )
         shared = common_prefix(first[::-1], second[::-1])
         answered, suffix = first[: len(first) - shared], first[len(first) - shared :]
         text = str(self.encoder.tokenizer.decode(answered[len(asked) :], skip_special_tokens=True))
-        if first[: len(asked)] != asked or not text.strip().endswith(_ANSWERS[0]):
+        if first[: len(asked)] != asked or not text.strip().endswith(_REPLIES[0]):
             raise ValueError(
                 "turns: the chat template renders the beginning of a conversation in another way when more follows, so "
                 "what was sampled would stand where the model has never seen it; use a template whose generation "
-                "prompt is what it renders before an answer, or end the conversation after one turn"
+                "prompt is what it renders before a completion, or end the conversation after one turn"
             )
         start = next((i for i, token in enumerate(suffix) if token in self._special), None)
         if start is None or str(self.encoder.tokenizer.decode(suffix[:start])).strip():

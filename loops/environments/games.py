@@ -1,7 +1,7 @@
-"""A game of several turns whose optimal play is known: guess a number, and hear whether it is higher or lower.
+"""A game of several turns whose optimal play is known: guess a number, and be told whether it is higher or lower.
 
-Each answer of the other side halves what is left at best, so that among n numbers the best player needs, in the worst
-case, ⌈log₂(n + 1)⌉ guesses: asking for the middle does it, and nothing does better.
+Each reply halves the range at best, so that among n numbers the best player needs ⌈log₂(n + 1)⌉ guesses in the worst
+case: asking for the middle does it, and nothing does better.
 """
 
 import random
@@ -21,13 +21,13 @@ def optimal_guesses(numbers: int) -> int:
 
 
 class GuessNumber:
-    """One game. The last whole number of an answer is the guess.
+    """One game. The last whole number of a completion is the guess.
 
     r = min(1, b/k) for finding it with the k-th guess, where b is `optimal_guesses`, and 0 for not finding it: optimal
-    play always earns 1. An answer without a number, or with one outside of the range, is a guess that was wasted.
+    play always earns 1. A completion without a number, or with one outside of the range, is a wasted guess.
 
     Args:
-        guesses: how many there are, as a multiple of those that optimal play needs.
+        guesses: how many are allowed, as a multiple of those that optimal play needs.
     """
 
     def __init__(self, *, guesses: float = 2.0) -> None:
@@ -42,18 +42,18 @@ class GuessNumber:
         prompt: Sequence[Message] = row["prompt"]
         return prompt
 
-    def step(self, answer: Sample) -> Step:
+    def step(self, completion: Sample) -> Step:
         self.used += 1
         best = optimal_guesses(self.high - self.low + 1)
-        found = re.findall(r"-?[0-9]+", answer.text)
-        guess = int(found[-1]) if found and len(found[-1]) < 20 else None
+        numbers = re.findall(r"-?[0-9]+", completion.text)
+        guess = int(numbers[-1]) if numbers and len(numbers[-1]) < 20 else None
         if guess == self.secret:
             return Step("correct", done=True, reward=min(1.0, best / self.used), counts={"won": 1})
         if self.used >= self.guesses * best:
             return Step(done=True, reward=0.0, counts={"won": 0})
         if guess is None or not self.low <= guess <= self.high:
-            said = f"Say a whole number from {self.low} to {self.high}."
-            return Step(said, reward=0.0, counts={"wasted": 1})
+            hint = f"Say a whole number from {self.low} to {self.high}."
+            return Step(hint, reward=0.0, counts={"wasted": 1})
         return Step("higher" if guess < self.secret else "lower", reward=0.0)
 
 

@@ -1,12 +1,12 @@
-"""MultiTurnSource of the policy with an environment: tokens in, tokens out.
+"""Conversations of the policy with an environment: tokens in, tokens out.
 
     environment.reset(row)     the first messages, or their tokens
-    policy answers             one request of one answer; turn k is `Request.turn`
-    environment.step(answer)   what it says to that, whether it is over, and a reward
+    source.sample(request)         one completion; turn k is `Request.turn`
+    environment.step(completion)   its observation, whether the conversation is over, and a reward
     ...
 
-One conversation is one `Sample`. Its tokens are what was said after the prompt, in order, and only those that the
-policy sampled are trained and have log-probs. Nothing that was sampled is tokenized again.
+One conversation is one `Sample`. Its tokens are those after the prompt, in order; only those that the policy sampled
+are trained and have log-probs. Nothing that was sampled is tokenized again.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
+from ..config import Limits
 from ..rewards.scoring import Row, score
 from ..rewards.workers import OutOfTime, call, is_async, within
 from ..rollouts.sample import Request, Sample, VersionSpan, check_completions, plain
@@ -30,16 +31,17 @@ log = logging.getLogger(__name__)
 
 
 class Step(NamedTuple):
-    """What an environment says to an answer.
+    """An environment's reply to a completion.
 
     Attributes:
-        said: messages, a text (a user's), or token ids, which then hold all between this answer and the next.
-        done: whether the conversation is over; what is said then is not heard.
-        reward: for this answer; a conversation's is the sum over its turns. None gives none.
+        observation: messages, a text (a user's), or token ids, which then hold everything between this completion and
+            the next.
+        done: whether the conversation is over; its observation is then ignored.
+        reward: for this completion; a conversation's is the sum over its turns. None gives none.
         counts: numbers to be summed over the conversation and kept in ``sample.info``.
     """
 
-    said: str | Sequence[Message] | Sequence[int] = ""
+    observation: str | Sequence[Message] | Sequence[int] = ""
     done: bool = False
     reward: float | None = None
     counts: Mapping[str, float] = {}
@@ -57,8 +59,8 @@ class Environment(Protocol):
         """The prompt, which depends on the row alone: the conversations of a group share it."""
         ...
 
-    def step(self, answer: Sample) -> Step | Awaitable[Step]:
-        """``answer`` is the latest turn: its tokens, its text, how it ended."""
+    def step(self, completion: Sample) -> Step | Awaitable[Step]:
+        """``completion`` is the latest turn: its tokens, its text, how it ended."""
         ...
 
 
@@ -68,35 +70,18 @@ async def close(environment: Any) -> None:
         await call(function)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a conversation. ``max_tokens`` of the sampling limits one turn; a turn cut by it is the last."""
-
-    turns: int = 8
-    """Answers of the policy."""
-    tokens: int = 4096
-    """After the prompt, those of the environment included."""
-    seconds: float = 60.0
-    """That one call of the environment may take."""
-
-    def __post_init__(self) -> None:
-        if self.turns < 1 or self.tokens < 1 or not self.seconds > 0:
-            raise ValueError(f"limits: all must be > 0, got {self.turns}, {self.tokens} and {self.seconds}")
-
-
 @dataclass
 class MultiTurnSource:
     """A source of conversations: a `RolloutSource` itself, on top of another. What a request has for a prompt is not
     looked at: `reset` gives it.
 
     ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards, None where there was none, or in a word
-    how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (what was said, for TRL's rewards and for
-    people) and the environment's counts. A conversation that the environment fails in, or does not answer in time, is
-    aborted and counted in ``failures``; what was said until then is kept. So is one whose environment can't be closed,
-    but its reward counts.
+    how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (for TRL's rewards and for people) and
+    the environment's counts. A conversation in which the environment fails or is too slow is aborted and counted in
+    ``failures``; its turns until then are kept. So is one whose environment can't be closed, but its reward counts.
 
     Args:
-        source: of the answers.
+        source: where completions come from.
         make: an environment for one conversation.
         row: the row of the data that a task's prompt comes from.
         turns: how messages become tokens; not needed by environments that speak in token ids.
@@ -106,7 +91,7 @@ class MultiTurnSource:
     make: Callable[[], Environment]
     row: Callable[[int], Row]
     turns: ChatTurns | None = None
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     failures: Counter[str] = field(default_factory=Counter)
     _closing: "set[asyncio.Task[None]]" = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -123,7 +108,7 @@ class MultiTurnSource:
 
         Raises:
             ValueError: if `reset` fails, or gives the conversations of one task different prompts.
-            SourceError: if the source answers something else than what it was asked for.
+            SourceError: if the source returns another sample than the one requested.
         """
         conversations = [asyncio.ensure_future(self._converse(request, index)) for index in request.indices]
         try:
@@ -164,23 +149,23 @@ class MultiTurnSource:
         whole = Sample(request.task, index, prompt, [], [], [], [], "length")
         whole.info |= {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": None}
         for turn in range(self.limits.turns):
-            answer = await self._answer(request, whole, turn)
-            _append(whole, answer)
-            whole.finish = answer.finish
-            step = None if answer.finish == "aborted" else await self._step(environment, answer)
+            completion = await self._complete(request, whole, turn)
+            _append(whole, completion)
+            whole.finish = completion.finish
+            step = None if completion.finish == "aborted" else await self._step(environment, completion)
             if step is None:
                 whole.finish = "aborted"
                 whole.info["environment_reward"] = "aborted"
                 break
             self._note(whole, step)
-            if step.done or answer.finish == "length":
+            if step.done or completion.finish == "length":
                 break
-            said = self._said(step, answer, request)
+            observation = self._observation_tokens(step, completion, request)
             whole.finish = "length"
-            if turn + 1 == self.limits.turns or len(said) >= self._left(whole):
+            if turn + 1 == self.limits.turns or len(observation) >= self._left(whole):
                 break
-            _append_context(whole, said)
-            whole.info["messages"] += _messages(step.said)
+            _append_context(whole, observation)
+            whole.info["messages"] += _messages(step.observation)
         whole.text = "\n".join(m["content"] for m in whole.info["messages"] if m["role"] == "assistant")
         return whole
 
@@ -195,7 +180,7 @@ class MultiTurnSource:
         if len(prompt) >= self._context:
             raise ValueError(
                 f"environment: reset gave task {request.task} a prompt of {len(prompt)} tokens, which leaves nothing "
-                f"of the model's context of {self._context} for answers; say less"
+                f"of the model's context of {self._context} for completions; say less"
             )
         return prompt
 
@@ -208,7 +193,7 @@ class MultiTurnSource:
         """Tokens that the conversation may still grow by, within its limit and the model's context."""
         return int(min(self.limits.tokens, self._context - len(whole.prompt))) - len(whole.tokens)
 
-    async def _answer(self, request: Request, whole: Sample, turn: int) -> Sample:
+    async def _complete(self, request: Request, whole: Sample, turn: int) -> Sample:
         """One more turn of the policy, within what is left of the conversation."""
         room = min(request.sampling.max_tokens, self._left(whole))
         stop = request.sampling.stop
@@ -222,21 +207,21 @@ class MultiTurnSource:
             request.key,
             turn,
         )
-        answers = await self.source.sample(asked)
+        completions = await self.source.sample(asked)
         try:
-            check_completions(answers, asked)
+            check_completions(completions, asked)
         except ValueError as error:
             raise SourceError(f"environment: {error}") from error
-        return answers[0]
+        return completions[0]
 
-    async def _step(self, environment: "_Played", answer: Sample) -> Step | None:
+    async def _step(self, environment: "_Played", completion: Sample) -> Step | None:
         try:
-            step: Step = await within(self.limits.seconds, call(environment.step, answer))
+            step: Step = await within(self.limits.seconds, call(environment.step, completion))
         except Exception as error:
             self._failed(
                 "timeout" if isinstance(error, OutOfTime) else "error",
-                f"in step (task {answer.task}, answer {answer.index}); the conversation is aborted and has no reward, "
-                "as are further ones, which are counted",
+                f"in step (task {completion.task}, completion {completion.index}); the conversation is aborted and has "
+                "no reward, as are further ones, which are counted",
                 error,
             )
             return None
@@ -269,15 +254,16 @@ class MultiTurnSource:
                 raise ValueError(f"{who} must be a number, to be summed over the turns, got {number!r}")
             info[name] = info.get(name, 0) + number
 
-    def _said(self, step: Step, answer: Sample, request: Request) -> list[int]:
-        """The tokens between this answer and the next."""
-        if not step.said:
-            raise ValueError("environment: step said nothing and is not done; say something, or return done=True")
-        if _is_tokens(step.said):
-            return [int(token) for token in cast(Sequence[int], step.said)]
-        suffix = self._turns().suffix(_messages(step.said))
-        # Whichever end token was sampled stands for the template's; an answer without one is ended by the template's.
-        ended = answer.tokens[-1:] == suffix[:1] or (answer.tokens and answer.tokens[-1] in request.sampling.stop)
+    def _observation_tokens(self, step: Step, completion: Sample, request: Request) -> list[int]:
+        """The tokens between this completion and the next."""
+        if not step.observation:
+            raise ValueError("environment: step observed nothing and is not done; return an observation, or done=True")
+        if _is_tokens(step.observation):
+            return [int(token) for token in cast(Sequence[int], step.observation)]
+        suffix = self._turns().suffix(_messages(step.observation))
+        # Any sampled end token stands for the template's; a completion without one is ended by the template's.
+        last = completion.tokens[-1:]
+        ended = last == suffix[:1] or (last and last[0] in request.sampling.stop)
         return suffix[1:] if ended else suffix
 
     def _turns(self) -> ChatTurns:
@@ -324,13 +310,13 @@ class _Played:
         return noted
 
 
-def _append(whole: Sample, answer: Sample) -> None:
+def _append(whole: Sample, completion: Sample) -> None:
     offset = len(whole.tokens)
-    whole.tokens += answer.tokens
-    whole.trained += answer.trained
-    whole.logprobs += answer.logprobs
-    whole.spans += [VersionSpan(version, start + offset, end + offset) for version, start, end in answer.spans]
-    whole.info["messages"].append({"role": "assistant", "content": answer.text})
+    whole.tokens += completion.tokens
+    whole.trained += completion.trained
+    whole.logprobs += completion.logprobs
+    whole.spans += [VersionSpan(version, start + offset, end + offset) for version, start, end in completion.spans]
+    whole.info["messages"].append({"role": "assistant", "content": completion.text})
     whole.info["turns"] += 1
 
 
@@ -340,11 +326,11 @@ def _append_context(whole: Sample, tokens: Sequence[int]) -> None:
     whole.logprobs += [0.0] * len(tokens)
 
 
-def _messages(said: Any) -> list[Message]:
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    return [] if _is_tokens(said) else list(said)
+def _messages(observation: Any) -> list[Message]:
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    return [] if _is_tokens(observation) else list(observation)
 
 
-def _is_tokens(said: Any) -> bool:
-    return not isinstance(said, str) and all(isinstance(token, int) for token in said)
+def _is_tokens(observation: Any) -> bool:
+    return not isinstance(observation, str) and all(isinstance(token, int) for token in observation)

@@ -13,12 +13,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import Encoder
-from ..rewards.names import build, find
+from ..registry import build, find
 from ..rewards.reasoning_gym import ReasoningGym
 from ..rollouts.event_loops import run
 from .chat_turns import ChatTurns
 from .multi_turn import Environment, close
-from .single import SingleTurn
+from .single_turn import SingleTurn
 from .tools import check_tool_tags
 
 SHIPPED = {
@@ -26,7 +26,7 @@ SHIPPED = {
     "reasoning_gym": ".resolve:reasoning_gym",
     "tools": ".tools:Tools",
 }
-TOOLS = {"calculator": ".calculator:calculator"}
+TOOLS = {"calculator": ".tools:calculator"}
 
 
 def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable[[], Environment]:
@@ -47,7 +47,7 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
     run(close(one))
     for part in ("reset", "step"):
         if not callable(getattr(one, part, None)):
-            raise ValueError(f"environment {name}: has no function {part}; wanted reset(row) and step(answer)")
+            raise ValueError(f"environment {name}: has no function {part}; wanted reset(row) and step(completion)")
     return make
 
 

@@ -2,14 +2,17 @@
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>
 
-An answer without a call is the last one. What a tool returns is said back in the role "tool"; so is what was wrong with
-a call: the policy can do better next time, and the failure is counted.
+A completion without a call is the last one. A tool's result is returned in the role "tool"; so is what was wrong with a
+call, which the policy can mend, and which is counted.
 """
 
+import ast
 import asyncio
 import difflib
 import inspect
 import json
+import math
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +30,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Call(NamedTuple):
-    """What the policy asks for; ``problem`` says why it can't be done, or is empty."""
+    """A tool call of the policy; ``problem`` says why it can't be made, or is empty."""
 
     name: str = ""
     arguments: dict[str, Any] = {}  # noqa: RUF012
@@ -40,9 +43,9 @@ class Tools:
     Args:
         tools: plain or async functions with type hints and a docstring that describes each argument (Google's style);
             their schemas are for the chat template.
-        seconds: that a call may take; a plain function that takes longer goes on in a thread that nothing stops.
+        seconds: the longest that a call may take; a plain function that exceeds it goes on in its thread.
         longest: characters of a result; what is beyond is cut.
-        role: that results are said in, for templates that know no "tool".
+        role: the role of results, for templates that know no "tool".
 
     Raises:
         ValueError: if a function can't be described, or two have the same name.
@@ -62,40 +65,40 @@ class Tools:
         prompt: Sequence[Message] = row["prompt"]
         return prompt
 
-    async def step(self, answer: Sample) -> Step:
-        calls = parse_calls(answer.text)
+    async def step(self, completion: Sample) -> Step:
+        calls = parse_calls(completion.text)
         if not calls:
             return Step(done=True)
         results = await asyncio.gather(*map(self._do, calls))
-        said = [
-            {"role": self.role, "name": asked.name, "content": text}
-            for asked, (_, text) in zip(calls, results, strict=True)
+        messages = [
+            {"role": self.role, "name": request.name, "content": text}
+            for request, (_, text) in zip(calls, results, strict=True)
         ]
-        return Step(said, counts={"tool_calls": len(calls), "tool_failures": sum(not fine for fine, _ in results)})
+        return Step(messages, counts={"tool_calls": len(calls), "tool_failures": sum(not fine for fine, _ in results)})
 
-    async def _do(self, asked: Call) -> tuple[bool, str]:
-        """Whether the call succeeded, and what is said of it."""
-        problem = asked.problem or self._mistake(asked)
+    async def _do(self, request: Call) -> tuple[bool, str]:
+        """Whether the call succeeded, and its result or error."""
+        problem = request.problem or self._mistake(request)
         if problem:
             return False, f"error: {problem}"
         try:
-            result = await within(self.seconds, call(self.tools[asked.name], **asked.arguments))
+            result = await within(self.seconds, call(self.tools[request.name], **request.arguments))
         except OutOfTime as late:
-            return False, f"error: {asked.name} {late}"
+            return False, f"error: {request.name} {late}"
         except Exception as error:
             return False, f"error: {type(error).__name__}: {error}"
         text = result if isinstance(result, str) else json.dumps(result, default=str)
         return True, text if len(text) <= self.longest else f"{text[: self.longest]}... (cut)"
 
-    def _mistake(self, asked: Call) -> str:
-        if asked.name not in self.tools:
-            near = difflib.get_close_matches(asked.name, self.tools, n=1)
+    def _mistake(self, request: Call) -> str:
+        if request.name not in self.tools:
+            near = difflib.get_close_matches(request.name, self.tools, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.tools)}"
-            return f"no tool {asked.name!r}, {hint}"
+            return f"no tool {request.name!r}, {hint}"
         try:
-            inspect.signature(self.tools[asked.name]).bind(**asked.arguments)
+            inspect.signature(self.tools[request.name]).bind(**request.arguments)
         except TypeError as error:
-            return f"{asked.name}: {error}"
+            return f"{request.name}: {error}"
         return ""
 
 
@@ -108,14 +111,14 @@ def check_tool_tags(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer that would hide calls.
 
     Raises:
-        ValueError: if a tag is a special token: answers are decoded without those.
+        ValueError: if a tag is a special token: completions are decoded without those.
     """
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     hidden = sorted({OPEN, CLOSE} & (special | set(tokenizer.all_special_tokens)))
     if hidden:
         raise ValueError(
-            f"tools: {hidden[0]} is a special token of this tokenizer, so it is missing from the text of answers and "
-            "no call would be seen; add it as a token that is not special"
+            f"tools: {hidden[0]} is a special token of this tokenizer, so it is missing from the text of "
+            "completions and no call would be seen; add it as a token that is not special"
         )
 
 
@@ -132,20 +135,20 @@ def _parse(piece: str) -> Call:
     if not closed:
         return Call(problem=f"a call must end with {CLOSE}")
     try:
-        asked = json.loads(content)
+        request = json.loads(content)
     except (ValueError, RecursionError) as error:
         return Call(problem=f"the call is not JSON: {error}")
-    if not isinstance(asked, dict) or not isinstance(asked.get("name"), str):
+    if not isinstance(request, dict) or not isinstance(request.get("name"), str):
         return Call(problem='a call is an object with "name" and "arguments"')
-    arguments = asked.get("arguments", {})
+    arguments = request.get("arguments", {})
     if isinstance(arguments, str):  # some models write JSON within JSON
         try:
             arguments = json.loads(arguments)
         except ValueError as error:
-            return Call(asked["name"], problem=f"the arguments are not JSON: {error}")
+            return Call(request["name"], problem=f"the arguments are not JSON: {error}")
     if not isinstance(arguments, dict):
-        return Call(asked["name"], problem='"arguments" must be an object')
-    return Call(asked["name"], arguments)
+        return Call(request["name"], problem='"arguments" must be an object')
+    return Call(request["name"], arguments)
 
 
 def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
@@ -157,3 +160,55 @@ def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
             "line under Args: in the docstring"
         ) from error
     return schema
+
+
+# The calculator walks the syntax tree: nothing is evaluated that is not listed here.
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_DIGITS = 1000  # of a result; a tower of powers would otherwise stop the program
+
+
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression.
+
+    Args:
+        expression: Numbers, + - * / // % ** and parentheses, such as "(17 + 4) * 2".
+    """
+    if len(expression) > 1000:
+        raise ValueError("the expression is longer than 1000 characters")
+    return str(_value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
+
+
+def _value(node: ast.expr) -> int | float:
+    match node:
+        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+            return _small(node.value)  # type: ignore[arg-type]
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
+            value = _value(node.operand)
+            return -value if isinstance(node.op, ast.USub) else value
+        case ast.BinOp(op=ast.Pow()):
+            return _power(_value(node.left), _value(node.right))
+        case ast.BinOp() if type(node.op) in _BINARY:
+            return _small(_BINARY[type(node.op)](_value(node.left), _value(node.right)))
+    raise ValueError(f"not arithmetic: {ast.unparse(node)}")
+
+
+def _power(base: int | float, exponent: int | float) -> int | float:
+    if abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > _DIGITS:
+        raise ValueError(f"the result has more than {_DIGITS} digits")
+    value = base**exponent
+    if isinstance(value, complex):
+        raise ValueError("the result is not a real number")
+    return _small(value)
+
+
+def _small(value: int | float) -> int | float:
+    if isinstance(value, int) and value.bit_length() > _DIGITS * 4:
+        raise ValueError(f"the result has more than {_DIGITS} digits")
+    return value

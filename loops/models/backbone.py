@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...data import Example
 from .inputs import Layout, Read, Rows, arrange
+from .probe import objection
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +102,11 @@ class Backbone(nn.Module):
             return kinds == {"full_attention"} if hasattr(config, "layer_types") else not windowed
         return kinds <= {"full_attention", "sliding_attention"}
 
-    @torch.no_grad()
     def _keeps_apart(self, layout: Layout, output: Callable[[Rows], Tensor]) -> bool:
+        return objection(self.plain, lambda: self._find_mixing(layout, output)) is None
+
+    @torch.no_grad()
+    def _find_mixing(self, layout: Layout, output: Callable[[Rows], Tensor]) -> str | None:
         """Other tokens in one sequence must not change a single bit of another, and must agree with the padded run."""
         changed = [PROBE[0], PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]])]
         changed[0] = changed[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]])
@@ -114,12 +118,13 @@ class Backbone(nn.Module):
                 expected = output(self.arranged(PROBE, "padded"))
             except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:  # the model refuses such input
                 log.info("%s refuses %s rows: %s", type(self.plain).__name__, layout, error)
-                return False
+                return str(error)
         untouched = slice(4, 7)  # the second completion of the first example: its prompt is the same in both
         # Layers amplify rounding, half precision's most of all; a wrong position or mask changes half of the norm.
         tolerance = 1e-3 if torch.finfo(before.dtype).eps < 1e-5 else 0.35
         difference = (before.double() - expected.double()).norm() / expected.double().norm()
-        return torch.equal(before[untouched], after[untouched]) and bool(difference <= tolerance)
+        kept_apart = torch.equal(before[untouched], after[untouched]) and bool(difference <= tolerance)
+        return None if kept_apart else "sequences see each other"
 
 
 @contextmanager

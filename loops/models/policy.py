@@ -15,6 +15,7 @@ from ..batch import Batch
 from .backbone import PROBE, Backbone, evaluating
 from .inputs import Layout
 from .lm_head import CannotFuse, TeacherOutputs, Transform, fuse, operands
+from .probe import objection
 from .scorer import Scorer
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,10 @@ class Policy(Backbone):
     ) -> None:
         super().__init__(model)
         self.value_head, self.critic = value_head, critic
-        self.fused = self._try_fusing(backend, keep_bytes)
+        reason = objection(self.plain, lambda: self._try_fusing(backend, keep_bytes))
+        if reason is not None:
+            log.warning("%s: log-probs are taken from full logits: %s", type(self.plain).__name__, reason)
+        self.fused = reason is None
         if value_head is not None and not self.fused:
             raise ValueError(
                 f"policy: the head of {type(self.plain).__name__} can't be fused, and so no value head added"
@@ -159,7 +163,8 @@ class Policy(Backbone):
         return logits
 
     @torch.no_grad()
-    def _try_fusing(self, backend: Backend, keep_bytes: int | None) -> bool:
+    def _try_fusing(self, backend: Backend, keep_bytes: int | None) -> str | None:
+        """Fuse the head; returns why it can't be relied on, if so."""
         rows = self.arranged(PROBE[:1], "padded")
         target = torch.tensor([4, 5, 6, 7, 5, 3, 2], device=self.device)
         try:
@@ -175,6 +180,5 @@ class Policy(Backbone):
             if not torch.all((fused.double() - expected).abs() <= tolerance):
                 raise CannotFuse("its logits are not a known function of its last hidden state")
         except CannotFuse as reason:
-            log.warning("%s: log-probs are taken from full logits: %s", type(self.plain).__name__, reason)
-            return False
-        return True
+            return str(reason)
+        return None

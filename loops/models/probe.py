@@ -49,7 +49,7 @@ def shortened(plain: Any) -> Iterator[bool]:
         parent._modules[name] = layers
 
 
-def _find_layers(plain: nn.Module) -> tuple[nn.Module, str] | None:
+def _find_layers(plain: Any) -> tuple[nn.Module, str] | None:
     """The module that holds the list of layers, and the list's name there."""
     depth = getattr(plain.config.get_text_config(), "num_hidden_layers", None)
     if any(isinstance(parameter, DTensor) for parameter in plain.parameters()):

@@ -13,44 +13,24 @@ directory. No stage sees any of the questions that the accuracies are of.
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .dpo import DPO, dpo
-from .grpo import GRPO, run_grpo
-from .sft import SFT, sft
+from .dpo import dpo
+from .grpo import run_grpo
+from .settings import DPO, GRPO, SFT, Demo
+from .sft import sft
 
 ALPHABET = "0123456789+="
 TERM = 2  # digits of each number
 TAUGHT = 5000  # questions whose answers SFT copies
 HELD_OUT = 1000  # questions that no stage trains on
-
-
-@dataclass(frozen=True)
-class Demo:
-    """Train a small model from scratch, offline: SFT, then DPO on its own answers, then GRPO."""
-
-    output: str = "burnish-demo"
-    """Directory of the demonstration; a number is appended if it is taken."""
-    seed: int = 0
-    """Seed of questions, weights and samples."""
-    sft_steps: int = 300
-    """Optimizer steps of SFT, 128 sums each."""
-    dpo_steps: int = 150
-    """Optimizer steps of DPO, 128 pairs each."""
-    questions: int = 4000
-    """Questions that the model answers to make pairs, four times each."""
-    grpo_steps: int = 210
-    """Optimizer steps of GRPO, three on 8 answers to each of 128 questions."""
 
 
 def demo(config: Demo) -> dict[str, float]:
@@ -61,10 +41,10 @@ def demo(config: Demo) -> dict[str, float]:
     drawn = questions(rng, HELD_OUT + TAUGHT + config.questions)
     held_out, taught, asked = drawn[:HELD_OUT], drawn[HELD_OUT:][:TAUGHT], drawn[HELD_OUT + TAUGHT :]
     save_start(directory / "start", seed=config.seed)
-    accuracy = {"before training": score(directory / "start", held_out)}
 
     console.rule("SFT: answers to copy")
     teach(directory, taught, steps=config.sft_steps, seed=config.seed)
+    accuracy = {"before training": score(directory / "start", held_out)}
     accuracy["after SFT"] = score(directory / "sft/model", held_out)
 
     console.rule("DPO + NLL: its own right and wrong answers")
@@ -101,7 +81,7 @@ def demo(config: Demo) -> dict[str, float]:
             max_tokens=TERM + 3,
             epochs_per_rollout=3,
             loss_kwargs={"clip_low": 0.02, "clip_high": 0.3},  # failures are pushed down no further than they must be
-            learning_rate=2e-4,
+            learning_rate=2.5e-4,
             schedule="linear",
             warmup=0.15,
             show_every=20,
@@ -230,6 +210,9 @@ def _vacant(wanted: Path) -> Path:
 
 
 def _draw(directory: Path, accuracy: dict[str, float]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     bars, loss, margins, reward = figure.subplots(1, 4)

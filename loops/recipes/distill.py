@@ -6,9 +6,8 @@ arXiv:2306.13649): the prompts of such a step are those that the data has for it
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,10 +19,10 @@ from ..batch import Batch
 from ..models.policy import Policy
 from ..rewards import judged
 from ..rl.buffer import RolloutFeed
-from ..rl.sources import SamplingConfig, check_sampled, open_scheduler, open_store
+from ..rl.sources import check_sampled, open_scheduler, open_store
 from ..runs.context import Recipe, open_recipe
 from ..runs.feed import Feed
-from ..runs.teacher import Teacher, distillation, load_teacher, open_teacher
+from ..runs.teacher import distillation, load_teacher, open_teacher
 from ..train.losses import (
     ENTROPY,
     Loss,
@@ -39,6 +38,7 @@ from ..train.losses import (
     policy_tensors,
     weightings,
 )
+from .settings import Distill
 from .sft import TOKEN_LOSSES, WEIGHTINGS
 
 LOSSES: dict[str, Loss] = {
@@ -47,28 +47,6 @@ LOSSES: dict[str, Loss] = {
     "sampled_reverse_kl": sampled_reverse_kl,
 }
 _ABOUT = {"distillation": None, "sampled_reverse_kl": "sampled"}  # whose answers; those of the data for other losses
-
-
-@dataclass(frozen=True)
-class Distill(SamplingConfig):
-    """Training on a teacher's distribution of the next token, on messages, text, or prompts with completions."""
-
-    learning_rate: float = 2e-5
-    """Peak learning rate of AdamW."""
-    teacher: Teacher = field(default_factory=Teacher)
-    """The teacher and the divergence from it."""
-    loss: str | dict[str, float | dict[str, Any]] = "distillation"
-    """distillation, or a mix of it with token objectives: {distillation: 1.0, nll: 0.5}. Those learn from the data's
-    answers alone; sampled_reverse_kl, a policy gradient with the reverse KL of each token for its cost, from the
-    student's alone."""
-    weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Whether every token or every answer counts the same, in every loss that has no weighting of its own."""
-    train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
-    """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text."""
-    on_policy: float = 0.0
-    """Share of the steps that learn from answers which the student samples itself, λ of GKD; 1 is all of them."""
-    group_size: int = 1
-    """Answers that the student samples to each prompt."""
 
 
 def run_distill(config: Distill) -> dict[str, float]:

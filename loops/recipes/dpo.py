@@ -1,8 +1,8 @@
 """Preference training: DPO, or any other preference objective of `burnish.objectives`, or a weighted mix of them."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from ...objectives import (
     sequence_mean,
 )
 from ..batch import Batch
-from ..config import Common
 from ..models.policy import Policy
-from ..runs.context import PerToken, Recipe, ReferenceKind, open_recipe, open_reference
-from ..runs.teacher import Teacher, distillation, open_teacher
+from ..runs.context import PerToken, Recipe, open_recipe, open_reference
+from ..runs.teacher import distillation, open_teacher
 from ..train.losses import (
     CHOSEN,
     ENTROPY,
@@ -39,6 +38,7 @@ from ..train.losses import (
     policy_tensors,
     weightings,
 )
+from .settings import DPO
 from .sft import TOKEN_LOSSES
 
 _STEP_COUPLED = {"aot", "aot_unpaired"}
@@ -50,38 +50,6 @@ PAIR_LOSSES: dict[str, Loss] = {
     **TOKEN_LOSSES,
     "distillation": distillation,
 }
-
-
-@dataclass(frozen=True)
-class DPO(Common):
-    """Preference training on pairs of a chosen and a rejected answer to one prompt."""
-
-    learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
-    loss: str | dict[str, float | dict[str, Any]] = "dpo"
-    """A preference objective of burnish.objectives, or a mix: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}; instead of its
-    coefficient, a loss may have {coefficient: 0.8, beta: 0.2, ...}. nll is that of the chosen answers."""
-    beta: float = 0.1
-    """Strength of the pull towards the reference, for every loss that has a beta."""
-    label_smoothing: float = 0.0
-    """Assumed share of pairs labelled the wrong way round, for every loss that knows it."""
-    answer: Literal["sum", "mean"] = "sum"
-    """Whether the log-prob of an answer is the sum over its tokens, as in the papers, or their mean."""
-    ld_alpha: float = 1.0
-    """How much of an answer's log-prob beyond the length of the pair's shorter answer counts (LD-DPO); 1 is all."""
-    weight: Literal["one", "wpo"] = "one"
-    """Whether a pair counts by how likely the policy is to say both of its answers (WPO)."""
-    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
-    """The f-divergence from the reference (f-DPO); alpha needs `divergence_alpha`."""
-    divergence_alpha: float = 0.5
-    """Order of the alpha-divergence."""
-    reference: ReferenceKind = "auto"
-    """Where reference log-probs come from: a frozen copy, the model without its adapters (auto, if it has some), or
-    one pass over the data before training, cached in the run directory."""
-    teacher: Teacher = field(default_factory=Teacher)
-    """A teacher, for the loss `distillation` in a mix."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Further hyper-parameters by name, such as {gamma: 0.5, tau: 0.05}, for every loss that has one of that name."""
 
 
 def dpo(config: DPO) -> dict[str, float]:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ...objectives import group_advantage, kl_estimate, leave_one_out, normalize_then_sum, sequence_sum, whiten
 from ..rl.buffer import RolloutBuffer
-from ..rl.policy_gradient import PolicyGradientConfig, Weighting, surrogate_terms, train_policy
+from ..rl.policy_gradient import surrogate_terms, train_policy
+from ..rl.settings import Weighting
 from ..rl.setup import open_rl
 from ..train import weighting as weights
 from ..train.losses import Term
+from .settings import GRPO, Name, Scale
 
 Baseline = Literal["group", "leave_one_out"]
-Scale = Literal["group", "batch", "none"]
-Name = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo", "rloo"]
 
 
 @dataclass(frozen=True)
@@ -49,38 +49,6 @@ VARIANTS: dict[Name, Variant] = {
     # Its gradient at the policy that sampled is REINFORCE's, which is all that the paper needs.
     "rloo": Variant("completion_surrogate", scale="none", baseline="leave_one_out"),
 }
-
-
-@dataclass(frozen=True)
-class GRPO(PolicyGradientConfig):
-    """Reinforcement learning from rewards, each answer compared with the others to its prompt."""
-
-    variant: Name = "grpo"
-    """Named settings of the loss, its weighting and the advantage; what is given below takes their place."""
-    weighting: Weighting | None = None
-    """Whether tokens or answers count the same, or a token 1 over max_tokens."""
-    scale: Scale | None = None
-    """What differences in reward are divided by: the standard deviation in the group, in the batch, or nothing."""
-    reward_aggregation: Literal["sum", "normalize"] = "sum"
-    """Whether rewards are summed before they are compared, or compared one by one (GDPO)."""
-    dynamic_sampling: bool | None = None
-    """Pass over groups whose rewards are all the same and sample others (dynamic sampling)."""
-    kl_as: Literal["loss", "reward"] = "loss"
-    """Whether the divergence from the reference is a loss of its own, or is taken off the reward."""
-
-
-@dataclass(frozen=True)
-class RLOO(GRPO):
-    """Reinforcement learning from rewards, each answer compared with the mean of the others to its prompt."""
-
-    variant: Name = "rloo"
-    """Named settings of the loss, its weighting and the advantage, as for grpo."""
-    group_size: int = 4
-    """Answers to each prompt."""
-    beta: float = 0.05
-    """Strength of the pull towards the reference policy; 0 needs no reference."""
-    kl_as: Literal["loss", "reward"] = "reward"
-    """Whether the divergence from the reference is a loss of its own, or is taken off the reward."""
 
 
 def run_grpo(config: GRPO) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Training on single answers, each marked desirable or undesirable: KTO and its relatives."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,12 @@ from accelerate import Accelerator
 from ...data import Example, encode_feedback
 from ...objectives import PerSequence, feedback, kto_kl, sequence_sum
 from ..batch import Batch, collate
-from ..config import Common
 from ..models.backbone import evaluating
 from ..models.policy import Policy
-from ..runs.context import ReferenceKind, open_recipe, open_reference
+from ..runs.context import open_recipe, open_reference
 from ..runs.feed import Feed, Prepare
 from ..runs.reference import Reference
-from ..runs.teacher import Teacher, distillation, open_teacher
+from ..runs.teacher import distillation, open_teacher
 from ..train.losses import (
     ENTROPY,
     Loss,
@@ -33,31 +32,10 @@ from ..train.losses import (
     weightings,
 )
 from ..train.step import Stats, sum_over_ranks
+from .settings import KTO
 from .sft import TOKEN_LOSSES
 
 FEEDBACK_LOSSES: dict[str, Loss] = {**losses_of(feedback), **TOKEN_LOSSES, "distillation": distillation}
-
-
-@dataclass(frozen=True)
-class KTO(Common):
-    """Training on answers marked desirable or undesirable; preference pairs count as one of each."""
-
-    learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
-    loss: str | dict[str, float | dict[str, Any]] = "kto"
-    """kto, bco or apo_zero_unpaired, or a mix: {kto: 1.0, nll: 0.1}. nll is that of the desirable answers."""
-    beta: float = 0.1
-    """Strength of the pull towards the reference, for every loss that has a beta."""
-    desirable_weight: float = 1.0
-    """What a desirable answer counts (kto); the paper balances the two classes to within a factor of 4/3."""
-    undesirable_weight: float = 1.0
-    """What an undesirable answer counts (kto)."""
-    reference: ReferenceKind = "auto"
-    """Where reference log-probs come from, as for dpo; kto can't precompute them, its mismatched answers change."""
-    teacher: Teacher = field(default_factory=Teacher)
-    """A teacher, for the loss `distillation` in a mix."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Further hyper-parameters by name, for every loss that has one of that name."""
 
 
 def run_kto(config: KTO) -> dict[str, float]:

@@ -4,37 +4,16 @@ Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from ..rl.buffer import RolloutBuffer, Unit
-from ..rl.setup import OnlineConfig, missing_end, open_rl
-from ..runs.context import ReferenceKind, open_reference
+from ..rl.setup import missing_end, open_rl
+from ..runs.context import open_reference
 from ..train.losses import CHOSEN, ENTROPY, PAIR_LOGPS, Term, needs, outputs_for, parse, policy_tensors
 from .dpo import PAIR_LOSSES, refuse_split_steps
-
-
-@dataclass(frozen=True)
-class OnlineDPO(OnlineConfig):
-    """Preference training on pairs of the policy's own answers, the best and the worst of each group by reward."""
-
-    group_size: int = 2
-    """Answers to each prompt, of which two make a pair."""
-    loss: str | dict[str, float | dict[str, Any]] = "dpo"
-    """A preference objective of burnish.objectives, or a mix, as for dpo: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}."""
-    beta: float = 0.1
-    """Strength of the pull towards the reference, for every loss that has a beta."""
-    label_smoothing: float = 0.0
-    """Assumed share of pairs that are the wrong way round, for every loss that knows it."""
-    reference: ReferenceKind = "auto"
-    """Where reference log-probs come from, as for dpo; precompute does not apply."""
-    missing_eos_penalty: float = 0.0
-    """What an answer that was cut at max_tokens loses of its reward."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Further hyper-parameters by name, such as {gamma: 0.5}, for every loss that has one of that name."""
+from .settings import OnlineDPO
 
 
 def run_online_dpo(config: OnlineDPO) -> dict[str, float]:

@@ -9,7 +9,7 @@ Sharing the backbone needs no second model, and c keeps the values from ruling i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,38 +24,10 @@ from ..models.io import load_classifier, load_tokenizer, save_model
 from ..models.policy import Policy
 from ..models.scorer import Critic
 from ..rl.buffer import RolloutBuffer
-from ..rl.policy_gradient import PolicyGradientConfig, surrogate_terms, train_policy
+from ..rl.policy_gradient import surrogate_terms, train_policy
 from ..rl.setup import missing_end, open_rl
 from ..train.losses import Term, needs, units_of
-
-
-@dataclass(frozen=True)
-class PPO(PolicyGradientConfig):
-    """Reinforcement learning from rewards with a value function, on one answer or several to each prompt."""
-
-    group_size: int = 1
-    """Answers to each prompt."""
-    batch_size: int = 64
-    """Prompts per rollout, over all ranks."""
-    epochs_per_rollout: int = 4
-    """How often a rollout is trained on."""
-    beta: float = 0.05
-    """Strength of the pull towards the reference policy, taken off the reward of each token; 0 needs no reference."""
-    gamma: float = 1.0
-    """Discount of later rewards, per token."""
-    lam: float = 0.95
-    """λ of generalized advantage estimation: 0 trusts the values, 1 the rewards."""
-    value_coefficient: float = 0.1
-    """Weight of the loss of the values."""
-    value_clip: float = 0.2
-    """How far a value may move from that at the start of the rollout before its loss stops falling."""
-    value_model: str | None = None
-    """Name or directory of a model of its own for the values, such as a reward model or the critic that an earlier run
-    left, critic/model in its directory; null puts a value head on the policy."""
-    value_head: str | None = None
-    """The value head that an earlier run left, value_head.safetensors in its directory; null begins at 0."""
-    missing_eos_penalty: float = 0.0
-    """What an answer that was cut at max_tokens loses of its reward."""
+from .settings import PPO
 
 
 class ValueHead(nn.Linear):

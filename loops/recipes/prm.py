@@ -1,7 +1,6 @@
 """Process reward models: is each step of a solution right?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,18 +16,7 @@ from ..models.scorer import Scorer, scores
 from ..runs.context import open_run
 from ..train.losses import Term, compose, score_tensors, weightings
 from .reward import wrap
-
-
-@dataclass(frozen=True)
-class PRM(Common):
-    """A process reward model: a head that judges each step where it ends, trained on solutions with labeled steps."""
-
-    learning_rate: float = 1e-5
-    """Peak learning rate of AdamW."""
-    separator: str = "\n"
-    """What ends a step; the model reads it after each step, and judges the step there."""
-    train_on_last_step_only: bool = False
-    """Judge a solution by its last step alone, which makes an outcome reward model."""
+from .settings import PRM
 
 
 def run_prm(config: PRM) -> dict[str, float]:

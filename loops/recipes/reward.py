@@ -1,9 +1,8 @@
 """Reward models: a score for an answer, learned from pairs, ratings or rankings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -20,21 +19,7 @@ from ..models.scorer import Scorer, ends_marked, scores
 from ..runs.context import Recipe, open_run
 from ..train.losses import Tensors, Term, compose, score_tensors, weightings
 from ..train.weighting import Weights
-
-
-@dataclass(frozen=True)
-class Reward(Common):
-    """A reward model: a new head on the model, trained on pairs, on rated answers or on rankings."""
-
-    learning_rate: float = 1e-5
-    """Peak learning rate of AdamW."""
-    loss: Literal["bradley_terry", "score_regression", "plackett_luce"] = "bradley_terry"
-    """What is learned from: pairs (prompt, chosen, rejected), ratings (prompt, completion, score), or rankings (prompt,
-    completions, ranks)."""
-    centering: float = 0.0
-    """Coefficient of (r_chosen + r_rejected)^2, which keeps the scores of pairs near zero; its paper has 0.01."""
-    margin: str | None = None
-    """Numeric column that says by how much the chosen answer of a pair is better."""
+from .settings import Reward
 
 
 def run_reward(config: Reward) -> dict[str, float]:

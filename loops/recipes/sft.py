@@ -1,12 +1,10 @@
 """Supervised fine-tuning: raise the log-prob of the answers in the data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...data import encode_supervised
 from ...objectives import supervised
-from ..config import Common
 from ..runs.context import open_recipe
 from ..train.losses import (
     ENTROPY,
@@ -21,25 +19,11 @@ from ..train.losses import (
     weightings,
 )
 from ..train.weighting import sequence_mean, token_mean
+from .settings import SFT
 
 # Losses of one token, which every recipe on text can add to its own.
 TOKEN_LOSSES: dict[str, Loss] = losses_of(supervised)
 WEIGHTINGS = {"token_mean": token_mean, "sequence_mean": sequence_mean}
-
-
-@dataclass(frozen=True)
-class SFT(Common):
-    """Supervised fine-tuning on messages, text, or prompts with completions."""
-
-    learning_rate: float = 2e-5
-    """Peak learning rate of AdamW."""
-    loss: str | dict[str, float | dict[str, Any]] = "nll"
-    """A token objective of burnish.objectives.supervised, or a mix: {nll: 1.0, z_loss: 1.0e-4}; label smoothing is
-    {label_smoothed_nll: {label_smoothing: 0.1}}."""
-    weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Whether every token or every answer counts the same, in every loss that has no weighting of its own."""
-    train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
-    """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text."""
 
 
 def sft_terms(

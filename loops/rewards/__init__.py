@@ -1,18 +1,23 @@
-"""Functions that judge answers.
+"""Functions that score completions.
 
-judge, statistics    many functions at once, what they could not score, and what a step logs. A function returns None
-                     for an answer that it does not apply to, which leaves it out of the weighted sum; one that fails
-                     masks the answer, which is then neither trained on nor compared with others
+scoring, metrics     many functions at once, what they could not score, and what a step logs. A function returns None
+                     for a completion that it does not apply to, which leaves it out of the weighted sum; one that fails
+                     masks the completion, which is then neither trained on nor compared with others
 resolve              the names in a configuration
-isolated, trl        a process of its own; functions written for TRL
-equivalence, text, length, reasoning, models    what is shipped
+sandbox, trl         a process of its own; functions written for TRL
+math, text, length, reasoning_gym, reward_models    the rewards that are shipped
 """
 
-from .isolated import isolated
-from .metrics import RewardMonitor, judged, reward_metrics
-from .resolve import resolve, resolve_names
-from .scoring import RewardError, RewardFunction, batched, check_columns, judge, refuse_broken
-from .trl import from_trl
+from typing import TYPE_CHECKING
+
+from ...lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .metrics import RewardMonitor, judged, reward_metrics
+    from .resolve import resolve, resolve_names
+    from .sandbox import isolated
+    from .scoring import RewardError, RewardFunction, batched, check_columns, judge, refuse_broken
+    from .trl import from_trl
 
 __all__ = [
     "RewardError",
@@ -29,3 +34,5 @@ __all__ = [
     "resolve_names",
     "reward_metrics",
 ]
+
+__getattr__ = lazy_exports(__name__)

@@ -1,6 +1,6 @@
-"""How long an answer is, and how often it repeats itself.
+"""Rewards of length and repetition.
 
-The length of an answer is the number of tokens that the policy sampled: what tools and users said does not count.
+The length of a completion is the number of tokens that the policy sampled: those of tools and users do not count.
 """
 
 import inspect
@@ -79,12 +79,12 @@ class SoftOverlong:
 class Repetition:
     """The share of n-grams that are repeats of others: r = −p (1 − unique/all), 0 for less than n tokens.
 
-    N-grams are of sampled tokens side by side: none reaches over what a tool or a user said. It is TRL's
+    N-grams are of sampled tokens side by side: none spans a tool's or a user's turn. It is TRL's
     ``get_repetition_penalty_reward``; the paper charges the repeated tokens one by one.
 
     Args:
         n: tokens of an n-gram.
-        penalty: p ≥ 0, of an answer that repeats nothing but itself.
+        penalty: p ≥ 0, of a completion that repeats nothing but itself.
 
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.2.
     """
@@ -107,20 +107,20 @@ class Repetition:
 
 @dataclass(frozen=True)
 class CosineLength:
-    """A right answer is worth more the shorter it is, a wrong one costs less the longer it tried.
+    """A right completion is worth more the shorter it is, a wrong one costs less the longer it tried.
 
         r = b + ½(a − b)(1 + cos(π min(n/L, 1)))
 
-    from a at no token to b at L tokens, one such pair for right and one for wrong answers.
+    from a at no token to b at L tokens, one such pair for right and one for wrong completions.
 
-    The paper has a further penalty for answers that reach the limit, which `SoftOverlong` is for; here, as in TRL, they
-    get b. The default values are TRL's.
+    The paper has a further penalty for completions that reach the limit, which `SoftOverlong` is for; here, as in TRL,
+    they get b. The default values are TRL's.
 
     Args:
         limit: L, tokens.
         right, wrong: (a, b).
-        correct: the plain function that says whether an answer is right, at 0.5 or more; None is passed on, and what
-            is no number is NaN.
+        correct: a plain function that scores whether a completion is right, at 0.5 or more; None is passed on, and
+            anything but a number is NaN.
 
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.1.
     """

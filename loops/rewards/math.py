@@ -1,4 +1,4 @@
-"""Is it the same number, expression, set or interval?"""
+"""Equality of answers as mathematics: numbers, expressions, sets, intervals."""
 
 import importlib
 import logging
@@ -16,12 +16,12 @@ _FRACTION = re.compile(r"(?<!\d)[¼-¾⅐-⅞]")  # behind a digit it is part of
 
 @dataclass(frozen=True)
 class MathEquivalence:
-    """1 where the last mathematical expression of the answer equals the row's, as mathematics, and 0 otherwise.
+    """1 where the last mathematical expression of the completion equals the row's answer, and 0 otherwise.
 
     42, 42.0, $42$ and \\boxed{42} are the same answer, and so are 1/2, 0.5 and \\frac12. What is in \\boxed{} is looked
-    at first. An answer without any mathematics is wrong (0). To a row whose answer can't be read it does not apply
-    (None); what the library fails at is an error, and masks the answer. What stands after #### is the answer of a row
-    that has it (GSM8K).
+    at first. A completion without any mathematics is wrong (0). To a row whose answer can't be read it does not apply
+    (None); what the library fails at is an error, and masks the completion. What stands after #### is the answer of a
+    row that has it (GSM8K).
 
     It is slow where sympy is (simplifying an expression may take forever), so name it in a configuration, which has it
     run in a process of its own, or wrap it in `isolated`. The library's own timeouts are alarm signals, which only the
@@ -47,8 +47,8 @@ class MathEquivalence:
         expected = _parse(library, gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}")
         if all(isinstance(expression, str) for expression in expected):
             return None
-        found = _parse(library, sample.text)
-        return float(library.verify(expected, found, timeout_seconds=None, raise_on_error=True))
+        answer = _parse(library, sample.text)
+        return float(library.verify(expected, answer, timeout_seconds=None, raise_on_error=True))
 
 
 def _parse(library: Any, text: str) -> list[Any]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..registry import nearest
 from ..rollouts.sample import Sample
-from .names import nearest
 from .scoring import Row
 
 INSTRUCTION = "Give your final answer between <answer> and </answer>."
@@ -16,7 +16,7 @@ INSTRUCTION = "Give your final answer between <answer> and </answer>."
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """What the verifier of the row's task says of the answer, a number in [0, 1]; rows are `reasoning_gym_rows`.
+    """The score in [0, 1] that the verifier of the row's task gives the answer; rows are `reasoning_gym_rows`.
 
     Args:
         tag: the answer is what stands between the last <tag> and </tag>, and without them there is none, which every
@@ -34,8 +34,8 @@ class ReasoningGym:
     def __call__(self, row: Row, sample: Sample) -> float:
         answer: str | None = sample.text.strip()
         if self.tag:
-            found = re.findall(f"<{self.tag}>(.*?)</{self.tag}>", sample.text, re.DOTALL)
-            answer = found[-1].strip() if found else None
+            matches = re.findall(f"<{self.tag}>(.*?)</{self.tag}>", sample.text, re.DOTALL)
+            answer = matches[-1].strip() if matches else None
         return float(_verifier(row["task"])(answer, _decoded(json.loads(row["entry"]))))
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from ..registry import build, find
 from ..rollouts.sample import Sample
-from .isolated import isolated
-from .names import build, find
+from .sandbox import isolated
 from .scoring import RewardFunction, Row
 from .trl import from_trl, is_trl
 
@@ -50,7 +50,7 @@ def resolve(spec: Spec, **given: Any) -> list[RewardFunction]:
             ``device``, where a model should be loaded.
 
     Raises:
-        ValueError: names what there is instead of what is not found.
+        ValueError: with the names there are, if one is not found.
     """
     return _resolved(spec, partial(_function, given=given))
 
@@ -74,7 +74,7 @@ def _resolved(spec: Spec, make: Make) -> list[RewardFunction]:
 def environment_reward(row: Row, sample: Sample) -> float | None:
     """What the environment of the conversation gave, summed over its turns; NaN if it failed in one of them."""
     if "environment_reward" not in sample.info:
-        raise ValueError("environment: this answer comes from no environment; name one, or leave this reward out")
+        raise ValueError("environment: this completion comes from no environment; name one, or leave this reward out")
     reward: float | str | None = sample.info["environment_reward"]
     return math.nan if isinstance(reward, str) else reward
 
@@ -100,8 +100,8 @@ def _function(name: str, settings: dict[str, Any], given: Mapping[str, Any]) -> 
     inner = settings.get("correct")
     if isinstance(inner, str):  # the reward that another one asks
         settings["correct"] = _function(inner, {}, given)
-    found = find("reward", name, SHIPPED, __package__)
-    function = build(f"reward {name}", found, settings, factory=name in _FACTORIES, **given)
+    factory = find("reward", name, SHIPPED, __package__)
+    function = build(f"reward {name}", factory, settings, factory=name in _FACTORIES, **given)
     if not callable(function):
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
     return from_trl(function) if is_trl(function) else function

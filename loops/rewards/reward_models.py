@@ -1,7 +1,7 @@
-"""Trained models as judges: a reward model scores the answer, a process reward model its steps.
+"""Reward models, which score a completion, and process reward models, which score its steps.
 
-They read the policy's tokens as they were sampled: text that is tokenized again is not always the same tokens, and so a
-model of another vocabulary is refused.
+They read the policy's tokens as they were sampled, because text that is tokenized again is not always the same tokens;
+so a model of another vocabulary is refused.
 """
 
 from collections.abc import Sequence
@@ -26,107 +26,113 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class RewardModel:
-    """The score that a reward model gives to prompt and answer, where the answer ends; see `loops.reward`.
+    """The score that a reward model gives to prompt and completion, where the completion ends; see
+    `loops.recipes.reward`.
 
-    An answer without a token can't be scored. Answers to one prompt are scored together, and the prompt is read once.
+    A completion without a token can't be scored. Completions to one prompt are scored together, and the prompt is read
+    once.
 
     Args:
         tokenizer: the policy's.
-        theirs: the reward model's.
-        micro_tokens: tokens that one forward pass computes at most, unless one answer alone has more.
+        model_tokenizer: the reward model's.
+        micro_tokens: tokens that one forward pass computes at most, unless one completion alone has more.
     """
 
     scorer: Scorer
     tokenizer: Tokenizer
-    theirs: Tokenizer
+    model_tokenizer: Tokenizer
     micro_tokens: int = 8192
     over: ClassVar[Over] = "group"
     concurrency: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_same_tokens("reward_model", self.tokenizer, self.theirs)
+        check_same_tokens("reward_model", self.tokenizer, self.model_tokenizer)
 
     def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> list[float | None]:
-        there = [i for i, sample in enumerate(samples) if sample.tokens]
-        found: list[float | None] = [None] * len(samples)
+        scorable = [i for i, sample in enumerate(samples) if sample.tokens]
+        values: list[float | None] = [None] * len(samples)
         pad = self.scorer.plain.config.pad_token_id
-        for chosen in _within(self.micro_tokens, there, samples):
-            answers = [samples[i].tokens for i in chosen]
-            example = Example(samples[chosen[0]].prompt, answers, [[True] * len(answer) for answer in answers])
+        for chosen in _within(self.micro_tokens, scorable, samples):
+            completions = [samples[i].tokens for i in chosen]
+            example = Example(
+                samples[chosen[0]].prompt, completions, [[True] * len(completion) for completion in completions]
+            )
             batch = collate([ends_marked(example, pad)], device=self.scorer.device)
             for i, value in zip(chosen, scores(self.scorer, [batch]).tolist(), strict=True):
-                found[i] = value
-        return found
+                values[i] = value
+        return values
 
 
 @dataclass(frozen=True)
 class ProcessRewardModel:
-    """What a process reward model says of the answer's steps, as one number; see `loops.prm`.
+    """A process reward model's scores of a completion's steps as one number; see `loops.recipes.prm`.
 
-    A step ends with the token that completes the separator, or with the answer, which is given a separator if it has
-    none, because that is where the model was trained to judge. Runs of separators end one step.
+    A step ends with the token that completes the separator, or with the completion, which is given a separator if it
+    has none, because that is where the model was trained to score. Runs of separators end one step.
 
     Args:
         tokenizer: the policy's.
-        theirs: the model's.
+        model_tokenizer: the model's.
         how: the weakest step, the product, the last one or the mean, see `objectives.step_aggregate`.
     """
 
     scorer: Scorer
     tokenizer: Tokenizer
-    theirs: Tokenizer
+    model_tokenizer: Tokenizer
     how: How = "min"
     separator: str = field(init=False, default="\n")
     concurrency: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_same_tokens("prm", self.tokenizer, self.theirs)
+        check_same_tokens("prm", self.tokenizer, self.model_tokenizer)
         trained_with = getattr(self.scorer.plain.config, "step_separator", self.separator)
         object.__setattr__(self, "separator", trained_with)
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
-        answer, ends = self._steps(sample)
+        completion, ends = self._steps(sample)
         if not any(ends):
             return None
-        batch = collate([Example(sample.prompt, [answer], [ends])], device=self.scorer.device)
+        batch = collate([Example(sample.prompt, [completion], [ends])], device=self.scorer.device)
         probability = scores(self.scorer, [batch]).sigmoid().double().cpu()
         return step_aggregate(probability, torch.zeros(len(probability), dtype=torch.int64), 1, how=self.how).item()
 
     def _steps(self, sample: Sample) -> tuple[list[int], list[bool]]:
-        """The answer's tokens, and which of them end a step that the policy wrote."""
+        """Tokens of the completion, and which of them end a step that the policy wrote."""
         special = set(self.tokenizer.all_special_ids)
-        answer = list(sample.tokens)
-        while answer and answer[-1] in special:
-            answer.pop()
-        sampled = sample.trained[: len(answer)]
-        separator = list(self.theirs(self.separator, add_special_tokens=False)["input_ids"])
-        ends, step = [False] * len(answer), ""
-        for t, token in enumerate(answer):
+        completion = list(sample.tokens)
+        while completion and completion[-1] in special:
+            completion.pop()
+        sampled = sample.trained[: len(completion)]
+        separator = list(self.model_tokenizer(self.separator, add_special_tokens=False)["input_ids"])
+        ends, step = [False] * len(completion), ""
+        for t, token in enumerate(completion):
             step += self.tokenizer.decode([token]) if sampled[t] else ""
             if self.separator in step:
                 ends[t], step = bool(step.replace(self.separator, "").strip()), ""
         if step.strip():
             ends += [False] * (len(separator) - 1) + [True]
-            answer += separator
-        return answer, ends
+            completion += separator
+        return completion, ends
 
 
 def load_reward_model(
     model: str, tokenizer: Tokenizer, *, device: str = DEVICE, micro_tokens: int = 8192
 ) -> RewardModel:
-    """A reward model from a directory or the Hub, to score the answers of the policy with this tokenizer.
+    """A reward model from a directory or the Hub, to score the completions of the policy with this tokenizer.
 
     Raises:
         ValueError: if its tokens are not the policy's, or it has no head of one output.
     """
-    theirs = AutoTokenizer.from_pretrained(model)
-    return RewardModel(_scorer(AutoModelForSequenceClassification, model, device), tokenizer, theirs, micro_tokens)
+    model_tokenizer = AutoTokenizer.from_pretrained(model)
+    return RewardModel(
+        _scorer(AutoModelForSequenceClassification, model, device), tokenizer, model_tokenizer, micro_tokens
+    )
 
 
 def load_prm(model: str, tokenizer: Tokenizer, *, device: str = DEVICE, how: How = "min") -> ProcessRewardModel:
     """A process reward model from a directory or the Hub; see `load_reward_model`."""
-    theirs = AutoTokenizer.from_pretrained(model)
-    return ProcessRewardModel(_scorer(AutoModelForTokenClassification, model, device), tokenizer, theirs, how)
+    model_tokenizer = AutoTokenizer.from_pretrained(model)
+    return ProcessRewardModel(_scorer(AutoModelForTokenClassification, model, device), tokenizer, model_tokenizer, how)
 
 
 def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
@@ -135,12 +141,12 @@ def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
     Raises:
         ValueError: naming the first token that differs, or that only the policy has.
     """
-    ours, theirs = ({index: token for token, index in one.get_vocab().items()} for one in (policy, model))
+    ours, model_tokenizer = ({index: token for token, index in one.get_vocab().items()} for one in (policy, model))
     for index in sorted(ours):
-        if ours[index] != theirs.get(index):
-            other = f"is {theirs[index]!r}" if index in theirs else "does not exist"
+        if ours[index] != model_tokenizer.get(index):
+            other = f"is {model_tokenizer[index]!r}" if index in model_tokenizer else "does not exist"
             raise ValueError(
-                f"{who}: token {index} is {ours[index]!r} for the policy, and {other} for the model that judges, so it "
+                f"{who}: token {index} is {ours[index]!r} for the policy, and {other} for the reward model, so it "
                 "would read another text; choose one that was trained with the policy's tokenizer"
             )
 
@@ -151,7 +157,7 @@ def _scorer(kind: Any, model: str, device: str) -> Scorer:
 
 
 def _within(budget: int, chosen: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
-    """The answers to one prompt in parts, each of which the model can take at once."""
+    """Split the completions to one prompt into parts that fit one forward pass."""
     parts: list[list[int]] = []
     used = 0
     for i in chosen:

@@ -1,4 +1,4 @@
-"""What an answer looks like, and whether it says exactly what it should."""
+"""Rewards of the text: its format, and exact matches."""
 
 import re
 import string
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"(?<![\w.])(?:(?<![)\]}%])[-+−])?(?:[0-9]{1,3}(?:,[0-9]{
 
 @dataclass(frozen=True)
 class Format:
-    """1 where the regular expression matches the whole answer, and 0 otherwise.
+    """1 where the regular expression matches the whole completion, and 0 otherwise.
 
     A dot matches every character, newlines too. Without a pattern: reasoning between <think> and </think>, then the
     answer, as in DeepSeek-R1 (Guo et al. 2025, arXiv:2501.12948) and TRL's ``think_format_reward``. A pattern that can
@@ -42,8 +42,8 @@ class ExactMatch:
 
     Args:
         column: of the right answer, or of a list of them; without one, the answer can't be scored.
-        extract: a regular expression; its last match in the text is the answer, or its first group if it has one. An
-            answer without a match is wrong.
+        extract: a regular expression; its last match in the text is the answer, or its first group if it has one. A
+            completion without a match is wrong.
         ignore: see `normalize`. All of them by default but "unicode".
 
     Normalization is that of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250) and numbers.
@@ -73,12 +73,12 @@ class ExactMatch:
         matches = [match for match in re.finditer(self.extract, sample.text) if match.end() > match.start()]
         if not matches:
             return 0.0
-        said = matches[-1][1 if matches[-1].re.groups else 0] or ""
-        return float(normalize(said, self.ignore) in {normalize(str(answer), self.ignore) for answer in accepted})
+        answer = matches[-1][1 if matches[-1].re.groups else 0] or ""
+        return float(normalize(answer, self.ignore) in {normalize(str(right), self.ignore) for right in accepted})
 
 
 def normalize(text: str, ignore: Sequence[Ignored]) -> str:
-    """The text without the differences that don't count.
+    """Remove the differences that don't count.
 
     unicode        compatibility forms (NFKC): full-width digits, ligatures
     case           capitals

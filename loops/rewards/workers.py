@@ -1,4 +1,4 @@
-"""Calls that may never come back, kept from holding up the run.
+"""Calls of user functions that may never return, kept from holding up the run.
 
 async function    awaited, and cancelled when its time is up; it must not block the event loop
 plain function    called in a daemon thread, which is left behind when its time is up: nothing stops a thread of
@@ -22,7 +22,7 @@ class OutOfTime(Exception):
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What a plain or async function returns."""
+    """Call a plain or async function and return its result."""
     try:
         if is_async(function):
             return await function(*arguments, **named)

@@ -23,10 +23,10 @@ from ...objectives import total_reward
 from ..batch import Batch, collate
 from ..models.backbone import evaluating
 from ..models.policy import Policy
-from ..ranks import from_main
 from ..rewards.metrics import RewardTable
 from ..rollouts.sample import Sample, from_record, to_record
 from ..rollouts.scheduler import Group, RolloutScheduler
+from ..runs.ranks import from_main
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from ...objectives import (
 from ..batch import Batch
 from ..models.policy import Policy
 from ..recipes.sft import TOKEN_LOSSES
-from ..runs.context import ReferenceKind, open_reference
+from ..runs.context import open_reference
 from ..runs.reference import Reference, column
 from ..train import weighting as weights
 from ..train.losses import (
@@ -46,27 +46,9 @@ from ..train.losses import (
 )
 from .buffer import Advantages, Measure, Report
 from .mismatch import ClipWatch, MismatchMetrics
-from .setup import OnlineConfig, RLContext
+from .settings import CORRECTIONS, Old, PolicyGradientConfig
+from .setup import RLContext
 
-Old = Literal["sampled", "recomputed"]
-Weighting = Literal["token_mean", "sequence_mean", "fixed_length"]
-Correction = Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
-
-
-class Bounds(NamedTuple):
-    """Of the ratio π_old/μ."""
-
-    low: float
-    high: float
-
-
-CORRECTIONS = {
-    "tis": Bounds(0.0, 2.0),
-    "icepop": Bounds(0.5, 5.0),
-    "sequence_tis": Bounds(0.0, 2.0),
-    "sequence_mask": Bounds(0.5, 2.0),
-    "geometric_mask": Bounds(0.99, 1.01),
-}
 _OF_TOKENS = ("tis", "icepop")
 
 
@@ -90,41 +72,6 @@ POLICY_LOSSES: dict[str, Loss] = {
     for name, loss in {**losses_of(policy), "completion_surrogate": completion_surrogate, **TOKEN_LOSSES}.items()
     if name != "value_loss"  # only ppo has values
 }
-
-
-@dataclass(frozen=True)
-class PolicyGradientConfig(OnlineConfig):
-    """Reinforcement learning from rewards by policy gradient."""
-
-    loss: str | dict[str, float | dict[str, Any]] | None = None
-    """A policy objective of burnish.objectives, or a mix of it with others: {clipped_surrogate: 1, entropy_bonus: .01};
-    null for the recipe's own."""
-    beta: float = 0.0
-    """Strength of the pull towards the reference policy; 0 needs no reference."""
-    kl: Literal["k1", "k2", "k3"] | None = None
-    """The estimator of the divergence from it; null is k3 for a loss, and k1 for what is taken off the reward."""
-    reference: ReferenceKind = "auto"
-    """Where reference log-probs come from, as for dpo; precompute does not apply."""
-    old: Old | None = None
-    """The policy that ratios are to: the sampler's own log-probs, or the trainer's at the start of the rollout; null is
-    recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
-    and sampled otherwise."""
-    correction: Correction = "none"
-    """What weighs a token, or masks it, by how far trainer and sampler are apart; not with old sampled."""
-    correction_low: float | None = None
-    """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""
-    correction_high: float | None = None
-    """Upper bound of that ratio."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""
-
-    @property
-    def bounds(self) -> Bounds:
-        low, high = CORRECTIONS[self.correction]
-        return Bounds(
-            low if self.correction_low is None else self.correction_low,
-            high if self.correction_high is None else self.correction_high,
-        )
 
 
 def surrogate_terms(

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -11,10 +11,9 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from ...data import Batches, encode_prompts, load
-from ..environments import Limits, MultiTurnSource, resolve_environment, tool_metrics, turns_for
+from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
-from ..ranks import from_main
 from ..rewards import (
     RewardFunction,
     RewardMonitor,
@@ -33,47 +32,14 @@ from ..rollouts.sample import Request, Sample
 from ..rollouts.scheduler import Group, RolloutScheduler
 from ..rollouts.source import RolloutSource
 from ..runs.context import Recipe, open_run
+from ..runs.ranks import from_main
 from ..runs.run import Evaluation, Run
 from ..train.losses import Losses, Reader, compose, weightings
 from .buffer import RolloutBuffer, RolloutFeed, Store
-from .sources import SamplingConfig, check_sampled, open_scheduler, open_store, stop_tokens
+from .settings import OnlineConfig
+from .sources import check_sampled, open_scheduler, open_store, stop_tokens
 
 Converse = Callable[[RolloutSource, Callable[[int], Row]], RolloutSource]
-
-
-@dataclass(frozen=True)
-class OnlineConfig(SamplingConfig):
-    """Training on answers that the policy samples and that rewards judge."""
-
-    batch_size: int = 8
-    """Prompts per rollout, over all ranks."""
-    learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warmup."""
-    max_length: int | None = 512
-    """Tokens of a prompt; null for no limit."""
-    truncation: Literal["keep_start", "keep_end", "error"] = "error"
-    """What becomes of a longer prompt: its start or its end is kept, or it is an error."""
-    rewards: dict[str, float | dict[str, Any]] = field(default_factory=dict)
-    """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function; none is
-    {environment: 1.0} where there is an environment. One that returns None is left out of the sum; one that fails
-    (raises, takes too long, returns NaN) masks the answer."""
-    environment: str | dict[str, dict[str, Any]] | None = None
-    """What the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your own as
-    module:Environment; null for single answers."""
-    limits: Limits = field(default_factory=Limits)
-    """Of a conversation; max_tokens is that of one turn."""
-    max_staleness: int = 0
-    """How many rollouts behind the weights of its step an answer may be; above 0, answers are drawn while training."""
-    epochs_per_rollout: int = 1
-    """How often a rollout is trained on."""
-    minibatches: int = 1
-    """Optimizer steps in which a rollout is trained on, each epoch."""
-    mask_truncated: bool = False
-    """Leave out answers that were cut at max_tokens."""
-    eval_temperature: float = 0.0
-    """Temperature of the answers to `eval_data`, which the policy itself draws; 0 takes the likeliest token."""
 
 
 @dataclass(frozen=True)

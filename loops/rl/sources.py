@@ -8,9 +8,9 @@ vllm_engine    vLLM in this process, on the trainer's device
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -21,13 +21,11 @@ from rich.text import Text
 from torch import Tensor
 
 from ...data import load
-from ..config import Common
 from ..models.io import merged
 from ..models.policy import Policy
-from ..ranks import from_main
 from ..rollouts.local.source import DetachedSource, LocalSource
 from ..rollouts.replay import SampleWriter, read_samples
-from ..rollouts.sample import Sample, SamplingParams
+from ..rollouts.sample import Sample
 from ..rollouts.scheduler import RolloutScheduler, Tasks
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
@@ -35,68 +33,11 @@ from ..rollouts.vllm.launch import launch, max_lora_rank
 from ..rollouts.vllm.server import VLLMServer
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, Updates, address_towards
 from ..runs.context import Recipe
+from ..runs.ranks import from_main
 from .buffer import Store
+from .settings import VLLM, SamplingConfig
 
 _SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and letters of one
-
-
-@dataclass(frozen=True)
-class VLLM:
-    """vLLM, where it samples instead of the policy itself."""
-
-    url: str | None = None
-    """Address of a server that runs, such as http://127.0.0.1:8000; null starts one, which ends with the run."""
-    python: str | None = None
-    """Interpreter of the environment that vLLM is installed in, for a server that is started; null is this one."""
-    updates: Literal["files", "nccl", "adapters"] = "files"
-    """How weights get to a server: through files, from GPU to GPU, or as one more LoRA adapter for every version."""
-    directory: str | None = None
-    """For files of weights, where the server sees them too; null is in the run directory."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further settings by vLLM's names, such as {max_model_len: 2048, gpu_memory_utilization: 0.4}; of a server that
-    runs, none."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables of a server that is started, such as {CUDA_VISIBLE_DEVICES: "1"}."""
-    trainer_address: str | None = None
-    """Of this machine, where a server joins it for updates by nccl; null is that on the route to the server."""
-    timeout: float = 600.0
-    """Seconds that one completion may take, before it is asked for again."""
-    attempts: int = 8
-    """How often completions, or new weights, are tried; each failure is logged, and the last one ends the run."""
-    concurrency: int = 64
-    """Completions that a server is asked for at once."""
-    patience: float = 1200.0
-    """Seconds in which a server must start, or give something of what it is asked for; then the run ends."""
-
-
-@dataclass(frozen=True)
-class SamplingConfig(Common):
-    """How answers are sampled."""
-
-    group_size: int = 8
-    """Answers to each prompt."""
-    max_tokens: int = 256
-    """Tokens of an answer."""
-    temperature: float = 1.0
-    """Of the softmax that answers are drawn from; the log-probs that train are at this temperature too."""
-    top_p: float = 1.0
-    """Share of the probability that answers are drawn from."""
-    top_k: int = 0
-    """Number of tokens that answers are drawn from; 0 is all."""
-    source: Literal["policy", "vllm", "vllm_engine"] = "policy"
-    """What draws answers: the policy itself, a vLLM server, or vLLM within this process."""
-    vllm: VLLM = field(default_factory=VLLM)
-    """The server."""
-    cache_bytes: int | None = None
-    """Keys and values that the policy holds at once while it samples; null is a quarter of a GPU's memory that is free
-    before training, or 2 GiB on a CPU. Answers that are read together may be rounded otherwise than apart: give a
-    number where a run may be resumed on another GPU, or on one that others use too."""
-    show_every: int = 10
-    """Rollouts between two of which a few answers are shown; 0 shows none."""
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.top_k)
 
 
 def check_sampled(config: SamplingConfig) -> None:

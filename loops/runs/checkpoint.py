@@ -15,8 +15,11 @@ import logging
 import os
 import random
 import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, BinaryIO, Protocol, Self, cast
 
 import numpy
 import torch
@@ -61,15 +64,17 @@ def save(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         accelerator.wait_for_everyone()
-        _write(partial / f"random-{accelerator.process_index}.pt", _random_state())
+        digests = {}
+        random_file = partial / f"random-{accelerator.process_index}.pt"
+        digests[random_file.name] = _write(random_file, _random_state())
         if accelerator.is_main_process:
             model = trained_state(accelerator.unwrap_model(policy))
             state = {"model": model, "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
             state |= {"memory": memory.state_dict()} if memory is not None else {}
-            _write(partial / "state.pt", {"step": step, **state})
+            digests["state.pt"] = _write(partial / "state.pt", {"step": step, **state})
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            _seal(partial)
+            _seal(partial, digests)
             shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
             partial.rename(final)
             _sync(directory)
@@ -136,20 +141,61 @@ def restore_trained_state(policy: nn.Module, state: dict[str, torch.Tensor]) -> 
     policy.load_state_dict(state, strict=False)
 
 
-def _write(path: Path, state: Any) -> None:
-    with path.open("wb") as file:
-        torch.save(state, file)
+def _write(path: Path, state: Any) -> str:
+    """Write the file and flush it to the disk; returns its SHA-256."""
+    with path.open("wb") as file, _Digest(file) as digest:
+        with _without_crc32():
+            torch.save(state, cast(BinaryIO, digest))
         file.flush()
         os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+class _Digest:
+    """A file whose SHA-256 is computed in another thread while it is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.sha256 = hashlib.sha256()
+        self.hexdigest = self.sha256.hexdigest
+        self.flush = file.flush
+        self.thread = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.thread.shutdown()
+
+    def write(self, data: bytes) -> int:
+        hashed = self.thread.submit(self.sha256.update, data)
+        try:
+            return self.file.write(data)
+        finally:
+            hashed.result()  # torch frees the data when this returns
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """The manifest's SHA-256 stands for the checksum that torch computes of every tensor in one thread."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _seal(partial: Path) -> None:
+def _seal(partial: Path, digests: Mapping[str, str]) -> None:
+    """Write the manifest, with the digests that are known; the files of other ranks are read."""
     files = sorted(partial.iterdir())
-    manifest = {file.name: {"sha256": _sha256(file), "size": file.stat().st_size} for file in files}
+    manifest = {
+        file.name: {"sha256": digests.get(file.name) or _sha256(file), "size": file.stat().st_size} for file in files
+    }
     with (partial / "manifest.json").open("w") as file:
         json.dump(manifest, file, indent=2)
         file.flush()

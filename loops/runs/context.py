@@ -10,6 +10,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from ..config import ReferenceKind
 from ...data import Accounting, Batches, Example, load, token_cost
 from ..models.backbone import Backbone
 from ..batch import Batch
@@ -24,7 +25,6 @@ from ..train.weighting import Weightings
 
 Encode = Callable[..., tuple[Dataset, Accounting]]
 PerToken = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
-ReferenceKind = Literal["auto", "copy", "adapters_off", "precompute"]
 Model = TypeVar("Model", bound=Backbone)
 
 

@@ -5,9 +5,6 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 _LEFT_OUT = {"step", "seconds", "tokens", "skipped"}
 _FIRST = ("loss", "reward", "kl", "entropy", "grad_norm", "completions/mean_length", "learning_rate")
 _PANELS = 12
@@ -17,20 +14,28 @@ Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by metric, and by what
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """One panel for each of the foremost metrics of ``metrics.jsonl``."""
+    """One panel for each of the foremost metrics of ``metrics.jsonl``, unless none was measured more than once."""
     curves = foremost(read_curves(metrics))
-    if not curves:
+    if all(len(points) < 2 for lines in curves.values() for points in lines.values()):
         return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
     columns = min(3, len(curves))
     rows = -(-len(curves) // columns)
-    figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), layout="constrained")
+    width, height = _PANEL[0] * columns, _PANEL[1] * rows
+    figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
+    # Margins in inches: matplotlib's own layouts draw everything once more to find them.
+    figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.35 / height, wspace=0.27, hspace=0.5)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, (name, lines) in zip(axes, curves.items(), strict=False):
         for label, points in lines.items():
             axis.plot(*zip(*points, strict=True), label=label, marker="o" if label == "held out" else "", markersize=3)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.locator_params(nbins=5)
         axis.grid(alpha=0.3)
         if len(lines) > 1:
             axis.legend(fontsize=8)

@@ -1,6 +1,7 @@
 """From encoded data to the micro-batches of a step, on this rank's device."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -59,15 +60,16 @@ class Feed:
         return self.batches.plan(step)[self.rank]
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        columns = {name: self._column(name, indices) for name in self.columns}
+        rows = self.dataset[list(indices or [0])]  # at once: one by one takes as long as a small model's step
+        columns = {name: self._column(rows[name], indices) for name in self.columns}
         for name, values in self.per_token.items():
             columns[name] = torch.cat([values[i] for i in indices]) if indices else values[0][:0]
-        return collate([self.example(i) for i in indices], columns, self.device)
+        examples = map(Example, rows["prompt"], rows["completions"], rows["trained"]) if indices else ()
+        return collate([self.mark(example) for example in examples], columns, self.device)
 
     def example(self, index: int) -> Example:
         return self.mark(example(self.dataset, index))
 
-    def _column(self, name: str, indices: Sequence[int]) -> Tensor:
-        rows = [self.dataset[i][name] for i in indices or [0]]
+    def _column(self, rows: Sequence[Any], indices: Sequence[int]) -> Tensor:
         column = torch.tensor([number for row in rows for number in (row if isinstance(row, list) else [row])])
         return column if indices else column[:0]  # of the dtype that it has elsewhere

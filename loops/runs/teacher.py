@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..config import Teacher
 from ...data import DataError, check_same_vocabulary, example
 from ...objectives import PerToken, Stats
 from ..models.backbone import evaluating
@@ -32,43 +33,10 @@ from .context import Recipe
 TeacherFn = Callable[[Batch], TeacherOutputs]
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """Whom to learn the next token's distribution from, and how the distance to it is measured."""
-
-    model: str | None = None
-    """Name or directory of the teacher, a causal language model with the same tokenizer."""
-    logprobs: str | None = None
-    """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run with top_k left."""
-    top_k: int | None = None
-    """Keep the teacher's k likeliest tokens and the mass of the rest, from one pass before training; null keeps the
-    teacher in memory and compares whole distributions."""
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """KL(teacher||student), which covers; KL(student||teacher), which seeks; or what lies between, with its beta."""
-    beta: float = 0.5
-    """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence (jsd), in (0, 1)."""
-    temperature: float = 1.0
-    """Softmax temperature of both sides."""
-
-    def check(self, *, needed: bool) -> None:
-        """Before anything is loaded.
-
-        Raises:
-            ValueError: if a loss needs a teacher and has none, if no loss needs the one given, or if beta is no share.
-        """
-        given = (self.model is not None) + (self.logprobs is not None)
-        if given and not needed:
-            raise ValueError("teacher: no loss of this mix learns from it; add distillation, or leave the teacher out")
-        if needed and given != 1:
-            raise ValueError(
-                "teacher: distillation needs one; give --teacher.model or --teacher.logprobs, one of the two"
-            )
-        if self.divergence == "jsd" and not 0 < self.beta < 1:
-            raise ValueError(f"teacher.beta: must be in (0, 1) for jsd, got {self.beta}")
 
 
 def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
-    """MismatchMetrics to the teacher's distribution of the next token, as `Teacher` measures it."""
+    """Distance to the teacher's distribution of the next token, as `Teacher` measures it."""
     return divergence, {}
 
 

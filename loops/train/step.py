@@ -36,7 +36,7 @@ class Step:
 
 
 class Sums:
-    """RewardFunction sums of losses and stats, float64, divided once at the very end: never a mean of means."""
+    """Weighted sums of losses and stats, float64, divided once at the very end: never a mean of means."""
 
     def __init__(self, weightings: Weightings) -> None:
         self.weightings = weightings

@@ -24,10 +24,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from burnish.loops.recipes.dpo import DPO, dpo
-from burnish.loops.recipes.grpo import GRPO, run_grpo
-from burnish.loops.recipes.ppo import PPO, run_ppo
-from burnish.loops.recipes.sft import SFT, sft
+from burnish.loops.recipes.dpo import dpo
+from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.ppo import run_ppo
+from burnish.loops.recipes.settings import DPO, GRPO, PPO, SFT
+from burnish.loops.recipes.sft import sft
 from burnish.loops.runs import checkpoint
 
 RECIPES = {"dpo": (DPO, dpo), "sft": (SFT, sft), "grpo": (GRPO, run_grpo), "ppo": (PPO, run_ppo)}

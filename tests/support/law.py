@@ -25,11 +25,12 @@ from burnish.loops.config import Lora
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer, ends_marked
 from burnish.loops.recipes.dpo import PAIR_LOSSES
-from burnish.loops.recipes.grpo import GRPO, RLOO, run_grpo
+from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.kto import FEEDBACK_LOSSES, RunningMean, feedback_metrics, prepare_feedback
-from burnish.loops.recipes.ppo import PPO, run_ppo
+from burnish.loops.recipes.ppo import run_ppo
 from burnish.loops.recipes.reward import TERMS as REWARD_TERMS
 from burnish.loops.recipes.reward import read_scores
+from burnish.loops.recipes.settings import GRPO, PPO, RLOO
 from burnish.loops.recipes.sft import TOKEN_LOSSES
 from burnish.loops.rewards import RewardFunction, RewardMonitor
 from burnish.loops.rl import policy_gradient as surrogate

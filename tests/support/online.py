@@ -13,8 +13,9 @@ from unittest.mock import patch
 
 from accelerate.state import AcceleratorState
 from burnish.loops.environments import Step
-from burnish.loops.recipes.grpo import GRPO, run_grpo
-from burnish.loops.rl.sources import VLLM
+from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.settings import GRPO
+from burnish.loops.rl.settings import VLLM
 from tiny import save_model, sums, write_rows
 
 

@@ -18,7 +18,7 @@ def play(game, said, row, strategy):
         reward += step.reward
         if step.done:
             return reward, guesses
-        low, high = (guess + 1, high) if step.said == "higher" else (low, guess - 1)
+        low, high = (guess + 1, high) if step.observation == "higher" else (low, guess - 1)
     raise AssertionError("the game never ends")
 
 
@@ -58,7 +58,11 @@ def test_what_is_no_guess_is_wasted(said):
     game.reset(games(1, 100)[41])
     for text in ("", "no idea", "0", "101", "9" * 50):
         step = game.step(said(text))
-        assert step.said == "Say a whole number from 1 to 100." and step.reward == 0.0 and step.counts == {"wasted": 1}
+        assert (
+            step.observation == "Say a whole number from 1 to 100."
+            and step.reward == 0.0
+            and step.counts == {"wasted": 1}
+        )
     assert game.step(said("Not 7 but 42.")).reward == 1.0  # the sixth of seven
 
 

@@ -279,7 +279,7 @@ def test_an_environment_that_fails_aborts_its_conversation_alone(
     assert [sample.info["environment_reward"] for sample in samples] == [1.5, "aborted"]
     assert samples[1].text == "a\nb" and conversations.failures == {kind: 1}
     check_sample(samples[1])
-    assert f"environment: {kind} in step (task 0, answer 1)" in caplog.text
+    assert f"environment: {kind} in step (task 0, completion 1)" in caplog.text
 
 
 def test_a_conversation_whose_source_gives_up_is_aborted(tokenizer, scripted, request_for, talk):
@@ -306,7 +306,7 @@ def test_conversations_of_one_task_must_begin_alike(tokenizer, scripted, request
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: type("Silent", (Echo,), {"step": lambda self, answer: Step()})(), "said nothing and is not done"),
+        (lambda: type("Silent", (Echo,), {"step": lambda self, answer: Step()})(), "observed nothing and is not done"),
         (lambda: type("Blank", (Echo,), {"reset": lambda self, row: []})(), "gave task 0 an empty prompt"),
     ],
 )

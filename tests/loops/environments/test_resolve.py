@@ -6,7 +6,7 @@ import sys
 import pytest
 from burnish.loops.environments import MultiTurnSource, Tools, resolve_environment, turns_for
 from burnish.loops.environments.games import GuessNumber
-from burnish.loops.environments.single import SingleTurn
+from burnish.loops.environments.single_turn import SingleTurn
 from burnish.loops.rewards.reasoning_gym import reasoning_gym_rows
 
 
@@ -49,7 +49,7 @@ def test_what_is_made_to_be_looked_at_is_closed_too(of, tmp_path, monkeypatch, t
         ({"guess_number": {"guess": 3}}, "environment guess_number: no setting 'guess', did you mean 'guesses'"),
         ({"tools": {"tools": ["calculater"]}}, "tool: no 'calculater', did you mean 'calculator'"),
         ({"guess_number": {}, "tools": {}}, "wanted one name, got guess_number, tools"),
-        ("my_environment_here:Half", r"has no function step; wanted reset\(row\) and step\(answer\)"),
+        ("my_environment_here:Half", r"has no function step; wanted reset\(row\) and step\(completion\)"),
     ],
 )
 def test_mistakes_are_answered_with_what_was_meant(spec, message, tmp_path, monkeypatch):

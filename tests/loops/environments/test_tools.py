@@ -12,8 +12,7 @@ from burnish.loops.environments import (
     tool_metrics,
     turns_for,
 )
-from burnish.loops.environments.calculator import calculator
-from burnish.loops.environments.tools import parse_calls
+from burnish.loops.environments.tools import calculator, parse_calls
 
 
 def call(name, **arguments):
@@ -53,7 +52,7 @@ def tools():
 
 def test_a_call_is_answered_in_the_role_tool(tools, said):
     found = step(tools, said, f"I compute {call('calculator', expression='17 * 23')}")
-    assert found.said == [{"role": "tool", "name": "calculator", "content": "391"}]
+    assert found.observation == [{"role": "tool", "name": "calculator", "content": "391"}]
     assert not found.done and found.counts == {"tool_calls": 1, "tool_failures": 0}
 
 
@@ -67,7 +66,7 @@ def test_several_calls_are_made_at_once_and_answered_in_order(tools, said):
     begun = time.monotonic()
     found = step(tools, said, text)
     assert time.monotonic() - begun < 0.39
-    assert [message["content"] for message in found.said] == [
+    assert [message["content"] for message in found.observation] == [
         "waited",
         '{"slept": 0.2}',
         "error: ZeroDivisionError: division by zero",
@@ -94,7 +93,7 @@ def test_several_calls_are_made_at_once_and_answered_in_order(tools, said):
 )
 def test_what_is_wrong_with_a_call_is_said_back_and_counted(text, message, tools, said):
     found = step(tools, said, text)
-    (reply,) = found.said
+    (reply,) = found.observation
     assert reply["content"].startswith(message), reply
     assert not found.done and found.counts == {"tool_calls": 1, "tool_failures": 1}
 
@@ -115,7 +114,7 @@ def test_a_long_result_is_cut(said):
         return "x" * 100
 
     found = step(Tools([noisy], longest=10), said, call("noisy"))
-    assert found.said[0]["content"] == "x" * 10 + "... (cut)"
+    assert found.observation[0]["content"] == "x" * 10 + "... (cut)"
 
 
 def test_schemas_come_from_signatures_and_docstrings(tools):

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from burnish.loops.recipes.distill import Distill, own_steps, run_distill
-from burnish.loops.runs.teacher import Teacher
+from burnish.loops.config import Teacher
+from burnish.loops.recipes.distill import own_steps, run_distill
+from burnish.loops.recipes.settings import Distill
 from online import Killed, dying_in_step, lines, stored
 from safetensors.torch import load_file
 from tiny import save_model, sums, write_rows

@@ -8,7 +8,8 @@ import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
-from burnish.loops.recipes.dpo import DPO, answer_of
+from burnish.loops.recipes.dpo import answer_of
+from burnish.loops.recipes.settings import DPO
 from burnish.loops.train.losses import PAIR_LOGPS, Term, compose, outputs_for, policy_tensors
 from burnish.objectives import dpo, f_score, sequence_sum
 from law import EXAMPLES, assert_as_near, make_policy, numbers, one_step

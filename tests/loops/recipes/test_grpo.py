@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.cli import main
-from burnish.loops.recipes.grpo import GRPO, RLOO, VARIANTS, advantages, grpo_terms, run_grpo
+from burnish.loops.recipes.grpo import VARIANTS, advantages, grpo_terms, run_grpo
+from burnish.loops.recipes.settings import GRPO, RLOO
 from burnish.loops.rewards.metrics import RewardTable
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rl.mismatch import MismatchMetrics

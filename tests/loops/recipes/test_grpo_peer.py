@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from burnish.loops.recipes.grpo import GRPO, RLOO
+from burnish.loops.recipes.settings import GRPO, RLOO
 from burnish.loops.rollouts.sample import Sample, VersionSpan
 from burnish.loops.runs.reference import frozen_copy
 from law import alike, assert_as_near, handed_over, make_policy, numbers, stepped

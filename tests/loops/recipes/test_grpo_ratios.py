@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from burnish.loops.recipes.grpo import GRPO, RLOO, VARIANTS, grpo_terms, run_grpo
-from burnish.loops.recipes.ppo import PPO, ppo_terms, run_ppo
+from burnish.loops.recipes.grpo import VARIANTS, grpo_terms, run_grpo
+from burnish.loops.recipes.ppo import ppo_terms, run_ppo
+from burnish.loops.recipes.settings import GRPO, PPO, RLOO
 from burnish.loops.rl.mismatch import ClipWatch
 from burnish.loops.rl.policy_gradient import old_policy
 from burnish.loops.rollouts.replay import ReplaySource, read_samples

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from burnish.loops.recipes.dpo import PAIR_LOSSES
-from burnish.loops.recipes.online_dpo import OnlineDPO, best_and_worst, run_online_dpo
+from burnish.loops.recipes.online_dpo import best_and_worst, run_online_dpo
+from burnish.loops.recipes.settings import OnlineDPO
 from burnish.loops.rewards.metrics import RewardTable
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample

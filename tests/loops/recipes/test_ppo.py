@@ -8,7 +8,8 @@ from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.config import Lora
 from burnish.loops.models.io import load_model
-from burnish.loops.recipes.ppo import PPO, ValueHead, advantages, objective_metrics, open_critic, run_ppo, with_values
+from burnish.loops.recipes.ppo import ValueHead, advantages, objective_metrics, open_critic, run_ppo, with_values
+from burnish.loops.recipes.settings import PPO
 from burnish.loops.rewards.metrics import RewardTable
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample

@@ -130,7 +130,7 @@ def test_an_environments_reward_needs_an_environment(answer, judging, caplog):
     rewards = resolve({"environment": 1.0})
     played, not_played = answer(environment_reward=0.75), answer(index=1)
     assert judging(rewards, [{}, {}], [played, not_played]) == {("environment", "error"): 1}
-    assert played.rewards == {"environment": 0.75} and "this answer comes from no environment" in caplog.text
+    assert played.rewards == {"environment": 0.75} and "this completion comes from no environment" in caplog.text
 
 
 def test_an_environment_that_gave_no_reward_does_not_apply_and_one_that_failed_is_unknown(answer, judging):
@@ -141,7 +141,7 @@ def test_an_environment_that_gave_no_reward_does_not_apply_and_one_that_failed_i
 
 
 def test_every_shipped_name_stands_for_something():
-    from burnish.loops.rewards.names import find
+    from burnish.loops.registry import find
 
     for name in SHIPPED:
         assert callable(find("reward", name, SHIPPED, "burnish.loops.rewards"))

@@ -65,7 +65,7 @@ def test_a_model_of_another_vocabulary_is_refused_by_its_first_token(tokenizer):
     with pytest.raises(ValueError, match="reward_model: token"):
         RewardModel(Scorer(make_classifier("SEQ_CLS")), tokenizer, other)
     other.get_vocab = lambda: {token: index for token, index in vocabulary.items() if index != 7}
-    with pytest.raises(ValueError, match=r"prm: token 7 is .* and does not exist for the model"):
+    with pytest.raises(ValueError, match=r"prm: token 7 is .* and does not exist for the reward model"):
         check_same_tokens("prm", tokenizer, other)
 
 

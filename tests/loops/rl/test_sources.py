@@ -8,10 +8,12 @@ import torch
 from burnish.loops.config import Lora
 from burnish.loops.environments import Limits
 from burnish.loops.environments.games import guess_rows
-from burnish.loops.recipes.grpo import GRPO, run_grpo
+from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl import sources as sampling
+from burnish.loops.rl.settings import VLLM
 from burnish.loops.rl.setup import open_rl
-from burnish.loops.rl.sources import VLLM, check_sampled, flags_of, open_updates
+from burnish.loops.rl.sources import check_sampled, flags_of, open_updates
 from burnish.loops.rollouts.source import SourceError
 from burnish.loops.rollouts.vllm.server import VLLMServer
 from online import lines, prepare, stored

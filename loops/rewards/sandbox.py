@@ -1,18 +1,28 @@
-"""Functions in processes of their own, which are killed when a call takes too long."""
+"""Functions in processes of their own, which are killed when a call takes too long.
+
+A process imports no more than the function needs: math equivalence starts in a second, and torch alone takes several,
+and hundreds of megabytes. So it is started anew rather than by `multiprocessing`, which would import the script that
+runs, and need its ``if __name__ == "__main__"``.
+"""
 
 import asyncio
+import inspect
 import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
+import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
 
 from ..concurrency import off_loop
+
+_SERVE = f"from {__name__} import serve; serve({{}})"
 
 
 class ProcessError(RuntimeError):
@@ -72,24 +82,56 @@ class isolated:
 
 class _Child:
     def __init__(self, pickled: bytes) -> None:
-        self.connection, theirs = Pipe()
-        loops = __package__.rpartition(".")[0]
-        packages = [loops, __package__, f"{loops}.rollouts"]
-        command = [sys.executable, "-P", str(Path(__file__).with_name("serve.py")), str(theirs.fileno()), *packages]
+        self.connection, far_end = Pipe()
+        command = [sys.executable, "-P", "-c", _SERVE.format(far_end.fileno())]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
+            command, pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
         )
-        theirs.close()
+        far_end.close()
         self.connection.send_bytes(pickled)
         self.end = weakref.finalize(self, _end, self.process, self.connection)  # at exit too
 
     def ask(self, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
         self.connection.send_bytes(pickle.dumps(arguments))
-        answer: tuple[bool, Any] = pickle.loads(self.connection.recv_bytes())
-        return answer
+        outcome: tuple[bool, Any] = pickle.loads(self.connection.recv_bytes())
+        return outcome
 
 
 def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> int:
     process.kill()
     return process.wait()  # the connection closes with its last reader, who learns of the end from the other side
+
+
+def serve(descriptor: int) -> None:
+    """Answer calls one after the other, in the process of `isolated`.
+
+    It receives a function, then arguments, and sends (True, what the function returned) or (False, its traceback).
+    """
+    connection = Connection(descriptor)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    function: Any = None
+    pickled = connection.recv_bytes()
+    while True:
+        try:
+            arguments = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function = function or pickle.loads(pickled)
+            value = function(*pickle.loads(arguments))
+            outcome = pickle.dumps((True, asyncio.run(_result(value)) if inspect.isawaitable(value) else value))
+        except BaseException:
+            outcome = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(outcome)
+
+
+async def _result(value: Any) -> Any:
+    return await value
+
+
+def _end_with(parent: int) -> None:
+    """End this process with its parent, which can't do so itself when it is killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

@@ -1,4 +1,4 @@
-"""MultiTurnSource of one turn, whose only answer is judged by a reward: any task of reasoning-gym, say."""
+"""Conversations of one turn, scored by a reward function: any task of reasoning-gym, say."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -22,5 +22,5 @@ class SingleTurn:
         prompt: Any = row["prompt"]
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
-    async def step(self, answer: Sample) -> Step:
-        return Step(done=True, reward=await call(self.reward, self.row, answer))
+    async def step(self, completion: Sample) -> Step:
+        return Step(done=True, reward=await call(self.reward, self.row, completion))

@@ -1,15 +1,12 @@
 """Functions in processes of their own: they can be killed, and their crashes are nobody else's."""
 
 import asyncio
-import importlib
 import os
-import sys
 import time
 
 import pytest
 from burnish.loops.rewards import RewardFunction, isolated
-from burnish.loops.rewards.isolated import ProcessError
-from burnish.loops.rewards.serve import postpone
+from burnish.loops.rewards.sandbox import ProcessError
 from burnish.loops.rewards.workers import OutOfTime, within
 
 MODULE = """
@@ -142,23 +139,6 @@ def test_its_process_starts_without_torch(functions, answer, judging):
     sample = answer()
     assert judging([RewardFunction("torch", isolated(functions.has_torch))], [{}], [sample]) == {}
     assert sample.rewards == {"torch": 0.0}
-
-
-def test_a_postponed_package_runs_when_something_of_it_is_asked_for(tmp_path, monkeypatch):
-    package = tmp_path / "heavy_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("from .light import value\nloaded = value + 1")
-    (package / "light.py").write_text("value = 1")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "heavy_package", None)  # so that it is taken out again
-    del sys.modules["heavy_package"]
-    postpone("heavy_package")
-    light = importlib.import_module("heavy_package.light")
-    heavy = sys.modules["heavy_package"]
-    assert light.value == 1 and "loaded" not in vars(heavy)
-    assert heavy.loaded == 2
-    with pytest.raises(AttributeError):
-        _ = heavy.missing
 
 
 def test_it_keeps_what_the_function_says_of_itself(functions):

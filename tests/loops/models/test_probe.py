@@ -1,0 +1,148 @@
+"""Deep models are probed by their first layers, and judged as they would be by all of them."""
+
+import logging
+
+import pytest
+import torch
+from burnish.loops.models.policy import Policy
+from burnish.loops.models.probe import objection, shortened
+from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, StaticBatch
+from burnish.loops.rollouts.local.source import EmbeddedSource
+from tiny import VOCABULARY, make_model
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def deep(**changes):
+    return make_model(num_hidden_layers=8, **changes)
+
+
+def mixture(dense):
+    """Of experts, but for these layers."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=dense,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+
+
+def left(model):
+    with shortened(model) as cut:
+        count = len(model.base_model.layers)
+    assert cut == (count < 8)
+    assert len(model.base_model.layers) == 8, "the model was not put together again"
+    return count
+
+
+@pytest.mark.parametrize(
+    ("types", "count"),
+    [
+        ([SLIDING, FULL] * 4, 2),
+        ([SLIDING, SLIDING, SLIDING, SLIDING, SLIDING, FULL, SLIDING, SLIDING], 6),
+        ([FULL] * 7 + [SLIDING], 8),
+    ],
+)
+def test_every_kind_of_attention_is_left(types, count):
+    assert left(make_model("gemma3", num_hidden_layers=8, layer_types=types)) == count
+
+
+@pytest.mark.parametrize(("dense", "count"), [([], 2), ([0], 2), ([0, 1, 2], 4), ([5], 6)])
+def test_dense_layers_and_mixtures_of_experts_are_two_kinds(dense, count):
+    assert left(mixture(dense)) == count
+
+
+def test_a_layer_of_another_class_setting_or_shape_is_left():
+    assert left(deep()) == 2
+    model = deep()
+    model.base_model.layers[4].self_attn.scaling = 1.0
+    assert left(model) == 5
+    model = deep()
+    model.base_model.layers[3].mlp.down_proj = torch.nn.Linear(48, 32, bias=True, dtype=torch.float64)
+    assert left(model) == 4
+    model = deep()
+    model.base_model.layers[6].forward = model.base_model.layers[6].forward
+    assert left(model) == 7
+
+
+def test_a_model_whose_layers_are_not_found_is_left_whole():
+    model = deep()
+    model.config.num_hidden_layers = 5
+    with shortened(model) as cut:
+        assert not cut and len(model.base_model.layers) == 8
+
+
+def test_the_model_is_put_together_again_after_an_error():
+    model = deep()
+    layers = model.base_model.layers
+    with pytest.raises(ZeroDivisionError), shortened(model):
+        _ = 1 / 0
+    assert model.base_model.layers is layers
+
+
+def test_later_layers_of_one_kind_are_not_run_to_choose_head_layout_and_cache():
+    model, calls = deep(), []
+    model.base_model.layers[-1].register_forward_pre_hook(lambda *_: calls.append(1))
+    # A hook is no setting, so this layer is of the kind of the others.
+    assert left(model) == 2
+    policy = Policy(model)
+    assert (policy.fused, policy.layout, len(calls)) == (True, "shared", 0)
+    assert isinstance(EmbeddedSource(policy, version=0)._choose(50), ContinuousBatch)
+    assert len(calls) == 1  # the bytes of a token's keys and values are those of all layers
+
+
+class SeesAll(LlamaAttention):
+    """Attends to the whole row, whatever the mask."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **rest):
+        assert attention_mask is None or attention_mask.ndim == 4
+        full = None if attention_mask is None else torch.ones_like(attention_mask)
+        return super().forward(hidden_states, position_embeddings, full, **rest)
+
+
+def test_one_late_layer_that_mixes_sequences_is_found_out():
+    model = deep()
+    model.base_model.layers[5].self_attn.__class__ = SeesAll
+    with pytest.raises(ValueError, match="layout 'shared' lets the sequences of LlamaForCausalLM see each other"):
+        Policy(model, layout="shared")
+    policy = Policy(model, layout="padded")
+    assert isinstance(EmbeddedSource(policy, version=0)._choose(50), StaticBatch)
+
+
+def test_a_model_that_cannot_run_shortened_is_judged_whole(caplog):
+    model = deep()
+    backbone = model.base_model
+    original = type(backbone).forward
+
+    def forward(*arguments, **named):
+        _ = backbone.layers[backbone.config.num_hidden_layers - 1]
+        return original(backbone, *arguments, **named)
+
+    backbone.forward = forward
+    with caplog.at_level(logging.INFO):
+        policy = Policy(model)
+        memory = EmbeddedSource(policy, version=0)._choose(50)
+    assert (policy.fused, policy.layout) == (True, "shared")
+    assert isinstance(memory, ContinuousBatch)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_refusal_counts_only_of_all_layers():
+    model, seen = deep(), []
+
+    def probe():
+        seen.append(len(model.base_model.layers))
+        return "no" if seen[-1] == 2 else None
+
+    assert objection(model, probe) is None
+    assert seen == [2, 8]
