@@ -23,8 +23,8 @@ from torch import Tensor
 from ..config import Limits
 from ..rewards.scoring import Row, score
 from ..rewards.workers import OutOfTime, call, is_async, within
-from ..rollouts.sample import Request, Sample, VersionSpan, check_completions, plain
-from ..rollouts.source import RolloutSource, SourceError
+from ..rollouts.sample import Request, Sample, VersionSpan, plain
+from ..rollouts.source import RolloutSource, check_completions
 from .chat_turns import ChatTurns, Message
 
 log = logging.getLogger(__name__)
@@ -208,10 +208,7 @@ class MultiTurnSource:
             turn,
         )
         completions = await self.source.sample(asked)
-        try:
-            check_completions(completions, asked)
-        except ValueError as error:
-            raise SourceError(f"environment: {error}") from error
+        check_completions(completions, asked, "environment")
         return completions[0]
 
     async def _step(self, environment: "_Played", completion: Sample) -> Step | None:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
-from torch import Tensor
 
 from ..files import replacing
 from .sample import Request, Sample, check_request, check_sample, from_record, to_record
-from .source import SourceError
+from .source import SourceError, Weights
 
 _AS_TEXT = ("rewards", "info")  # their entries have types of their own, which columns can't
 
@@ -130,7 +129,7 @@ class ReplaySource:
             )
         return copy.deepcopy(stored)  # the caller may change it
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: Weights, version: int) -> None:
         self._check_open()
         self._version = version
 

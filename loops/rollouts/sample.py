@@ -179,23 +179,6 @@ def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
         raise ValueError(f"{who}: no version is known for token {missing[0]}, which was sampled")
 
 
-def check_completions(samples: Sequence[Sample], request: Request) -> None:
-    """Raise unless these are the requested completions, in order, each one whole.
-
-    Raises:
-        ValueError: names the task, and what was asked for.
-    """
-    who, received = f"task {request.task}", [(sample.task, sample.index) for sample in samples]
-    if received != [(request.task, index) for index in request.indices]:
-        raise ValueError(f"{who}: asked for its completions {list(request.indices)}, got {received}")
-    for sample in samples:
-        check_sample(sample)
-        if list(sample.prompt) != list(request.prompt):
-            raise ValueError(f"{who}: completion {sample.index} is of another prompt than the one asked for")
-        if (length := len(sample.tokens)) > request.sampling.max_tokens:
-            raise ValueError(f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}")
-
-
 FIELDS = tuple(field.name for field in fields(Sample))
 
 

@@ -1,11 +1,14 @@
 """The contract of every source of completions: the trainer's own module, a server, or a store of old ones."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from .sample import Request, Sample
+from .sample import Request, Sample, check_sample
+
+Weights = Iterable[tuple[str, Tensor]]
 
 
 class SourceError(RuntimeError):
@@ -14,6 +17,50 @@ class SourceError(RuntimeError):
 
 class SourceLost(SourceError):
     """The source is gone, or has lost its weights: ask for its `version`, publish, and repeat the same requests."""
+
+
+def check_completions(samples: Sequence[Sample], request: Request, who: str) -> None:
+    """Raise unless these are the requested completions, in order, each one whole.
+
+    Raises:
+        SourceError: says what was requested.
+    """
+    who = f"{who}: task {request.task}"
+    received = [(sample.task, sample.index) for sample in samples]
+    if received != [(request.task, index) for index in request.indices]:
+        raise SourceError(f"{who}: asked for its completions {list(request.indices)}, got {received}")
+    for sample in samples:
+        try:
+            check_sample(sample)
+        except ValueError as error:
+            raise SourceError(f"{who}: {error}") from error
+        if list(sample.prompt) != list(request.prompt):
+            raise SourceError(f"{who}: completion {sample.index} is of another prompt than the one asked for")
+        if (length := len(sample.tokens)) > request.sampling.max_tokens:
+            raise SourceError(f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}")
+
+
+def check_weights(weights: Weights, shapes: Mapping[str, torch.Size], required: Collection[str], who: str) -> Weights:
+    """Yield the same weights.
+
+    Args:
+        shapes: of all parameters that may come.
+        required: names of those that must come.
+
+    Raises:
+        SourceError: if one is not the model's, or in the end if one is missing.
+    """
+    missing = set(required)
+    for name, tensor in weights:
+        if shapes.get(name) != tensor.shape:
+            raise SourceError(
+                f"{who}: {name} {list(tensor.shape)} is no parameter of this model; publish the weights by the names "
+                "that transformers gives them, adapters merged"
+            )
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise SourceError(f"{who}: the weights came without {min(missing)}; publish all of them")
 
 
 class RolloutSource(Protocol):
@@ -40,7 +87,7 @@ class RolloutSource(Protocol):
         """Complete a prompt, in the order of ``request.indices``. Requests may run at the same time."""
         ...
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: Weights, version: int) -> None:
         """Draw from these weights from now on. Requests under way go on, and their spans say where they changed.
 
         ``weights`` are the parameters by the names that transformers gives them, adapters merged; it is read once.

@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server: its endpoints, its labels, and answers made of nothing; it can be told to misbehave."""
+"""A stand-in for a vLLM server: its endpoints, its labels, made-up completions; it can be told to misbehave."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ class Fake:
 
     Attributes:
         odd: by path, what is answered instead: a function of the body that gives (status, JSON or text).
-        calls: paths and bodies of the orders that came, in order, without those that only look.
+        calls: paths and bodies of the POST requests that came, in order, but for completions and tokenization.
         paths: that the server says it has.
     """
 

@@ -2,18 +2,17 @@
 
 import asyncio
 import copy
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
-from ..source import SourceError
+from ..source import SourceError, Weights, check_weights
 from .decode import advance, choose_memory
 from .kv_cache import DecodeBatch
 from .runner import Context, DecodeSequence, ModelRunner
@@ -81,7 +80,7 @@ class LocalSource:
         await pending.done
         return [self._sample(sequence) for sequence in pending.sequences]
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: Weights, version: int) -> None:
         self._check_open()
         self._version = version
 
@@ -182,21 +181,14 @@ class DetachedSource(LocalSource):
         super().__init__(Policy(copied.requires_grad_(False).eval()), *arguments, **options)
 
     @torch.no_grad()
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: Weights, version: int) -> None:
         self._check_open()
-        parameters = dict(self.policy.plain.named_parameters(remove_duplicate=False))
-        left = {id(parameter) for parameter in parameters.values()}
-        for name, tensor in weights:
-            if name not in parameters or parameters[name].shape != tensor.shape:
-                raise SourceError(
-                    f"detached: {name} {list(tensor.shape)} is no parameter of this model; publish the weights by the "
-                    "names that transformers gives them, adapters merged"
-                )
+        plain: Any = self.policy.plain
+        parameters = dict(plain.named_parameters(remove_duplicate=False))
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        required = [name for name, _ in plain.named_parameters()]  # tied ones once
+        for name, tensor in check_weights(weights, shapes, required, "detached"):
             parameters[name].copy_(tensor)
-            left.discard(id(parameters[name]))
-        if left:
-            missing = next(name for name, parameter in parameters.items() if id(parameter) in left)
-            raise SourceError(f"detached: version {version} came without {missing}; publish all of the weights")
         self._version = version
 
 

@@ -4,17 +4,16 @@ import asyncio
 import functools
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ...concurrency import gather_or_cancel
 from ..sample import Request, Sample, check_request
-from ..source import SourceError
+from ..source import SourceError, Weights, check_completions
 from . import plugin
 from .client import Rejected
 from .launch import SHARE
@@ -110,9 +109,11 @@ class VLLMEngine:
     async def sample(self, request: Request) -> list[Sample]:
         self._check_open()
         check_request(request, vocab=self.vocab, context=self.context)
-        return await gather_or_cancel(self._complete(request, index) for index in request.indices)
+        samples = await gather_or_cancel(self._complete(request, index) for index in request.indices)
+        check_completions(samples, request, "vllm")
+        return samples
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: Weights, version: int) -> None:
         self._check_open()
         await self._updates.publish(self, self._parameters.check(weights), version)
 

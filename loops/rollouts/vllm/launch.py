@@ -29,7 +29,7 @@ SHARE = 0.4
 """Share of a device's memory that vLLM takes beside a trainer on it."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
 # Variables of torchrun and accelerate for a rank; with them, another group over TCP would wait for a store in vain.
-_OF_RANKS = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+_OF_RANKS = "(RANK|WORLD_SIZE)$|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG)_"
 
 # Of a log: vLLM's processes fail one after the other, and only the first says why.
 _PREFIX = re.compile(r"\([^)]*pid=\d+\) ?(?:(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
@@ -226,7 +226,8 @@ def launch(
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = Path(log).resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = {**outside_of_ranks(os.environ), **switches, **(environment or {})}
+    inherited = {name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)}
+    variables = {**inherited, **switches, **(environment or {})}
     launched = Launched(command, variables, f"http://{host}:{port}", log, patience)
     try:
         launched.restart()
@@ -255,15 +256,6 @@ def max_lora_rank(rank: int) -> int:
         f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, or set vllm.updates to files, "
         "which sends the merged weights"
     )
-
-
-def outside_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables without those of the trainer's process group."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in ("RANK", "WORLD_SIZE") and not name.startswith(_OF_RANKS)
-    }
 
 
 def _lay_out(directory: Path) -> None:

@@ -1,17 +1,15 @@
 """Is a vLLM server the required one? Its version, flags, model and tokenizer."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from ..source import SourceError
+from ..source import SourceError, Weights, check_weights
 from .client import Rejected, VLLMClient
-from .weights import Updates, Weights, undo_update
+from .weights import Updates, undo_update
 
 _PROBE = "Größe 12345.678 – 你好 🙂\n\tdef f(x):  return {x!r}  # don't"
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -105,27 +103,16 @@ class ParameterCheck:
     """The parameters of a model, each of which must come with every update; of an unknown model, any."""
 
     def __init__(self, config: Any) -> None:
-        self._shapes: dict[str, torch.Size] | None = None
-        self._required: set[str] = set()
         auto: Any = AutoModelForCausalLM
+        self._model: Any = None
         if type(config) in auto._model_mapping:
             with torch.device("meta"):
-                model: Any = auto.from_config(config)
-            self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-            self._required = {name for name, _ in model.named_parameters()}  # tied ones once
+                self._model = auto.from_config(config)
 
-    def check(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same weights.
-
-        Raises:
-            SourceError: if one is not the model's, or in the end if one is missing.
-        """
-        missing = set(self._required)
-        for name, tensor in weights:
-            if self._shapes is not None and self._shapes.get(name) != tensor.shape:
-                raise SourceError(f"vllm: {name} {list(tensor.shape)} is no parameter of this model; publish the "
-                                  "weights by the names that transformers gives them, adapters merged")  # fmt: skip
-            missing.discard(name)
-            yield name, tensor
-        if missing:
-            raise SourceError(f"vllm: the weights came without {min(missing)}; publish all of them")
+    def check(self, weights: Weights) -> Weights:
+        """Yield the same weights, see `check_weights`."""
+        if self._model is None:
+            return weights
+        shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
+        required = [name for name, _ in self._model.named_parameters()]  # tied ones once
+        return check_weights(weights, shapes, required, "vllm")

@@ -7,17 +7,16 @@ make its log-probs differ from the trainer's is checked when the source is made,
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ...concurrency import gather_or_cancel, off_loop
 from ..event_loops import run
-from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_completions, check_request
-from ..source import SourceError, SourceLost
+from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_request
+from ..source import SourceError, SourceLost, Weights, check_completions
 from .client import SourceLate, VLLMClient
 from .preflight import ParameterCheck, check_model, check_server
 from .weights import Files, Updates
@@ -84,9 +83,11 @@ class VLLMServer:
 
     async def sample(self, request: Request) -> list[Sample]:
         check_request(request, vocab=self.vocab, context=self.context)
-        return await gather_or_cancel(self._complete(request, index) for index in request.indices)
+        samples = await gather_or_cancel(self._complete(request, index) for index in request.indices)
+        check_completions(samples, request, "vllm")
+        return samples
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: Weights, version: int) -> None:
         checked = self._parameters.check(weights) if self.updates.merged else weights
         await self._within_patience(self.updates.publish(self._client, checked, version))
         self._note_heard()
@@ -219,7 +220,7 @@ def to_sample(
 
     Raises:
         SourceLost: if it is empty, since it was broken off.
-        SourceError: if the parts disagree with each other, or with the request.
+        SourceError: if the parts disagree with each other.
     """
     who = f"vllm: completion {index} of task {request.task}"
     if drawn != tokens:
@@ -230,12 +231,7 @@ def to_sample(
     if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
         raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
     text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-    sample = Sample.of(request, index, tokens, logprobs, spans, finish, text)
-    try:
-        check_completions([sample], request)
-    except ValueError as error:
-        raise SourceError(f"vllm: {error}") from error
-    return sample
+    return Sample.of(request, index, tokens, logprobs, spans, finish, text)
 
 
 def _read(auto: Any, model: str, what: str) -> Any:

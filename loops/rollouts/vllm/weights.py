@@ -18,7 +18,7 @@ import socket
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ...concurrency import off_loop
 from ..sample import VersionSpan
-from ..source import SourceError, SourceLost
+from ..source import SourceError, SourceLost, Weights
 from .client import Rejected, VLLMClient
 from .launch import free_port, max_lora_rank
 from .plugin import BACKEND
@@ -37,7 +37,6 @@ _PART = 1 << 30  # bytes that are on their way at once
 _INCOMPLETE = "incomplete"
 _RESTARTED = "default"  # vLLM's own, for the weights that it was started with
 
-Weights = Iterable[tuple[str, Tensor]]
 T = TypeVar("T")
 
 

@@ -3,14 +3,8 @@
 import dataclasses
 
 import pytest
-from burnish.loops.rollouts.sample import (
-    Request,
-    Sample,
-    SamplingParams,
-    VersionSpan,
-    check_completions,
-    check_sample,
-)
+from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan, check_sample
+from burnish.loops.rollouts.source import SourceError, check_completions
 
 
 def asked(**changes):
@@ -88,7 +82,7 @@ def test_parts_that_do_not_agree_are_refused(change, says):
 
 def test_completions_that_were_asked_for_pass():
     request = asked(task=2, prompt=[5], indices=[1, 0])
-    check_completions([GOOD, dataclasses.replace(GOOD, index=0)], request)
+    check_completions([GOOD, dataclasses.replace(GOOD, index=0)], request, "vllm")
 
 
 @pytest.mark.parametrize(
@@ -102,10 +96,10 @@ def test_completions_that_were_asked_for_pass():
     ],
 )
 def test_completions_that_were_not_asked_for_are_refused(change, says):
-    with pytest.raises(ValueError, match=f"task 2: .*{says}"):
-        check_completions([dataclasses.replace(GOOD, **change)], asked(task=2, prompt=[5], indices=[1]))
+    with pytest.raises(SourceError, match=f"vllm: task 2: .*{says}"):
+        check_completions([dataclasses.replace(GOOD, **change)], asked(task=2, prompt=[5], indices=[1]), "vllm")
 
 
 def test_a_completion_that_is_missing_is_refused():
-    with pytest.raises(ValueError, match=r"asked for its completions \[0, 1\], got \[\(2, 1\)\]"):
-        check_completions([GOOD], asked(task=2, prompt=[5], indices=[0, 1]))
+    with pytest.raises(SourceError, match=r"asked for its completions \[0, 1\], got \[\(2, 1\)\]"):
+        check_completions([GOOD], asked(task=2, prompt=[5], indices=[0, 1]), "vllm")
