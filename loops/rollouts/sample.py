@@ -20,7 +20,7 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """The distribution that tokens are drawn from.
 
     Attributes:
         max_tokens: the longest completion.

@@ -30,7 +30,7 @@ class DecodeBatch(Protocol):
     sequences: list[DecodeSequence]
 
     def admit(self, waiting: Sequence[DecodeSequence]) -> int:
-        """How many of the first of these may join now."""
+        """Count those at the front that may join now."""
         ...
 
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
@@ -166,7 +166,7 @@ class StaticBatch:
 
 
 def continuous_fit(runner: ModelRunner, cache_bytes: int) -> Fit:
-    """How many sequences a `ContinuousBatch` may cache, by the bytes of this model's keys and values."""
+    """The `Fit` of a `ContinuousBatch`, by the bytes of this model's keys and values."""
     cache, filled = KVCache(runner.policy.device), DynamicCache()
     with runner.inference():
         runner.states(input_ids=runner.ids([[1]]), past_key_values=filled, use_cache=True)
@@ -176,7 +176,7 @@ def continuous_fit(runner: ModelRunner, cache_bytes: int) -> Fit:
 
 
 def static_fit(runner: ModelRunner, cache_bytes: int, *, cached: bool) -> Fit:
-    """How many sequences the model's own cache may hold, which keeps something of every token, one state, or both."""
+    """The `Fit` of the model's own cache, which keeps something of every token, one state, or both."""
     if not cached:
         return lambda longest: _READ // longest
     with runner.inference():
@@ -300,7 +300,7 @@ class KVCache(_untyped.Cache):  # type: ignore[misc]
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values, for one token of one row."""
+        """Bytes of the keys and values of one token in one row."""
         stores = [store for layer in self.layers for store in (layer.keys, layer.values)]
         return sum(store.shape[1] * store.shape[3] * store.itemsize for store in stores)
 

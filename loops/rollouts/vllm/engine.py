@@ -197,9 +197,9 @@ class VLLMEngine:
         finish = FINISH[output.finish_reason]
         return to_sample(request, index, list(output.token_ids), drawn, logprobs, finish, spans, self.tokenizer)
 
-    def _add(self, name: str, prompt: list[int], how: Any) -> None:
+    def _add(self, name: str, prompt: list[int], params: Any) -> None:
         self._wake()
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, how)
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     async def _drive(self) -> None:
         """Take steps while a completion is waited for."""

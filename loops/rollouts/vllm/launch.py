@@ -81,7 +81,7 @@ class Launched:
 
     @property
     def pid(self) -> int | None:
-        """Of the leader of its process group; None if it is not running."""
+        """The leader of its process group; None if it is not running."""
         running = self._process is not None and self._process.poll() is None
         return self._process.pid if running and self._process is not None else None
 

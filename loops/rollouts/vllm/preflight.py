@@ -91,11 +91,11 @@ async def check_model(vllm: VLLMClient, config: Any, tokenizer: PreTrainedTokeni
             raise SourceError(f"vllm: the vocabulary of the server's model {path} is {size} than the trainer's, "
                               f"of {vocab}; start it with the same model")  # fmt: skip
     text = _PROBE + "".join(map(str, tokenizer.all_special_tokens))
-    own = tokenizer(text, add_special_tokens=False)["input_ids"]
+    expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     tokens = (await vllm.post("/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
-    if tokens != own:
+    if tokens != expected:
         raise SourceError(f"vllm: the tokenizer of the server's model {path} is another one than the trainer's: "
-                          f"it gives {tokens[:8]}... for {text[:9]!r}..., here it is {own[:8]}...; "
+                          f"it gives {tokens[:8]}... for {text[:9]!r}..., here it is {expected[:8]}...; "
                           "start it with the same --tokenizer")  # fmt: skip
 
 

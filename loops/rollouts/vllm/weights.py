@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class ControlPlane(Protocol):
-    """What a trainer tells vLLM about whole weights: `VLLMClient` over HTTP, `VLLMEngine` in this process.
+    """Control of vLLM while whole weights change: `VLLMClient` over HTTP, `VLLMEngine` in this process.
 
     A call that vLLM refuses raises `Rejected`.
     """
@@ -69,7 +69,7 @@ class Updates(Protocol):
     """A way to update a server."""
 
     merged: ClassVar[bool]
-    """Whether `publish` takes all of the weights with adapters merged, or an adapter's own."""
+    """Does `publish` take all of the weights with adapters merged, or an adapter's own?"""
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
         """Why a server of this configuration can't be updated so, and the flags that it needs; None if it can."""
