@@ -32,7 +32,7 @@ Reader = Callable[[nn.Module, Batch], Tensors]
 Answer = Callable[[Tensor, Batch], Tensor]  # [tokens] -> [sequences]
 
 CHOSEN, REJECTED = 0, 1
-_UNITS = {"answers": "sequences", "steps": "tokens"}  # of scorers
+_UNITS = {"completions": "sequences", "steps": "tokens"}  # of scorers
 _NAMES_OF_ANSWERS: dict[str, Of] = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}
 
 
@@ -153,7 +153,7 @@ def policy_tensors(
     Args:
         reference: log-probs [tokens] of the reference policy, for the tensors named ``ref_...``.
         answer: from the log-probs of tokens to that of an answer; the sum over its tokens unless told otherwise.
-        score: maps log-ratios of pairs to f-divergence scores, see `burnish.objectives.f_score`.
+        score: maps log-ratios of pairs to f-divergence scores, see `burnish.objectives.f_divergence_score`.
         teaching: what a teacher says of the tokens, see `teacher`, for the tensor ``divergence``.
         outputs: of the log-prob kernel: "mean_logprob" gives ``mean_logp``, for label smoothing; "log_sum_squares"
             gives ``wpo``, the weight of each answer and the product of those of each pair.
