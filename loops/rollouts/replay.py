@@ -12,9 +12,8 @@ from typing import Any
 
 import pyarrow.parquet
 
-from ..files import replacing
 from .sample import Request, Sample, check_request, check_sample, from_record, to_record
-from .source import SourceError, Weights
+from .source import SourceError, NamedWeights
 
 _AS_TEXT = ("rewards", "info")  # their entries have types of their own, which columns can't
 
@@ -43,8 +42,9 @@ class SampleWriter:
 
     def close(self) -> None:
         if self.lines is None:
-            with replacing(self.path) as partial:
-                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.rows), partial)
+            partial = self.path.with_suffix(".partial")
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.rows), partial)
+            partial.replace(self.path)
         else:
             self.lines.close()
 
@@ -129,7 +129,7 @@ class ReplaySource:
             )
         return copy.deepcopy(stored)  # the caller may change it
 
-    async def publish(self, weights: Weights, version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
         self._version = version
 

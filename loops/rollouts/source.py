@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .sample import Request, Sample, check_sample
 
-Weights = Iterable[tuple[str, Tensor]]
+NamedWeights = Iterable[tuple[str, Tensor]]
 
 
 class SourceError(RuntimeError):
@@ -40,7 +40,9 @@ def check_completions(samples: Sequence[Sample], request: Request, who: str) -> 
             raise SourceError(f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}")
 
 
-def check_weights(weights: Weights, shapes: Mapping[str, torch.Size], required: Collection[str], who: str) -> Weights:
+def check_weights(
+    weights: NamedWeights, shapes: Mapping[str, torch.Size], required: Collection[str], who: str
+) -> NamedWeights:
     """Yield the same weights.
 
     Args:
@@ -87,7 +89,7 @@ class RolloutSource(Protocol):
         """Complete a prompt, in the order of ``request.indices``. Requests may run at the same time."""
         ...
 
-    async def publish(self, weights: Weights, version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         """Draw from these weights from now on. Requests under way go on, and their spans say where they changed.
 
         ``weights`` are the parameters by the names that transformers gives them, adapters merged; it is read once.

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
-from ..source import SourceError, Weights, check_weights
+from ..source import SourceError, NamedWeights, check_weights
 from .decode import advance, choose_memory
 from .kv_cache import DecodeBatch
 from .runner import Context, DecodeSequence, ModelRunner
@@ -80,7 +80,7 @@ class LocalSource:
         await pending.done
         return [self._sample(sequence) for sequence in pending.sequences]
 
-    async def publish(self, weights: Weights, version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
         self._version = version
 
@@ -181,7 +181,7 @@ class DetachedSource(LocalSource):
         super().__init__(Policy(copied.requires_grad_(False).eval()), *arguments, **options)
 
     @torch.no_grad()
-    async def publish(self, weights: Weights, version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
         plain: Any = self.policy.plain
         parameters = dict(plain.named_parameters(remove_duplicate=False))

@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ...concurrency import gather_or_cancel
+from ..concurrency import gather_or_cancel
 from ..sample import Request, Sample, check_request
-from ..source import SourceError, Weights, check_completions
+from ..source import SourceError, NamedWeights, check_completions
 from . import plugin
 from .client import Rejected
 from .launch import SHARE
@@ -113,7 +113,7 @@ class VLLMEngine:
         check_completions(samples, request, "vllm")
         return samples
 
-    async def publish(self, weights: Weights, version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
         await self._updates.publish(self, self._parameters.check(weights), version)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from ..source import SourceError, Weights, check_weights
+from ..source import SourceError, NamedWeights, check_weights
 from .client import Rejected, VLLMClient
 from .weights import Updates, undo_update
 
@@ -109,7 +109,7 @@ class ParameterCheck:
             with torch.device("meta"):
                 self._model = auto.from_config(config)
 
-    def check(self, weights: Weights) -> Weights:
+    def check(self, weights: NamedWeights) -> NamedWeights:
         """Yield the same weights, see `check_weights`."""
         if self._model is None:
             return weights

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from ...concurrency import gather_or_cancel, off_loop
+from ..concurrency import gather_or_cancel, off_loop
 from ..event_loops import run
 from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_request
-from ..source import SourceError, SourceLost, Weights, check_completions
+from ..source import SourceError, SourceLost, NamedWeights, check_completions
 from .client import SourceLate, VLLMClient
 from .preflight import ParameterCheck, check_model, check_server
 from .weights import Files, Updates
@@ -87,7 +87,7 @@ class VLLMServer:
         check_completions(samples, request, "vllm")
         return samples
 
-    async def publish(self, weights: Weights, version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         checked = self._parameters.check(weights) if self.updates.merged else weights
         await self._within_patience(self.updates.publish(self._client, checked, version))
         self._note_heard()

@@ -26,9 +26,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...concurrency import off_loop
+from ..concurrency import off_loop
 from ..sample import VersionSpan
-from ..source import SourceError, SourceLost, Weights
+from ..source import SourceError, SourceLost, NamedWeights
 from .client import Rejected, VLLMClient
 from .launch import free_port, max_lora_rank
 from .plugin import BACKEND
@@ -77,7 +77,7 @@ class Updates(Protocol):
 
     async def version(self, vllm: VLLMClient) -> int | None: ...
 
-    async def publish(self, vllm: VLLMClient, weights: Weights, version: int) -> None: ...
+    async def publish(self, vllm: VLLMClient, weights: NamedWeights, version: int) -> None: ...
 
     def model(self) -> contextlib.AbstractContextManager[str | None]:
         """The model to request, which stays loaded within the context; None for the only one."""
@@ -114,13 +114,13 @@ class _Whole:
         """Connect to an engine that has just been started, or belonged to another trainer."""
         raise NotImplementedError
 
-    async def send(self, vllm: ControlPlane, weights: Weights) -> None:
+    async def send(self, vllm: ControlPlane, weights: NamedWeights) -> None:
         raise NotImplementedError
 
     async def version(self, vllm: ControlPlane) -> int | None:
         return self._version(await vllm.weight_version())
 
-    async def publish(self, vllm: ControlPlane, weights: Weights, version: int) -> None:
+    async def publish(self, vllm: ControlPlane, weights: NamedWeights, version: int) -> None:
         label = await vllm.weight_version()
         await vllm.pause()
         if self._version(label) is None:
@@ -172,7 +172,7 @@ class Files(_Whole):
         self.directory.mkdir(parents=True, exist_ok=True)
         await vllm.init_transfer({"directory": str(self.directory)})
 
-    async def send(self, vllm: ControlPlane, weights: Weights) -> None:
+    async def send(self, vllm: ControlPlane, weights: NamedWeights) -> None:
         path = self.directory / f"{self._name}.safetensors"
         try:
             for part, last in _parts(weights):
@@ -210,7 +210,7 @@ class Nccl(_Whole):
         joining = vllm.init_transfer({**group, "rank_offset": 1, "packed": False})
         self._group = await self._collective(lambda: trainer_init(group), joining)
 
-    async def send(self, vllm: ControlPlane, weights: Weights) -> None:
+    async def send(self, vllm: ControlPlane, weights: NamedWeights) -> None:
         for part, _ in _parts(weights):
             tensors = [(name, tensor.detach().to(self.device).contiguous()) for name, tensor in part]
             info = {
@@ -286,7 +286,7 @@ class Adapters:
             self._versions.clear()
         return list(self._versions.values())[-1] if self._versions else None
 
-    async def publish(self, vllm: VLLMClient, weights: Weights, version: int) -> None:
+    async def publish(self, vllm: VLLMClient, weights: NamedWeights, version: int) -> None:
         await self.version(vllm)
         path = self.directory / f"{self._prefix}{next(self._serial)}"
         await off_loop(lambda: self._save(path, weights))
@@ -317,18 +317,18 @@ class Adapters:
             raise SourceLost(f"vllm: the adapter {model} is gone")
         return [VersionSpan(self._versions[model], 0, labels[-1]["end"])] if labels else []
 
-    def _save(self, path: Path, weights: Weights) -> None:
+    def _save(self, path: Path, weights: NamedWeights) -> None:
         path.mkdir(parents=True, exist_ok=True)
         save_file(_copies(weights), path / "adapter_model.safetensors")
         self.config.save_pretrained(str(path))
 
 
-def _copies(weights: Weights) -> dict[str, Tensor]:
+def _copies(weights: NamedWeights) -> dict[str, Tensor]:
     """On the CPU, each in memory of its own: tied weights may not share it in a file."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
 
 
-def _parts(weights: Weights) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+def _parts(weights: NamedWeights) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
     """Consecutive parts of the weights, each with whether it is the last."""
     part: list[tuple[str, Tensor]] = []
     size = 0

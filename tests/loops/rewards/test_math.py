@@ -4,9 +4,9 @@ import asyncio
 import time
 
 import pytest
-from burnish.loops.concurrency import off_loop
 from burnish.loops.rewards import RewardFunction, isolated, judge
 from burnish.loops.rewards.math import MathEquivalence
+from burnish.loops.rollouts.concurrency import off_loop
 
 pytest.importorskip("math_verify")
 
