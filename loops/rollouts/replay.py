@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet
 
 from .sample import Request, Sample, check_request, check_sample, from_record, to_record
-from .source import SourceError, NamedWeights
+from .source import NamedWeights, SourceError
 
 _AS_TEXT = ("rewards", "info")  # their entries have types of their own, which columns can't
 

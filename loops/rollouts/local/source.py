@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
-from ..source import SourceError, NamedWeights, check_weights
+from ..source import NamedWeights, SourceError, check_weights
 from .decode import advance, choose_memory
 from .kv_cache import DecodeBatch
 from .runner import Context, DecodeSequence, ModelRunner

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..concurrency import gather_or_cancel
 from ..sample import Request, Sample, check_request
-from ..source import SourceError, NamedWeights, check_completions
+from ..source import NamedWeights, SourceError, check_completions
 from . import plugin
 from .client import Rejected
 from .launch import SHARE

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from ..source import SourceError, NamedWeights, check_weights
+from ..source import NamedWeights, SourceError, check_weights
 from .client import Rejected, VLLMClient
 from .weights import Updates, undo_update
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from ..concurrency import gather_or_cancel, off_loop
 from ..event_loops import run
 from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_request
-from ..source import SourceError, SourceLost, NamedWeights, check_completions
+from ..source import NamedWeights, SourceError, SourceLost, check_completions
 from .client import SourceLate, VLLMClient
 from .preflight import ParameterCheck, check_model, check_server
 from .weights import Files, Updates

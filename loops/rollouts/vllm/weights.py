@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..concurrency import off_loop
 from ..sample import VersionSpan
-from ..source import SourceError, SourceLost, NamedWeights
+from ..source import NamedWeights, SourceError, SourceLost
 from .client import Rejected, VLLMClient
 from .launch import free_port, max_lora_rank
 from .plugin import BACKEND
