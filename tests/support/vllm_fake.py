@@ -153,12 +153,15 @@ def error(status, message):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # keeps connections, as vLLM does: a client that did so too could not change its loop
+
     def do_GET(self):
         size = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(size)) if size else None
         path = urlsplit(self.path).path.replace(".", "_")
         status, answer = self.fake.answer(self.command, path, body)
-        if status is None:  # hang until whoever asks hangs up
+        if status is None:  # hang until the client hangs up
+            self.close_connection = True
             self.connection.settimeout(answer)
             try:
                 if self.connection.recv(1) == b"":

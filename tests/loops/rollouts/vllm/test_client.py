@@ -366,6 +366,23 @@ class TestAnswers:
         asyncio.run(run())
         assert fake.hung_up.wait(2)
 
+    def test_closing_the_source_ends_what_is_under_way_and_tells_the_server(self, connect, fake):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (None, 60)
+
+        async def run():
+            await source.publish(weights(), 1)
+            under_way = asyncio.create_task(source.sample(ask(range(3))))
+            await asyncio.sleep(0.2)
+            await source.close()
+            with pytest.raises(SourceError, match="closed"):
+                await asyncio.wait_for(under_way, 10)
+            with pytest.raises(SourceError, match="closed"):
+                await source.version()
+
+        asyncio.run(run())
+        assert fake.hung_up.wait(10)
+
     def test_one_failure_ends_the_other_answers_of_the_group(self, connect, fake):
         source, seed = connect(), ask().seed(0)
         fake.odd["/inference/v1/generate"] = lambda body: (
