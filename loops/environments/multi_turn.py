@@ -23,9 +23,8 @@ from torch import Tensor
 from ..config import Limits
 from ..rewards.scoring import Row, as_score
 from ..rewards.workers import OutOfTime, call, is_async, within
-from ..rollouts.record import plain
-from ..rollouts.sample import Request, Sample, VersionSpan, check_sample
-from ..rollouts.source import RolloutSource, SourceError
+from ..rollouts.sample import Request, Sample, VersionSpan, plain
+from ..rollouts.source import RolloutSource, check_completions
 from .chat_turns import ChatTurns, Message
 
 log = logging.getLogger(__name__)
@@ -209,14 +208,7 @@ class MultiTurnSource:
             turn,
         )
         completions = await self.source.sample(asked)
-        if len(completions) != 1 or (completions[0].task, completions[0].index) != (whole.task, whole.index):
-            raise SourceError(
-                f"environment: asked for completion {whole.index} of task {whole.task}, got "
-                f"{[(completion.task, completion.index) for completion in completions]}"
-            )
-        check_sample(completions[0])
-        if len(completions[0].tokens) > room:
-            raise SourceError(f"environment: asked for at most {room} tokens, got {len(completions[0].tokens)}")
+        check_completions(completions, asked, "environment")
         return completions[0]
 
     async def _step(self, environment: "_Played", completion: Sample) -> Step | None:

@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from .workers import in_thread
+from ..rollouts.concurrency import off_loop
 
 _SERVE = f"from {__name__} import serve; serve({{}})"
 
@@ -68,7 +68,7 @@ class isolated:
     async def __call__(self, *arguments: Any) -> Any:
         child = self._idle.pop() if self._idle else _Child(self._pickled)
         try:
-            fine, value = await in_thread(partial(child.ask, arguments))
+            fine, value = await off_loop(partial(child.ask, arguments))
         except (asyncio.CancelledError, EOFError, OSError) as error:
             code = child.end()
             if isinstance(error, asyncio.CancelledError):

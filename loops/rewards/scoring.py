@@ -30,8 +30,7 @@ from numbers import Real
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from ..rollouts.record import plain
-from ..rollouts.sample import Sample
+from ..rollouts.sample import Sample, plain
 from .workers import OutOfTime, call, within
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from ..rollouts.record import plain
-from ..rollouts.sample import Sample
+from ..rollouts.sample import Sample, plain
 from .scoring import Over, Row, from_text
 from .workers import call
 

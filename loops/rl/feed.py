@@ -13,8 +13,7 @@ from ..batch import Batch
 from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken
 from ..rewards.table import reward_table
-from ..rollouts.record import from_record, to_record
-from ..rollouts.sample import Sample
+from ..rollouts.sample import Sample, from_record, to_record
 from ..rollouts.scheduler import Group, RolloutScheduler
 from ..runs.ranks import from_main
 from .buffer import Examples, RolloutBuffer, in_order, rollout_metrics

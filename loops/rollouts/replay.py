@@ -1,6 +1,6 @@
-"""Stored samples, written as they come and given back as they were: for debugging offline, and off-policy objectives.
+"""Stored samples, written and replayed: for debugging offline, and off-policy objectives.
 
-samples.jsonl      one `record` per line
+samples.jsonl      one record per line, see `to_record`
 samples.parquet    the same fields as columns, `rewards` and `info` as JSON text
 """
 
@@ -8,93 +8,55 @@ import copy
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any
 
-import pyarrow
 import pyarrow.parquet
-from torch import Tensor
 
-from .checks import check_request
-from .record import from_record, to_record
-from .sample import Request, Sample, check_sample
-from .source import SourceError
+from .sample import Request, Sample, check_request, check_sample, from_record, to_record
+from .source import NamedWeights, SourceError
 
-_AS_TEXT = ("rewards", "info")
-_SCHEMA = pyarrow.schema(
-    {
-        "task": pyarrow.int64(),
-        "index": pyarrow.int64(),
-        "prompt": pyarrow.list_(pyarrow.int64()),
-        "tokens": pyarrow.list_(pyarrow.int64()),
-        "trained": pyarrow.list_(pyarrow.bool_()),
-        "logprobs": pyarrow.list_(pyarrow.float64()),
-        "spans": pyarrow.list_(pyarrow.list_(pyarrow.int64())),
-        "finish": pyarrow.string(),
-        "text": pyarrow.string(),
-        **dict.fromkeys(_AS_TEXT, pyarrow.string()),
-    }
-)
-
-
-class _File(Protocol):
-    def write(self, records: list[dict[str, Any]]) -> None: ...
-    def close(self) -> None: ...
+_AS_TEXT = ("rewards", "info")  # their entries have types of their own, which columns can't
 
 
 class SampleWriter:
-    """Appends samples to a file, each call's to disk before it returns; holds none of them.
+    """Writes samples to a file; use it as a context, or close it.
 
     Args:
-        path: what ends in ``.parquet`` is that, and begun anew, since such a file can't be appended to; anything else
-            is JSON lines.
+        path: of JSON lines, which are appended, each call's to disk before it returns; one that ends in ``.parquet`` is
+            written anew when it is closed, since such a file can't be appended to.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file: _File = _Parquet(path) if path.suffix == ".parquet" else _Lines(path)
+        self.path = path
+        self.rows: list[dict[str, Any]] = []  # of a Parquet file
+        self.lines = None if path.suffix == ".parquet" else path.open("a")
 
     def write(self, samples: Iterable[Sample]) -> None:
-        self.file.write([to_record(sample) for sample in samples])
+        records = [to_record(sample) for sample in samples]
+        if self.lines is None:
+            self.rows += [record | {name: json.dumps(record[name]) for name in _AS_TEXT} for record in records]
+        else:
+            self.lines.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+            self.lines.flush()
 
     def close(self) -> None:
-        self.file.close()
+        if self.lines is None:
+            partial = self.path.with_suffix(".partial")
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.rows), partial)
+            partial.replace(self.path)
+        else:
+            self.lines.close()
 
     def __enter__(self) -> "SampleWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-class _Lines:
-    def __init__(self, path: Path) -> None:
-        self.file: TextIO = path.open("a")
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        self.file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class _Parquet:
-    def __init__(self, path: Path) -> None:
-        self.file = pyarrow.parquet.ParquetWriter(path, _SCHEMA)
-
-    def write(self, records: list[dict[str, Any]]) -> None:
-        rows = [record | {name: json.dumps(record[name]) for name in _AS_TEXT} for record in records]
-        self.file.write_table(pyarrow.Table.from_pylist(rows, schema=_SCHEMA))
-
-    def close(self) -> None:
-        self.file.close()
-
-
 def read_samples(path: Path) -> Iterator[Sample]:
-    """The samples of a file in the order they were written, one at a time. Half a line at the end is left out.
+    """Yield the samples of a file in the order they were written. Half a line at the end is left out.
 
     Raises:
         ValueError: names the sample that is damaged or does not agree with itself.
@@ -128,14 +90,14 @@ def _from_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class ReplaySource:
-    """Gives back what was stored, by task and index; draws nothing.
+    """Stored samples, by task and index; draws nothing.
 
-    What it gives has the versions and log-probs that it was stored with, whatever version is published: these are
-    off-policy samples, and objectives correct for it by them.
+    The samples keep their stored versions and log-probs, whatever version is published: they are off-policy, and
+    objectives correct for it.
 
     Args:
-        samples: such as `read_samples` gives; of two with the same task and index the later one counts, as after a run
-            that was resumed.
+        samples: for instance of `read_samples`; of two with the same task and index the later one counts, as after a
+            run that was resumed.
     """
 
     overlaps = stored = True
@@ -155,19 +117,19 @@ class ReplaySource:
         if stored is None:
             tasks = sorted({task for task, _ in self.samples})
             held = f"tasks {tasks[0]} to {tasks[-1]}" if tasks else "nothing"
-            raise ValueError(f"replay: answer {index} of task {request.task} is not stored; what is: {held}")
+            raise ValueError(f"replay: completion {index} of task {request.task} is not stored; what is: {held}")
         if list(stored.prompt) != list(request.prompt):
             raise ValueError(
                 f"replay: task {request.task} was stored with another prompt: replay the data that it was drawn with"
             )
         if len(stored.tokens) > request.sampling.max_tokens:
             raise ValueError(
-                f"replay: answer {index} of task {request.task} has {len(stored.tokens)} tokens; "
+                f"replay: completion {index} of task {request.task} has {len(stored.tokens)} tokens; "
                 f"set max_tokens >= {len(stored.tokens)}, got {request.sampling.max_tokens}"
             )
-        return copy.deepcopy(stored)  # whoever takes it may change it
+        return copy.deepcopy(stored)  # the caller may change it
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
         self._version = version
 

@@ -1,16 +1,17 @@
-"""One generated answer, and what was asked for."""
+"""One completion, its request, the checks of both, and a sample as plain data."""
 
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 Finish = Literal["stop", "length", "aborted"]
 
 
 class VersionSpan(NamedTuple):
-    """Tokens ``[start, end)`` of an answer were sampled from the weights of this version."""
+    """Tokens ``[start, end)`` of a completion were sampled from the weights of this version."""
 
     version: int
     start: int
@@ -19,14 +20,14 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """The distribution that tokens are drawn from.
 
     Attributes:
-        max_tokens: the longest answer.
+        max_tokens: the longest completion.
         temperature: of the softmax; 0 takes the likeliest token, and its log-probs are those of temperature 1.
-        top_p, top_k: what is left of the distribution, 1 and 0 being all of it. Log-probs are those of the
-            distribution that is drawn from, so that whatever is left out has none.
-        stop: token ids that end an answer; they are its last token.
+        top_p, top_k: truncation of the distribution, none at 1 and 0. Log-probs are those of the truncated
+            distribution.
+        stop: token ids that end a completion, as its last token.
     """
 
     max_tokens: int
@@ -48,13 +49,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """Answers wanted to one prompt.
+    """Completions of one prompt.
 
     Attributes:
-        task: the place of the prompt in the run's order of tasks; it names the group.
+        task: the place of the prompt in the run's order; it names the group.
         prompt: token ids, never text: nothing is tokenized twice.
-        indices: which answers of the group, so that one of them can be asked for again.
-        key: the run's, usually its seed.
+        indices: which completions of the group, so that one of them can be requested again.
+        key: of the run, usually its seed.
         turn: of a conversation; its earlier turns are part of the prompt.
     """
 
@@ -66,27 +67,27 @@ class Request:
     turn: int = 0
 
     def seed(self, index: int) -> int:
-        """Of one answer, in [0, 2⁶³): a hash of what is asked for, so that neither order nor concurrency matters."""
-        named = ",".join(map(str, (self.key, self.task, index, self.turn)))
-        return int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "big") >> 1
+        """The seed of one completion in [0, 2⁶³): a hash of the request, so that order and concurrency don't matter."""
+        name = ",".join(map(str, (self.key, self.task, index, self.turn)))
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 @dataclass
 class Sample:
-    """One answer to a prompt.
+    """One completion of a prompt, or one conversation.
 
     Attributes:
-        task, index: which prompt of the run it answers, and which of the prompt's answers it is.
+        task, index: which prompt of the run, and which completion in its group.
         prompt: token ids.
-        tokens: token ids of the answer; in a conversation, what others say after the first turn stands among them.
+        tokens: token ids of the completion; in a conversation they include the observations after the first turn.
         trained: which tokens the policy sampled; the others are context.
         logprobs: of every token under the distribution that it was drawn from, 0 where it was not drawn.
-        spans: which weights they were drawn from, in order and without gaps where tokens were drawn.
-        finish: whether it ended by itself, was cut at its longest, or was given up.
-        text: what the policy sampled, decoded without special tokens, for whoever judges it.
-        rewards: by the name of the function, its score; None if it does not apply, or in a word how it failed.
-        info: whatever rewards and environments leave behind, to be stored with the sample: plain data.
-        row: of the data, that its prompt comes from, where the scheduler was given rows; it is not stored.
+        spans: the weights that the tokens were drawn from, in order and without gaps where tokens were drawn.
+        finish: a stop token, the maximal length, or aborted.
+        text: the sampled tokens, decoded without special tokens, for rewards.
+        rewards: scores by the name of the reward; None if it does not apply, or in a word how it failed.
+        info: plain data of rewards and environments, stored with the sample.
+        row: the row of the data that its prompt comes from, where the scheduler was given rows; it is not stored.
     """
 
     task: int
@@ -102,17 +103,63 @@ class Sample:
     info: dict[str, Any] = field(default_factory=dict)
     row: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        index: int,
+        tokens: list[int],
+        logprobs: list[float],
+        spans: list[VersionSpan],
+        finish: Finish,
+        text: str,
+    ) -> "Sample":
+        """A completion of a request, all of whose tokens were sampled."""
+        trained = [True] * len(tokens)
+        return cls(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
+
     @property
     def oldest(self) -> int:
         """The oldest version that it was drawn from."""
         return min(span.version for span in self.spans)
 
 
-def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
-    """Raises unless the parts of a sample agree with each other.
+def check_request(request: Request, *, vocab: int | None = None, context: int | None = None) -> None:
+    """Refuse a request that no source can complete: to repeat it would not help.
+
+    Args:
+        vocab: exclusive upper limit of token ids, if it is known.
+        context: the longest prompt and completion together, if there is a limit.
 
     Raises:
-        ValueError: names the task, the answer and what is wrong with it.
+        ValueError: names the task, and says what to do.
+    """
+    who = f"task {request.task}"
+    limit = math.inf if vocab is None else vocab
+    longest = len(request.prompt) + request.sampling.max_tokens
+    if not request.prompt:
+        raise ValueError(f"{who}: its prompt is empty; begin it with the tokenizer's first token or a chat template")
+    if not request.indices or len(set(request.indices)) < len(request.indices):
+        raise ValueError(f"{who}: indices must be some, and distinct, got {list(request.indices)}")
+    for token in request.prompt:
+        if not 0 <= token < limit:
+            raise ValueError(f"{who}: token {token} of its prompt is outside the vocabulary of {vocab}; "
+                              "is its tokenizer that of the model?")  # fmt: skip
+    for token in request.sampling.stop:
+        if not 0 <= token < limit:
+            raise ValueError(f"{who}: stop token {token} is outside the vocabulary of {vocab}")
+    if context is not None and longest > context:
+        raise ValueError(
+            f"{who}: a prompt of {len(request.prompt)} tokens and max_tokens={request.sampling.max_tokens} do not fit "
+            f"the model's context of {context}; shorten the prompt or set max_tokens <= {context - len(request.prompt)}"
+        )
+
+
+def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
+    """Raise unless the parts of a sample agree with each other.
+
+    Raises:
+        ValueError: names the task, the completion and what is wrong with it.
     """
     who = f"sample {sample.index} of task {sample.task}"
     length = len(sample.tokens)
@@ -120,7 +167,7 @@ def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
         if len(values) != length:
             raise ValueError(f"{who}: {name} must have one entry per token, {length}, got {len(values)}")
     if not any(sample.trained):
-        raise ValueError(f"{who}: it has no token of the policy; an answer has one at least, the one that ends it")
+        raise ValueError(f"{who}: it has no token of the policy; a completion has one at least, the one that ends it")
     if not sample.prompt:
         raise ValueError(f"{who}: its prompt is empty; the first token is predicted from the last of the prompt")
     if vocab is not None and any(not 0 <= token < vocab for token in sample.tokens):
@@ -132,3 +179,50 @@ def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
     missing = [t for t, drawn in enumerate(sample.trained) if drawn and t not in covered]
     if missing:
         raise ValueError(f"{who}: no version is known for token {missing[0]}, which was sampled")
+
+
+FIELDS = tuple(field.name for field in fields(Sample) if field.name != "row")
+
+
+def to_record(sample: Sample) -> dict[str, Any]:
+    """The fields of a sample as checkpoints and ``samples.jsonl`` hold them: spans are [[version, start, end], ...]."""
+    return {name: getattr(sample, name) for name in FIELDS} | {"spans": [list(span) for span in sample.spans]}
+
+
+def from_record(record: dict[str, Any]) -> Sample:
+    """The inverse of `to_record`.
+
+    Raises:
+        ValueError: if a field is missing or unknown.
+    """
+    if set(record) != set(FIELDS):
+        odd = sorted(set(record) ^ set(FIELDS))
+        raise ValueError(f"sample: wanted the fields {', '.join(FIELDS)}; missing or unknown: {', '.join(odd)}")
+    return Sample(**{**record, "spans": [VersionSpan(*span) for span in record["spans"]]})
+
+
+def plain(value: Any, who: str) -> Any:
+    """A value as JSON and checkpoints hold it: numbers and arrays of numpy and torch become Python's, tuples lists.
+
+    Args:
+        who: names the value and its origin in the message.
+
+    Raises:
+        ValueError: if it can't be expressed in numbers, text, lists and mappings.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry, f"{who}[{key!r}]") for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry, f"{who}[{i}]") for i, entry in enumerate(value)]
+    if hasattr(value, "tolist") and type(array := value.tolist()) is not type(value):  # that of a longdouble is itself
+        return plain(array, who)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    raise ValueError(
+        f"{who}: wanted numbers, text, lists or mappings, which can be stored with a sample, got "
+        f"{type(value).__name__}; convert it, str(...) perhaps"
+    )

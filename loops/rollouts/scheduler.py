@@ -25,8 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ...data import Batches, encode_prompts
 from ..models.io import named_weights
 from .event_loops import BackgroundLoop, InlineLoop, LoopRunner, in_a_loop
-from .record import from_record, to_record
-from .sample import Request, Sample, SamplingParams, check_sample
+from .sample import Request, Sample, SamplingParams, check_sample, from_record, to_record
 from .source import RolloutSource, SourceError, SourceLost
 
 log = logging.getLogger(__name__)

@@ -1,19 +1,68 @@
-"""What every source of answers promises: the trainer's own module, a server, or a store of old ones."""
+"""The contract of every source of completions: the trainer's own module, a server, or a store of old ones."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from .sample import Request, Sample
+from .sample import Request, Sample, check_sample
+
+NamedWeights = Iterable[tuple[str, Tensor]]
 
 
 class SourceError(RuntimeError):
-    """The source can't give what is asked for, now or later; says what is wrong and what to do."""
+    """The source can't complete the request, now or later; says what is wrong and what to do."""
 
 
 class SourceLost(SourceError):
-    """It is gone, or has lost its weights: ask for its `version`, publish, and ask again with the same seeds."""
+    """The source is gone, or has lost its weights: ask for its `version`, publish, and repeat the same requests."""
+
+
+def check_completions(samples: Sequence[Sample], request: Request, who: str) -> None:
+    """Raise unless these are the requested completions, in order, each one whole.
+
+    Raises:
+        SourceError: says what was requested.
+    """
+    who = f"{who}: task {request.task}"
+    received = [(sample.task, sample.index) for sample in samples]
+    if received != [(request.task, index) for index in request.indices]:
+        raise SourceError(f"{who}: asked for its completions {list(request.indices)}, got {received}")
+    for sample in samples:
+        try:
+            check_sample(sample)
+        except ValueError as error:
+            raise SourceError(f"{who}: {error}") from error
+        if list(sample.prompt) != list(request.prompt):
+            raise SourceError(f"{who}: completion {sample.index} is of another prompt than the one asked for")
+        if (length := len(sample.tokens)) > request.sampling.max_tokens:
+            raise SourceError(f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}")
+
+
+def check_weights(
+    weights: NamedWeights, shapes: Mapping[str, torch.Size], required: Collection[str], who: str
+) -> NamedWeights:
+    """Yield the same weights.
+
+    Args:
+        shapes: of all parameters that may come.
+        required: names of those that must come.
+
+    Raises:
+        SourceError: if one is not the model's, or in the end if one is missing.
+    """
+    missing = set(required)
+    for name, tensor in weights:
+        if shapes.get(name) != tensor.shape:
+            raise SourceError(
+                f"{who}: {name} {list(tensor.shape)} is no parameter of this model; publish the weights by the names "
+                "that transformers gives them, adapters merged"
+            )
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise SourceError(f"{who}: the weights came without {min(missing)}; publish all of them")
 
 
 class RolloutSource(Protocol):
@@ -23,32 +72,32 @@ class RolloutSource(Protocol):
     Its seed is a hash of (key, task, index, turn), so that the same request under the same weights gives the same
     tokens, whatever else is under way. ``tests/support/conformance.py`` is this contract as tests.
 
-    `SourceLost` and ``OSError`` are what may be over when one asks again; any other error ends the run.
+    `SourceLost` and ``OSError`` are worth retrying; any other error ends the run.
     """
 
     @property
     def overlaps(self) -> bool:
-        """Whether the trainer may train while answers are under way."""
+        """May the trainer train while completions are under way?"""
         ...
 
     @property
     def stored(self) -> bool:
-        """Whether answers come from another run, whose versions say nothing of this one's."""
+        """Are the completions from another run, whose versions say nothing of this one's?"""
         ...
 
     async def sample(self, request: Request) -> list[Sample]:
-        """The answers asked for, in the order of ``request.indices``. Requests may run at the same time."""
+        """Complete a prompt, in the order of ``request.indices``. Requests may run at the same time."""
         ...
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """From now on, draw from these weights. Requests under way go on, and their spans say where they changed.
+    async def publish(self, weights: NamedWeights, version: int) -> None:
+        """Draw from these weights from now on. Requests under way go on, and their spans say where they changed.
 
         ``weights`` are the parameters by the names that transformers gives them, adapters merged; it is read once.
         """
         ...
 
     async def version(self) -> int | None:
-        """Of the weights that the source draws from; None where it does not know, as after a restart."""
+        """The version of the weights that the source draws from; None where it is unknown, as after a restart."""
         ...
 
     async def close(self) -> None: ...

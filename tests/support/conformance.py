@@ -35,11 +35,11 @@ class Subject:
         rounding: of cumulative probabilities; two tokens may be drawn by numbers that are closer to the border between
             them. 0 where the same request is to give the same bits.
         vocab: ids below it may be drawn.
-        context: the longest prompt and answer together; None where nothing limits them.
+        context: the longest prompt and completion together; None where nothing limits them.
         restart: makes the source lose its weights, as a crash does; None where it can't.
         before_publish: ``before_publish(weights)``, for a source that draws from the trainer's own module.
-        long: enough tokens for an answer to be under way while weights are published.
-        draws: answers of one token for the test of their distribution.
+        long: enough tokens for a completion to be under way while weights are published.
+        draws: completions of one token for the test of their distribution.
     """
 
     source: RolloutSource
@@ -166,8 +166,8 @@ class Conformance:
         if subject.rounding and ("top_k" in how or "top_p" in how):
             pytest.skip("which tokens are cut off is a matter of rounding")
         requests = [ask(i, prompt=[3 + i, 5, 4, 3, 6][: 1 + i], indices=range(3), **how) for i in range(5)]
-        answered = await asyncio.gather(*map(subject.source.sample, requests))
-        for request, samples in zip(requests, answered, strict=True):
+        groups = await asyncio.gather(*map(subject.source.sample, requests))
+        for request, samples in zip(requests, groups, strict=True):
             for sample in samples:
                 log_probs = subject.log_probs(1, sample.prompt, sample.tokens)[:-1]
                 expected = drawn_from(log_probs, request.sampling).gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
@@ -200,7 +200,7 @@ class Conformance:
         assert ((seen - wanted)[kept] ** 2 / wanted[kept]).sum() < 40  # of 9 degrees of freedom: p < 1e-5
 
     @with_subject
-    async def test_tokens_of_an_answer_are_drawn_independently(self, subject):
+    async def test_tokens_of_a_completion_are_drawn_independently(self, subject):
         """z = F(token − 1) + v p(token), v uniform, is uniform for every token and tells nothing of the next one's."""
         rng, rows = torch.Generator().manual_seed(0), []
         for sample in await subject.source.sample(ask(indices=range(max(20, subject.draws // 20)), max_tokens=12)):
@@ -229,7 +229,7 @@ class Conformance:
             subject.check_same(await task, wanted)
 
     @with_subject
-    async def test_answers_of_a_group_can_be_asked_for_one_by_one(self, subject):
+    async def test_completions_of_a_group_can_be_asked_for_one_by_one(self, subject):
         group = await subject.source.sample(ask(indices=range(4)))
         for index in (3, 0, 2):
             subject.check_same(await subject.source.sample(ask(indices=[index])), [group[index]])
@@ -237,8 +237,9 @@ class Conformance:
     @with_subject
     async def test_indices_tasks_turns_and_keys_differ(self, subject):
         requests = [ask(), ask(1), ask(turn=1), ask(key=KEY + 1)]
-        answers = [tuple(tokens) for request in requests for tokens in tokens_of(await subject.source.sample(request))]
-        assert len(set(answers)) == len(answers) == 8
+        samples = [sample for request in requests for sample in await subject.source.sample(request)]
+        completions = [tuple(tokens) for tokens in tokens_of(samples)]
+        assert len(set(completions)) == len(completions) == 8
 
     @with_subject
     async def test_a_stop_token_is_the_last_one(self, subject):
@@ -252,7 +253,7 @@ class Conformance:
             assert [tuple(span) for span in after.spans] == [(1, 0, end)]
 
     @with_subject
-    async def test_after_publish_answers_come_from_the_new_weights(self, subject):
+    async def test_after_publish_completions_come_from_the_new_weights(self, subject):
         assert await subject.source.version() == 1
         before = await subject.source.sample(ask(indices=range(4)))
         await subject.publish(2)
@@ -263,7 +264,7 @@ class Conformance:
         assert {sample.spans[0].version for sample in after} == {2}
 
     @with_subject
-    async def test_answers_under_way_go_on_with_the_new_weights_and_say_from_where(self, subject):
+    async def test_completions_under_way_go_on_with_the_new_weights_and_say_from_where(self, subject):
         """The context is computed anew under the new weights: stale keys and values would show in the log-probs."""
         version = 1
         for wait in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0):
@@ -277,10 +278,10 @@ class Conformance:
             assert all(len(sample.tokens) == subject.long for sample in samples)
             if any(len(sample.spans) == 2 for sample in samples):
                 return
-        pytest.fail("no weights were published while an answer was under way: make Subject.long longer")
+        pytest.fail("no weights were published while a completion was under way: make Subject.long longer")
 
     def check_spans(self, subject, samples):
-        """Spans are in order and cover the answer, and the log-probs of each are those of its version."""
+        """Spans are in order and cover the completion, and the log-probs of each are those of its version."""
         for sample in samples:
             assert sample.spans[0].start == 0 and sample.spans[-1].end == len(sample.tokens)
             assert all(a.end == b.start and a.version < b.version for a, b in zip(sample.spans, sample.spans[1:]))  # noqa: B905
@@ -315,7 +316,7 @@ class Conformance:
         ids=["empty", "too large", "negative", "over-long", "no room", "no index", "twice", "stop"],
     )
     @with_subject
-    async def test_what_cannot_be_answered_is_refused_and_disturbs_nobody(self, subject, bad, says):
+    async def test_what_cannot_be_completed_is_refused_and_disturbs_no_other(self, subject, bad, says):
         wrong = bad(subject)
         if says == "max_tokens" and subject.context is None:
             pytest.skip("nothing limits its context")
@@ -328,7 +329,7 @@ class Conformance:
         subject.check_same(company, alone)
 
     @with_subject
-    async def test_a_request_that_is_given_up_disturbs_nobody(self, subject):
+    async def test_a_request_that_is_given_up_disturbs_no_other(self, subject):
         alone = await subject.source.sample(ask(max_tokens=30))
         given_up = asyncio.create_task(subject.source.sample(ask(1, max_tokens=subject.long)))
         kept = asyncio.create_task(subject.source.sample(ask(max_tokens=30)))

@@ -1,7 +1,8 @@
-"""A stand-in for a vLLM server: its endpoints, its labels, and answers made of nothing; it can be told to misbehave."""
+"""A stand-in for a vLLM server: its endpoints, its labels, made-up completions; it can be told to misbehave."""
 
 import copy
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -27,11 +28,11 @@ class Fake:
 
     Attributes:
         odd: by path, what is answered instead: a function of the body that gives (status, JSON or text).
-        calls: paths and bodies of the orders that came, in order, without those that only look.
+        calls: paths and bodies of the POST requests that came, in order, but for completions and tokenization.
         paths: that the server says it has.
     """
 
-    def __init__(self, tokenizer, port=0):
+    def __init__(self, tokenizer, port=0, host="127.0.0.1"):
         self.tokenizer = tokenizer
         self.vocab = len(tokenizer)
         self.config = copy.deepcopy(CONFIG)
@@ -41,10 +42,12 @@ class Fake:
         self.odd, self.calls = {}, []
         self.active = self.paused = False
         self.hung_up = threading.Event()
-        self.server = _Server(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        kind = type("Server", (_Server,), {"address_family": family})
+        self.server = kind((host, port), type("Handler", (_Handler,), {"fake": self}))
         self.server.daemon_threads = True
         self.port = self.server.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self):
@@ -150,12 +153,15 @@ def error(status, message):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # keeps connections, as vLLM does: a client that did so too could not change its loop
+
     def do_GET(self):
         size = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(size)) if size else None
         path = urlsplit(self.path).path.replace(".", "_")
         status, answer = self.fake.answer(self.command, path, body)
-        if status is None:  # hang until whoever asks hangs up
+        if status is None:  # hang until the client hangs up
+            self.close_connection = True
             self.connection.settimeout(answer)
             try:
                 if self.connection.recv(1) == b"":

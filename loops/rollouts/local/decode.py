@@ -1,11 +1,12 @@
-"""Many answers at once, token by token, from a policy's own module.
+"""Many completions at once, token by token, from a policy's own module.
 
-How it can remember what was read, see `memory`, is tried out, as rows are in `backbone`.
+One number in [0, 1) per row decides its token, so that a row's token does not depend on its company. The kind of batch
+that works with a model, see `kv_cache`, is found out by a probe.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -14,81 +15,130 @@ from torch import Tensor
 from ...models.probe import REFUSALS, objection
 from ..sample import Request, SamplingParams
 from ..source import SourceError
-from .draw import draw
-from .kv_cache import ContinuousBatch, Fit, Memory, StaticBatch, lockstep_fit, ragged_fit
-from .runner import Answer, Reader
-from .slots import matmul_dtype
+from .kv_cache import ContinuousBatch, DecodeBatch, Fit, StaticBatch, continuous_fit, matmul_dtype, static_fit
+from .runner import DecodeSequence, ModelRunner
 
 log = logging.getLogger(__name__)
 
+_ELEMENTS = 1 << 24  # logits that are turned into probabilities at once
+_ELEMENTS_CPU = 1 << 19  # beyond which memory is mapped, and given back, for every token anew
 _WARNED: WeakSet[Any] = WeakSet()  # models
 
-# Prompts and answers to try a memory with; 4 tokens are read at most, which no window is shorter than.
+# Prompts and completions of the probe; 4 tokens are read at most, which no window is shorter than.
 _SCRIPT = (([1, 2], [5, 6]), ([3], [6, 4]))
 
 
-def advance(memory: Memory, reader: Reader, joining: Sequence[Answer], version: int) -> list[Answer]:
-    """One token more for every answer under way and the first for those that join; returns the finished ones.
+class Drawn(NamedTuple):
+    token: Tensor  # int64 [rows]
+    logprob: Tensor  # [rows], under the distribution that it was drawn from
+
+
+def advance(batch: DecodeBatch, runner: ModelRunner, joining: Sequence[DecodeSequence], version: int) -> None:
+    """Append a token to every sequence of the batch and the first one to those that join; finished ones leave.
 
     Raises:
         SourceError: if the weights give no finite log-prob.
     """
-    with reader.reading():
-        states = [memory.step()] if memory.answers else []
-        states += [memory.join(joining)] if joining else []
-        answers = memory.answers
-        uniform = [answer.uniform[len(answer.tokens)] for answer in answers]
-        drawn = draw(reader.logits(torch.cat(states)), uniform, [answer.sampling for answer in answers])
-    for answer, token, logprob in zip(answers, drawn.token.tolist(), drawn.logprob.tolist(), strict=True):
+    with runner.inference():
+        states = [batch.step()] if batch.sequences else []
+        states += [batch.join(joining)] if joining else []
+        sequences = batch.sequences
+        uniform = [sequence.uniform[len(sequence.tokens)] for sequence in sequences]
+        drawn = draw(runner.logits(torch.cat(states)), uniform, [sequence.sampling for sequence in sequences])
+    for sequence, token, logprob in zip(sequences, drawn.token.tolist(), drawn.logprob.tolist(), strict=True):
         if not logprob > float("-inf"):
             raise SourceError(f"generate: the weights of version {version} give log-probs of {logprob}; look for NaN")
-        answer.append(token, logprob, version)
-    memory.drop_finished()
-    return [answer for answer in answers if answer.finish is not None]
+        sequence.append(token, logprob, version)
+    batch.drop_finished()
 
 
-def read_again(memory: Memory, reader: Reader) -> None:
-    """The weights are other ones: what is remembered under the old ones is of no use."""
-    with reader.reading():
-        memory.read_again()
+def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> Drawn:
+    """One token per row of ``logits`` [rows, V], by inversion of its cumulative distribution.
+
+        i = min { i : Σ_{j≤i} p_j > u Σ_j p_j },   p = softmax(logits / T) over what top_k and then top_p leave
+
+    A row of temperature 0 takes its likeliest token, and its log-prob is that of temperature 1.
+    """
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    elements = _ELEMENTS_CPU if logits.device.type == "cpu" else _ELEMENTS
+    size = max(1, elements // logits.shape[1])
+    parts = [
+        _draw(logits[i : i + size].to(precision), uniform[i : i + size], sampling[i : i + size])
+        for i in range(0, len(logits), size)
+    ]
+    return parts[0] if len(parts) == 1 else Drawn(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
-def choose_memory(reader: Reader, cache_bytes: int) -> Callable[[int], Memory]:
-    """What to remember the answers of this model with, given the longest of them: the fastest that is shown to work."""
-    plain = reader.policy.plain
+def _draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> Drawn:
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    kinds = set(sampling)
+    if any(kind.temperature not in (0.0, 1.0) for kind in kinds):
+        logits = logits / column([row.temperature or 1.0 for row in sampling]).to(logits.dtype)
+    if any(kind.temperature and (kind.top_k or kind.top_p < 1) for kind in kinds):
+        top_k = column([row.top_k * bool(row.temperature) for row in sampling])
+        top_p = column([row.top_p if row.temperature else 1.0 for row in sampling])
+        logits = _likeliest(logits, top_k, top_p)
+    highest = logits.amax(-1, keepdim=True)
+    cumulative = (logits - highest).exp_().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    threshold = column(list(uniform)) * total
+    token = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[1] - 1)
+    if any(kind.temperature == 0 for kind in kinds):
+        greedy = column([row.temperature for row in sampling]) == 0
+        token = torch.where(greedy, logits.argmax(-1, keepdim=True), token)
+    logprob = (logits.gather(1, token) - highest).double() - total.log()
+    return Drawn(token[:, 0], logprob[:, 0].to(logits.dtype))
+
+
+def _likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The logits with -inf for all but the likeliest k, and of these for all but those that make up p."""
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)
+    probability = ordered.softmax(-1, dtype=torch.float64)
+    before = probability.cumsum(-1) - probability
+    ordered = ordered.masked_fill((before >= top_p) & (rank > 0) & (top_p < 1), -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, ids, ordered)
+
+
+def choose_memory(runner: ModelRunner, cache_bytes: int) -> Callable[[int], DecodeBatch]:
+    """From the longest sequence to a batch for this model: the fastest kind that the probe shows to work."""
+    plain = runner.policy.plain
     config = plain.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     all_of_them: Fit = lambda longest: 2 * len(_SCRIPT)  # noqa: E731
-    against_ragged = (
+    against_continuous = (
         f"it has layers of {', '.join(sorted(others))}"
         if others
-        else objection(plain, lambda: _try_out(lambda: _poisoned(ContinuousBatch(reader, all_of_them)), reader))
+        else objection(plain, lambda: _try_out(lambda: _poisoned(ContinuousBatch(runner, all_of_them)), runner))
     )
     window = _window(config)
-    fit = ragged_fit(reader, cache_bytes) if against_ragged is None else None
+    fit = continuous_fit(runner, cache_bytes) if against_continuous is None else None
     if fit is not None and window is None:
-        return lambda longest: ContinuousBatch(reader, fit)
-    unusable = objection(plain, lambda: _try_out(lambda: StaticBatch(reader, all_of_them, cached=True), reader))
+        return lambda longest: ContinuousBatch(runner, fit)
+    unusable = objection(plain, lambda: _try_out(lambda: StaticBatch(runner, all_of_them, cached=True), runner))
     cached = unusable is None
     fallback = "one prompt at a time, " + (
         "with its own cache" if cached else f"all being read anew for every token ({unusable})"
     )
-    if against_ragged is not None:
-        _warn_once(plain, f"answers are generated {fallback}: {against_ragged}")
-    fit_of_fallback = lockstep_fit(reader, cache_bytes, cached=cached)
+    if against_continuous is not None:
+        _warn_once(plain, f"completions are generated {fallback}: {against_continuous}")
+    fit_of_fallback = static_fit(runner, cache_bytes, cached=cached)
 
-    def memory(longest: int) -> Memory:
+    def make_batch(longest: int) -> DecodeBatch:
         if fit is not None and (window is None or longest <= window):
-            return ContinuousBatch(reader, fit, window)
+            return ContinuousBatch(runner, fit, window)
         if fit is not None:
             _warn_once(plain, f"{longest} tokens are more than its window of {window}: {fallback}")
-        return StaticBatch(reader, fit_of_fallback, cached=cached)
+        return StaticBatch(runner, fit_of_fallback, cached=cached)
 
-    return memory
+    return make_batch
 
 
 def _warn_once(plain: Any, message: str) -> None:
-    """Of a model: a run makes several sources of one policy, and many memories from a source."""
+    """Once per model: a run makes several sources of one policy, and a source many batches."""
     if plain not in _WARNED:
         _WARNED.add(plain)
         log.warning("%s: %s", type(plain).__name__, message)
@@ -102,84 +152,85 @@ def _window(config: Any) -> int | None:
     return getattr(config, "sliding_window", None) if windowed else None
 
 
-def _try_out(make: Callable[[], Memory], reader: Reader) -> str | None:
-    """Why this memory is of no use, if its states are not those that the plain model computes of each text alone."""
+def _try_out(make: Callable[[], DecodeBatch], runner: ModelRunner) -> str | None:
+    """Why this batch can't be used, if its states are not those that the plain model computes of each text alone."""
     requests = [
         Request(task, prompt, [0, 1], SamplingParams(max_tokens=3), key=0) for task, (prompt, _) in enumerate(_SCRIPT)
     ]
-    answers = [Answer.of(request, index) for request in requests for index in request.indices]
-    with reader.reading():
+    sequences = [DecodeSequence.of(request, index) for request in requests for index in request.indices]
+    with runner.inference():
         try:
-            memory = make()
-            read = _read_script(memory, answers)
-            texts = {i: [*_SCRIPT[answers[i // 3].request.task][0], *_script(answers[i // 3])[: i % 3]] for i in read}
-            got, wanted = torch.stack(list(read.values())).double(), _plain_states(reader, texts.values())
-            dtypes = matmul_dtype(read[0]), reader.policy.plain.dtype  # some heads widen their logits
+            batch = make()
+            read = _read_script(batch, sequences)
+            steps = [(sequences[i // 3], i % 3) for i in read]
+            texts = [[*sequence.request.prompt, *_script(sequence)[:length]] for sequence, length in steps]
+            states, expected = torch.stack(list(read.values())).double(), _plain_states(runner, texts)
+            dtypes = matmul_dtype(read[0]), runner.policy.plain.dtype  # some heads widen their logits
             eps = max(torch.finfo(dtype).eps for dtype in dtypes)
             if eps < 1e-5:
                 tolerance, moved = 1e-3, {}
             else:
                 # Layers amplify rounding, but a token that is not seen, or poison that is, is half of a state or more.
-                shifts = (1, -1) if isinstance(memory, ContinuousBatch) else ()
-                tolerance, moved = 0.35, {shift: _plain_states(reader, texts.values(), shift) for shift in shifts}
+                shifts = (1, -1) if isinstance(batch, ContinuousBatch) else ()
+                tolerance, moved = 0.35, {shift: _plain_states(runner, texts, shift) for shift in shifts}
         except REFUSALS as error:  # the model takes no such input
             return f"{type(error).__name__}: {error}"
-    difference = float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+    difference = float(((states - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
     if not difference <= tolerance:
         return f"its states differ by {difference:.2%} from the plain model's"
     # A wrong position may change less than rounding does, but in a direction of its own, which rounding has little of.
-    of = torch.tensor([i // 3 for i in read], device=got.device)
+    of = torch.tensor([i // 3 for i in read], device=states.device)
     for shift, other in moved.items():
-        change = _by_answer(of, (other - wanted) ** 2)
-        share = _by_answer(of, (got - wanted) * (other - wanted)) / change
-        if torch.any((share > 0.6) & (change > (eps / 2) ** 2 * _by_answer(of, wanted**2))):
+        change = _by_sequence(of, (other - expected) ** 2)
+        share = _by_sequence(of, (states - expected) * (other - expected)) / change
+        if torch.any((share > 0.6) & (change > (eps / 2) ** 2 * _by_sequence(of, expected**2))):
             return f"its states are those of tokens at positions that are off by {shift:+d}"
     return None
 
 
-def _plain_states(reader: Reader, texts: Iterable[list[int]], shift: int = 0) -> Tensor:
+def _plain_states(runner: ModelRunner, texts: Iterable[list[int]], shift: int = 0) -> Tensor:
     """float64 [texts, ...] of the last tokens, each text read alone, with its last token moved so many positions."""
     states = []
     for text in texts:
-        inputs: dict[str, Any] = {"input_ids": reader.ids([text]), "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": runner.ids([text]), "use_cache": False}
         if shift and len(text) > 1:
-            inputs["position_ids"] = torch.arange(len(text), device=reader.policy.device)[None].clone()
+            inputs["position_ids"] = torch.arange(len(text), device=runner.policy.device)[None].clone()
             inputs["position_ids"][0, -1] += shift
             inputs["attention_mask"] = torch.ones_like(inputs["position_ids"])  # without one, it would begin a new row
-        states.append(reader.states(**inputs)[0][0].double())
+        states.append(runner.states(**inputs)[0][0].double())
     return torch.stack(states)
 
 
-def _by_answer(of: Tensor, values: Tensor) -> Tensor:
+def _by_sequence(of: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(2 * len(_SCRIPT)).index_add(0, of, values.flatten(1).sum(1))
 
 
-def _poisoned(memory: ContinuousBatch) -> ContinuousBatch:
+def _poisoned(batch: ContinuousBatch) -> ContinuousBatch:
     """A mask that shows too much is a matter of a few percent where there is nothing to see, and of everything here."""
-    memory.slots.unwritten = 1e3
-    return memory
+    batch.cache.unwritten = 1e3
+    return batch
 
 
-def _read_script(memory: Memory, answers: list[Answer]) -> dict[int, Tensor]:
-    """The state that follows each part of each text; the first answer leaves after two tokens."""
+def _read_script(batch: DecodeBatch, sequences: list[DecodeSequence]) -> dict[int, Tensor]:
+    """The state that follows each part of each text; the first sequence leaves after two tokens."""
     read: dict[int, Tensor] = {}
-    waiting = list(answers)
+    waiting = list(sequences)
     states = torch.empty(0)
-    while waiting or memory.answers:
-        if memory.answers:
-            states = memory.step()
+    while waiting or batch.sequences:
+        if batch.sequences:
+            states = batch.step()
         else:
-            count = memory.room(waiting)
-            states, waiting = memory.join(waiting[:count]), waiting[count:]
-        for answer, state in zip(memory.answers, states, strict=True):
-            read[3 * answers.index(answer) + len(answer.tokens)] = state
-            answer.tokens.append(_script(answer)[len(answer.tokens)])
-            if len(answer.tokens) == (2 if answer is answers[0] else 3):
-                answer.finish = "stop"
-        memory.drop_finished()
+            count = batch.admit(waiting)
+            states, waiting = batch.join(waiting[:count]), waiting[count:]
+        for sequence, state in zip(batch.sequences, states, strict=True):
+            read[3 * sequences.index(sequence) + len(sequence.tokens)] = state
+            sequence.tokens.append(_script(sequence)[len(sequence.tokens)])
+            if len(sequence.tokens) == (2 if sequence is sequences[0] else 3):
+                sequence.finish = "stop"
+        batch.drop_finished()
     return read
 
 
-def _script(answer: Answer) -> list[int]:
-    """The same answer to a prompt, but for its first token."""
-    return [answer.index + 1, *_SCRIPT[answer.request.task][1]]
+def _script(sequence: DecodeSequence) -> list[int]:
+    """The same completion of a prompt, but for its first token."""
+    return [sequence.index + 1, *_SCRIPT[sequence.request.task][1]]

@@ -1,4 +1,4 @@
-"""An answer under way, and the policy's module as it reads what has been said so far."""
+"""A sequence under way, and the forward passes of the policy's module that continue it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...models.policy import Policy
 from ..sample import Finish, Request, SamplingParams, VersionSpan
-from .draw import uniforms
 
 _CACHES = ("past_key_values", "cache_params")  # the latter in Mamba and its kin
 
@@ -18,8 +17,12 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(eq=False)
-class Answer:
-    """An answer under way."""
+class DecodeSequence:
+    """A completion under way.
+
+    Attributes:
+        uniform: the numbers in [0, 1) that decide its tokens.
+    """
 
     request: Request
     index: int
@@ -30,7 +33,7 @@ class Answer:
     finish: Finish | None = None
 
     @classmethod
-    def of(cls, request: Request, index: int) -> "Answer":
+    def of(cls, request: Request, index: int) -> "DecodeSequence":
         return cls(request, index, uniforms(request.seed(index), request.sampling.max_tokens))
 
     @property
@@ -38,7 +41,7 @@ class Answer:
         return self.request.sampling
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         return len(self.request.prompt) + self.sampling.max_tokens
 
     def append(self, token: int, logprob: float, version: int) -> None:
@@ -53,8 +56,15 @@ class Answer:
             self.finish = "length"
 
 
-class Reader:
-    """The policy's module: token ids in, what its head reads out."""
+def uniforms(seed: int, count: int) -> list[float]:
+    """The numbers in [0, 1) that decide the tokens of the completion with this seed."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers: list[float] = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+    return numbers
+
+
+class ModelRunner:
+    """The policy's module: token ids to the input of its head, and that to logits."""
 
     def __init__(self, policy: Policy, vocab: int, context: Context = nullcontext) -> None:
         self.policy = policy
@@ -62,8 +72,8 @@ class Reader:
         self.context = context
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Without gradients, and in evaluation mode for just as long: whoever trains between two tokens does train."""
+    def inference(self) -> Iterator[None]:
+        """Without gradients, and in evaluation mode for just as long: a step between two tokens does train."""
         training = [vars(module) for module in self.policy.model.modules() if module.training]
         for attributes in training:  # not by `train()`: it takes as long as a small model's forward pass
             attributes["training"] = False
@@ -75,24 +85,24 @@ class Reader:
                 attributes["training"] = True
 
     def states(self, at: Tensor | None = None, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """What the head reads [rows, ...] at these columns, or at the last; and the caches by their names."""
+        """The input of the head [rows, ...] at these columns, or at the last; and the caches by their names."""
         plain = self.policy.plain
         if self.policy.fused:
             output = plain.base_model(**inputs)
-            found: Tensor = output.last_hidden_state
-        else:  # such a head is no function of the hidden states that we know of: keep its logits instead
+            states: Tensor = output.last_hidden_state
+        else:  # such a head is no known function of the hidden states: keep its logits instead
             output = plain(**inputs)
-            found = output.logits
-        row = torch.arange(len(found), device=found.device)
+            states = output.logits
+        row = torch.arange(len(states), device=states.device)
         caches = {name: output[name] for name in _CACHES if output.get(name) is not None}
-        return found[:, -1] if at is None else found[row, at], caches
+        return states[:, -1] if at is None else states[row, at], caches
 
     def logits(self, states: Tensor) -> Tensor:
         """[rows, V] in float32 where the head is fused, without the rows that only pad the head's weight."""
-        found = self.policy.logits(states) if self.policy.fused else states
-        return found[:, : self.vocab]
+        logits = self.policy.logits(states) if self.policy.fused else states
+        return logits[:, : self.vocab]
 
     def ids(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """[texts, longest], padded on the right, where nothing that is read looks."""
+        """[texts, longest], padded on the right, where nothing that is used looks."""
         longest = max(map(len, texts))
         return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.policy.device)

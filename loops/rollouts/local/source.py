@@ -1,46 +1,42 @@
-"""Answers from the trainer's own module: no server, no copy of the weights, on a CPU too."""
+"""Completions from the trainer's own module: no server, no copy of the weights, on a CPU too."""
 
 import asyncio
 import copy
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ...models.policy import Policy
-from ..checks import check_request
-from ..sample import Request, Sample
-from ..source import SourceError
-from .decode import advance, choose_memory, read_again
-from .kv_cache import Memory
-from .runner import Answer, Context, Reader
+from ..sample import Request, Sample, check_request
+from ..source import NamedWeights, SourceError, check_weights
+from .decode import advance, choose_memory
+from .kv_cache import DecodeBatch
+from .runner import Context, DecodeSequence, ModelRunner
 
 _CACHE_CPU = 2 << 30  # bytes
 _SHARE = 4  # of a GPU's free memory, one part in so many: see `free_share`
 
 
 class LocalSource:
-    """Draws from the weights that are being trained: `publish` moves nothing, it says that they are other ones.
+    """Draws from the weights that are being trained: `publish` moves nothing, it announces a new version.
 
-    Nothing may train while answers are under way, as nothing does where `RolloutScheduler` is synchronous; what is
-    to go
-    on meanwhile needs a `DetachedSource`. Answers under way are continued one token at a time, and others may run in
-    the
-    event loop in between. Requests that arrive together are put in order before they are begun, so that the same
-    requests make up the same batches.
+    Nothing may train while completions are under way, as nothing does where `RolloutScheduler` is synchronous;
+    otherwise use a `DetachedSource`. Completions grow by one token at a time, and other tasks of the event loop may run
+    in between. Requests that arrive together are sorted before they are begun, so that the same requests make up the
+    same batches.
 
     Args:
         policy: its module generates, with its adapters and in its precision, in evaluation mode.
         tokenizer: for the text of samples; only its tokens are drawn.
         vocab: draw only ids below it; the tokenizer's length if not given, or else the model's.
-        cache_bytes: keys and values that are held at once, in the precision that they are held in; what does not fit
-            waits its turn. None takes `free_share` of the device. How many answers are read together depends on it,
-            and on that their rounding, hence now and then a token: with the same number, the same bits.
-        context: ``context()`` is entered around every forward pass, such as the trainer's autocast.
+        cache_bytes: of keys and values held at once, in the precision that they are held in; further sequences wait.
+            None takes `free_share` of the device. How many sequences are read together depends on it, and on that their
+            rounding, hence now and then a token: with the same number, the same bits.
+        context: ``context()`` is entered around every forward pass, such as ``accelerator.autocast``.
         version: of the weights at the start; None where they have none yet.
     """
 
@@ -59,33 +55,32 @@ class LocalSource:
         self.policy = policy if isinstance(policy, Policy) else Policy(policy)
         self.tokenizer = tokenizer
         config: Any = self.policy.plain.config.get_text_config()
-        self.vocab: int = vocab or min(
-            config.vocab_size, len(tokenizer) if tokenizer is not None else config.vocab_size
-        )
+        known = config.vocab_size if tokenizer is None else len(tokenizer)
+        self.vocab: int = vocab or min(config.vocab_size, known)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
-        self.reader = Reader(self.policy, self.vocab, context)
-        self._choose = choose_memory(
-            self.reader, free_share(self.policy.device) if cache_bytes is None else cache_bytes
+        self.runner = ModelRunner(self.policy, self.vocab, context)
+        self._make_batch = choose_memory(
+            self.runner, free_share(self.policy.device) if cache_bytes is None else cache_bytes
         )
         self._version = version
         self._closed = False
-        self._arrived: list[_Call] = []
-        self._calls: list[_Call] = []
+        self._arrived: list[_Pending] = []
+        self._pending: list[_Pending] = []
         self._engine: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
         self._check_open()
         check_request(request, vocab=self.vocab, context=self.context)
         if self._version is None:
-            raise SourceError("embedded: it has no weights yet; publish a version before asking for answers")
-        call = _Call(request)
-        self._arrived.append(call)
+            raise SourceError("local: it has no weights yet; publish a version before asking for completions")
+        pending = _Pending(request)
+        self._arrived.append(pending)
         if self._engine is None or self._engine.done():
             self._engine = asyncio.create_task(self._run())
-        await call.done
-        return [self._sample(answer) for answer in call.answers]
+        await pending.done
+        return [self._sample(sequence) for sequence in pending.sequences]
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
         self._version = version
 
@@ -97,77 +92,77 @@ class LocalSource:
         if self._engine is not None and not self._engine.done():
             self._engine.cancel()
             await asyncio.gather(self._engine, return_exceptions=True)
-        self._fail(SourceError("embedded: the source was closed while answers were under way"))
+        self._fail(SourceError("local: the source was closed while completions were under way"))
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SourceError("embedded: the source is closed; make a new one")
+            raise SourceError("local: the source is closed; make a new one")
 
     async def _run(self) -> None:
-        """Generate until nothing is asked for any more."""
+        """Generate until no request is left."""
         try:
-            await asyncio.sleep(0)  # whoever asks in the same turn of the event loop is begun with
+            await asyncio.sleep(0)  # requests of the same turn of the event loop begin together
             await self._generate()
         except torch.OutOfMemoryError as error:
-            self._fail(SourceError(f"embedded: too many answers at once for this device; lower cache_bytes ({error})"))
+            self._fail(SourceError(f"local: too many sequences at once for this device; lower cache_bytes ({error})"))
         except Exception as error:
             self._fail(error)
 
     async def _generate(self) -> None:
-        queue: list[Answer] = []
-        memory, read_by = None, self._version
-        while self._arrive(queue) or (memory is not None and memory.answers):
-            self._give_up(queue, memory)
-            if memory is None or not memory.answers:
+        queue: list[DecodeSequence] = []
+        batch, cached_version = None, self._version
+        while self._arrive(queue) or (batch is not None and batch.sequences):
+            self._give_up(queue, batch)
+            if batch is None or not batch.sequences:
                 if not queue:
                     continue
-                memory = self._choose(queue[0].longest)
-            elif read_by != self._version:
-                read_again(memory, self.reader)
-            count = memory.room(queue)
+                batch = self._make_batch(queue[0].max_length)
+            elif cached_version != self._version:
+                with self.runner.inference():
+                    batch.read_again()
+            count = batch.admit(queue)
             joining, queue[:count] = queue[:count], []
-            read_by = self._version
-            assert read_by is not None
-            advance(memory, self.reader, joining, read_by)
-            self._calls = [call for call in self._calls if not call.settled()]
+            cached_version = self._version
+            assert cached_version is not None
+            advance(batch, self.runner, joining, cached_version)
+            self._pending = [pending for pending in self._pending if not pending.settled()]
             await asyncio.sleep(0)
 
-    def _arrive(self, queue: list[Answer]) -> bool:
-        """Queue up what has been asked for since the last token, in an order that does not depend on who was first."""
-        arrived = sorted(self._arrived, key=lambda call: call.place)
+    def _arrive(self, queue: list[DecodeSequence]) -> bool:
+        """Queue the requests since the last token, in an order that does not depend on which was first."""
+        arrived = sorted(self._arrived, key=lambda pending: pending.place)
         self._arrived.clear()
-        self._calls += arrived
-        queue += [answer for call in arrived for answer in sorted(call.answers, key=lambda answer: answer.index)]
+        self._pending += arrived
+        queue += [x for pending in arrived for x in sorted(pending.sequences, key=lambda sequence: sequence.index)]
         return bool(queue)
 
-    def _give_up(self, queue: list[Answer], memory: Memory | None) -> None:
-        for call in self._calls:
-            if call.done.cancelled():
-                for answer in call.answers:
-                    answer.finish = "aborted"
-        queue[:] = [answer for answer in queue if answer.finish is None]
-        if memory is not None:
-            memory.drop_finished()
+    def _give_up(self, queue: list[DecodeSequence], batch: DecodeBatch | None) -> None:
+        """Drop the sequences of requests that were cancelled."""
+        for pending in self._pending:
+            if pending.done.cancelled():
+                for sequence in pending.sequences:
+                    sequence.finish = "aborted"
+        queue[:] = [sequence for sequence in queue if sequence.finish is None]
+        if batch is not None:
+            batch.drop_finished()
 
     def _fail(self, error: Exception) -> None:
-        for call in [*self._calls, *self._arrived]:
-            if not call.done.done():
-                call.done.set_exception(error)
-        self._calls, self._arrived = [], []
+        for pending in [*self._pending, *self._arrived]:
+            if not pending.done.done():
+                pending.done.set_exception(error)
+        self._pending, self._arrived = [], []
 
-    def _sample(self, answer: Answer) -> Sample:
-        assert answer.finish is not None
-        text = "" if self.tokenizer is None else self.tokenizer.decode(answer.tokens, skip_special_tokens=True)
-        return Sample(
-            task=answer.request.task,
-            index=answer.index,
-            prompt=list(answer.request.prompt),
-            tokens=answer.tokens,
-            trained=[True] * len(answer.tokens),
-            logprobs=answer.logprobs,
-            spans=answer.spans,
-            finish=answer.finish,
-            text=str(text),
+    def _sample(self, sequence: DecodeSequence) -> Sample:
+        assert sequence.finish is not None
+        text = "" if self.tokenizer is None else self.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        return Sample.of(
+            sequence.request,
+            sequence.index,
+            sequence.tokens,
+            sequence.logprobs,
+            sequence.spans,
+            sequence.finish,
+            str(text),
         )
 
 
@@ -181,35 +176,28 @@ class DetachedSource(LocalSource):
 
     def __init__(self, policy: Policy | nn.Module, *arguments: Any, **options: Any) -> None:
         model = policy.model if isinstance(policy, Policy) else policy
-        own: Any = copy.deepcopy(model)
-        own = own.merge_and_unload() if isinstance(own, PeftModel) else own
-        super().__init__(Policy(own.requires_grad_(False).eval()), *arguments, **options)
+        copied: Any = copy.deepcopy(model)
+        copied = copied.merge_and_unload() if isinstance(copied, PeftModel) else copied
+        super().__init__(Policy(copied.requires_grad_(False).eval()), *arguments, **options)
 
     @torch.no_grad()
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
-        mine = dict(self.policy.plain.named_parameters(remove_duplicate=False))
-        left = {id(parameter) for parameter in mine.values()}
-        for name, tensor in weights:
-            if name not in mine or mine[name].shape != tensor.shape:
-                raise SourceError(
-                    f"detached: {name} {list(tensor.shape)} is no parameter of this model; publish the weights by the "
-                    "names that transformers gives them, adapters merged"
-                )
-            mine[name].copy_(tensor)
-            left.discard(id(mine[name]))
-        if left:
-            missing = next(name for name, parameter in mine.items() if id(parameter) in left)
-            raise SourceError(f"detached: version {version} came without {missing}; publish all of the weights")
+        plain: Any = self.policy.plain
+        parameters = dict(plain.named_parameters(remove_duplicate=False))
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        required = [name for name, _ in plain.named_parameters()]  # tied ones once
+        for name, tensor in check_weights(weights, shapes, required, "detached"):
+            parameters[name].copy_(tensor)
         self._version = version
 
 
-class _Call:
-    """One request, its answers, and who waits for them."""
+class _Pending:
+    """A request, its sequences, and the future that `LocalSource.sample` waits for."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.answers = [Answer.of(request, index) for index in request.indices]
+        self.sequences = [DecodeSequence.of(request, index) for index in request.indices]
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -217,7 +205,7 @@ class _Call:
         return self.request.task, self.request.turn, sorted(self.request.indices)
 
     def settled(self) -> bool:
-        if not self.done.done() and all(answer.finish is not None for answer in self.answers):
+        if not self.done.done() and all(sequence.finish is not None for sequence in self.sequences):
             self.done.set_result(None)
         return self.done.done()
 

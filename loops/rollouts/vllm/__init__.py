@@ -1,0 +1,23 @@
+"""Completions from vLLM: a server, or an engine in this process.
+
+client     the HTTP interface of a server
+server     `VLLMServer`, a source that may die and come back
+engine     `VLLMEngine`, vLLM in this process
+weights    how new weights get there, and the control plane that both have
+launch     start a server, and say why it did not start
+preflight  check that a server is the required one
+plugin     runs inside vLLM: weights from files
+"""
+
+from typing import TYPE_CHECKING
+
+from ....lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from .engine import VLLMEngine, start_engine
+    from .server import VLLMServer
+    from .weights import Adapters, Files, Nccl
+
+__all__ = ["Adapters", "Files", "Nccl", "VLLMEngine", "VLLMServer", "start_engine"]
+
+__getattr__ = lazy_exports(__name__)

@@ -1,30 +1,27 @@
-"""JSON over HTTP to one server: a connection for each call, in threads.
+"""The HTTP interface of one vLLM server, as methods.
 
-A connection costs nothing beside an answer that takes seconds, and so none is shared: nothing is tied to an event loop,
-and nothing is left over from a server that died.
+No connection is kept: a new one costs nothing beside a completion that takes seconds. So nothing is tied to an event
+loop, and nothing is left over from a server that died.
 """
 
 import asyncio
-import contextlib
-import http.client
-import json
 import logging
-import socket
+import ssl
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx2
 
 from ..source import SourceError, SourceLost
 
 log = logging.getLogger(__name__)
 
-_LOOK = 60.0  # seconds that an order without a body may take, which changes nothing
-_ORDERS = 4  # calls beside those for answers, such as to pause; they never wait for one
+_LOOK = 60.0  # seconds that a request without a body may take, which changes nothing
 
 
 class Rejected(SourceError):
-    """The server is well and does not do what it is told."""
+    """A healthy server refuses a request."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -32,157 +29,172 @@ class Rejected(SourceError):
 
 
 class Retryable(Rejected, SourceLost):
-    """It may do so later: it failed, is busy, or does not know an adapter that it has lost in a restart."""
+    """A refusal that may pass: server error, overload, or an adapter lost in a restart."""
 
 
 class SourceLate(SourceLost):
-    """It did not answer in time."""
+    """The server did not respond in time."""
 
 
-class Http:
-    """What can be asked of a server by path.
+class VLLMClient:
+    """Calls to a server; every method may raise what `get` raises.
 
     Args:
         url: ``http://host:port``.
-        concurrency: calls of `ask` under way at once; further ones wait.
-        timeout: seconds that one call may take.
-        patience: seconds that an order with a body may take; ``timeout`` unless it is given.
+        concurrency: completions under way at once; further ones wait. Control calls never wait for them.
+        timeout: seconds that a completion may take.
+        patience: seconds that any other request with a body may take.
     """
 
-    def __init__(self, url: str, *, concurrency: int, timeout: float, patience: float | None = None) -> None:
+    def __init__(self, url: str, *, concurrency: int, timeout: float, patience: float) -> None:
         self.url = url.rstrip("/")
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        address = urlsplit(self.url)
+        if address.scheme not in ("http", "https") or not address.hostname:
             raise ValueError(f"vllm: the server's address must look like http://127.0.0.1:8000, got {url!r}")
-        self._address = parts
-        self._timeout, self._patience = timeout, patience or timeout
-        self._asking = ThreadPoolExecutor(concurrency, "vllm-answer")
-        self._ordering = ThreadPoolExecutor(_ORDERS, "vllm-order")
-        self._calls: set[_Call] = set()
+        secure = ssl.create_default_context() if address.scheme == "https" else False
+        self._timeout, self._patience = timeout, patience
+        self._completing, self._controlling = (
+            httpx2.AsyncClient(
+                limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=0),
+                trust_env=False,  # a proxy of the environment is for the internet
+                verify=secure,
+            )
+            for connections in (concurrency, None)
+        )
+        self._calls: set[asyncio.Task[Any]] = set()
         self._closed = False
 
-    async def ask(self, path: str, body: Any = None) -> Any:
-        """What `call` returns; one of at most ``concurrency``. Cancelling it tells the server, too."""
-        return await self._within(self._asking, path, body, self._timeout)
-
-    async def order(self, path: str, body: Any = None) -> Any:
-        """What `call` returns, without waiting for any answer to be ready."""
-        timeout = min(self._timeout, _LOOK) if body is None else self._patience
-        return await self._within(self._ordering, path, body, timeout)
-
-    def call(self, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
-        """The JSON that the server answers to a GET, or with a ``body`` to a POST; text if it is no JSON.
+    async def get(self, path: str, *, timeout: float | None = None) -> Any:
+        """The JSON of the response; its text if it is no JSON.
 
         Raises:
-            SourceLost: if there is no server, or it dies meanwhile.
-            Rejected: if it answers that it won't.
+            SourceLost: if there is no server, it dies meanwhile, or it takes too long (`SourceLate`).
+            Rejected: if it refuses.
         """
-        return self._do(_Call(self._connection(timeout or self._timeout)), path, body)
+        return await self._call(self._controlling, path, None, timeout or min(self._timeout, _LOOK))
 
-    def alive(self) -> bool:
+    async def post(self, path: str, body: Any, *, timeout: float | None = None) -> Any:
+        return await self._call(self._controlling, path, body, timeout or self._patience)
+
+    async def generate(self, body: Any) -> Any:
+        return await self._call(self._completing, "/inference/v1/generate", body, self._timeout)
+
+    async def try_token(self, token: int) -> None:
+        """Ask for one token after this one, without waiting for completions under way."""
+        body = {"token_ids": [token], "sampling_params": {"max_tokens": 1}}
+        await self.post("/inference/v1/generate", body, timeout=self._timeout)
+
+    async def weight_version(self) -> str:
+        label: str = (await self.get("/weight_info"))["weight_version"]
+        return label
+
+    async def update_weight_version(self, label: str) -> None:
+        await self.post("/update_weight_version", {"new_version": label})
+
+    async def pause(self) -> None:
+        await self.post("/pause?mode=keep&clear_cache=true", {})
+
+    async def resume(self) -> None:
+        await self.post("/resume", {})
+
+    async def init_transfer(self, info: dict[str, Any]) -> None:
+        await self.post("/init_weight_transfer_engine", {"init_info": info})
+
+    async def shutdown_transfer(self) -> None:
+        await self.post("/shutdown_weight_transfer_engine", {})
+
+    async def start_update(self) -> None:
+        await self.post("/start_weight_update", {})
+
+    async def update_weights(self, info: dict[str, Any]) -> None:
+        await self.post("/update_weights", {"update_info": info})
+
+    async def finish_update(self, label: str | None = None) -> None:
+        await self.post("/finish_weight_update", {} if label is None else {"weight_version": label})
+
+    async def world_size(self) -> int:
+        ranks: int = (await self.get("/get_world_size"))["world_size"]
+        return ranks
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The served model, then its adapters."""
+        models: list[dict[str, Any]] = (await self.get("/v1/models"))["data"]
+        return models
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory})
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def alive(self) -> bool:
         try:
-            self.call("/health", timeout=5)
+            await self.get("/health", timeout=5)
         except SourceError:
             return False
         return True
 
-    def wait(self, seconds: float) -> None:
-        """Until the server is up.
+    async def wait(self, seconds: float) -> None:
+        """Wait until the server is up.
 
         Raises:
             SourceError: if it is not by then.
         """
-        until, told = time.monotonic() + seconds, False
-        while not self.alive():
+        until, warned = time.monotonic() + seconds, False
+        while not await self.alive():
             self._check_open()
-            if not told:
+            if not warned:
                 log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
-                told = True
+                warned = True
             if time.monotonic() > until:
                 raise SourceError(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
-            time.sleep(0.2)
+            await asyncio.sleep(0.2)
 
     def close(self) -> None:
-        """Hang up wherever something is under way."""
+        """Cancel all calls, which closes their connections."""
         self._closed = True
         for call in list(self._calls):
-            call.hang_up()
-        for pool in (self._asking, self._ordering):
-            pool.shutdown(wait=False, cancel_futures=True)
+            call.cancel()
 
     def _check_open(self) -> None:
         if self._closed:
             raise SourceError("vllm: the source is closed; make a new one")
 
-    def _connection(self, timeout: float) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._address.scheme == "https" else http.client.HTTPConnection
-        return kind(self._address.hostname or "", self._address.port, timeout=timeout)
-
-    async def _within(self, pool: ThreadPoolExecutor, path: str, body: Any, timeout: float) -> Any:
-        self._check_open()
-        call = _Call(self._connection(timeout))
-        try:
-            return await asyncio.get_running_loop().run_in_executor(pool, self._do, call, path, body)
-        except asyncio.CancelledError:
-            self._check_open()
-            call.hang_up()
-            raise
-
-    def _do(self, call: "_Call", path: str, body: Any) -> Any:
+    async def _call(self, client: httpx2.AsyncClient, path: str, body: Any, timeout: float) -> Any:
         self._check_open()
         where = f"vllm: {self.url}{path.partition('?')[0]}"
-        self._calls.add(call)
+        limits = httpx2.Timeout(timeout, pool=None)
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
         try:
-            status, text = call.run(self._address.path + path, body)
-        except (OSError, http.client.HTTPException) as error:
+            method = "GET" if body is None else "POST"
+            response = await client.request(method, self.url + path, json=body, timeout=limits)
+        except asyncio.CancelledError:
             self._check_open()
-            if isinstance(error, TimeoutError):
-                raise SourceLate(f"{where}: no answer in {call.connection.timeout:g} s") from error
+            raise
+        except httpx2.TimeoutException as error:
+            raise SourceLate(f"{where}: no answer in {timeout:g} s") from error
+        except httpx2.HTTPError as error:
             raise SourceLost(f"{where}: the server can't be reached, or died ({error!r})") from error
         finally:
-            self._calls.discard(call)
-        if status >= 400:
-            self._refused(where, path, status, text)
+            self._calls.discard(task)
+        if response.is_error:
+            await self._reject(where, path, response)
         try:
-            return json.loads(text)
+            return response.json()
         except ValueError:
-            return text
+            return response.text
 
-    def _refused(self, where: str, path: str, status: int, text: str) -> None:
+    async def _reject(self, where: str, path: str, response: httpx2.Response) -> None:
+        status = response.status_code
         try:
-            said = str(json.loads(text)["error"]["message"])
+            message = str(response.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            said = text[:500]
+            message = response.text[:500]
         # A server whose engine has died says so before it goes, while its health still looks fine.
-        dying = status == 503 or "EngineCore" in said or "EngineDead" in said
-        if dying or (status >= 500 and path != "/health" and not self.alive()):
-            raise SourceLost(f"{where}: the server is dying ({status}): {said}")
+        dying = status == 503 or "EngineCore" in message or "EngineDead" in message
+        if dying or (status >= 500 and path != "/health" and not await self.alive()):
+            raise SourceLost(f"{where}: the server is dying ({status}): {message}")
         kind = Retryable if status >= 500 or status in (404, 408, 429) else Rejected
-        raise kind(f"{where} answered {status}: {said}", status)
-
-
-class _Call:
-    """One request, which another thread may hang up on."""
-
-    def __init__(self, connection: http.client.HTTPConnection) -> None:
-        self.connection = connection
-        self._over = False
-
-    def run(self, path: str, body: Any) -> tuple[int, str]:
-        try:
-            self.connection.connect()
-            if self._over:
-                raise ConnectionAbortedError("hung up")
-            sent = None if body is None else json.dumps(body)
-            self.connection.request("GET" if sent is None else "POST", path, sent, {"Content-Type": "application/json"})
-            response = self.connection.getresponse()
-            return response.status, response.read().decode(errors="replace")
-        finally:
-            self.connection.close()
-
-    def hang_up(self) -> None:
-        self._over = True
-        sock = self.connection.sock
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        raise kind(f"{where} answered {status}: {message}", status)

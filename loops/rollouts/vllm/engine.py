@@ -1,26 +1,24 @@
-"""Answers from vLLM inside this process, on the trainer's own GPU: no server, and no network between them."""
+"""Completions from vLLM inside this process, on the trainer's own GPU: no server, and no network between them."""
 
 import asyncio
 import functools
 import os
-import tempfile
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ..checks import check_request
-from ..sample import Request, Sample
-from ..source import SourceError
+from ..concurrency import gather_or_cancel
+from ..sample import Request, Sample, check_request
+from ..source import NamedWeights, SourceError, check_completions
 from . import plugin
-from .answer import FINISH, VERSIONS, made, parameters
 from .client import Rejected
 from .launch import SHARE
-from .preflight import Expected, install_advice
+from .preflight import ParameterCheck, install_advice
+from .server import FINISH, VERSIONS, sampling_params, to_sample
 from .weights import Files
 
 T = TypeVar("T")
@@ -37,15 +35,15 @@ def start_engine(
 
     Args:
         model: directory or name; its weights are replaced by the first that are published.
-        dtype: that it computes in; the trainer's, or else log-probs differ.
+        dtype: the precision that it computes in; the trainer's, or else log-probs differ.
         sleep: let it give its memory back, where vLLM's build can (on GPUs).
-        options: further ones of ``vllm.LLM``, such as ``max_model_len``, or ``gpu_memory_utilization``, which is
+        options: further arguments of ``vllm.LLM``, such as ``max_model_len``, or ``gpu_memory_utilization``, which is
             `SHARE` unless it is given.
 
     Raises:
         SourceError: if vLLM is not installed, or is of another version than those that are known to work.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a step is taken when we say so
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # steps are taken here
     try:
         import vllm
         from vllm.config import WeightTransferConfig
@@ -74,10 +72,10 @@ class VLLMEngine:
     """vLLM's engine, which this process takes a step of at a time; weights change between two steps.
 
     Args:
-        llm: of `start_engine`.
-        config, tokenizer: of the model that is trained.
-        directory: for weights on their way, a part of them at a time; in memory (``/dev/shm``) where it can be.
-        sleep: give the memory back while there is nothing to answer; the engine must have been started so.
+        llm: from `start_engine`.
+        config, tokenizer: of the trained model.
+        directory: for weights on their way, see `Files`.
+        sleep: give the memory back while there is nothing to complete; the engine must have been started so.
     """
 
     overlaps = stored = False  # trainer and engine share one device
@@ -95,15 +93,14 @@ class VLLMEngine:
         from vllm.sampling_params import RequestOutputKind
 
         self._llm, self._engine = llm, llm.llm_engine
-        self._parameters = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
-        memory = Path("/dev/shm")
-        self._updates = Files(directory or tempfile.mkdtemp(prefix="burnish-", dir=memory if memory.is_dir() else None))
-        self._expected = Expected(config)
+        self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
+        self._updates = Files(directory)
+        self._parameters = ParameterCheck(config)
         self.tokenizer = tokenizer
         self.vocab = max(config.get_text_config().vocab_size, len(tokenizer))
         self.context: int = llm.model_config.max_model_len
         self._sleep, self._asleep, self._closed = sleep, False, False
-        self._thread = ThreadPoolExecutor(1, "vllm-engine")  # whatever is told to vLLM, one after the other
+        self._thread = ThreadPoolExecutor(1, "vllm-engine")  # all calls to vLLM, one after the other
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -112,16 +109,13 @@ class VLLMEngine:
     async def sample(self, request: Request) -> list[Sample]:
         self._check_open()
         check_request(request, vocab=self.vocab, context=self.context)
-        answers = [asyncio.ensure_future(self._answer(request, index)) for index in request.indices]
-        try:
-            return await asyncio.gather(*answers)
-        finally:
-            for answer in answers:
-                answer.cancel()
+        samples = await gather_or_cancel(self._complete(request, index) for index in request.indices)
+        check_completions(samples, request, "vllm")
+        return samples
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
-        await self._updates.publish(self, self._expected.all_of(weights), version)
+        await self._updates.publish(self, self._parameters.check(weights), version)
 
     async def version(self) -> int | None:
         return await self._updates.version(self)
@@ -132,85 +126,97 @@ class VLLMEngine:
             return
         self._closed = True
         names = list(self._waiting)
-        for answer in self._waiting.values():
-            answer.cancel()
+        for completion in self._waiting.values():
+            completion.cancel()
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.abort_request, names)
         self._thread.shutdown(wait=False)
 
-    async def order(self, path: str, body: Any = None) -> Any:
-        """What the server of the same vLLM does when it is told so over HTTP."""
-        name = path.strip("/").partition("?")[0]
-        if name == "pause":
-            self._running.clear()
-            await self._do(self._engine.reset_prefix_cache, True)  # of answers under way, too
-        elif name == "resume":
-            self._running.set()
-        else:
-            return await self._do(self._obey, name, body)
+    async def weight_version(self) -> str:
+        label: str = await self._do(self._control, self._llm.get_weight_version)
+        return label
 
-    def _obey(self, name: str, body: Any) -> Any:
+    async def update_weight_version(self, label: str) -> None:
+        await self._do(self._control, self._llm.update_weight_version, label)
+
+    async def pause(self) -> None:
+        self._running.clear()
+        await self._do(self._engine.reset_prefix_cache, True)  # of completions under way, too
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    async def init_transfer(self, info: dict[str, Any]) -> None:
+        await self._do(self._control, self._llm.init_weight_transfer_engine, {"init_info": info})
+
+    async def shutdown_transfer(self) -> None:
+        await self._do(self._control, self._llm.shutdown_weight_transfer_engine)
+
+    async def start_update(self) -> None:
+        await self._do(self._control, self._llm.start_weight_update)
+
+    async def update_weights(self, info: dict[str, Any]) -> None:
+        await self._do(self._control, self._llm.update_weights, {"update_info": info})
+
+    async def finish_update(self, label: str | None = None) -> None:
+        await self._do(self._control, self._llm.finish_weight_update, label)
+
+    async def world_size(self) -> int:
+        ranks: int = await self._do(self._control, self._llm.get_world_size)
+        return ranks
+
+    def _control(self, function: Callable[..., T], *arguments: Any) -> T:
         self._wake()
-        if name == "weight_info":
-            return {"weight_version": self._llm.get_weight_version()}
-        how: dict[str, Callable[[], Any]] = {
-            "update_weight_version": lambda: self._llm.update_weight_version(body["new_version"]),
-            "init_weight_transfer_engine": lambda: self._llm.init_weight_transfer_engine(body),
-            "start_weight_update": lambda: self._llm.start_weight_update(),
-            "update_weights": lambda: self._llm.update_weights(body),
-            "finish_weight_update": lambda: self._llm.finish_weight_update(body.get("weight_version")),
-            "shutdown_weight_transfer_engine": lambda: self._llm.shutdown_weight_transfer_engine(),
-        }
         try:
-            return how[name]()
+            return function(*arguments)
         except (RuntimeError, ValueError) as error:
-            raise Rejected(f"vllm: {name}: {error}", 500) from error
+            raise Rejected(f"vllm: {function.__name__}: {error}", 500) from error
 
-    async def _answer(self, request: Request, index: int) -> Sample:
+    async def _complete(self, request: Request, index: int) -> Sample:
         name = uuid.uuid4().hex
-        answer = self._waiting[name] = asyncio.get_running_loop().create_future()
-        how = self._parameters(**parameters(request.sampling, request.seed(index)))
+        completion = self._waiting[name] = asyncio.get_running_loop().create_future()
+        params = self._params(**sampling_params(request.sampling, request.seed(index)))
         try:
-            await self._do(self._add, name, list(request.prompt), how)
+            await self._do(self._add, name, list(request.prompt), params)
             if self._driver is None or self._driver.done():
                 self._driver = asyncio.create_task(self._drive())
-            output = await answer
+            output = await completion
         except asyncio.CancelledError:
             self._check_open()
             raise
         finally:
             del self._waiting[name]
-            if (answer.cancelled() or not answer.done()) and not self._closed:
+            if (completion.cancelled() or not completion.done()) and not self._closed:
                 await self._do(self._engine.abort_request, [name])
         drawn = [next(iter(entry)) for entry in output.logprobs]
         logprobs = [float(entry[token].logprob) for entry, token in zip(output.logprobs, drawn, strict=True)]
         labels = [{"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions]
         spans = self._updates.spans(labels, None)
         finish = FINISH[output.finish_reason]
-        return made(request, index, list(output.token_ids), drawn, logprobs, finish, spans, self.tokenizer)
+        return to_sample(request, index, list(output.token_ids), drawn, logprobs, finish, spans, self.tokenizer)
 
-    def _add(self, name: str, prompt: list[int], how: Any) -> None:
+    def _add(self, name: str, prompt: list[int], params: Any) -> None:
         self._wake()
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, how)
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     async def _drive(self) -> None:
-        """Take steps until nothing is waited for."""
+        """Take steps while a completion is waited for."""
         try:
             while self._waiting:
                 await self._running.wait()
                 for output in await self._do(self._engine.step):
-                    answer = self._waiting.get(output.request_id)
-                    if output.finished and answer is not None and not answer.done():
-                        answer.set_result(output.outputs[0])
+                    completion = self._waiting.get(output.request_id)
+                    if output.finished and completion is not None and not completion.done():
+                        completion.set_result(output.outputs[0])
                 await asyncio.sleep(0)
             if self._sleep:
                 await self._do(self._fall_asleep)
         except Exception as error:
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(error)
+            for completion in self._waiting.values():
+                if not completion.done():
+                    completion.set_exception(error)
 
     def _fall_asleep(self) -> None:
         if not self._engine.has_unfinished_requests():

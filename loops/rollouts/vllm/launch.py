@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,20 +16,49 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
+
 from ..source import SourceError, SourceLost
 from . import plugin
-from .client import Http
-from .log import advice, first_error
 
 _PLUGIN = "burnish_vllm_files"
-# In the group of the server, `cat` reads what only we could write to, until the kernel closes it because we died.
+# In the group of the server, `cat` reads from a pipe that only this process could write to, until the kernel closes it.
 _KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$0" "$@" 3<&-')
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
 SHARE = 0.4
-"""Of the memory of a device, what vLLM takes beside a trainer on it."""
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM can be told of
-# What torchrun and accelerate tell a rank of its group; another group over TCP would wait for a store of nobody's.
-_OF_RANKS = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+"""Share of a device's memory that vLLM takes beside a trainer on it."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
+# Variables of torchrun and accelerate for a rank; with them, another group over TCP would wait for a store in vain.
+_OF_RANKS = "(RANK|WORLD_SIZE)$|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG)_"
+
+# Of a log: vLLM's processes fail one after the other, and only the first says why.
+_PREFIX = re.compile(r"\([^)]*pid=\d+\) ?(?:(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b|\S+: error: |\S+: Error while |.*: not found$")
+_FIXES = (  # the first pattern that is found, and what a user of the command line can do
+    (
+        r"(Free memory on device|Available memory on node)|out of memory",
+        "give the server less memory, such as --vllm.options '{gpu_memory_utilization: 0.3}' (on CPUs too), or fewer "
+        "bytes of keys and values, such as --vllm.environment '{VLLM_CPU_KVCACHE_SPACE: \"1\"}' (GiB, CPUs only)",
+    ),
+    (
+        r"No available memory for the cache blocks|larger than the available KV cache memory",
+        "give the server more memory, such as --vllm.options '{gpu_memory_utilization: 0.6}', or shorter sequences, "
+        "such as --vllm.options '{max_model_len: 2048}'",
+    ),
+    (
+        r"[Aa]ddress already in use",
+        "another process has taken its port: start again, which takes a free one, or name one in --vllm.options "
+        "'{port: 8001}'",
+    ),
+    (
+        r"No module named '?vllm\b",
+        "name the interpreter of an environment that vLLM is installed in, --vllm.python",
+    ),
+    (r"No module named", "install what is missing beside vLLM, in the environment of --vllm.python"),
+    (r"only supported on GPUs with compute capability", "choose --dtype float32, or another GPU"),
+    (r"unrecognized arguments", "leave it out of --vllm.options: this vLLM has no such flag"),
+    (r"greater than the derived max_model_len", "lower max_model_len in --vllm.options to what the model can do"),
+)
 
 
 class Launched:
@@ -35,7 +66,7 @@ class Launched:
 
     Attributes:
         url: stays the same when it is restarted.
-        log: what it has printed.
+        log: file of its output.
     """
 
     def __init__(self, command: list[str], environment: dict[str, str], url: str, log: Path, patience: float) -> None:
@@ -50,7 +81,7 @@ class Launched:
 
     @property
     def pid(self) -> int | None:
-        """Of the leader of its process group; None if it is not running."""
+        """The leader of its process group; None if it is not running."""
         running = self._process is not None and self._process.poll() is None
         return self._process.pid if running and self._process is not None else None
 
@@ -71,22 +102,19 @@ class Launched:
                 stderr=log,
                 start_new_session=True,
             )
-        http = Http(self.url, concurrency=1, timeout=5)
         waited = 0.0
         try:
-            while not http.alive():
-                ended = None
+            while not self._healthy():
+                status = None
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    ended = self._process.wait(0.5)
+                    status = self._process.wait(0.5)
                 waited += 0.5
-                if ended is not None or waited > self._patience:
-                    kind = SourceError if ended is None else SourceLost  # after all that patience once is enough
-                    raise kind(f"vllm: the server did not start ({self._why(ended)}){self._cause(before)}")
+                if status is not None or waited > self._patience:
+                    kind = SourceError if status is None else SourceLost  # after all that patience once is enough
+                    raise kind(f"vllm: the server did not start ({self._why(status)}){self._cause(before)}")
         except BaseException:
             self.kill()
             raise
-        finally:
-            http.close()
 
     def revive(self) -> None:
         """`restart` it if it has died, or is dying; a server that runs is left alone."""
@@ -115,13 +143,18 @@ class Launched:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _why(self, ended: int | None) -> str:
-        if ended == -signal.SIGKILL:
+    def _healthy(self) -> bool:
+        with contextlib.suppress(httpx2.HTTPError):
+            return httpx2.get(f"{self.url}/health", timeout=5, trust_env=False, verify=False).is_success
+        return False
+
+    def _why(self, status: int | None) -> str:
+        if status == -signal.SIGKILL:
             return "it was killed, as the kernel does where memory runs out"
-        return f"not healthy after {self._patience:g} s" if ended is None else f"it ended with status {ended}"
+        return f"not healthy after {self._patience:g} s" if status is None else f"it ended with status {status}"
 
     def _cause(self, before: int) -> str:
-        """What its log says since it had so many bytes: the first error and its fix, or else its last lines."""
+        """The first error in its log after so many bytes, and its fix, or else the last lines."""
         with self.log.open("rb") as log:
             log.seek(before)
             text = log.read().decode(errors="replace")
@@ -147,24 +180,24 @@ def launch(
     environment: Mapping[str, str] | None = None,
     patience: float = 1200.0,
 ) -> Launched:
-    """A healthy server of a model; whoever can reach its port can change its weights, so keep that port private.
+    """Start a server of a model and wait until it is healthy; it ends with this process, even if that is killed.
 
-    It ends with this process, even if that is killed.
+    All who can reach its port can change its weights: keep the port private.
 
     A run that is to end with the same weights whatever dies (at max_staleness 0) needs log-probs that do not depend on
     what else is under way. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the
-    environment;
-    for GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where neither can be, recomputed old log-probs leave only tokens.
+    environment; for GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where neither can be, recomputed old log-probs leave only
+    tokens.
 
     Args:
         log: file that its output is added to.
-        dtype: that it computes in; the trainer's.
-        python: of the environment that vLLM is installed in; burnish need not be there.
+        dtype: the precision that it computes in; the trainer's.
+        python: interpreter of the environment that vLLM is installed in; burnish need not be there.
         backend: of weight updates, ``"burnish_files"`` or ``"nccl"``.
-        lora_rank: of the largest adapter, for a server that is given adapters instead of weights; 0 for none.
-        adapters: that can be there at once: two more than the oldest age of samples.
+        lora_rank: of the largest adapter, for a server of `Adapters`; 0 for none.
+        adapters: how many can be loaded at once: two more than the maximal staleness.
         port: 0 takes a free one.
-        flags: further ones of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
+        flags: further flags of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
             `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it.
         environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is taken to have devices of
             its own, and the share of their memory is vLLM's own choice.
@@ -173,7 +206,7 @@ def launch(
     Raises:
         SourceError: with the first error in its log, if it does not start.
     """
-    port = port or _free_port(host)
+    port = port or free_port(host)
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start a CPU build
     options: dict[str, Any] = {
         "model": model,
@@ -193,7 +226,8 @@ def launch(
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = Path(log).resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = {**outside_of_ranks(os.environ), **switches, **(environment or {})}
+    inherited = {name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)}
+    variables = {**inherited, **switches, **(environment or {})}
     launched = Launched(command, variables, f"http://{host}:{port}", log, patience)
     try:
         launched.restart()
@@ -204,9 +238,9 @@ def launch(
 
 
 def _has_share(flags: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether the share of memory is given, or there is no trainer to leave some to."""
-    given = any(flag.partition("=")[0] == "--gpu-memory-utilization" for flag in flags)
-    return given or "CUDA_VISIBLE_DEVICES" in environment
+    """Is the share of memory given, or no trainer beside the server?"""
+    has_flag = any(flag.partition("=")[0] == "--gpu-memory-utilization" for flag in flags)
+    return has_flag or "CUDA_VISIBLE_DEVICES" in environment
 
 
 def max_lora_rank(rank: int) -> int:
@@ -224,17 +258,8 @@ def max_lora_rank(rank: int) -> int:
     )
 
 
-def outside_of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables without those of a process group."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name not in ("RANK", "WORLD_SIZE") and not name.startswith(_OF_RANKS)
-    }
-
-
 def _lay_out(directory: Path) -> None:
-    """The plugin as a distribution of its own, for an environment that has no burnish."""
+    """Lay out the plugin as a distribution of its own, for an environment that has no burnish."""
     shutil.copy(plugin.__file__, directory / f"{_PLUGIN}.py")
     info = directory / f"{_PLUGIN}-1.dist-info"
     info.mkdir()
@@ -244,10 +269,35 @@ def _lay_out(directory: Path) -> None:
     )
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str = "") -> int:
     with socket.socket() as free:
         free.bind((host, 0))
         return int(free.getsockname()[1])
+
+
+def first_error(log: str) -> str | None:
+    """The first line of a log that names an error, with the lines that explain it; None if there is none."""
+    lines = [_bare(line) for line in log.splitlines()]
+    for i, (level, text) in enumerate(lines):
+        if _ERROR.match(text) and level in (None, "ERROR", "CRITICAL"):
+            explanation = itertools.takewhile(_explains, (line for _, line in lines[i + 1 : i + 6]))
+            return "\n".join([text, *explanation])
+    return None
+
+
+def _explains(line: str) -> bool:
+    return line.startswith(" ") and not line.lstrip().startswith("File ")
+
+
+def advice(error: str) -> str | None:
+    """The fix of a known error."""
+    return next((fix for pattern, fix in _FIXES if re.search(pattern, error)), None)
+
+
+def _bare(line: str) -> tuple[str | None, str]:
+    """The level of a logged line, and the line without the process that printed it."""
+    prefix = _PREFIX.match(line)
+    return (prefix["level"], line[prefix.end() :]) if prefix else (None, line)
 
 
 _RUNNING: set[Launched] = set()

@@ -1,31 +1,33 @@
-"""Answers from a vLLM server, over HTTP.
+"""Completions from a vLLM server, over HTTP.
 
-The server runs in an environment of its own and is started by `launch`, or by hand with the same flags. Whatever could
-make its log-probs others than the trainer's is looked at when the source is made, and again after every restart.
+The server runs in an environment of its own and is started by `launch`, or by hand with the same flags. All that could
+make its log-probs differ from the trainer's is checked when the source is made, and again after every restart.
 """
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from ..checks import check_request
-from ..sample import Request, Sample
-from ..source import SourceError, SourceLost
-from .answer import FINISH, VERSIONS, made, parameters
-from .client import Http, SourceLate
-from .preflight import Expected, check_model, check_server
-from .weights import Updates
+from ..concurrency import gather_or_cancel, off_loop
+from ..event_loops import run
+from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_request
+from ..source import NamedWeights, SourceError, SourceLost, check_completions
+from .client import SourceLate, VLLMClient
+from .preflight import ParameterCheck, check_model, check_server
+from .weights import Files, Updates
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SLACK = 30.0  # seconds; who waits for a server that starts says better what is wrong
+# Of vLLM: what has been tested. Its endpoints for training are younger than its promises of stability.
+VERSIONS = ("0.32",)
+FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
+_SLACK = 30.0  # seconds; the wait for a server that starts ends first, and says better what is wrong
 
 
 class VLLMServer:
@@ -33,14 +35,14 @@ class VLLMServer:
 
     Args:
         url: ``http://host:port``.
-        config: of the model that is trained.
-        tokenizer: of the model that is trained.
-        updates: how weights get there, see `burnish.loops.rollouts.vllm.weights`.
-        dtype: that the server is to compute in; the trainer's, or else log-probs differ.
-        concurrency: answers under way at once. More of them wait here.
-        timeout: seconds that one completion may take; it is asked for again then.
-        patience: seconds in which the server must start, or give something of all that it is asked for: a completion,
-            or to take new weights. When they are over there is no use in asking again.
+        config, tokenizer: of the trained model; those of the server's model, which must be readable here, unless given.
+        updates: how weights get there, see `burnish.loops.rollouts.vllm.weights`; `Files` in memory unless given, for a
+            server on this machine.
+        dtype: the precision that the server must compute in: the trainer's, or else log-probs differ. None takes any.
+        concurrency: completions under way at once; further ones wait here.
+        timeout: seconds that one completion may take; it is requested again then.
+        patience: seconds in which the server must start, complete one of all requests, or take new weights. When they
+            are over, a further attempt is of no use.
         revive: called when the server is gone, such as ``Launched.revive``.
         end: called when the source is closed, such as ``Launched.close``.
         versions: of vLLM, to be tried at your own risk.
@@ -55,10 +57,10 @@ class VLLMServer:
         self,
         url: str,
         *,
-        config: PretrainedConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        updates: Updates,
-        dtype: Literal["float32", "bfloat16", "float16"],
+        config: PretrainedConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        updates: Updates | None = None,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         concurrency: int = 64,
         timeout: float = 600.0,
         patience: float = 1200.0,
@@ -66,60 +68,72 @@ class VLLMServer:
         end: Callable[[], None] = lambda: None,
         versions: tuple[str, ...] = VERSIONS,
     ) -> None:
-        self.config: Any = config.get_text_config()
-        self.tokenizer = tokenizer
-        self.updates = updates
+        self.updates: Updates = Files() if updates is None else updates
         self.dtype = dtype
-        self.context = 0
-        self.vocab = max(self.config.vocab_size, len(tokenizer))
         self._patience, self._revive, self._end, self._versions = patience, revive, end, versions
-        self._expected, self._meeting = Expected(config), threading.Lock()
+        self._meeting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         self._awaited, self._heard, self._late = 0, 0.0, False
-        self._http = Http(url, concurrency=concurrency, timeout=min(timeout, patience), patience=patience)
+        timeout = min(timeout, patience)
+        self._client = VLLMClient(url, concurrency=concurrency, timeout=timeout, patience=patience)
         try:
-            self._meet()
+            run(self._open(config, tokenizer))
         except BaseException:
-            self._hang_up()
+            self._close()
             raise
 
     async def sample(self, request: Request) -> list[Sample]:
         check_request(request, vocab=self.vocab, context=self.context)
-        answers = [asyncio.ensure_future(self._answer(request, index)) for index in request.indices]
-        try:
-            return await asyncio.gather(*answers)
-        finally:
-            for answer in answers:
-                answer.cancel()
+        samples = await gather_or_cancel(self._complete(request, index) for index in request.indices)
+        check_completions(samples, request, "vllm")
+        return samples
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        given = self._expected.all_of(weights) if self.updates.merged else weights
-        await self._within_patience(self.updates.publish(self._http, given, version))
+    async def publish(self, weights: NamedWeights, version: int) -> None:
+        checked = self._parameters.check(weights) if self.updates.merged else weights
+        await self._within_patience(self.updates.publish(self._client, checked, version))
         self._note_heard()
 
     async def version(self) -> int | None:
-        """Waits for a server that is down, or revives it. None after a restart, and then the server is checked anew."""
+        """Wait for a server that is down, or revive it. None after a restart, and then the server is checked anew."""
         return await self._within_patience(self._known_version(), _SLACK)
 
     async def close(self) -> None:
-        self._hang_up()
+        self._close()
 
-    def _hang_up(self) -> None:
-        self._http.close()
+    def _close(self) -> None:
+        self._client.close()
         self._end()
+
+    async def _open(self, config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        await self._check_server()
+        model = (await self._client.models())[0]["root"]
+        config = _read(AutoConfig, model, "config") if config is None else config
+        self.tokenizer = _read(AutoTokenizer, model, "tokenizer") if tokenizer is None else tokenizer
+        self.config: Any = config.get_text_config()
+        self.vocab: int = max(self.config.vocab_size, len(self.tokenizer))
+        self._parameters = ParameterCheck(config)
+        await check_model(self._client, self.config, self.tokenizer, self.vocab)
 
     async def _known_version(self) -> int | None:
         try:
-            version = await self.updates.version(self._http)
+            version = await self.updates.version(self._client)
         except SourceLost as error:
             log.warning("%s", error)
             version = None
         if version is None:
-            await asyncio.to_thread(self._meet)
+            await self._check_server()
+            await check_model(self._client, self.config, self.tokenizer, self.vocab)
             self._note_heard()  # it has answered a request for one token
         return version
 
+    async def _check_server(self) -> None:
+        async with self._meeting.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            if self._revive is not None and not await self._client.alive():
+                await off_loop(self._revive)
+            await self._client.wait(self._patience)
+            self.context = await check_server(self._client, self.updates, self.dtype, self._versions)
+
     async def _within_patience(self, work: Coroutine[Any, Any, T], slack: float = 0.0) -> T:
-        """What it gives. Attempts that come too late, one after the other, share one patience.
+        """Return the result of the work. Attempts that come too late, one after the other, share one patience.
 
         Raises:
             SourceError: if the server has been asked, and has given nothing, for longer than that.
@@ -134,7 +148,7 @@ class VLLMServer:
                 if left <= 0:
                     self._late = False
                     raise SourceError(
-                        f"vllm: the server at {self._http.url} has given nothing of what it was asked for in "
+                        f"vllm: the server at {self._client.url} has given nothing of what it was asked for in "
                         f"{self._patience:g} s; see to it and go on with --resume true, or raise vllm.patience if that "
                         "is how long it takes"
                     )
@@ -153,29 +167,76 @@ class VLLMServer:
     def _note_heard(self) -> None:
         self._heard, self._late = time.monotonic(), False
 
-    def _meet(self) -> None:
-        with self._meeting:
-            if self._revive is not None and not self._http.alive():
-                self._revive()
-            self._http.wait(self._patience)
-            self.context = check_server(self._http, self.updates.settings, self.dtype, self._versions)
-            check_model(self._http, self.config, self.tokenizer, self.vocab)
-
-    async def _answer(self, request: Request, index: int) -> Sample:
-        how = parameters(request.sampling, request.seed(index))
+    async def _complete(self, request: Request, index: int) -> Sample:
+        params = sampling_params(request.sampling, request.seed(index))
         with self.updates.model() as model:
-            asked = {"model": model, "token_ids": list(request.prompt), "sampling_params": how}
-            answer = await self._within_patience(self._http.ask("/inference/v1/generate", asked))
+            body = {"model": model, "token_ids": list(request.prompt), "sampling_params": params}
+            response = await self._within_patience(self._client.generate(body))
             self._note_heard()
             try:
-                choice = answer["choices"][0]
+                choice = response["choices"][0]
                 content = choice["logprobs"]["content"]
                 labels = choice["weight_versions"] or []
                 tokens, logprobs = choice["token_ids"], [float(entry["logprob"]) for entry in content]
                 drawn = [entry["token_id"] for entry in content]
                 finish = FINISH[choice["finish_reason"]]
             except (LookupError, TypeError, ValueError) as error:
-                raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._http.url} vLLM "
-                                  f"{' or '.join(self._versions)}? It says {str(answer)[:200]}") from error  # fmt: skip
+                known = " or ".join(self._versions)
+                raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._client.url} vLLM "
+                                  f"{known}? It says {str(response)[:200]}") from error  # fmt: skip
             spans = self.updates.spans(labels, model)
-        return made(request, index, tokens, drawn, logprobs, finish, spans, self.tokenizer)
+        return to_sample(request, index, tokens, drawn, logprobs, finish, spans, self.tokenizer)
+
+
+def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """The arguments of vLLM's ``SamplingParams``."""
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop),
+        "ignore_eos": True,  # only what the request calls a stop token is one
+        "seed": seed,
+        "logprobs": 0,  # of what was drawn, and of nothing else
+        "detokenize": False,
+    }
+
+
+def to_sample(
+    request: Request,
+    index: int,
+    tokens: list[int],
+    drawn: list[int],
+    logprobs: list[float],
+    finish: Finish,
+    spans: list[VersionSpan],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Sample:
+    """A sample from the parts of a completion.
+
+    Args:
+        drawn: the tokens that vLLM's log-probs are of.
+
+    Raises:
+        SourceLost: if it is empty, since it was broken off.
+        SourceError: if the parts disagree with each other.
+    """
+    who = f"vllm: completion {index} of task {request.task}"
+    if drawn != tokens:
+        raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
+    if not tokens:
+        raise SourceLost(f"{who}: it was broken off before its first token")
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
+        raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return Sample.of(request, index, tokens, logprobs, spans, finish, text)
+
+
+def _read(auto: Any, model: str, what: str) -> Any:
+    try:
+        return auto.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise SourceError(f"vllm: the {what} of the server's model, {model}, can't be read here ({error}); "
+                          f"pass {what}=, that of the trained model") from error  # fmt: skip

@@ -1,8 +1,8 @@
-"""How new weights get into a vLLM that is running: by file, by NCCL, or as one more adapter.
+"""New weights for a running vLLM: by file, by NCCL, or as one more adapter.
 
-Whole weights are put in while the engine is paused. Answers under way stay where they are, and their keys and values
-are computed anew (``clear_cache``: without, they go on from a mixture of both weights that is labelled with the new
-ones). Each of these is given `ControlPlane`, and so works over HTTP and in process alike.
+Whole weights are put in while the engine is paused. Completions under way stay where they are, and their keys and
+values are computed anew: with the old cache they would go on from a mixture of both weights, labeled with the new ones.
+All of this works through `ControlPlane`, over HTTP and in process alike.
 
 vLLM knows the weights by a label. Ours names the version and the source that published it: a server that was restarted,
 was left behind by another run, or was cut off in the middle of an update has some other label.
@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import json
 import shutil
 import socket
-import threading
+import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -25,50 +26,65 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..concurrency import off_loop
 from ..sample import VersionSpan
-from ..source import SourceError, SourceLost
-from .client import Rejected
+from ..source import NamedWeights, SourceError, SourceLost
+from .client import Rejected, VLLMClient
+from .launch import free_port, max_lora_rank
 from .plugin import BACKEND
 
 _PART = 1 << 30  # bytes that are on their way at once
 _INCOMPLETE = "incomplete"
 _RESTARTED = "default"  # vLLM's own, for the weights that it was started with
 
-# Ends an update that somebody has left half done: it may or may not have been begun, and may have failed.
-UNDO = ("/start_weight_update", "/finish_weight_update", "/shutdown_weight_transfer_engine")
-
-Weights = Iterable[tuple[str, Tensor]]
-Settings = Mapping[str, Mapping[str, Any] | None]
 T = TypeVar("T")
 
 
 class ControlPlane(Protocol):
-    """What vLLM is told by the path of its HTTP interface, whether or not there is HTTP in between."""
+    """Control of vLLM while whole weights change: `VLLMClient` over HTTP, `VLLMEngine` in this process.
 
-    async def order(self, path: str, body: Any = None) -> Any: ...
+    A call that vLLM refuses raises `Rejected`.
+    """
+
+    async def weight_version(self) -> str: ...
+    async def update_weight_version(self, label: str) -> None: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def init_transfer(self, info: dict[str, Any]) -> None: ...
+    async def shutdown_transfer(self) -> None: ...
+    async def start_update(self) -> None: ...
+    async def update_weights(self, info: dict[str, Any]) -> None: ...
+    async def finish_update(self, label: str | None = None) -> None: ...
+    async def world_size(self) -> int: ...
+
+
+async def undo_update(vllm: ControlPlane, *, and_resume: bool = False) -> None:
+    """End an update that another trainer left half done: it may or may not have begun, and may have failed."""
+    for step in (vllm.start_update, vllm.finish_update, vllm.shutdown_transfer, *([vllm.resume] if and_resume else [])):
+        with contextlib.suppress(Rejected):
+            await step()
 
 
 class Updates(Protocol):
-    """One of the ways."""
+    """A way to update a server."""
 
     merged: ClassVar[bool]
-    """Whether `publish` is to be given all of the weights with adapters merged, or an adapter's own."""
+    """Does `publish` take all of the weights with adapters merged, or an adapter's own?"""
 
-    @property
-    def settings(self) -> Settings:
-        """What the server's configuration must say; None for what it must not have."""
+    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Why a server of this configuration can't be updated so, and the flags that it needs; None if it can."""
         ...
 
-    async def version(self, vllm: ControlPlane) -> int | None: ...
+    async def version(self, vllm: VLLMClient) -> int | None: ...
 
-    async def publish(self, vllm: ControlPlane, weights: Weights, version: int) -> None: ...
+    async def publish(self, vllm: VLLMClient, weights: NamedWeights, version: int) -> None: ...
 
     def model(self) -> contextlib.AbstractContextManager[str | None]:
-        """The model to ask for, which stays while it is asked; None for the only one."""
+        """The model to request, which stays loaded within the context; None for the only one."""
         ...
 
     def spans(self, labels: list[dict[str, Any]], model: str | None) -> list[VersionSpan]:
-        """Which versions an answer is from, by vLLM's labels of its tokens and the model that was asked for.
+        """The versions that a completion is from, by vLLM's labels of its tokens and the requested model.
 
         Raises:
             SourceLost: if it is from weights that were not published here.
@@ -77,7 +93,7 @@ class Updates(Protocol):
 
 
 class _Whole:
-    """All of the weights, in place of those that were there."""
+    """All of the weights, in place of the former ones."""
 
     merged: ClassVar[bool] = True
     backend: ClassVar[str]
@@ -85,31 +101,38 @@ class _Whole:
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
 
-    @property
-    def settings(self) -> Settings:
-        return {"weight_transfer_config": {"backend": self.backend}, "lora_config": None}
+    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        if config.get("lora_config") is not None:
+            return "has lora_config, under which whole weights can't be replaced", "no --enable-lora"
+        transfer = config.get("weight_transfer_config")
+        if transfer is None or transfer.get("backend") != self.backend:
+            flag = f"--weight-transfer-config '{json.dumps({'backend': self.backend})}'"
+            return f"has weight_transfer_config={transfer}, but weights are to come another way", flag
+        return None
 
     async def connect(self, vllm: ControlPlane) -> None:
-        """To an engine that has just been started, or belonged to another trainer."""
+        """Connect to an engine that has just been started, or belonged to another trainer."""
         raise NotImplementedError
 
-    async def send(self, vllm: ControlPlane, weights: Weights) -> None:
+    async def send(self, vllm: ControlPlane, weights: NamedWeights) -> None:
         raise NotImplementedError
 
     async def version(self, vllm: ControlPlane) -> int | None:
-        return self._version((await vllm.order("/weight_info"))["weight_version"])
+        return self._version(await vllm.weight_version())
 
-    async def publish(self, vllm: ControlPlane, weights: Weights, version: int) -> None:
-        label = (await vllm.order("/weight_info"))["weight_version"]
-        await vllm.order("/pause?mode=keep&clear_cache=true", {})
+    async def publish(self, vllm: ControlPlane, weights: NamedWeights, version: int) -> None:
+        label = await vllm.weight_version()
+        await vllm.pause()
         if self._version(label) is None:
-            await self._begin_anew(vllm, label)
-        # Until the update is whole the weights are nobody's: if this process dies, the next one publishes again.
-        await vllm.order("/update_weight_version", {"new_version": f"{_INCOMPLETE}@{self._name}"})
-        await vllm.order("/start_weight_update", {})
+            if label != _RESTARTED:
+                await undo_update(vllm)
+            await self.connect(vllm)
+        # Mark the weights invalid until the update is complete: if this process dies, the next one publishes again.
+        await vllm.update_weight_version(f"{_INCOMPLETE}@{self._name}")
+        await vllm.start_update()
         await self.send(vllm, weights)
-        await vllm.order("/finish_weight_update", {"weight_version": f"{version}@{self._name}"})
-        await vllm.order("/resume", {})
+        await vllm.finish_update(f"{version}@{self._name}")
+        await vllm.resume()
 
     @contextlib.contextmanager
     def model(self) -> Iterator[None]:
@@ -124,47 +147,46 @@ class _Whole:
             spans.append(VersionSpan(version, label["start"], label["end"]))
         return spans
 
-    async def _begin_anew(self, vllm: ControlPlane, label: str) -> None:
-        if label != _RESTARTED:
-            for path in UNDO:
-                with contextlib.suppress(Rejected):
-                    await vllm.order(path, {})
-        await self.connect(vllm)
-
     def _version(self, label: str) -> int | None:
         version, _, name = label.partition("@")
         return int(version) if name == self._name and version != _INCOMPLETE else None
 
 
 class Files(_Whole):
-    """Through files in a directory that trainer and server both see, such as one in ``/dev/shm``; they are not kept."""
+    """Whole weights through files, which are not kept.
+
+    Args:
+        directory: one that trainer and server both see; a new one, in memory where there is ``/dev/shm``, unless given.
+    """
 
     backend = BACKEND
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path | None = None) -> None:
         super().__init__()
+        if directory is None:
+            memory = Path("/dev/shm")
+            directory = tempfile.mkdtemp(prefix="burnish-", dir=memory if memory.is_dir() else None)
         self.directory = Path(directory).resolve()
 
     async def connect(self, vllm: ControlPlane) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        await vllm.order("/init_weight_transfer_engine", {"init_info": {"directory": str(self.directory)}})
+        await vllm.init_transfer({"directory": str(self.directory)})
 
-    async def send(self, vllm: ControlPlane, weights: Weights) -> None:
+    async def send(self, vllm: ControlPlane, weights: NamedWeights) -> None:
         path = self.directory / f"{self._name}.safetensors"
         try:
             for part, last in _parts(weights):
-                # Copies, since tied weights may not share memory in a file.
-                tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in part}
-                await asyncio.to_thread(save_file, tensors, path)
-                await vllm.order("/update_weights", {"update_info": {"path": str(path), "last": last}})
+                await off_loop(functools.partial(save_file, _copies(part), path))
+                await vllm.update_weights({"path": str(path), "last": last})
         finally:
             path.unlink(missing_ok=True)
 
 
 class Nccl(_Whole):
-    """From GPU to GPUs, by broadcast from this process; needs vLLM in the trainer's environment, too.
+    """Whole weights from GPU to GPUs, broadcast by this process; needs vLLM in the trainer's environment, too.
 
-    Written to vLLM 0.32's contract and tested against a stand-in: no GPU has run it yet.
+    Written to vLLM 0.32's contract and tested against a stand-in; no GPU has run it yet. Seconds per publication on
+    one host of two GPUs, beside `Files` in ``/dev/shm``, will decide whether it stays.
 
     Args:
         address: of this machine, as the server sees it; see `address_towards`.
@@ -183,12 +205,12 @@ class Nccl(_Whole):
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         self.close()
-        ranks = 1 + (await vllm.order("/get_world_size"))["world_size"]
-        meeting = {"master_address": self.address, "master_port": _free_port(), "world_size": ranks}
-        told = vllm.order("/init_weight_transfer_engine", {"init_info": {**meeting, "rank_offset": 1, "packed": False}})
-        self._group = await self._together(lambda: self._here(trainer_init, meeting), told)
+        ranks = 1 + await vllm.world_size()
+        group = {"master_address": self.address, "master_port": free_port(), "world_size": ranks}
+        joining = vllm.init_transfer({**group, "rank_offset": 1, "packed": False})
+        self._group = await self._collective(lambda: trainer_init(group), joining)
 
-    async def send(self, vllm: ControlPlane, weights: Weights) -> None:
+    async def send(self, vllm: ControlPlane, weights: NamedWeights) -> None:
         for part, _ in _parts(weights):
             tensors = [(name, tensor.detach().to(self.device).contiguous()) for name, tensor in part]
             info = {
@@ -196,9 +218,8 @@ class Nccl(_Whole):
                 "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
                 "shapes": [list(tensor.shape) for _, tensor in tensors],
             }
-
-            sending = functools.partial(self._here, self._broadcast, [tensor for _, tensor in tensors])
-            await self._together(sending, vllm.order("/update_weights", {"update_info": info}))
+            sending = functools.partial(self._broadcast, [tensor for _, tensor in tensors])
+            await self._collective(sending, vllm.update_weights(info))
 
     def close(self) -> None:
         if self._group is not None:
@@ -211,15 +232,15 @@ class Nccl(_Whole):
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
-    def _here(self, function: Callable[..., T], *arguments: Any) -> T:
-        """On this device, which another thread does not know of."""
-        if torch.cuda.is_available():
-            torch.cuda.set_device(self.device)
-        return function(*arguments)
-
-    async def _together(self, mine: Callable[[], T], theirs: Awaitable[Any]) -> T:
+    async def _collective(self, trainer: Callable[[], T], server: Awaitable[Any]) -> T:
         """Both sides of a collective; where one fails, the other waits in NCCL for good, and is left there."""
-        sides = asyncio.ensure_future(_in_daemon(mine)), asyncio.ensure_future(theirs)
+
+        def on_device() -> T:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(self.device)  # another thread does not know of it
+            return trainer()
+
+        sides = asyncio.ensure_future(off_loop(on_device)), asyncio.ensure_future(server)
         try:
             await asyncio.wait_for(asyncio.gather(*sides), self.timeout)
         except TimeoutError as error:
@@ -233,8 +254,8 @@ class Nccl(_Whole):
 class Adapters:
     """One more LoRA adapter for every version, under a name of its own; nothing is merged, nothing changed in place.
 
-    Here ``publish`` is given the adapter's own tensors, by the names of ``peft.get_peft_model_state_dict``.
-    An answer under way goes on with the adapter that it was begun with, which is unloaded after the last of them.
+    Here ``publish`` takes the adapter's own tensors, by the names of ``peft.get_peft_model_state_dict``.
+    A completion under way goes on with the adapter that it was begun with, which is unloaded after the last of them.
 
     Args:
         directory: that trainer and server both see.
@@ -244,7 +265,6 @@ class Adapters:
     merged: ClassVar[bool] = False
 
     def __init__(self, directory: str | Path, config: Any) -> None:
-        self.settings: Settings = {"lora_config": {"max_lora_rank": config.r}}
         self.directory = Path(directory).resolve()
         self.config = config
         self._prefix = f"burnish-{uuid.uuid4().hex[:12]}-"
@@ -252,26 +272,34 @@ class Adapters:
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
 
-    async def version(self, vllm: ControlPlane) -> int | None:
-        there = {model["id"] for model in (await vllm.order("/v1/models"))["data"]}
-        if not self._versions.keys() <= there:  # the server was restarted
+    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        needed = max_lora_rank(self.config.r)
+        if (lora := config.get("lora_config")) is None:
+            return "takes no adapters", f"--enable-lora --max-lora-rank {needed}"
+        if (rank := lora.get("max_lora_rank", needed)) < self.config.r:
+            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", f"--max-lora-rank {needed}"
+        return None
+
+    async def version(self, vllm: VLLMClient) -> int | None:
+        loaded = {model["id"] for model in await vllm.models()}
+        if not self._versions.keys() <= loaded:  # the server was restarted
             self._versions.clear()
         return list(self._versions.values())[-1] if self._versions else None
 
-    async def publish(self, vllm: ControlPlane, weights: Weights, version: int) -> None:
+    async def publish(self, vllm: VLLMClient, weights: NamedWeights, version: int) -> None:
         await self.version(vllm)
         path = self.directory / f"{self._prefix}{next(self._serial)}"
-        await asyncio.to_thread(self._save, path, weights)
+        await off_loop(lambda: self._save(path, weights))
         try:
-            await vllm.order("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
+            await vllm.load_adapter(path.name, str(path))
         except Rejected as error:
             raise SourceError(f"{error}; trainer and server must both see {self.directory}, and the server's "
                               f"--max-lora-rank be at least {self.config.r}") from error  # fmt: skip
         self._versions[path.name] = version
         for name in [name for name in self._versions if name != path.name and not self._in_use[name]]:
             del self._versions[name]
-            await vllm.order("/v1/unload_lora_adapter", {"lora_name": name})
-            await asyncio.to_thread(shutil.rmtree, self.directory / name, ignore_errors=True)
+            await vllm.unload_adapter(name)
+            await off_loop(functools.partial(shutil.rmtree, self.directory / name, ignore_errors=True))
 
     @contextlib.contextmanager
     def model(self) -> Iterator[str]:
@@ -289,15 +317,19 @@ class Adapters:
             raise SourceLost(f"vllm: the adapter {model} is gone")
         return [VersionSpan(self._versions[model], 0, labels[-1]["end"])] if labels else []
 
-    def _save(self, path: Path, weights: Weights) -> None:
+    def _save(self, path: Path, weights: NamedWeights) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
-        save_file(tensors, path / "adapter_model.safetensors")
+        save_file(_copies(weights), path / "adapter_model.safetensors")
         self.config.save_pretrained(str(path))
 
 
-def _parts(weights: Weights) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-    """Some of the weights after others, and whether they are the last of them."""
+def _copies(weights: NamedWeights) -> dict[str, Tensor]:
+    """On the CPU, each in memory of its own: tied weights may not share it in a file."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
+
+
+def _parts(weights: NamedWeights) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+    """Consecutive parts of the weights, each with whether it is the last."""
     part: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -307,27 +339,6 @@ def _parts(weights: Weights) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
         part.append((name, tensor))
         size += tensor.nbytes
     yield part, True
-
-
-async def _in_daemon(function: Callable[[], T]) -> T:
-    """Its result, from a thread that does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        try:
-            result, error = function(), None
-        except BaseException as raised:
-            result, error = None, raised
-        with contextlib.suppress(RuntimeError):  # the loop has gone
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, daemon=True, name="vllm-nccl").start()
-    return await future
 
 
 def address_towards(host: str) -> str:
@@ -346,9 +357,3 @@ def address_towards(host: str) -> str:
             f"vllm.trainer_address: this machine's address on the route to {host} can't be found ({error}); set it, "
             "such as to 10.0.0.5"
         ) from error
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])

@@ -322,7 +322,7 @@ def test_a_source_that_answers_something_else_is_an_error(tokenizer, scripted, r
             sample.index += 1
             return [sample]
 
-    with pytest.raises(SourceError, match=r"asked for completion 0 of task 0, got \[\(0, 1\)\]"):
+    with pytest.raises(SourceError, match=r"task 0: asked for its completions \[0\], got \[\(0, 1\)\]"):
         talk(Mixed(tokenizer, ["a"]), Echo, request_for())
 
 
@@ -333,7 +333,7 @@ def test_log_probs_of_another_length_are_an_error(tokenizer, scripted, request_f
             sample.logprobs.pop()
             return [sample]
 
-    with pytest.raises(ValueError, match="logprobs must have one entry per token"):
+    with pytest.raises(SourceError, match="logprobs must have one entry per token"):
         talk(Short(tokenizer, ["a"]), Echo, request_for())
 
 

@@ -97,7 +97,7 @@ def test_later_layers_of_one_kind_are_not_run_to_choose_head_layout_and_cache():
     assert left(model) == 2
     policy = Policy(model)
     assert (policy.fused, policy.layout, len(calls)) == (True, "shared", 0)
-    assert isinstance(LocalSource(policy, version=0)._choose(50), ContinuousBatch)
+    assert isinstance(LocalSource(policy, version=0)._make_batch(50), ContinuousBatch)
     assert len(calls) == 1  # the bytes of a token's keys and values are those of all layers
 
 
@@ -116,7 +116,7 @@ def test_one_late_layer_that_mixes_sequences_is_found_out():
     with pytest.raises(ValueError, match="layout 'shared' lets the sequences of LlamaForCausalLM see each other"):
         Policy(model, layout="shared")
     policy = Policy(model, layout="padded")
-    assert isinstance(LocalSource(policy, version=0)._choose(50), StaticBatch)
+    assert isinstance(LocalSource(policy, version=0)._make_batch(50), StaticBatch)
 
 
 def test_a_model_that_cannot_run_shortened_is_judged_whole(caplog):
@@ -131,9 +131,9 @@ def test_a_model_that_cannot_run_shortened_is_judged_whole(caplog):
     backbone.forward = forward
     with caplog.at_level(logging.INFO):
         policy = Policy(model)
-        memory = LocalSource(policy, version=0)._choose(50)
+        batch = LocalSource(policy, version=0)._make_batch(50)
     assert (policy.fused, policy.layout) == (True, "shared")
-    assert isinstance(memory, ContinuousBatch)
+    assert isinstance(batch, ContinuousBatch)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 

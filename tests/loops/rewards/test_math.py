@@ -6,7 +6,7 @@ import time
 import pytest
 from burnish.loops.rewards import RewardFunction, isolated, score_samples
 from burnish.loops.rewards.math import MathEquivalence
-from burnish.loops.rewards.workers import in_thread
+from burnish.loops.rollouts.concurrency import off_loop
 
 pytest.importorskip("math_verify")
 
@@ -75,8 +75,8 @@ def test_it_works_in_a_thread_where_the_library_alone_does_not(answer):
     import math_verify
 
     with pytest.raises(ValueError, match=r"main thread|threaded environment"):
-        asyncio.run(in_thread(lambda: math_verify.parse("$1$", raise_on_error=True)))
-    assert asyncio.run(in_thread(lambda: MathEquivalence()({"answer": "42"}, answer("42")))) == 1.0
+        asyncio.run(off_loop(lambda: math_verify.parse("$1$", raise_on_error=True)))
+    assert asyncio.run(off_loop(lambda: MathEquivalence()({"answer": "42"}, answer("42")))) == 1.0
 
 
 def test_what_the_library_fails_at_is_masked(answer, judging, monkeypatch):

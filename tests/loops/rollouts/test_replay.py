@@ -4,14 +4,13 @@ import asyncio
 import dataclasses
 
 import pytest
-from burnish.loops.rollouts.record import from_record, to_record
 from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
-from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan
+from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan, from_record, to_record
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.rollouts.source import SourceError
 
 
-def answer(task, index, length=3):
+def completion(task, index, length=3):
     """A conversation of a sort: its second token was said by others."""
     return Sample(
         task=task,
@@ -28,7 +27,7 @@ def answer(task, index, length=3):
     )
 
 
-STORED = [answer(task, index) for task in range(4) for index in range(2)]
+STORED = [completion(task, index) for task in range(4) for index in range(2)]
 
 
 def asked(task=0, indices=(0, 1), prompt=None, max_tokens=5):
@@ -94,13 +93,13 @@ def test_a_record_of_other_fields_is_refused():
             from_record(wrong)
 
 
-def test_answers_come_back_with_their_versions_and_log_probs():
-    source = ReplaySource([answer(task, index) for task in range(4) for index in range(2)])
+def test_completions_come_back_with_their_versions_and_log_probs():
+    source = ReplaySource([completion(task, index) for task in range(4) for index in range(2)])
     given = asyncio.run(source.sample(asked(2, indices=[1, 0])))
     assert given == [STORED[5], STORED[4]]
     given[0].rewards["right"] = 0.0
     given[0].info["asked"] = None
-    assert asyncio.run(source.sample(asked(2, indices=[1]))) == [answer(2, 1)]
+    assert asyncio.run(source.sample(asked(2, indices=[1]))) == [completion(2, 1)]
 
 
 def test_of_two_with_one_name_the_later_counts():
@@ -111,8 +110,8 @@ def test_of_two_with_one_name_the_later_counts():
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        (asked(9), "answer 0 of task 9 is not stored; what is: tasks 0 to 3"),
-        (asked(indices=[0, 2]), "answer 2 of task 0 is not stored"),
+        (asked(9), "completion 0 of task 9 is not stored; what is: tasks 0 to 3"),
+        (asked(indices=[0, 2]), "completion 2 of task 0 is not stored"),
         (asked(prompt=[9]), "task 0 was stored with another prompt"),
         (asked(max_tokens=2), "set max_tokens >= 3, got 2"),
         (asked(indices=[]), "indices"),
@@ -123,7 +122,7 @@ def test_what_is_not_there_is_an_error(request_, says):
         asyncio.run(ReplaySource(STORED).sample(request_))
 
 
-def test_old_answers_can_be_trained_on_at_any_step(tmp_path):
+def test_old_completions_can_be_trained_on_at_any_step(tmp_path):
     """Stored versions are those of another run: their age is no matter of this one's."""
     options = {
         "groups_per_step": 2,

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan, check_sample
+from burnish.loops.rollouts.source import SourceError, check_completions
 
 
 def asked(**changes):
@@ -77,3 +78,28 @@ def test_a_whole_sample_passes_and_so_does_a_hair_above_0():
 def test_parts_that_do_not_agree_are_refused(change, says):
     with pytest.raises(ValueError, match=f"sample 1 of task 2: .*{says}"):
         check_sample(dataclasses.replace(GOOD, **change), vocab=9)
+
+
+def test_completions_that_were_asked_for_pass():
+    request = asked(task=2, prompt=[5], indices=[1, 0])
+    check_completions([GOOD, dataclasses.replace(GOOD, index=0)], request, "vllm")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"task": 3}, r"asked for its completions \[1\], got \[\(3, 1\)\]"),
+        ({"index": 0}, r"got \[\(2, 0\)\]"),
+        ({"prompt": [5, 5]}, "completion 1 is of another prompt"),
+        ({"logprobs": [-1.0]}, "logprobs must have one entry per token"),
+        ({"tokens": [6] * 6, "trained": [True] * 6, "logprobs": [-1.0] * 6, "spans": [VersionSpan(4, 0, 6)]}, "got 6"),
+    ],
+)
+def test_completions_that_were_not_asked_for_are_refused(change, says):
+    with pytest.raises(SourceError, match=f"vllm: task 2: .*{says}"):
+        check_completions([dataclasses.replace(GOOD, **change)], asked(task=2, prompt=[5], indices=[1]), "vllm")
+
+
+def test_a_completion_that_is_missing_is_refused():
+    with pytest.raises(SourceError, match=r"asked for its completions \[0, 1\], got \[\(2, 1\)\]"):
+        check_completions([GOOD], asked(task=2, prompt=[5], indices=[0, 1]), "vllm")

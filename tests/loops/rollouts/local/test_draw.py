@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from burnish.loops.rollouts.local import draw as module
-from burnish.loops.rollouts.local.draw import draw, uniforms
+from burnish.loops.rollouts.local import decode as module
+from burnish.loops.rollouts.local.decode import draw
+from burnish.loops.rollouts.local.runner import uniforms
 from burnish.loops.rollouts.sample import SamplingParams
 
 ALL = SamplingParams(max_tokens=1)
@@ -74,7 +75,7 @@ def test_half_precision_is_normalized_in_float32():
     torch.testing.assert_close(found.logprob.double(), expected, rtol=0, atol=1e-5)
 
 
-def test_a_longer_answer_begins_with_the_same_numbers():
+def test_a_longer_completion_begins_with_the_same_numbers():
     assert uniforms(2**63 - 1, 100)[:10] == uniforms(2**63 - 1, 10)
     assert uniforms(1, 10) != uniforms(2, 10)
     numbers = torch.tensor(uniforms(3, 20_000))

@@ -12,9 +12,8 @@ import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
-from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, StaticBatch, lockstep_fit
-from burnish.loops.rollouts.local.runner import Reader
-from burnish.loops.rollouts.local.slots import KVCache, _Layer
+from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, KVCache, StaticBatch, _Layer, static_fit
+from burnish.loops.rollouts.local.runner import ModelRunner
 from burnish.loops.rollouts.local.source import DetachedSource, LocalSource, free_share
 from burnish.loops.rollouts.source import SourceError
 from conformance import Conformance, Subject, ask
@@ -73,7 +72,7 @@ class TestOnePromptAtATime(Conformance):
     async def open(self):
         model = make_model(seed=1)
         source = LocalSource(Policy(model), version=1)
-        source._choose = lambda longest: StaticBatch(source.reader, lambda longest: 4096 // longest, cached=True)
+        source._make_batch = lambda longest: StaticBatch(source.runner, lambda longest: 4096 // longest, cached=True)
         return Subject(
             source=source,
             model=make_model(),
@@ -126,7 +125,7 @@ class TestOnePromptAtATimeUnderAutocast(Conformance):
         model = make_model(seed=1).float()
         subject = replace(in_autocast(LocalSource, model), before_publish=model.load_state_dict, draws=300)
         source = subject.source
-        source._choose = lambda longest: StaticBatch(source.reader, lambda longest: 4096 // longest, cached=True)
+        source._make_batch = lambda longest: StaticBatch(source.runner, lambda longest: 4096 // longest, cached=True)
         return subject
 
 
@@ -209,7 +208,7 @@ def make_mamba():
 def test_a_recurrence_goes_one_prompt_at_a_time_and_says_so(caplog):
     model = make_mamba()
     source = LocalSource(Policy(model, layout="padded"), version=0)
-    assert "answers are generated one prompt at a time, with its own cache" in caplog.text
+    assert "completions are generated one prompt at a time, with its own cache" in caplog.text
     check_log_probs(model, completions_of(source, requests()), 1e-4)
 
 
@@ -324,7 +323,7 @@ def test_adapters_on_weights_of_16_bits(precision, source_of):
             parameter.normal_(std=0.3) if "lora_B" in name else None
     policy = Policy(model)
     source = source_of(policy, version=0, context=context)
-    assert isinstance(source._choose(20), ContinuousBatch)
+    assert isinstance(source._make_batch(20), ContinuousBatch)
     samples = completions_of(source, requests(8, max_tokens=12))
     check_precision(source.policy if source_of is DetachedSource else policy, samples, context)
 
@@ -334,7 +333,7 @@ def test_a_recurrence_in_16_bits(precision):
     dtype, context = PRECISIONS[precision]
     policy = Policy(make_mamba().to(dtype), layout="padded")
     source = LocalSource(policy, version=0, context=context)
-    assert isinstance(source._choose(20), StaticBatch) and source._choose(20).cached
+    assert isinstance(source._make_batch(20), StaticBatch) and source._make_batch(20).cached
     check_precision(policy, completions_of(source, requests(8, max_tokens=12)), context)
 
 
@@ -352,7 +351,7 @@ def test_kernels_that_round_otherwise_are_not_taken_for_a_wrong_mask_or_position
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(rounded)
     source = LocalSource(policy, version=0, context=context)
-    assert isinstance(source._choose(20), ContinuousBatch)
+    assert isinstance(source._make_batch(20), ContinuousBatch)
 
 
 def seen_too_much(positions, mask):
@@ -388,7 +387,7 @@ def test_a_mask_or_position_that_is_wrong_is_found_out(wrong, family, precision,
     policy = Policy(make_wide(family).to(dtype))
     monkeypatch.setattr(KVCache, "before_step", lambda self: wrong(*before_step(self)))
     source = LocalSource(policy, version=0, context=context)
-    assert isinstance(source._choose(20), StaticBatch)
+    assert isinstance(source._make_batch(20), StaticBatch)
     assert "one prompt at a time, with its own cache: its states " in caplog.text
 
 
@@ -436,7 +435,7 @@ def test_what_is_cached_never_takes_more_than_cache_bytes(family, precision, mon
 
     def watched(self, rows, columns):
         resize(self, rows, columns)
-        held.append(sum(store.nbytes for layer in self.slots.layers for store in (layer.keys, layer.values)))
+        held.append(sum(store.nbytes for layer in self.cache.layers for store in (layer.keys, layer.values)))
 
     policy = Policy(make_model(family).to(dtype))
     config = policy.plain.config
@@ -455,10 +454,10 @@ def test_a_cache_of_the_models_own_is_counted_as_it_is(precision):
     dtype, context = PRECISIONS[precision]
     for model in (make_model().to(dtype), make_mamba().to(dtype)):
         policy = Policy(model, layout="padded")
-        reader = Reader(policy, VOCABULARY, context)
-        fit = lockstep_fit(reader, 1 << 20, cached=True)
-        with reader.reading():
-            caches = reader.states(input_ids=reader.ids([[5] * 50]), use_cache=True)[1]
+        runner = ModelRunner(policy, VOCABULARY, context)
+        fit = static_fit(runner, 1 << 20, cached=True)
+        with runner.inference():
+            caches = runner.states(input_ids=runner.ids([[5] * 50]), use_cache=True)[1]
         (cache,) = caches.values()
         tensors = [value for layer in cache.layers for value in vars(layer).values()]
         tensors = [x for value in tensors for x in (value.values() if isinstance(value, dict) else [value])]
@@ -623,7 +622,7 @@ def test_without_any_cache_all_is_read_anew():
     model = make_model()
     source = LocalSource(Policy(model), version=0)
     expected = completions_of(source, requests())
-    source._choose = lambda longest: StaticBatch(source.reader, lambda longest: 4096 // longest, cached=False)
+    source._make_batch = lambda longest: StaticBatch(source.runner, lambda longest: 4096 // longest, cached=False)
     assert [sample.tokens for sample in completions_of(source, requests())] == [sample.tokens for sample in expected]
 
 
@@ -633,7 +632,7 @@ def test_a_memory_that_goes_wrong_with_a_model_is_found_out(broken, monkeypatch,
 
     def wrong(self, *arguments):
         if broken == "drop_finished":  # rows leave, but their cache stays
-            self.answers = [answer for answer in self.answers if answer.finish is None]
+            self.sequences = [sequence for sequence in self.sequences if sequence.finish is None]
             return None
         states = original(self, *arguments)
         return states.flip(0) if broken == "join" else states + 0.1
@@ -655,10 +654,11 @@ def test_the_reason_for_going_one_prompt_at_a_time_is_named_once(monkeypatch, ca
         LocalSource(policy, version=0)
     (record,) = caplog.records
     assert record.levelname == "WARNING" and record.message == (
-        "LlamaForCausalLM: answers are generated one prompt at a time, with its own cache: RuntimeError: no such cache"
+        "LlamaForCausalLM: completions are generated one prompt at a time, with its own cache: "
+        "RuntimeError: no such cache"
     )
 
 
 def test_plain_models_generate_all_prompts_at_once():
     source = LocalSource(Policy(make_model()), version=0)
-    assert isinstance(source._choose(200), ContinuousBatch)
+    assert isinstance(source._make_batch(200), ContinuousBatch)

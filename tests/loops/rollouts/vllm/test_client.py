@@ -86,6 +86,47 @@ class TestMeeting:
         source = connect()
         assert asyncio.run(source.version()) is None and source.context == 64
 
+    def test_an_address_alone_is_enough_where_the_model_of_the_server_can_be_read(self, fake, model):
+        fake.root = str(model.path)
+        source = VLLMServer(fake.url, patience=1.0)
+        try:
+            assert (source.vocab, source.context) == (fake.vocab, 64)
+            assert type(source.tokenizer) is type(model.tokenizer)
+            trained = AutoModelForCausalLM.from_pretrained(model.path).state_dict()
+            asyncio.run(source.publish(trained.items(), 1))
+            (sample,) = asyncio.run(source.sample(ask()))
+            assert sample.spans == [VersionSpan(1, 0, 3)] and sample.text == model.tokenizer.decode(sample.tokens)
+            with pytest.raises(SourceError, match="came without"):
+                asyncio.run(source.publish(list(trained.items())[1:], 2))
+        finally:
+            asyncio.run(source.close())
+            source.updates.directory.rmdir()
+
+    def test_a_model_that_cannot_be_read_here_must_be_given(self, connect, fake):
+        with pytest.raises(SourceError, match=r"the config of the server's model, /no/such/model, .*pass config="):
+            connect(config=None)
+        with pytest.raises(SourceError, match=r"the tokenizer of the server's model, .*pass tokenizer="):
+            connect(tokenizer=None)
+
+    def test_without_a_wanted_precision_any_is_taken(self, connect, fake):
+        fake.config["model_config"]["dtype"] = "torch.bfloat16"
+        connect(dtype=None)
+
+    def test_a_proxy_of_the_environment_is_not_for_the_server(self, connect, monkeypatch):
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, "http://127.0.0.1:9")
+        connect()
+
+    def test_a_server_at_an_address_of_ipv6_is_met(self, connect, model):
+        try:
+            fake = Fake(model.tokenizer, host="::1")
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        try:
+            assert published(connect(url=fake.url), ask())[0].spans == [VersionSpan(1, 0, 3)]
+        finally:
+            fake.close()
+
     def test_no_server_is_an_error_that_says_where_there_is_none(self, connect, fake):
         with pytest.raises(SourceError, match=r"no healthy server at http://127.0.0.1:1 for 0\.2 s; start it"):
             connect(url="http://127.0.0.1:1", patience=0.2)
@@ -325,6 +366,23 @@ class TestAnswers:
         asyncio.run(run())
         assert fake.hung_up.wait(2)
 
+    def test_closing_the_source_ends_what_is_under_way_and_tells_the_server(self, connect, fake):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (None, 60)
+
+        async def run():
+            await source.publish(weights(), 1)
+            under_way = asyncio.create_task(source.sample(ask(range(3))))
+            await asyncio.sleep(0.2)
+            await source.close()
+            with pytest.raises(SourceError, match="closed"):
+                await asyncio.wait_for(under_way, 10)
+            with pytest.raises(SourceError, match="closed"):
+                await source.version()
+
+        asyncio.run(run())
+        assert fake.hung_up.wait(10)
+
     def test_one_failure_ends_the_other_answers_of_the_group(self, connect, fake):
         source, seed = connect(), ask().seed(0)
         fake.odd["/inference/v1/generate"] = lambda body: (
@@ -534,7 +592,7 @@ class TestSilence:
         *late, last = self.attempts(source)
         assert time.monotonic() - began < 30 and len(late) == 2
         assert all("no answer in 0.8 s" in str(error) for error in late)
-        assert "has given nothing of what it was asked for in 2 s" in str(last) and source._http.url in str(last)
+        assert "has given nothing of what it was asked for in 2 s" in str(last) and source._client.url in str(last)
 
     def test_no_attempt_takes_longer_than_the_patience(self, connect, stuck):
         began = time.monotonic()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import vllm_servers
-from burnish.loops.rollouts.vllm.log import advice, first_error
+from burnish.loops.rollouts.vllm.launch import advice, first_error
 
 MEMORY = Path(vllm_servers.__file__).parent / "vllm_memory.txt"  # of vLLM 0.32 on a CPU, less its warnings
 

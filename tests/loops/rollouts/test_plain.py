@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from burnish.loops.rollouts.record import plain
+from burnish.loops.rollouts.sample import plain
 
 
 class Kind(enum.IntEnum):
