@@ -124,18 +124,12 @@ def test_what_is_not_there_is_an_error(request_, says):
 
 def test_old_completions_can_be_trained_on_at_any_step(tmp_path):
     """Stored versions are those of another run: their age is no matter of this one's."""
-    options = {
-        "groups_per_step": 2,
-        "group_size": 2,
-        "sampling": SamplingParams(max_tokens=5),
-        "key": 0,
-        "max_staleness": 0,
-    }
-    with RolloutScheduler(ReplaySource(STORED), lambda task: [task + 1, 2], lambda: (), **options) as sampler:
+    options = {"groups_per_step": 2, "group_size": 2, "sampling": SamplingParams(max_tokens=5)}
+    with RolloutScheduler(ReplaySource(STORED), lambda task: [task + 1, 2], **options) as scheduler:
         taken = []
         for step in range(2):
-            sampler.publish(step)
-            taken += [sample for group in sampler.take(step) for sample in group]
+            scheduler.publish()
+            taken += [sample for group in scheduler.take(step=step) for sample in group]
     assert taken == STORED
 
 
