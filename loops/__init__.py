@@ -1,18 +1,15 @@
 """Losses into optimizer steps: the only room that knows models, ranks, devices and disks.
 
-batch, rows         what objectives see, and what the model is given
-backbone, scorer    hidden states of a Hugging Face model; scores of answers and of steps
-head, policy        log-probs of its fused head
-terms               named losses over one forward pass: composition
-weights, optimize   a loss is a dot product; one step; the generator of steps
-reference, teacher  log-probs of the frozen reference policy; what a teacher says
-checkpoint, run     whole or not there; the run directory
-model, feed         models and data in and out
-rollouts/, rewards/, environments/    answers that the policy samples, their judges, and what answers back
-experience          from sampled answers to micro-batches
-recipe              what recipes share: sft, dpo, kto, cpo, reward, prm, distill; copy and edit
-online, surrogate   what those share that sample: grpo (and rloo), ppo, online_dpo
-config, command     fields, YAML and flags
+batch               what objectives see
+models/             rows, hidden states, log-probs and scores of Hugging Face models
+train/              named losses over one forward pass; one step, and the generator of steps
+runs/               an open run (`RunContext`): its directory, data, reference, teacher, checkpoints
+rollouts/           completions that the policy samples, by itself or on a vLLM server; the scheduler of a trainer
+rewards/            functions that score completions; one table of scores per rollout
+environments/       multi-turn environments
+rl/                 rollout buffer, the context of online runs, and what policy-gradient recipes share
+recipes/            settings, losses and, online, advantages: copy one and edit it
+config, cli         settings checked by their types; the command
 """
 
 from typing import TYPE_CHECKING
@@ -24,19 +21,43 @@ if TYPE_CHECKING:
     from .models.inputs import Rows, arrange
     from .models.policy import Policy
     from .models.scorer import Scorer
+    from .rewards.scoring import RewardFunction
+    from .rewards.table import RewardTable, score
+    from .rl.buffer import RolloutBuffer
+    from .rl.context import RLContext, open_rl
+    from .rollouts.local.source import DetachedSource, LocalSource
+    from .rollouts.sample import Sample, SamplingParams
+    from .rollouts.scheduler import RolloutScheduler
+    from .rollouts.vllm.server import VLLMServer
+    from .rollouts.vllm.weights import Adapters, Files
+    from .runs.context import RunContext, open_run
+    from .runs.ranks import from_main
     from .runs.reference import adapters_off, frozen_copy
     from .train.losses import Term, compose, policy_tensors, score_tensors, weightings
     from .train.step import Objective, Step, evaluate, optimize, train_step
     from .train.weighting import Weights, completion_mean, fixed_length, pair_mean, sequence_mean, token_mean, weighted
 
 __all__ = [
+    "Adapters",
     "Batch",
+    "DetachedSource",
+    "Files",
+    "LocalSource",
     "Objective",
     "Policy",
+    "RLContext",
+    "RewardFunction",
+    "RewardTable",
+    "RolloutBuffer",
+    "RolloutScheduler",
     "Rows",
+    "RunContext",
+    "Sample",
+    "SamplingParams",
     "Scorer",
     "Step",
     "Term",
+    "VLLMServer",
     "Weights",
     "adapters_off",
     "arrange",
@@ -45,10 +66,14 @@ __all__ = [
     "compose",
     "evaluate",
     "fixed_length",
+    "from_main",
     "frozen_copy",
+    "open_rl",
+    "open_run",
     "optimize",
     "pair_mean",
     "policy_tensors",
+    "score",
     "score_tensors",
     "sequence_mean",
     "token_mean",

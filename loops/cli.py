@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from .. import __version__
+from .config import readable_range
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,11 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 # The class in `recipes.settings`, the function in `recipes`, and the purpose. Nothing is imported before it is used.
 _RECIPES = {
-    "sft": ("SFT", "sft:sft", "supervised fine-tuning on messages, text, or prompts with completions"),
-    "dpo": ("DPO", "dpo:dpo", "preference training on pairs: dpo, ipo, hinge, ... or a mix of them"),
-    "kto": ("KTO", "kto:run_kto", "training on single answers, marked desirable or not: kto, bco, apo_zero_unpaired"),
-    "orpo": ("ORPO", "cpo:run_orpo", "preference training in one stage, without a reference"),
-    "cpo": ("CPO", "cpo:run_cpo", "preference training without a reference: cpo, simpo, alpha_po"),
+    "sft": ("SFT", "sft:run_sft", "supervised fine-tuning on messages, text, or prompts with completions"),
+    "dpo": ("DPO", "preference:run_dpo", "preference training on pairs: dpo, ipo, hinge, ... or a mix of them"),
+    "kto": (
+        "KTO",
+        "kto:run_kto",
+        "training on completions marked desirable or not: kto, bco, apo_zero_unpaired",
+    ),
+    "orpo": ("ORPO", "preference:run_orpo", "preference training in one stage, without a reference"),
+    "cpo": ("CPO", "preference:run_cpo", "preference training without a reference: cpo, simpo, alpha_po"),
     "reward": ("Reward", "reward:run_reward", "a reward model, from pairs, scores or rankings"),
     "prm": ("PRM", "prm:run_prm", "a process reward model, from solutions whose steps are labeled"),
     "distill": (
@@ -56,12 +61,12 @@ _RECIPES = {
         "grpo:run_grpo",
         "reinforcement learning from rewards: grpo, dr_grpo, dapo, cispo, gspo, gmpo, sapo, vespo, dppo",
     ),
-    "rloo": ("RLOO", "grpo:run_grpo", "reinforcement learning from rewards, against the mean of the other answers"),
+    "rloo": ("RLOO", "grpo:run_grpo", "reinforcement learning from rewards, against the mean of the other completions"),
     "ppo": ("PPO", "ppo:run_ppo", "reinforcement learning from rewards with a value function"),
     "online_dpo": (
         "OnlineDPO",
         "online_dpo:run_online_dpo",
-        "preference training on pairs of the policy's own answers",
+        "preference training on pairs of the policy's own completions",
     ),
     "demo": ("Demo", "demo:demo", "train a small model from scratch, offline, in a minute and a half"),
 }
@@ -173,5 +178,9 @@ class _Parser(ArgumentParser):
             name = unknown[1] or unknown[2]
             nearest = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.0)
             message = f"no field {name!r}" + (f", did you mean {nearest[0]!r}?" if nearest else "")
+        outside = re.search(r'key "([\w.]+)":.*: (\S+ |)does not conform to restriction ([^\n]+)', message, re.S)
+        if outside:
+            value = outside[2].strip() or message.rpartition("Given value: ")[2].strip()
+            message = f"{outside[1]}: must be {readable_range(outside[3])}, got {value}"
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists its fields\n")
         raise AssertionError("exit returned")

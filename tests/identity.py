@@ -43,7 +43,7 @@ PARTS = {  # what a command names by @
     "distill": "distill @offline --data @demonstrations --teacher.model @teacher",
     "sampled": "--group_size 4 --max_tokens 8 --show_every 0",
     "rewards": "--rewards '{identity_inputs:even: 1.0, identity_inputs:brief: 0.3}'",
-    "online": "@steps @sampled @rewards --batch_size 4 --data @prompts --learning_rate 1e-2",
+    "online": "@steps @sampled @rewards --prompts_per_rollout 4 --data @prompts --learning_rate 1e-2",
     "split": "--epochs_per_rollout 2 --minibatches 2 --beta 0.05",
 }
 RECIPES = {  # in both precisions, on one rank and on two
@@ -71,8 +71,8 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
     "dpo_losses": "@dpo --loss_kwargs '{gamma: 0.5, tau: 0.05, alpha: 0.25}' --label_smoothing 0.1 --loss '{dpo: 1, "
     "ipo: 0.1, robust_dpo: 1, hinge: 1, exo: 1, nca: 1, bco_pair: 1, sppo_hard: 0.1, apo_zero: 1, apo_down: 1, "
     "discopop: 1, cpo: 1, simpo: 1, alpha_po: 1, orpo: 1, nll: 0.1}'",
-    "dpo_wpo": "@dpo --weight wpo --ld_alpha 0.5 --layout padded",
-    "dpo_js": "@dpo --divergence js --answer mean --layout packed",
+    "dpo_wpo": "@dpo --pair_weight wpo --ld_alpha 0.5 --layout padded",
+    "dpo_js": "@dpo --divergence js --logprob_reduction mean --layout packed",
     "dpo_alpha": "@dpo --divergence alpha --divergence_alpha 0.3 --reference copy --lora.r 4",
     "dpo_precomputed": "@dpo --reference precompute",
     "dpo_distilled": "@dpo --teacher.model @teacher --loss '{dpo: 1, distillation: {coefficient: 0.5, of: all}}'",

@@ -8,8 +8,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from burnish.loops.config import Teacher
-from burnish.loops.recipes.dpo import PAIR_LOSSES
-from burnish.loops.train.losses import columns_of, needs, parse
+from burnish.loops.train.losses import PAIR_LOSSES, columns_of, needs, parse
 from tiny import save_model, sums, write_rows
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

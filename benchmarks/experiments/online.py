@@ -35,11 +35,12 @@ RESULTS = common.RESULTS / "online.json"
 SEEDS = {"grpo": 3, "rloo": 3, "ppo": 3, "distill": 6}  # students differ by less, and from seed to seed by more
 TRAINED = 6000  # questions of a run
 
-SHORT: dict[str, Any] = {"batch_size": 128, "max_tokens": demo.TERM + 3, "schedule": "linear", "show_every": 0}
+SHORT: dict[str, Any] = {"max_tokens": demo.TERM + 3, "schedule": "linear", "show_every": 0}
 # Every rollout is trained on three times. Failures are pushed down only until they are rarer than they were, successes
 # raised by up to 40 %: most of the noise of a small batch is in what failures teach.
 LEARNED: dict[str, Any] = {
     **SHORT,
+    "prompts_per_rollout": 128,
     "rewards": {"exact_match": {"ignore": ["whitespace"]}},
     "group_size": 8,
     "temperature": 0.7,
@@ -56,7 +57,7 @@ RECIPES: dict[str, tuple[type, Callable[[Any], Any], dict[str, Any]]] = {
     "rloo": (RLOO, run_grpo, LEARNED),
     "ppo": (PPO, run_ppo, {**LEARNED, "lam": 1.0}),
 }
-DISTILLED: dict[str, Any] = {**SHORT, "steps": 100, "learning_rate": 5e-4, "warmup": 10}
+DISTILLED: dict[str, Any] = {**SHORT, "batch_size": 128, "steps": 100, "learning_rate": 5e-4, "warmup": 10}
 SHARES = (0.0, 0.5, 1.0)  # of the steps of distillation that learn from the student's own answers
 
 

@@ -40,7 +40,7 @@ REWARDS: dict[str, Any] = {"reasoning_gym": {"tag": ""}} | {
 SETTINGS: dict[str, Any] = {
     "rewards": REWARDS,
     "max_tokens": 6,
-    "batch_size": 10,
+    "prompts_per_rollout": 10,
     "group_size": 8,
     "steps": 27,
     "dynamic_sampling": True,

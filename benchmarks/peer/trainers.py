@@ -94,10 +94,10 @@ RECIPES = {
     "grpo": Recipe(
         sampled.questions,
         {
-            "old": "recomputed",
+            "old_logprobs": "recomputed",
             "group_size": 8,
             "max_tokens": 64,
-            "max_length": None,
+            "max_prompt_length": None,
             "rewards": {f"{sampled.__name__}:vowels": 1.0},
         },
         "GRPO",
@@ -351,16 +351,22 @@ def train_burnish(
     **fields: Any,
 ) -> Metrics:
     """Metrics of each step."""
-    from ...loops.recipes.dpo import dpo
     from ...loops.recipes.grpo import run_grpo
     from ...loops.recipes.kto import run_kto
+    from ...loops.recipes.preference import run_dpo
     from ...loops.recipes.settings import DPO, GRPO, KTO, SFT
-    from ...loops.recipes.sft import sft
+    from ...loops.recipes.sft import run_sft
 
-    recipes: dict[str, Any] = {"dpo": (DPO, dpo), "sft": (SFT, sft), "kto": (KTO, run_kto), "grpo": (GRPO, run_grpo)}
+    recipes: dict[str, Any] = {
+        "dpo": (DPO, run_dpo),
+        "sft": (SFT, run_sft),
+        "kto": (KTO, run_kto),
+        "grpo": (GRPO, run_grpo),
+    }
     make, run = recipes[recipe]
     with tempfile.TemporaryDirectory() as directory:
-        common = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
+        batch = {"prompts_per_rollout" if recipe == "grpo" else "batch_size": batch_size}
+        common = {"steps": steps, **batch, "learning_rate": learning_rate}
         fixed = {"schedule": "constant", "shuffle": False, "output": directory}
         config = make(model=str(model), data=str(data), **(common | fixed | RECIPES[recipe].ours | fields))
         run(config)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from torch import Tensor
 
 from ..config import Limits
-from ..rewards.scoring import Row, score
+from ..rewards.scoring import Row, as_score
 from ..rewards.workers import OutOfTime, call, is_async, within
 from ..rollouts.sample import Request, Sample, VersionSpan, plain
 from ..rollouts.source import RolloutSource, check_completions
@@ -237,7 +237,7 @@ class MultiTurnSource:
 
     def _note(self, whole: Sample, step: Step) -> None:
         info = whole.info
-        value = score(step.reward)
+        value = as_score(step.reward)
         if isinstance(value, str):
             self.failures[value] += 1
         info["turn_rewards"].append(value)

@@ -2,12 +2,12 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from transformers import (
@@ -75,10 +75,8 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     """A model to train: in the configured precision, quantized and with adapters where asked for, without dropout.
 
     Raises:
-        ValueError: if a quantized model is to be trained without adapters, or they have no possible rank.
+        ValueError: if a quantized model is to be trained without adapters.
     """
-    if config.lora.r < 0:
-        raise ValueError(f"lora.r: must be >= 0, where 0 trains the model itself, got {config.lora.r}")
     adapters = config.lora.r > 0
     if config.quantize and not adapters:
         raise ValueError(
@@ -182,3 +180,14 @@ def merged(model: PeftModel) -> Any:
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
     plain.tie_weights()
     return plain
+
+
+def named_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a policy, or of its model, under the names of transformers, adapters merged."""
+    model = policy.model if isinstance(policy, Backbone) else policy
+    yield from (merged(model) if isinstance(model, PeftModel) else model).state_dict().items()
+
+
+def adapter_weights(policy: Backbone) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a policy's adapter alone, under peft's names."""
+    yield from get_peft_model_state_dict(policy.model).items()

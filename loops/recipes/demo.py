@@ -22,10 +22,10 @@ from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .dpo import dpo
 from .grpo import run_grpo
+from .preference import run_dpo
 from .settings import DPO, GRPO, SFT, Demo
-from .sft import sft
+from .sft import run_sft
 
 ALPHABET = "0123456789+="
 TERM = 2  # digits of each number
@@ -50,7 +50,7 @@ def demo(config: Demo) -> dict[str, float]:
     console.rule("DPO + NLL: its own right and wrong answers")
     answers = sample(directory / "sft/model", asked, count=4, temperature=1.0)
     data = write(directory / "dpo.jsonl", pairs(asked, answers))
-    dpo(
+    run_dpo(
         DPO(
             model=str(directory / "sft/model"),
             data=str(data),
@@ -76,7 +76,7 @@ def demo(config: Demo) -> dict[str, float]:
             output=str(directory / "grpo"),
             rewards={"exact_match": {"ignore": ["whitespace"]}},
             steps=config.grpo_steps,
-            batch_size=128,
+            prompts_per_rollout=128,
             group_size=8,
             max_tokens=TERM + 3,
             epochs_per_rollout=3,
@@ -110,7 +110,7 @@ def save_start(directory: Path, *, seed: int) -> None:
 def teach(directory: Path, questions: Iterable[str], *, steps: int, seed: int) -> None:
     """SFT of the model in ``directory/start`` on the answers to these questions, into ``directory/sft``."""
     data = write(directory / "sft.jsonl", ({"prompt": q, "completion": solve(q)} for q in questions))
-    sft(
+    run_sft(
         SFT(
             model=str(directory / "start"),
             data=str(data),

@@ -1,6 +1,6 @@
-"""Policy optimization against the other answers to a prompt: GRPO and its relatives, RLOO among them.
+"""Policy optimization against the other completions of a prompt: GRPO and its relatives, RLOO among them.
 
-A variant is a row of settings: which surrogate, which weighting, which advantage. Each of them can be set on its own.
+A variant is a row of settings: a loss, its weighting, and the advantage. Each of them can be set on its own.
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,14 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ...objectives import gdpo_advantage, group_advantage, kl_estimate, rloo_advantage, sequence_sum, whiten
+from ...objectives import gdpo_advantage, group_advantage, kl_estimate, rloo_advantage, whiten
 from ..rl.buffer import RolloutBuffer
-from ..rl.policy_gradient import surrogate_terms, train_policy
+from ..rl.context import RLContext, open_rl
+from ..rl.policy_gradient import policy_losses, train_policy
 from ..rl.settings import Weighting
-from ..rl.setup import open_rl
 from ..train import weighting as weights
 from ..train.losses import Term
 from .settings import GRPO, Name, Scale
-
-Baseline = Literal["group", "leave_one_out"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Variant:
     loss: str = "clipped_surrogate"
     weighting: Weighting = "sequence_mean"
     scale: Scale = "group"
-    baseline: Baseline = "group"
+    baseline: Literal["group", "leave_one_out"] = "group"
     dynamic_sampling: bool = False
     loss_kwargs: Mapping[str, float] = field(default_factory=dict)
 
@@ -51,31 +49,67 @@ VARIANTS: dict[Name, Variant] = {
 }
 
 
-def run_grpo(config: GRPO) -> dict[str, float]:
-    """Run the recipe; returns the metrics of its last step."""
-    terms, variant = grpo_terms(config)
+def variant_of(config: GRPO) -> Variant:
+    """The settings of the variant, with the fields that are set in their place."""
+    chosen = {name: getattr(config, name) for name in ("weighting", "scale", "dynamic_sampling")}
+    return replace(VARIANTS[config.variant], **{name: value for name, value in chosen.items() if value is not None})
+
+
+def run_grpo(config: GRPO, context: RLContext | None = None) -> dict[str, float]:
+    """Train, in a context that is open already if one is given; returns the metrics of the last step."""
+    losses = grpo_losses(config)
+    context = context or open_rl(config)
     return train_policy(
-        config,
-        open_rl(config),
-        terms,
-        advantages=partial(advantages, config=config, variant=variant),
-        in_reward=config.kl_as == "reward",
-        dynamic_sampling=variant.dynamic_sampling,
+        context,
+        losses,
+        advantages=partial(advantages, config=config),
+        kl_in_reward=config.kl_as == "reward",
+        dynamic_sampling=variant_of(config).dynamic_sampling,
     )
 
 
-def grpo_terms(config: GRPO) -> tuple[dict[str, Term], Variant]:
-    """The losses of this configuration, and what else its variant says.
+def grpo_losses(config: GRPO) -> dict[str, Term]:
+    """The losses of this configuration.
 
     Raises:
         ValueError: if settings contradict each other.
     """
-    given = {name: getattr(config, name) for name in ("weighting", "scale", "dynamic_sampling")}
-    variant = replace(VARIANTS[config.variant], **{name: value for name, value in given.items() if value is not None})
+    _check(config)
+    variant = variant_of(config)
+    weigh: Any = {
+        "token_mean": weights.token_mean,
+        "sequence_mean": weights.sequence_mean,
+        "fixed_length": partial(weights.fixed_length, length=config.max_tokens),
+    }[variant.weighting]
+    losses = policy_losses(config, variant.loss, variant.loss_kwargs, weigh, kl_loss=config.kl_as == "loss")
+    _check_weighting(config, losses)
+    return losses
+
+
+def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
+    """Per-token advantages of each completion within its group."""
+    scores, variant = rollout.scores, variant_of(config)
+    if config.reward_aggregation == "normalize":
+        return {"advantage": gdpo_advantage(scores.reward, scores.group, scores.weight)[rollout.sequence]}
+    reward = scores.total
+    if config.beta and config.kl_as == "reward":
+        kl, _ = kl_estimate(rollout["old_logp"], rollout["ref_logp"], kind=config.kl or "k1")
+        reward = reward - config.beta * rollout.sum(kl.double())
+    if variant.baseline == "group":
+        advantage = group_advantage(reward, scores.group, scale=variant.scale)
+    else:
+        advantage = rloo_advantage(reward, scores.group)
+        if variant.scale == "batch":
+            advantage = whiten(advantage.where(~reward.isnan(), float("nan")))
+    return {"advantage": advantage[rollout.sequence]}
+
+
+def _check(config: GRPO) -> None:
+    variant = variant_of(config)
     if config.group_size < 2:
         raise ValueError(
-            f"group_size: an answer is compared with the others to its prompt, wanted >= 2, got {config.group_size}; "
-            "ppo learns from single answers"
+            f"group_size: a completion is compared with the others of its prompt, wanted >= 2, got {config.group_size};"
+            " ppo learns from single completions"
         )
     if variant.baseline == "leave_one_out" and variant.scale == "group":
         raise ValueError("scale: a group's standard deviation does not go with rloo's baseline; use batch or none")
@@ -86,41 +120,16 @@ def grpo_terms(config: GRPO) -> tuple[dict[str, Term], Variant]:
             "reward_aggregation: normalize compares each reward within the group by itself, which leaves no place for "
             "another baseline or for the divergence; use a variant other than rloo, and kl_as loss"
         )
-    weigh: Any = {
-        "token_mean": weights.token_mean,
-        "sequence_mean": weights.sequence_mean,
-        "fixed_length": partial(weights.fixed_length, length=config.max_tokens),
-    }[variant.weighting]
-    terms = surrogate_terms(config, variant.loss, variant.loss_kwargs, weigh, kl_loss=config.kl_as == "loss")
-    _check_weighting(config, terms)
-    return terms, variant
 
 
-def _check_weighting(config: GRPO, terms: Mapping[str, Term]) -> None:
-    """A weighting of tokens that is given must have a loss of tokens to go to, without a weighting of its own."""
+def _check_weighting(config: GRPO, losses: Mapping[str, Term]) -> None:
+    """A weighting of tokens that is set must apply to some loss of tokens without a weighting of its own."""
     mix = config.loss if isinstance(config.loss, Mapping) else {}
-    own = {name for name, entry in mix.items() if isinstance(entry, Mapping) and "weighting" in entry}
-    if config.weighting is None or any(term.unit == "tokens" and name not in own for name, term in terms.items()):
+    weighted = {name for name, entry in mix.items() if isinstance(entry, Mapping) and "weighting" in entry}
+    if config.weighting is None or any(loss.unit == "tokens" and name not in weighted for name, loss in losses.items()):
         return
     raise ValueError(
         f"weighting: {config.weighting} says how tokens count, and no loss would heed it: "
-        + "; ".join(f"{name} has {'its own' if name in own else 'one entry per completion'}" for name in terms)
+        + "; ".join(f"{name} has {'its own' if name in weighted else 'one entry per completion'}" for name in losses)
         + "; leave it out, or take a loss of tokens"
     )
-
-
-def advantages(rollout: RolloutBuffer, *, config: GRPO, variant: Variant) -> dict[str, Tensor]:
-    """Of each answer against the others to its prompt, one column [tokens]."""
-    judged, sequence = rollout.judged, rollout.sequence
-    if config.reward_aggregation == "normalize":
-        return {"advantage": gdpo_advantage(judged.reward, judged.group, judged.weight)[sequence]}
-    reward = rollout.reward
-    if config.beta and config.kl_as == "reward":
-        kl, _ = kl_estimate(rollout.columns["old_logp"], rollout.columns["ref_logp"], kind=config.kl or "k1")
-        reward = reward - config.beta * sequence_sum(kl.double(), sequence, len(reward))
-    if variant.baseline == "leave_one_out":
-        found = rloo_advantage(reward, judged.group)
-        found = whiten(found.where(~reward.isnan(), float("nan"))) if variant.scale == "batch" else found
-    else:
-        found = group_advantage(reward, judged.group, scale=variant.scale)
-    return {"advantage": found[sequence]}

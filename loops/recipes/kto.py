@@ -1,4 +1,4 @@
-"""Training on single answers, each marked desirable or undesirable: KTO and its relatives."""
+"""Training on single completions, each marked desirable or undesirable: KTO and its relatives."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,63 +9,72 @@ import torch
 from accelerate import Accelerator
 
 from ...data import Example, encode_unpaired
-from ...objectives import PerSequence, feedback, kto_kl, sequence_sum
+from ...objectives import PerSequence, Stats, feedback, kto_kl, sequence_sum
 from ..batch import Batch, collate
 from ..models.backbone import evaluating
 from ..models.policy import Policy
-from ..runs.context import open_recipe, open_reference
+from ..runs.context import open_run
 from ..runs.feed import Feed, Prepare
 from ..runs.reference import Reference
-from ..runs.teacher import distillation, open_teacher
+from ..runs.teacher import open_teacher
 from ..train.losses import (
     ENTROPY,
+    TOKEN_LOSSES,
     Loss,
     Losses,
     Term,
     columns_of,
-    compose,
+    distillation,
     losses_of,
     needs,
     outputs_for,
     parse,
     policy_tensors,
-    weightings,
 )
-from ..train.step import Stats, sum_over_ranks
+from ..train.step import sum_over_ranks
 from .settings import KTO
-from .sft import TOKEN_LOSSES
 
 FEEDBACK_LOSSES: dict[str, Loss] = {**losses_of(feedback), **TOKEN_LOSSES, "distillation": distillation}
 
 
 def run_kto(config: KTO) -> dict[str, float]:
-    """Run the recipe; returns the metrics of its last step."""
-    names = ("beta", "desirable_weight", "undesirable_weight")
-    shared = {name: getattr(config, name) for name in names} | config.loss_kwargs
-    terms = parse(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.loss_kwargs)
-    config.teacher.check(needed="divergence" in needs(terms))
-    if "kto" in terms and config.batch_size < 2:
-        raise ValueError("kto: its z0 comes from the answers to other prompts of a step; use a batch_size of 2 or more")
-    if "kto" in terms and config.reference == "precompute":
-        raise ValueError("reference: the mismatched answers of kto can't be precomputed; use copy or adapters_off")
-    recipe = open_recipe(config, encode_unpaired)
-    reference, before = open_reference(recipe, config.reference)
+    """Train; returns the metrics of the last step."""
+    losses = kto_losses(config)
+    has_teacher = "divergence" in needs(losses)
+    config.teacher.check(needed=has_teacher)
+    context = open_run(config, encode_unpaired)
+    reference, precomputed = context.reference(config.reference)
     assert reference is not None
-    teaching, told = open_teacher(recipe, config.teacher, needed="divergence" in needs(terms))
+    teacher, stored = open_teacher(context, config.teacher, needed=has_teacher)
     rewards = RunningMean()
-    logged = {**terms, **feedback_metrics(config.beta), **ENTROPY}
-    return recipe.train(
-        compose(logged, policy_tensors(reference=reference, teaching=teaching, outputs=outputs_for(terms))),
-        weightings(logged),
-        columns=sorted({"desirable", *columns_of(terms)} - {"undesirable"}),
-        per_token=lambda data: {**before(data), **told(data)},
-        prepare=prepare_feedback(terms, rewards, recipe.model, reference, recipe.run.accelerator),
-        memory=rewards if "bco" in terms else None,
+    return context.train(
+        losses,
+        policy_tensors(reference=reference, teaching=teacher, outputs=outputs_for(losses)),
+        columns=sorted({"desirable", *columns_of(losses)} - {"undesirable"}),
+        per_token=(precomputed, stored),
+        prepare=prepare_feedback(losses, rewards, context.model, reference, context.accelerator),
+        memory=rewards if "bco" in losses else None,
     )
 
 
+def kto_losses(config: KTO) -> dict[str, Term]:
+    """The losses of this configuration, and what is measured beside them.
+
+    Raises:
+        ValueError: if settings contradict each other.
+    """
+    names = ("beta", "desirable_weight", "undesirable_weight")
+    shared = {name: getattr(config, name) for name in names} | config.loss_kwargs
+    losses = parse(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.loss_kwargs)
+    if "kto" in losses and config.batch_size < 2:
+        raise ValueError("kto: its z0 comes from completions of other prompts; use a batch_size of 2 or more")
+    if "kto" in losses and config.reference == "precompute":
+        raise ValueError("reference: the mismatched completions of kto can't be precomputed; use copy or adapters_off")
+    return {**losses, **feedback_metrics(config.beta), **ENTROPY}
+
+
 class RunningMean:
-    """BCO's δ: the mean reward of all answers of the steps before this one; 0 at first, where every reward is."""
+    """BCO's δ: the mean reward of all completions of the steps before this one; 0 at first, where every reward is."""
 
     def __init__(self) -> None:
         self.total, self.steps = 0.0, 0
@@ -87,8 +96,8 @@ class RunningMean:
 def prepare_feedback(
     terms: Losses, rewards: RunningMean, policy: Policy, reference: Reference, accelerator: Accelerator
 ) -> Prepare:
-    """What the losses compare an answer with, found before the first forward pass of a step and over the whole of it:
-    the columns ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
+    """Add what losses compare a completion with, measured over a whole step before its first forward pass: the columns
+    ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
     measure = kl_of_mismatched(policy, reference, accelerator) if "kl" in needs(terms) else None
 
     def prepare(feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
@@ -105,10 +114,10 @@ def prepare_feedback(
 def kl_of_mismatched(
     policy: Policy, reference: Reference, accelerator: Accelerator
 ) -> Callable[[Feed, int], torch.Tensor]:
-    """KTO's z₀ of a step, one number for all ranks: the KL estimate from answers that were given to other prompts.
+    """KTO's z₀ of a step, one number for all ranks: the KL estimate from completions of other prompts.
 
-    Each prompt of the step is paired with an answer from half a step further on, so that neither ranks nor
-    micro-batches matter, and that the two answers of a pair do not meet. A step of one example has z₀ = 0.
+    Each prompt of the step is paired with the completion half a step further on, so that neither ranks nor
+    micro-batches matter, and that the two completions of a pair do not meet. A step of one example has z₀ = 0.
     """
 
     @torch.no_grad()
@@ -133,12 +142,12 @@ def kl_of_mismatched(
 
 
 def mismatched(example: Example, other: Example) -> Example:
-    """The prompt of one example with the answer of another."""
+    """The prompt of one example with the completion of another."""
     return Example(example.prompt, other.completions, other.trained)
 
 
 def feedback_metrics(beta: float) -> dict[str, Term]:
-    """Mean reward and log-prob of the desirable answers (chosen) and of the others (rejected), as TRL logs them."""
+    """Mean reward and log-prob of the desirable completions (chosen) and of the others (rejected), as TRL logs them."""
 
     def measured(logp: PerSequence, ref_logp: PerSequence, *, kind: str) -> tuple[PerSequence, Stats]:
         return beta * (logp - ref_logp).detach(), {f"logps/{kind}": logp.detach()}

@@ -1,6 +1,6 @@
-"""Proximal policy optimization: a value function says how good a state is, so that one answer to a prompt is enough.
+"""Proximal policy optimization: a value function rates each state, so that one completion of a prompt is enough.
 
-    r_t          −β log π_old/π_ref of token t, and at the last token the reward of the answer
+    r_t          −β log π_old/π_ref of token t, and at the last token the reward of the completion
     V            a linear head, zero at first, on the policy's own backbone, or on a model of its own
     A_t, R_t     generalized advantage estimates and returns, from the values of the policy that begins the rollout
     loss         clipped surrogate of A, whitened over all tokens of the rollout, + c · clipped squared error of V to R
@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from ...objectives import gae, kl_estimate, kl_penalized_reward, sequence_sum, value_loss, whiten
+from ...objectives import gae, kl_estimate, kl_penalized_reward, value_loss, whiten
 from ..models.io import load_classifier, load_tokenizer, save_model
 from ..models.policy import Policy
 from ..models.scorer import Critic
 from ..rl.buffer import RolloutBuffer
-from ..rl.policy_gradient import surrogate_terms, train_policy
-from ..rl.setup import missing_end, open_rl
+from ..rl.context import RLContext, open_rl
+from ..rl.policy_gradient import policy_losses, train_policy
 from ..train.losses import Term, needs, units_of
 from .settings import PPO
 
 
 class ValueHead(nn.Linear):
-    """From hidden states [tokens, D] to values [tokens, 1], in its own precision whatever that of the model."""
+    """From hidden states [tokens, D] to values [tokens, 1], in a precision of its own."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__(width, 1, dtype=dtype)
@@ -43,26 +43,29 @@ class ValueHead(nn.Linear):
             return super().forward(hidden.to(self.weight.dtype))
 
 
-def run_ppo(config: PPO) -> dict[str, float]:
-    """Run the recipe; returns the metrics of its last step."""
-    terms = ppo_terms(config)
-    players = open_rl(config, lambda model: with_values(model, config))
+def run_ppo(config: PPO, context: RLContext | None = None) -> dict[str, float]:
+    """Train, in a context that is open already if one is given; returns the metrics of the last step."""
+    losses = ppo_losses(config)
+    context = context or open_rl(config, lambda model: with_values(model, config))
     metrics = train_policy(
-        config,
-        players,
-        terms,
+        context,
+        losses,
         advantages=partial(advantages, config=config),
-        in_reward=True,
+        kl_in_reward=True,
         report=partial(objective_metrics, config=config),
     )
-    recipe = players.recipe
-    head, critic = recipe.model.value_head, recipe.model.critic
-    if recipe.run.accelerator.is_main_process and critic is not None:
-        save_model(critic, recipe.tokenizer, recipe.run.directory / "critic")
-    if recipe.run.accelerator.is_main_process and head is not None:
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-        save_file(state, recipe.run.directory / "value_head.safetensors")
+    if context.accelerator.is_main_process:
+        save_values(context.model, context.tokenizer, context.directory)
     return metrics
+
+
+def save_values(policy: Policy, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write the critic or the value head beside the model, for `value_model` or `value_head` of a later run."""
+    if policy.critic is not None:
+        save_model(policy.critic, tokenizer, directory / "critic")
+    if policy.value_head is not None:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in policy.value_head.state_dict().items()}
+        save_file(state, directory / "value_head.safetensors")
 
 
 def with_values(model: nn.Module, config: PPO) -> Policy:
@@ -92,80 +95,75 @@ def with_values(model: nn.Module, config: PPO) -> Policy:
 def open_critic(config: PPO) -> Critic:
     """The model for the values; where its head is new, it begins at 0."""
     assert config.value_model is not None
-    own = replace(config, model=config.value_model)
-    critic = Critic(load_classifier(own, "SEQ_CLS", {0: "value"}), layout=config.layout)
+    settings = replace(config, model=config.value_model)
+    critic = Critic(load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout)
     if critic.plain.config.pad_token_id is None:
         critic.plain.config.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
-    before = AutoConfig.from_pretrained(config.value_model).architectures or []
-    if not any("SequenceClassification" in name for name in before):
+    architectures = AutoConfig.from_pretrained(config.value_model).architectures or []
+    if not any("SequenceClassification" in name for name in architectures):
         with torch.no_grad():
             for parameter in critic.head.parameters():
                 parameter.zero_()
     return critic
 
 
-def ppo_terms(config: PPO) -> dict[str, Term]:
+def ppo_losses(config: PPO) -> dict[str, Term]:
     """The losses of this configuration.
 
     Raises:
-        ValueError: if settings contradict each other or are out of range.
+        ValueError: if settings contradict each other.
     """
-    if config.value_coefficient < 0:
-        raise ValueError(f"value_coefficient: must be >= 0, got {config.value_coefficient}")
     if config.value_head is not None and config.value_model is not None:
         raise ValueError("value_head: value_model has a head of its own; give one of the two")
     if config.value_head is not None and not Path(config.value_head).exists():
         raise ValueError(f"value_head: {config.value_head}: no such file; a run of ppo leaves one in its directory")
-    nothing = torch.zeros(0)
-    gae(nothing, nothing, nothing.long(), gamma=config.gamma, lam=config.lam)  # refuse what is out of range here
-    value_loss(nothing, nothing, nothing, clip=config.value_clip)
-    terms = surrogate_terms(config, "clipped_surrogate", {})
-    if wrong := [name for name in terms if units_of(terms[name].function).get("advantage") == "sequences"]:
+    losses = policy_losses(config, "clipped_surrogate", {})
+    if wrong := [name for name in losses if units_of(losses[name].function).get("advantage") == "sequences"]:
         raise ValueError(
-            f"loss: {wrong[0]} takes one advantage per answer, and those of ppo differ from token to token; "
+            f"loss: {wrong[0]} takes one advantage per completion, and those of ppo differ from token to token; "
             "use clipped_surrogate, or grpo"
         )
-    if "advantage" not in needs(terms):
-        raise ValueError(f"loss: none of {', '.join(terms)} learns from the rewards; add clipped_surrogate")
-    terms["value_loss"] = Term(partial(value_loss, clip=config.value_clip), config.value_coefficient)
-    return terms
+    if "advantage" not in needs(losses):
+        raise ValueError(f"loss: none of {', '.join(losses)} learns from the rewards; add clipped_surrogate")
+    losses["value_loss"] = Term(partial(value_loss, clip=config.value_clip), config.value_coefficient)
+    return losses
 
 
 def advantages(rollout: RolloutBuffer, *, config: PPO) -> dict[str, Tensor]:
-    """Of each token, whitened over the rollout, with the values at its start and the returns to learn."""
-    sequence, value = rollout.sequence, rollout.columns["old_value"].double()
-    scored = rollout.reward - config.missing_eos_penalty * missing_end(rollout)
-    reward = kl_penalized_reward(scored, divergence(rollout, config), sequence, beta=config.beta)
+    """Per-token advantages, whitened over the rollout, and the returns that the values learn."""
+    sequence, value = rollout.sequence, rollout["old_value"].double()
+    scores = rollout.reward - config.missing_eos_penalty * rollout.unfinished
+    reward = kl_penalized_reward(scores, divergence(rollout, config), sequence, beta=config.beta)
     advantage, returns = gae(reward, value, sequence, gamma=config.gamma, lam=config.lam)
     return {"advantage": whiten(advantage), "target": returns}
 
 
 def divergence(rollout: RolloutBuffer, config: PPO) -> Tensor:
-    """float64 [tokens], of the policy at the start of the rollout from the reference."""
-    old = rollout.columns["old_logp"].double()
+    """float64 [tokens], the divergence from the reference of the policy at the start of the rollout."""
+    old = rollout["old_logp"].double()
     if not config.beta:
         return torch.zeros_like(old)
-    return kl_estimate(old, rollout.columns["ref_logp"].double(), kind=config.kl or "k1")[0]
+    return kl_estimate(old, rollout["ref_logp"].double(), kind=config.kl or "k1")[0]
 
 
 def objective_metrics(rollout: RolloutBuffer, *, config: PPO) -> Mapping[str, float]:
-    """Means over the answers that are trained on, under the names that TRL's PPO had.
+    """Means over the completions that are trained on, under the names that TRL's PPO had.
 
     objective/kl, /non_score_reward, /scores, /rlhf_reward    Σ kl, −β Σ kl, the reward, and the sum of these two
     val/explained_variance                                    of the returns, by the values at the start
     """
-    living = torch.tensor([any(trained) for trained in rollout.trained], dtype=torch.bool)
-    if not living.any():
+    trained = rollout.lengths > 0
+    if not trained.any():
         return {}
-    kl = sequence_sum(divergence(rollout, config), rollout.sequence, len(rollout.samples))[living]
-    scores = (rollout.reward - config.missing_eos_penalty * missing_end(rollout))[living]
+    kl = rollout.sum(divergence(rollout, config))[trained]
+    scores = (rollout.reward - config.missing_eos_penalty * rollout.unfinished)[trained]
     metrics = {
         "objective/kl": kl.mean(),
         "objective/non_score_reward": -config.beta * kl.mean(),
         "objective/scores": scores.mean(),
         "objective/rlhf_reward": (scores - config.beta * kl).mean(),
     }
-    target, value = rollout.columns["target"].double(), rollout.columns["old_value"].double()
+    target, value = rollout["target"].double(), rollout["old_value"].double()
     if spread := float(target.var(correction=0)):
         metrics["val/explained_variance"] = 1 - (target - value).var(correction=0) / spread
     return {name: float(metric) for name, metric in metrics.items()}

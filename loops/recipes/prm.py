@@ -14,19 +14,18 @@ from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, scores
 from ..runs.context import open_run
-from ..train.losses import Term, compose, score_tensors, weightings
-from .reward import wrap
+from ..train.losses import Term, score_tensors
 from .settings import PRM
 
 
 def run_prm(config: PRM) -> dict[str, float]:
-    """Run the recipe; returns the metrics of its last step."""
-    last_only = config.train_on_last_step_only
-    encode = partial(encode_stepwise, separator=config.separator, train_on_last_step_only=last_only)
-    terms = {"step_loss": Term(step_loss)}
-    recipe = open_run(config, encode, partial(wrap, config), _step_head)
-    recipe.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
-    return recipe.train(compose(terms, score_tensors), weightings(terms), columns=("label",))
+    """Train; returns the metrics of the last step."""
+    encode = partial(
+        encode_stepwise, separator=config.separator, train_on_last_step_only=config.train_on_last_step_only
+    )
+    context = open_run(config, encode, lambda model: Scorer(model, layout=config.layout), load_weights=_step_head)
+    context.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
+    return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))
 
 
 def step_scores(

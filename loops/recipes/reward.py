@@ -1,4 +1,4 @@
-"""Reward models: a score for an answer, learned from pairs, ratings or rankings."""
+"""Reward models: a score for a completion, learned from pairs, ratings or rankings."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,33 +16,40 @@ from ..batch import Batch, collate
 from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, ends_marked, scores
-from ..runs.context import Recipe, open_run
-from ..train.losses import Tensors, Term, compose, score_tensors, weightings
+from ..runs.context import RunContext, open_run
+from ..train.losses import Tensors, Term, score_tensors
 from ..train.weighting import Weights
 from .settings import Reward
 
 
 def run_reward(config: Reward) -> dict[str, float]:
-    """Run the recipe; returns the metrics of its last step."""
-    if config.loss != "bradley_terry" and (config.centering or config.margin):
-        raise ValueError(f"centering, margin: are for pairs, with the loss bradley_terry; the loss is {config.loss}")
+    """Train; returns the metrics of the last step."""
+    losses = reward_losses(config)
     encode, columns = _DATA[config.loss]
     if config.margin is not None:
         encode, columns = partial(_with_margin, column=config.margin), ("margin",)
-    terms = dict(TERMS[config.loss])
-    if config.centering:
-        terms["centering"] = Term(centering, config.centering)
-    recipe = open_run(config, encode, partial(wrap, config), _reward_head)
-    pad = set_padding(recipe)
-    mark = partial(ends_marked, pad=pad)
-    return recipe.train(compose(terms, read_scores), weightings(terms), columns=columns, mark=mark)
+    context = open_run(config, encode, lambda model: Scorer(model, layout=config.layout), load_weights=_reward_head)
+    mark = partial(ends_marked, pad=set_padding(context))
+    return context.train(losses, read_scores, columns=columns, mark=mark)
+
+
+def reward_losses(config: Reward) -> dict[str, Term]:
+    """The losses of this configuration, and what is measured beside them.
+
+    Raises:
+        ValueError: if settings contradict each other.
+    """
+    if config.loss != "bradley_terry" and (config.centering or config.margin):
+        raise ValueError(f"centering, margin: are for pairs, with the loss bradley_terry; the loss is {config.loss}")
+    centered = {"centering": Term(centering, config.centering)} if config.centering else {}
+    return {**LOSSES[config.loss], **centered}
 
 
 @torch.no_grad()
 def reward_scores(
     scorer: Scorer, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict[str, Any]], *, batch_size: int = 16
 ) -> Tensor:
-    """The scores [rows] of answers: ``rows`` have a prompt and a completion, plain or conversational.
+    """The scores [rows] of completions: ``rows`` have a prompt and a completion, plain or conversational.
 
     Raises:
         DataError: naming the row and what is wrong with it.
@@ -54,17 +61,13 @@ def reward_scores(
     return scores(scorer, batches)
 
 
-def set_padding(recipe: Recipe[Scorer]) -> int:
-    """The padding token, which `transformers` needs to find the end of an answer; set where the model has none."""
-    config = recipe.model.plain.config
+def set_padding(context: RunContext[Scorer]) -> int:
+    """The padding token, which `transformers` needs to find the end of a completion; set where the model has none."""
+    config = context.model.plain.config
     if config.pad_token_id is None:
-        pad = recipe.tokenizer.pad_token_id
-        config.pad_token_id = recipe.tokenizer.eos_token_id if pad is None else pad
+        pad = context.tokenizer.pad_token_id
+        config.pad_token_id = context.tokenizer.eos_token_id if pad is None else pad
     return int(config.pad_token_id)
-
-
-def wrap(config: Common, model: nn.Module) -> Scorer:
-    return Scorer(model, layout=config.layout)
 
 
 def _reward_head(config: Common) -> nn.Module:
@@ -77,13 +80,13 @@ def _with_margin(*arguments: Any, column: str, **options: Any) -> tuple[Dataset,
 
 
 def read_scores(policy: nn.Module, batch: Batch) -> Tensors:
-    """Scores of answers and pairs; and the ratings of the data, under the name of their objective."""
-    found = score_tensors(policy, batch)
-    return {**found, ("sequences", "target"): batch.columns["score"]} if "score" in batch.columns else found
+    """Scores of completions and pairs; and the ratings of the data, under the name of their objective."""
+    tensors = score_tensors(policy, batch)
+    return {**tensors, ("sequences", "target"): batch.columns["score"]} if "score" in batch.columns else tensors
 
 
 def _ranking_mean(batch: Batch) -> Weights:
-    """w = 1, Z = number of rankings: the losses of the answers of one add up to its negative log-likelihood."""
+    """w = 1, Z = number of rankings: the losses of the completions of one add up to its negative log-likelihood."""
     return Weights(torch.ones(batch.sequences, dtype=torch.float64, device=batch.target.device), len(batch.examples))
 
 
@@ -93,7 +96,7 @@ def _ranking_loss(score: PerCompletion, group: CompletionIds, rank: CompletionId
 
 def _ranking_accuracy(score: PerCompletion, group: CompletionIds, rank: CompletionIds) -> tuple[PerCompletion, Stats]:
     _, stats = plackett_luce(score.detach(), group, rank)
-    return stats.pop("accuracy"), stats  # the mean over answers, not the sum over those of a ranking
+    return stats.pop("accuracy"), stats  # the mean over completions, not the sum over those of a ranking
 
 
 _DATA = {
@@ -101,7 +104,7 @@ _DATA = {
     "score_regression": (encode_scores, ("score",)),
     "plackett_luce": (encode_ranking, ("rank",)),
 }
-TERMS = {
+LOSSES: dict[str, dict[str, Term]] = {
     "bradley_terry": {"bradley_terry": Term(bradley_terry)},
     "score_regression": {"score_regression": Term(score_regression)},
     "plackett_luce": {

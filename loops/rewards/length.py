@@ -12,7 +12,7 @@ from typing import Any
 
 from ..rollouts.sample import Sample
 from .math import MathEquivalence
-from .scoring import Row, score
+from .scoring import Row, as_score
 
 
 def length(sample: Sample) -> int:
@@ -141,7 +141,7 @@ class CosineLength:
         return getattr(self.correct, "columns", ())
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
-        value = score(self.correct(row, sample))
+        value = as_score(self.correct(row, sample))
         if value is None or isinstance(value, str):
             return None if value is None else math.nan
         start, end = self.right if value >= 0.5 else self.wrong

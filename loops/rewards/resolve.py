@@ -16,7 +16,7 @@ from ..registry import build, find
 from ..rollouts.sample import Sample
 from .sandbox import isolated
 from .scoring import RewardFunction, Row
-from .trl import from_trl, is_trl
+from .trl import adapted
 
 SHIPPED = {
     "math": ".math:MathEquivalence",
@@ -104,4 +104,4 @@ def _function(name: str, settings: dict[str, Any], given: Mapping[str, Any]) -> 
     function = build(f"reward {name}", factory, settings, factory=name in _FACTORIES, **given)
     if not callable(function):
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
-    return from_trl(function) if is_trl(function) else function
+    return adapted(function)

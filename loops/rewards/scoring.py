@@ -1,13 +1,13 @@
-"""Judging answers: several functions, at the same time, none of which can end the run.
+"""Scoring completions: several functions, at the same time, none of which can end the run.
 
-A reward is a function ``(row, sample) -> float | None``, plain or async. A function of several answers,
-``(rows, samples) -> list``, is marked by `batched`. Attributes say more where there is more to say:
+A reward is a function ``(row, sample) -> float | None``, plain or async. A function of several
+completions, ``(rows, samples) -> list``, is marked by `batched`. Attributes may add:
 
-    over           "sample", "group" (all answers to a prompt) or "step" (all answers of a call)
+    over           "sample", "group" (all completions of a prompt) or "step" (all completions of a call)
     columns        those that its rows must have
     concurrency    how many of its calls may run at the same time
 
-``sample.rewards`` then holds of each function what it says of the completion:
+``sample.rewards`` then holds, for each function:
 
     a number       its score
     None           it does not apply: it is left out of the weighted sum, which is that of the others (as in TRL)
@@ -20,6 +20,7 @@ reason, and is never 0. A function that raises in all its calls of the first rol
 
 import asyncio
 import difflib
+import inspect
 import logging
 import math
 import traceback
@@ -34,7 +35,7 @@ from .workers import OutOfTime, call, within
 
 log = logging.getLogger(__name__)
 
-_OURS = (__file__, call.__code__.co_filename)  # frames that say nothing to whoever wrote a reward
+_OURS = (__file__, call.__code__.co_filename)  # frames that tell the author of a reward nothing
 
 Row = Mapping[str, Any]
 Over = Literal["sample", "group", "step"]
@@ -44,13 +45,13 @@ Score = float | Failure | None
 _LARGEST = 3.4e38  # what float32 holds, so that neither sums nor squares overflow in float64
 
 ADVICE: dict[Failure, str] = {
-    "nan": "return None for an answer that the function does not apply to, and a number otherwise",
+    "nan": "return None for a completion that the function does not apply to, and a number otherwise",
     "infinite": "return numbers that float32 can hold; clip them where they may grow",
-    "not a number": "return one number per answer, or None: a float, an int, true or false, or a tensor of one element",
-    "wrong length": "a batched function returns one entry per answer, in their order",
+    "not a number": "return one number per completion, or None: a float, an int, a bool, or a tensor of one element",
+    "wrong length": "a batched function returns one entry per completion, in their order",
     "timeout": "raise its timeout; or have it run in a process of its own, which can be killed (`isolated`, or "
     "isolate: true): a plain function goes on in a thread that nothing stops",
-    "error": "the function should return None for an answer that it does not apply to",
+    "error": "the function should return None for a completion that it does not apply to",
 }
 
 
@@ -64,7 +65,7 @@ class RewardFunction:
 
     Attributes:
         weight: of its score in the sum; at 0 it is only measured.
-        timeout: seconds that one call may take; a batched function's call is for all its answers.
+        timeout: seconds that one call may take; a batched function's call is for all its completions.
         reported: the first failure of each kind, in words; it was logged.
     """
 
@@ -85,14 +86,14 @@ class RewardFunction:
 
     @property
     def gate(self) -> asyncio.Semaphore:
-        """What its calls wait at, those of all `judge`s of this event loop."""
+        """Limits its concurrent calls, over all `score_samples` of this event loop."""
         places = asyncio.Semaphore(getattr(self.function, "concurrency", 32))
         return self._gates.setdefault(asyncio.get_running_loop(), places)
 
 
 @dataclass(frozen=True)
 class batched:
-    """Marks a function ``(rows, samples) -> list`` of all answers to a prompt, or of all answers of a call."""
+    """Marks a function ``(rows, samples) -> list`` of all completions of a prompt, or of all completions of a call."""
 
     function: Callable[..., Any]
     over: Over = "step"
@@ -109,7 +110,29 @@ class batched:
         return await call(self.function, rows, samples)
 
 
-async def judge(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+@dataclass(frozen=True)
+class from_text:
+    """A reward function of text, as one of ours: ``f(completion, ...)`` is called by the names of its parameters.
+
+    ``completion`` is the text of the completion, ``row`` the whole row, and every other parameter one of its columns,
+    such as ``prompt``.
+    """
+
+    function: Callable[..., Any]
+
+    @property
+    def columns(self) -> Sequence[str]:
+        parameters = inspect.signature(self.function).parameters.values()
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        return [p.name for p in named if p.default is p.empty and p.name not in ("completion", "row", "sample")]
+
+    async def __call__(self, row: Row, sample: Sample) -> Any:
+        known = {**row, "row": row, "sample": sample, "completion": sample.text}
+        names = inspect.signature(self.function).parameters
+        return await call(self.function, **{name: known[name] for name in names if name in known})
+
+
+async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
     """Score every sample by every function, and write ``sample.rewards[name]``.
 
     Numbers of numpy and torch that functions leave in ``sample.info`` become Python's.
@@ -123,19 +146,19 @@ async def judge(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples:
     """
     names = [reward.name for reward in rewards]
     if len(set(names)) < len(names):
-        raise ValueError(f"judge: rewards must have different names, got {', '.join(names)}")
+        raise ValueError(f"score: rewards must have different names, got {', '.join(names)}")
     if len(rows) != len(samples):
-        raise ValueError(f"judge: wanted one row per sample, {len(samples)}, got {len(rows)}")
+        raise ValueError(f"score: wanted one row per sample, {len(samples)}, got {len(rows)}")
     for columns in {tuple(row) for row in rows}:
         check_columns(rewards, columns)
-    await asyncio.gather(*(_judge(reward, rows, samples) for reward in rewards))
+    await asyncio.gather(*(_score(reward, rows, samples) for reward in rewards))
     for sample in samples:
-        who = f"answer {sample.index} of task {sample.task}, judged by {', '.join(names)}"
+        who = f"completion {sample.index} of task {sample.task}, scored by {', '.join(names)}"
         sample.info = plain(dict(sample.info), f"{who}: sample.info")  # a copy: a late call may write to it
 
 
 def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
-    """Of the first samples that were judged: does each function work at all?
+    """Check on the first samples that each function works at all.
 
     Raises:
         RewardError: with the traceback of a function that raised in each of its calls.
@@ -143,14 +166,14 @@ def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
     for reward in rewards:
         if samples and all(sample.rewards[reward.name] == "error" for sample in samples):
             raise RewardError(
-                f"reward {reward.name}: it raised in every one of its calls, for all {len(samples)} answers of the "
+                f"reward {reward.name}: it raised in every one of its calls, for all {len(samples)} completions of the "
                 "first rollout, so nothing can be learned from it; mend it or leave it out. The first time:\n"
                 + reward.reported.get("error", "(in the log of the process that called it)")
             )
 
 
 def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], source: str = "the data") -> None:
-    """Before anything is sampled: does the data have what the functions read?
+    """Check before anything is sampled that the data has what the functions read.
 
     Raises:
         ValueError: naming the function, the column, and what there is.
@@ -167,8 +190,8 @@ def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], sou
                 )
 
 
-def score(value: Any) -> Score:
-    """What a reward function returned as a number, or what is wrong with it; None stays None."""
+def as_score(value: Any) -> Score:
+    """The number that a reward function returned, or the kind of failure; None stays None."""
     if value is None:
         return None
     if hasattr(value, "item"):  # a tensor, an array, or a scalar of numpy
@@ -187,22 +210,22 @@ def score(value: Any) -> Score:
     return "infinite" if abs(number) > _LARGEST else number
 
 
-async def _judge(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
     over: Over = getattr(reward.function, "over", "sample")
 
-    async def ask(members: Sequence[int]) -> None:
+    async def call_once(members: Sequence[int]) -> None:
         async with reward.gate:  # waiting costs a call none of its time
             values = await _values(reward, over, [rows[i] for i in members], [samples[i] for i in members])
-        for i, (found, detail) in zip(members, values, strict=True):
-            samples[i].rewards[reward.name] = found
-            if isinstance(found, str):
-                _report(reward, found, samples[i], detail)
+        for i, (score, detail) in zip(members, values, strict=True):
+            samples[i].rewards[reward.name] = score
+            if isinstance(score, str):
+                _report(reward, score, samples[i], detail)
 
-    await asyncio.gather(*map(ask, _units(over, samples)))
+    await asyncio.gather(*map(call_once, _units(over, samples)))
 
 
 def _units(over: Over, samples: Sequence[Sample]) -> list[list[int]]:
-    """Which samples each call is about."""
+    """The samples of each call."""
     units: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         units.setdefault({"sample": i, "group": sample.task, "step": 0}[over], []).append(i)
@@ -212,11 +235,11 @@ def _units(over: Over, samples: Sequence[Sample]) -> list[list[int]]:
 async def _values(
     reward: RewardFunction, over: Over, rows: Sequence[Row], samples: Sequence[Sample]
 ) -> list[tuple[Score, str]]:
-    """Of each sample its score, and what to say about it if it is none."""
+    """The score of each sample, and the detail of its failure."""
     arguments = (rows[0], samples[0]) if over == "sample" else (rows, samples)
     failure: Failure
     try:
-        found = await within(reward.timeout, call(reward.function, *arguments))
+        returned = await within(reward.timeout, call(reward.function, *arguments))
     except OutOfTime as late:
         failure, detail = "timeout", str(late)
     except Exception as error:
@@ -227,26 +250,26 @@ async def _values(
         if isinstance(error, KeyError):
             detail += f"\nthe row has the columns ({', '.join(map(str, rows[0]))})"
     else:
-        values = [found] if over == "sample" else _listed(found)
+        values = [returned] if over == "sample" else _listed(returned)
         if values is not None and len(values) == len(samples):
-            return [(score(value), _shown(value)) for value in values]
+            return [(as_score(value), _shown(value)) for value in values]
         failure = "wrong length"
-        detail = f"returned {_shown(found) if values is None else len(values)} for {len(samples)} answers"
+        detail = f"returned {_shown(returned) if values is None else len(values)} for {len(samples)} completions"
     return [(failure, detail)] * len(samples)
 
 
-def _listed(found: Any) -> list[Any] | None:
-    if hasattr(found, "tolist"):
-        found = found.tolist()
-    return list(found) if isinstance(found, list | tuple) else None
+def _listed(returned: Any) -> list[Any] | None:
+    if hasattr(returned, "tolist"):
+        returned = returned.tolist()
+    return list(returned) if isinstance(returned, list | tuple) else None
 
 
 def _report(reward: RewardFunction, failure: Failure, sample: Sample, detail: str) -> None:
-    """Once per function and kind of failure: the counts tell the rest."""
+    """Log the first failure of each kind per function; the counts tell the rest."""
     if failure not in reward.reported:
         reward.reported[failure] = detail
         log.warning(
-            "reward %s: answer %d of task %d has no score (%s: %s); %s further ones are counted. %s",
+            "reward %s: completion %d of task %d has no score (%s: %s); %s further ones are counted. %s",
             reward.name,
             sample.index,
             sample.task,

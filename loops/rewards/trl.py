@@ -7,16 +7,18 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ..rollouts.sample import Sample, plain
-from .scoring import Over, Row
+from .scoring import Over, Row, from_text
 from .workers import call
 
 GIVEN = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 TRAINER_ONLY = ("trainer_state", "environments")
 
 
-def is_trl(function: Callable[..., Any]) -> bool:
-    """Whether its parameters have the names that TRL gives them."""
-    return bool({"prompts", "completions", "completion_ids"} & set(_parameters(function)))
+def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function as one of ours: the names of its parameters tell whether it was written for TRL or for text."""
+    if {"prompts", "completions", "completion_ids"} & set(_parameters(function)):
+        return from_trl(function)
+    return from_text(function) if "completion" in _parameters(function) else function
 
 
 @dataclass(frozen=True)

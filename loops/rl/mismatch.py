@@ -1,4 +1,4 @@
-"""How far trainer and sampler are apart on a rollout, and what the ratios of a loss make of it."""
+"""How far trainer and sampler are apart on a rollout, and whether that clips the ratios of a loss."""
 
 import logging
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ CLIPPED = 0.05  # share of the tokens, or completions, of a step
 
 
 class MismatchMetrics:
-    """What no mean over the tokens of a step says of trainer and sampler: extremes, and the effective sample size."""
+    """Extremes and the effective sample size of a step's importance ratios, which are no means over tokens."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -31,13 +31,13 @@ class MismatchMetrics:
             self.parts.append(torch.stack([*sums, difference.abs().max(), ratio.max(), -ratio.min()]))
 
     def report(self) -> dict[str, float]:
-        """Of the micro-batches since the last report, over all ranks. Every rank calls it.
+        """Metrics of the micro-batches since the last report, over all ranks. Every rank calls it.
 
         sampling/effective_sample_size    (Σ ρ)² / (N Σ ρ²), the share of the N tokens that equal weights would need
         """
         none = torch.tensor([0.0, 0, 0, *[-torch.inf] * 3], dtype=torch.float64, device=self.accelerator.device)
-        mine, self.parts = torch.stack([none, *self.parts]), []
-        together = torch.cat([mine[:, :3].sum(0), mine[:, 3:].amax(0)])
+        local, self.parts = torch.stack([none, *self.parts]), []
+        together = torch.cat([local[:, :3].sum(0), local[:, 3:].amax(0)])
         every: Any = self.accelerator.gather(together[None])
         count, total, squares = every[:, :3].sum(0).tolist()
         if not count:
@@ -55,22 +55,22 @@ class ClipWatch:
     """Warns once where the first step on a rollout clips, though nothing was learned from it that could move a ratio.
 
     Args:
-        old: the policy that ratios are to, "sampled" or "recomputed".
+        old_logprobs: of the denominator of ratios, "sampled" or "recomputed".
     """
 
-    def __init__(self, old: str | None, accelerator: Accelerator) -> None:
-        self.old, self.silent = old, not accelerator.is_main_process
+    def __init__(self, old_logprobs: str | None, accelerator: Accelerator) -> None:
+        self.old_logprobs, self.silent = old_logprobs, not accelerator.is_main_process
 
     def __call__(self, metrics: Mapping[str, float]) -> None:
-        """Of the first step on a rollout, over all ranks. Of completions that are older than that, ratios do move."""
+        """Look at the metrics of the first step on a rollout; ratios of older completions move, and do not count."""
         share = max(metrics.get(name, 0.0) for name in ("clip_ratio/region", "cispo_clip_ratio"))
         if self.silent or metrics.get("age/max", 0.0) > 0 or not share > CLIPPED:
             return
         self.silent = True
-        if self.old == "sampled":
+        if self.old_logprobs == "sampled":
             why = (
                 "ratios are to the sampler's log-probs, which differ from the trainer's by "
-                f"{metrics['sampling/logp_difference']:.2g} per token; set old to recomputed"
+                f"{metrics['sampling/logp_difference']:.2g} per token; set old_logprobs to recomputed"
             )
         else:
             why = (

@@ -1,7 +1,7 @@
-"""What policy-gradient recipes share: surrogates of sampled tokens, who the ratios are to, and how far off they are.
+"""Shared by policy-gradient recipes: losses, the policy in the ratio's denominator, and how a rollout is trained on.
 
-μ        the sampler's policy: what the tokens were drawn from
-π_old    the trainer's at the start of the rollout, which ratios are to; or μ itself, see `old_policy`
+μ        the sampler's policy, which the tokens were drawn from
+π_old    the trainer's at the start of the rollout, in the ratio's denominator; or μ itself, see `ratio_denominator`
 π        the trainer's now
 """
 
@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...objectives import (
@@ -26,12 +25,11 @@ from ...objectives import (
 )
 from ..batch import Batch
 from ..models.policy import Policy
-from ..recipes.sft import TOKEN_LOSSES
-from ..runs.context import open_reference
 from ..runs.reference import Reference, column
 from ..train import weighting as weights
 from ..train.losses import (
     ENTROPY,
+    TOKEN_LOSSES,
     Loss,
     Losses,
     Reader,
@@ -44,10 +42,10 @@ from ..train.losses import (
     policy_tensors,
     units_of,
 )
-from .buffer import Advantages, Measure, Report
+from .context import RLContext
+from .feed import Advantages, Measure, Report, RolloutFeed
 from .mismatch import ClipWatch, MismatchMetrics
-from .settings import CORRECTIONS, Old, PolicyGradientConfig
-from .setup import RLContext
+from .settings import CORRECTIONS, OldLogprobs, PolicyGradientConfig
 
 _OF_TOKENS = ("tis", "icepop")
 
@@ -60,7 +58,7 @@ def completion_surrogate(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> tuple[PerSequence, Stats]:
-    """`clipped_surrogate` of whole answers: the ratio is the product of those of its tokens. TRL's RLOO.
+    """`clipped_surrogate` of whole completions: the ratio is the product of those of its tokens. TRL's RLOO.
 
     At ρ = 1 its gradient is that of `reinforce`, RLOO as in the paper.
     """
@@ -74,7 +72,7 @@ POLICY_LOSSES: dict[str, Loss] = {
 }
 
 
-def surrogate_terms(
+def policy_losses(
     config: PolicyGradientConfig,
     default: str,
     loss_kwargs: Mapping[str, float],
@@ -94,7 +92,7 @@ def surrogate_terms(
         ValueError: if settings contradict each other.
     """
     _check(config)
-    terms = parse(
+    losses = parse(
         config.loss or default,
         {**loss_kwargs, **config.loss_kwargs},
         POLICY_LOSSES,
@@ -102,146 +100,147 @@ def surrogate_terms(
         given=config.loss_kwargs,
     )
     if kl_loss and config.beta:
-        terms["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
-    for name, term in terms.items():
-        _refuse_k1(name, term)
-    if config.correction == "none":
-        return terms
-    for name, term in terms.items():
-        if "advantage" in needs({name: term}):
-            if term.unit == "sequences" and config.correction in _OF_TOKENS:
+        losses["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
+    for name, loss in losses.items():
+        _refuse_k1(name, loss)
+        _check_cap(name, loss)
+        if config.correction != "none" and "advantage" in needs({name: loss}):
+            if loss.unit == "sequences" and config.correction in _OF_TOKENS:
                 raise ValueError(
-                    f"correction: {config.correction} weighs tokens, and {name} has one entry per answer; "
+                    f"correction: {config.correction} weighs tokens, and {name} has one entry per completion; "
                     "use sequence_tis, sequence_mask or geometric_mask"
                 )
-            terms[name] = replace(term, factor="correction")
-    return terms
+            losses[name] = replace(loss, factor="correction")
+    return losses
 
 
 def _check(config: PolicyGradientConfig) -> None:
-    if config.correction != "none":
-        if config.old == "sampled":
+    if config.correction == "none":
+        if config.top_p < 1 or config.top_k:
             raise ValueError(
-                f"correction: {config.correction} compares the trainer's log-probs with the sampler's; with old="
-                "sampled the ratio of the loss does that already; leave old out, or set correction to none"
+                "top_p, top_k: tokens sampled from a part of the distribution are more likely there than under the "
+                "policy, and its gradient is biased; sample from all of it, or set a correction, and leave old_logprobs"
+                " out"
             )
-        nothing = torch.zeros(0)
-        corrections(config, nothing, nothing, nothing.long())  # bounds out of range are refused here
-    elif config.top_p < 1 or config.top_k:
+        return
+    if config.old_logprobs == "sampled":
         raise ValueError(
-            "top_p, top_k: answers drawn from a part of the distribution are more likely there than under the policy, "
-            "and its gradient is biased; draw from all of it, or set a correction, and leave old out"
+            f"correction: {config.correction} compares the trainer's log-probs with the sampler's; with old_logprobs="
+            "sampled the ratio of the loss does that already; leave old_logprobs out, or set correction to none"
         )
-    if config.beta < 0:
-        raise ValueError(f"beta: must be >= 0, got {config.beta}")
-    if config.reference == "precompute":
-        raise ValueError("reference: answers that are yet to be sampled can't be precomputed; use copy or adapters_off")
+    low, high = config.bounds
+    if low > high:
+        raise ValueError(f"correction_low, correction_high: wanted low <= high, got {low} and {high}")
 
 
-def _refuse_k1(name: str, term: Term) -> None:
-    function: Any = term.function
-    if getattr(function, "func", None) is kl_estimate and function.keywords["kind"] == "k1" and term.coefficient:
+def _refuse_k1(name: str, loss: Term) -> None:
+    function: Any = loss.function
+    if getattr(function, "func", None) is kl_estimate and function.keywords["kind"] == "k1" and loss.coefficient:
         raise ValueError(
             f"kl: k1 as a loss, here {name}, has a gradient that is zero on average; use k2 or k3, or take the "
             "divergence off the reward (kl_as: reward)"
         )
 
 
-def old_policy(config: PolicyGradientConfig, terms: Losses) -> Old:
-    """The policy that ratios are to, where the configuration leaves it open.
+def _check_cap(name: str, loss: Term) -> None:
+    bound = getattr(loss.function, "keywords", {})
+    lowest = 1 + bound.get("clip_high", 0.2)
+    if bound.get("ratio_cap", lowest) < lowest:
+        raise ValueError(f"{name}: ratio_cap must be >= 1 + clip_high = {lowest}, got {bound['ratio_cap']}")
+
+
+def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> OldLogprobs:
+    """The policy in the denominator of ratios, where the configuration leaves it open.
 
     Sampler and trainer round differently. One token's ratio hardly shows it, and to μ it needs no forward pass and
     corrects for what difference there is. Over a completion of T tokens it adds up to √T times as much, of a mean it
     leaves more than the narrow clip of such losses allows: these, whose signature says that they join the tokens of a
-    completion, get π_old. Where values are learned, the pass that reads them at the start of a rollout says it anyway.
+    completion, get π_old. Where values are learned, the pass that reads them at the start of a rollout gives it anyway.
     """
-    if config.old is not None:
-        return config.old
-    units = [units_of(term.function) for term in terms.values()]
+    if config.old_logprobs is not None:
+        return config.old_logprobs
+    units = [units_of(loss.function) for loss in losses.values()]
     joined = any("old_logp" in of and ("sequence" in of or of["old_logp"] == "sequences") for of in units)
-    return "recomputed" if joined or config.correction != "none" or "old_value" in needs(terms) else "sampled"
+    return "recomputed" if joined or config.correction != "none" or "old_value" in needs(losses) else "sampled"
 
 
 def train_policy(
-    config: PolicyGradientConfig,
-    players: RLContext,
-    terms: Losses,
+    context: RLContext,
+    losses: Losses,
     *,
     advantages: Advantages,
-    in_reward: bool,
-    report: Report = lambda rollout: {},
+    kl_in_reward: bool = False,
     dynamic_sampling: bool = False,
+    report: Report = lambda rollout: {},
 ) -> dict[str, float]:
-    """Sample, judge, compare, and train, until the steps are done.
+    """Sample, score, and train on the advantages, until the steps are done; returns the metrics of the last one.
 
     Args:
-        in_reward: whether the advantages read the divergence from the reference.
+        advantages: the column ``advantage`` [tokens] of a rollout, and others that the losses read.
+        kl_in_reward: whether the advantages read the divergence from the reference.
+        dynamic_sampling: pass over groups whose rewards are all the same.
         report: further metrics of a rollout.
     """
-    recipe = players.recipe
-    config = replace(config, old=old_policy(config, terms))
-    wanted = "ref_logp" in needs(terms) or (in_reward and config.beta > 0)
-    reference, _ = open_reference(recipe, config.reference, needed=wanted, temperature=config.temperature)
+    config: PolicyGradientConfig = context.config
+    config = replace(config, old_logprobs=ratio_denominator(config, losses))
+    wanted = "ref_logp" in needs(losses) or (kl_in_reward and config.beta > 0)
+    reference, _ = context.reference(config.reference, needed=wanted, temperature=config.temperature)
     # Once per rollout, where that is fewer passes than one in each pass that trains, or was made for the reward anyway.
-    stored = reference if in_reward or config.epochs_per_rollout > 1 else None
-    experience = players.experience(
-        config,
+    stored = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
+    feed = RolloutFeed(
+        context,
+        **context.rollouts,
         advantages=advantages,
-        measure=measures(config, recipe.model, stored, in_reward=in_reward),
+        measure=measures(config, context.model, stored, kl_in_reward=kl_in_reward),
         dynamic_sampling=dynamic_sampling,
-        report=lambda rollout: {**players.report(rollout), **report(rollout)},
-        first_step=ClipWatch(config.old, recipe.run.accelerator),
+        report=lambda rollout: {**context.metrics(rollout), **report(rollout)},
+        first_step=ClipWatch(config.old_logprobs, context.accelerator),
     )
-    distance = MismatchMetrics(recipe.run.accelerator)
-    logged = {**terms, "sampling/logp_difference": Term(_mismatch, 0.0), **ENTROPY}
+    apart = MismatchMetrics(context.accelerator)
+    logged = {**losses, "sampling/logp_difference": Term(_mismatch, 0.0), **ENTROPY}
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
     reads = reference if stored is None else column("ref_logp")
-    read = policy_tensors(reference=reads, outputs=outputs_for(terms), temperature=config.temperature)
-    return players.train(config, experience, logged, rollout_tensors(read, config, distance), distance.report)
+    read = policy_tensors(reference=reads, outputs=outputs_for(losses), temperature=config.temperature)
+    return context.train(logged, rollout_tensors(read, config, apart), feed, report=apart.report)
 
 
 def measures(
-    config: PolicyGradientConfig, model: Policy, reference: Reference | None, *, in_reward: bool = False
+    config: PolicyGradientConfig, model: Policy, reference: Reference | None, *, kl_in_reward: bool = False
 ) -> Measure | None:
-    """What is found before a rollout is trained on: π_old where it is recomputed, and what the advantages read.
+    """Columns of a rollout before it is trained on: π_old where it is recomputed, and what the advantages read.
 
     Args:
-        reference: whose log-probs are found too.
-        in_reward: whether the advantages read the divergence of π_old from it.
+        reference: its log-probs are columns too.
+        kl_in_reward: whether the advantages read the divergence of π_old from it.
     """
     # Of a rollout that is trained on once, π_old is the policy itself, from the very pass that trains it.
-    again = config.old == "recomputed" and _several(config)
-    start = again or model.has_values or (in_reward and reference is not None)
+    again = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
+    start = again or model.has_values or (kl_in_reward and reference is not None)
     if not start and reference is None:
         return None
 
-    def measured(batch: Batch) -> dict[str, Tensor]:
-        found = {} if reference is None else {"ref_logp": reference(batch)}
+    def measure(batch: Batch) -> dict[str, Tensor]:
+        columns = {} if reference is None else {"ref_logp": reference(batch)}
         if start:
-            said = model(batch, temperature=config.temperature)
-            found |= {"old_logp": said.logprob} | ({} if said.value is None else {"old_value": said.value})
-        return found
+            outputs = model(batch, temperature=config.temperature)
+            columns |= {"old_logp": outputs.logprob} | ({} if outputs.value is None else {"old_value": outputs.value})
+        return columns
 
-    return measured
-
-
-def _several(config: PolicyGradientConfig) -> bool:
-    """Whether a rollout is trained on in several steps."""
-    return config.epochs_per_rollout * config.minibatches > 1
+    return measure
 
 
-def rollout_tensors(read: Reader, config: PolicyGradientConfig, distance: MismatchMetrics | None = None) -> Reader:
-    """Beside what the policy says now: who sampled, who the ratios are to (``config.old``), and the advantages."""
+def rollout_tensors(read: Reader, config: PolicyGradientConfig, apart: MismatchMetrics | None = None) -> Reader:
+    """Beside the policy's tensors: the sampler's log-probs, those in the ratio's denominator, and the advantages."""
 
     def tensors(model: nn.Module, batch: Batch) -> Tensors:
         found = read(model, batch)
         sampled = batch.columns["sampled_logp"]
         now = found["tokens", "logp"].detach()
-        start = batch.columns.get("old_logp", now) if _several(config) else now
-        old = sampled if config.old == "sampled" else start
-        if distance is not None:
-            distance.add(start, sampled)
+        start = batch.columns.get("old_logp", now) if config.steps_per_rollout > 1 else now
+        old = sampled if config.old_logprobs == "sampled" else start
+        if apart is not None:
+            apart.add(start, sampled)
         advantage = batch.columns["advantage"]
         found |= {
             ("tokens", "sampled_logp"): sampled,
@@ -249,19 +248,19 @@ def rollout_tensors(read: Reader, config: PolicyGradientConfig, distance: Mismat
             ("tokens", "old_logp"): old,
             ("tokens", "advantage"): advantage,
             ("sequences", "old_logp"): sequence_sum(old, batch.sequence, batch.sequences),
-            ("sequences", "advantage"): _of_answers(advantage, batch),
+            ("sequences", "advantage"): _per_completion(advantage, batch),
         }
         if config.correction != "none":
             weight = corrections(config, start, sampled, batch.sequence)
             found["tokens", "correction"] = weight
-            found["sequences", "correction"] = _of_answers(weight, batch)
+            found["sequences", "correction"] = _per_completion(weight, batch)
         return found
 
     return tensors
 
 
-def _of_answers(column: Tensor, batch: Batch) -> Tensor:
-    """[sequences], of a column [tokens] that is the same for all tokens of an answer."""
+def _per_completion(column: Tensor, batch: Batch) -> Tensor:
+    """[sequences], of a column [tokens] that is the same for all tokens of a completion."""
     return column.new_zeros(batch.sequences).index_copy(0, batch.sequence, column)
 
 
@@ -276,8 +275,8 @@ def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequ
         case "sequence_tis":
             return correction.truncated_importance(correction.sequence_log_ratio(old, sampled, sequence), cap=high)
         case "sequence_mask":
-            whole = correction.sequence_log_ratio(old, sampled, sequence)
-            return correction.importance_mask(whole, low=low, high=high)
+            ratio = correction.sequence_log_ratio(old, sampled, sequence)
+            return correction.importance_mask(ratio, low=low, high=high)
         case "geometric_mask":
             mean = correction.geometric_log_ratio(old, sampled, sequence)
             return correction.importance_mask(mean, low=low, high=high)

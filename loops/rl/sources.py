@@ -1,56 +1,51 @@
-"""Where the answers of a recipe come from: from a configuration to a `RolloutScheduler`, and their file.
+"""Where the completions of a recipe come from: from a configuration to a `RolloutScheduler`, and the log of samples.
 
-policy         the weights that are trained sample by themselves; at max_staleness > 0 a copy of them does
+policy         the policy that is trained samples; at max_staleness > 0 a copy of it does
 vllm           a server, one that runs or one that is started for this run
 vllm_engine    vLLM in this process, on the trainer's device
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from ...data import load
-from ..models.io import merged
+from ..models.io import adapter_weights, named_weights
 from ..models.policy import Policy
 from ..rollouts.local.source import DetachedSource, LocalSource
 from ..rollouts.replay import SampleWriter, read_samples
 from ..rollouts.sample import Sample
-from ..rollouts.scheduler import RolloutScheduler, Tasks
+from ..rollouts.scheduler import PromptFunction, RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
 from ..rollouts.vllm.launch import launch, max_lora_rank
 from ..rollouts.vllm.server import VLLMServer
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, Updates, address_towards
-from ..runs.context import Recipe
+from ..runs.context import RunContext
 from ..runs.ranks import from_main
-from .buffer import Store
 from .settings import VLLM, SamplingConfig
 
-_SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and letters of one
+_SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and characters of one
 
 
-def check_sampled(config: SamplingConfig) -> None:
-    """Before anything is loaded.
+def check_sampling(config: SamplingConfig) -> None:
+    """Check settings against each other, before anything is loaded.
 
     Raises:
-        ValueError: if answers can't be sampled as configured.
+        ValueError: if completions can't be sampled as configured.
     """
-    _ = config.sampling
     if config.temperature == 0:
-        raise ValueError("temperature: at 0 every answer to a prompt is the same, wanted > 0, such as 1.0")
-    if config.group_size < 1:
-        raise ValueError(f"group_size: must be >= 1, got {config.group_size}")
+        raise ValueError("temperature: at 0 every completion of a prompt is the same, wanted > 0, such as 1.0")
     if config.source == "policy":
         if config.vllm != VLLM():
             raise ValueError("vllm: it is set up, but source is policy; set source to vllm, or leave it out")
@@ -58,10 +53,7 @@ def check_sampled(config: SamplingConfig) -> None:
     if config.dtype == "float64":
         raise ValueError("source: vLLM does not compute in float64; set dtype to float32, or source to policy")
     if config.quantize is not None:
-        raise ValueError("source: a quantized policy says other things than vLLM's plain model; set source to policy")
-    for name in ("timeout", "attempts", "concurrency", "patience"):
-        if not getattr(config.vllm, name) > 0:
-            raise ValueError(f"vllm.{name}: must be > 0, got {getattr(config.vllm, name)}")
+        raise ValueError("source: a quantized policy has other log-probs than vLLM's plain model; set source to policy")
     if config.vllm.updates == "adapters":
         check_adapters(config)
     if config.source == "vllm_engine" and replace(config.vllm, options={}, directory=None) != VLLM():
@@ -73,74 +65,74 @@ def check_sampled(config: SamplingConfig) -> None:
 
 
 def check_adapters(config: SamplingConfig) -> None:
-    """Before anything is loaded.
+    """Check before anything is loaded that a server can take adapters of this rank.
 
     Raises:
-        ValueError: if a server could not be given the adapters of this rank.
+        ValueError: if it can't.
     """
     if config.lora.r == 0:
         raise ValueError("vllm.updates: there are no adapters; set lora.r, or updates to files")
     needed = max_lora_rank(config.lora.r)
-    given = config.vllm.options.get("max_lora_rank", needed)
-    if given < config.lora.r:
+    largest = config.vllm.options.get("max_lora_rank", needed)
+    if largest < config.lora.r:
         raise ValueError(
-            f"vllm.options: max_lora_rank={given} has no room for lora.r={config.lora.r}; leave it out, or set it to "
+            f"vllm.options: max_lora_rank={largest} has no room for lora.r={config.lora.r}; leave it out, or set it to "
             f"{needed}"
         )
 
 
 def open_scheduler(
     config: SamplingConfig,
-    recipe: Recipe[Policy],
-    tasks: Tasks,
+    run: RunContext[Policy],
+    prompts: PromptFunction,
     *,
+    groups_per_step: int,
     converse: Callable[[RolloutSource], RolloutSource] = lambda source: source,
     max_staleness: int = 0,
     **options: Any,
 ) -> RolloutScheduler | None:
-    """On the main process: what draws the answers to ``tasks``. The others wait until it is there.
+    """On the main process, the scheduler of the configured source. The others wait until it is there.
 
     Args:
-        converse: from a source of answers to one of conversations.
+        converse: makes a source of conversations of a source of completions.
         options: further ones of `RolloutScheduler`.
     """
-    adapters = config.vllm.updates == "adapters"
     opened: list[RolloutScheduler] = []
 
     def open_there() -> None:
-        source = open_source(config, recipe, max_staleness=max_staleness)
-        check_room(config, recipe, getattr(source, "context", None))
-        sampler = RolloutScheduler(
+        source = open_source(config, run, max_staleness=max_staleness)
+        check_context_length(config, run, getattr(source, "context", None))
+        scheduler = RolloutScheduler(
             converse(source),
-            tasks,
-            lambda: adapter_weights(recipe.model) if adapters else named_weights(recipe.model),
-            groups_per_step=config.batch_size,
+            prompts,
+            weights=partial(adapter_weights if config.vllm.updates == "adapters" else named_weights, run.model),
+            groups_per_step=groups_per_step,
             group_size=config.group_size,
-            sampling=replace(config.sampling, stop=stop_tokens(recipe)),
-            key=config.seed,
+            sampling=replace(config.sampling, stop=stop_tokens(run)),
+            seed=config.seed,
             max_staleness=max_staleness,
             attempts=config.vllm.attempts,
             **options,
         )
-        opened.append(sampler)
+        opened.append(scheduler)
 
-    from_main(recipe.run.accelerator, open_there)
+    from_main(run.accelerator, open_there)
     return opened[0] if opened else None
 
 
-def check_room(config: SamplingConfig, recipe: Recipe[Policy], context: int | None) -> None:
-    """That the model has room for every prompt and its answer: nobody should learn that from step 57.
+def check_context_length(config: SamplingConfig, run: RunContext[Policy], context: int | None) -> None:
+    """Check before training that every prompt plus ``max_tokens`` fits the context.
 
     Raises:
         ValueError: names the row whose prompt is too long.
     """
-    for source, data in ((config.data, recipe.data), (config.eval_data, recipe.eval_data)):
+    for source, data in ((config.data, run.data), (config.eval_data, run.eval_data)):
         if source is None or data is None or context is None:
             continue
-        known = "row" in data.column_names  # all of this data is prompts, to which answers are sampled
-        for i, prompt in enumerate(data["prompt"] if known or data is recipe.data else []):
+        has_rows = "row" in data.column_names  # all of this data is prompts, for which completions are sampled
+        for i, prompt in enumerate(data["prompt"] if has_rows or data is run.data else []):
             if len(prompt) + config.max_tokens > context:
-                where = load(source).where(data[i]["row"]) if known else f"{source}, example {i + 1}"
+                where = load(source).where(data[i]["row"]) if has_rows else f"{source}, example {i + 1}"
                 raise ValueError(
                     f"{where}: a prompt of {len(prompt)} tokens and max_tokens={config.max_tokens} do not fit the "
                     f"model's context of {context}; lower max_tokens, cut prompts (max_length, truncation), or remove "
@@ -148,26 +140,26 @@ def check_room(config: SamplingConfig, recipe: Recipe[Policy], context: int | No
                 )
 
 
-def open_source(config: SamplingConfig, recipe: Recipe[Policy], *, max_staleness: int) -> RolloutSource:
-    """What draws answers; at ``max_staleness`` > 0 while the policy is being trained."""
+def open_source(config: SamplingConfig, run: RunContext[Policy], *, max_staleness: int) -> RolloutSource:
+    """The configured source; at ``max_staleness`` > 0 it samples while the policy is being trained."""
     if config.source == "policy":
         kind = DetachedSource if max_staleness else LocalSource
-        context = recipe.run.accelerator.autocast
-        return kind(recipe.model, recipe.tokenizer, cache_bytes=config.cache_bytes, context=context)
-    known: dict[str, Any] = {"config": recipe.model.plain.config, "tokenizer": recipe.tokenizer}
+        autocast = run.accelerator.autocast
+        return kind(run.model, run.tokenizer, cache_bytes=config.cache_bytes, context=autocast)
+    known: dict[str, Any] = {"config": run.model.plain.config, "tokenizer": run.tokenizer}
     dtype: Any = config.dtype  # float64 was refused
     if config.source == "vllm_engine":
         sleep = torch.cuda.is_available()  # the trainer needs the memory
         engine = start_engine(config.model, dtype=dtype, sleep=sleep, **config.vllm.options)
         return VLLMEngine(engine, directory=config.vllm.directory, sleep=sleep, **known)
-    updates = open_updates(config, recipe)
+    updates = open_updates(config, run)
     known |= {"updates": updates, "dtype": dtype, "patience": config.vllm.patience}
     known |= {"timeout": config.vllm.timeout, "concurrency": config.vllm.concurrency}
     if config.vllm.url is not None:
         return VLLMServer(config.vllm.url, **known)
     server = launch(
         config.model,
-        log=recipe.run.directory / "vllm.log",
+        log=run.directory / "vllm.log",
         dtype=dtype,
         python=config.vllm.python or sys.executable,
         backend=getattr(updates, "backend", Files.backend),
@@ -180,9 +172,9 @@ def open_source(config: SamplingConfig, recipe: Recipe[Policy], *, max_staleness
     return VLLMServer(server.url, revive=server.revive, end=server.close, **known)
 
 
-def open_updates(config: SamplingConfig, recipe: Recipe[Policy]) -> Updates:
+def open_updates(config: SamplingConfig, run: RunContext[Policy]) -> Updates:
     """How weights get to a server."""
-    directory = Path(config.vllm.directory or recipe.run.directory / "weights")
+    directory = Path(config.vllm.directory or run.directory / "weights")
     match config.vllm.updates:
         case "files":
             return Files(directory)
@@ -190,12 +182,12 @@ def open_updates(config: SamplingConfig, recipe: Recipe[Policy]) -> Updates:
             host = urlsplit(config.vllm.url or "").hostname or "127.0.0.1"
             return Nccl(config.vllm.trainer_address or address_towards(host))
         case "adapters":
-            peft: Any = recipe.model.model
+            peft: Any = run.model.model
             return Adapters(directory, peft.peft_config["default"])
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """Of vLLM's command line: {max_model_len: 512, enforce_eager: true} is --max-model-len 512 --enforce-eager."""
+    """vLLM's command line: {max_model_len: 512, enforce_eager: true} is --max-model-len 512 --enforce-eager."""
     flags: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -206,41 +198,33 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def named_weights(policy: Policy) -> Iterable[tuple[str, Tensor]]:
-    """Of the model as it is now, under the names of transformers, adapters added in."""
-    model: Any = merged(policy.model) if isinstance(policy.model, PeftModel) else policy.model
-    yield from model.state_dict().items()
+def stop_tokens(run: RunContext[Policy]) -> tuple[int, ...]:
+    """The end tokens of model and tokenizer.
 
-
-def adapter_weights(policy: Policy) -> Iterable[tuple[str, Tensor]]:
-    """Of the adapter alone, under peft's names."""
-    yield from get_peft_model_state_dict(policy.model).items()
-
-
-def stop_tokens(recipe: Recipe[Policy]) -> tuple[int, ...]:
-    """Those that the model was made to end with, and the tokenizer's."""
-    known = getattr(recipe.model.plain.generation_config, "eos_token_id", None)
-    own: Any = recipe.tokenizer.eos_token_id
-    ids = {own, *(known if isinstance(known, list) else [known])} - {None}
-    if not ids:
+    Raises:
+        ValueError: if there is none.
+    """
+    tokens = end_tokens(getattr(run.model.plain.generation_config, "eos_token_id", None), run.tokenizer)
+    if not tokens:
         raise ValueError("stop: neither the tokenizer nor the model has an end token; set tokenizer.eos_token")
-    return tuple(sorted(ids))
+    return tokens
 
 
-def open_store(config: SamplingConfig, recipe: Recipe[Policy]) -> Store | None:
-    if not recipe.run.accelerator.is_main_process:
+def open_sample_log(config: SamplingConfig, run: RunContext[Policy]) -> "SampleLog | None":
+    if not run.accelerator.is_main_process:
         return None
-    return SampleLog(recipe.run.directory / "samples.jsonl", config.show_every, recipe.tokenizer.decode)
+    return SampleLog(run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode)
 
 
 class SampleLog:
-    """``samples.jsonl``, and a few of each so many rollouts on the screen, where ``decode`` makes prompts readable."""
+    """``samples.jsonl``, and every ``show_every`` rollouts a few samples on the screen, their prompts decoded."""
 
     def __init__(self, path: Path, show_every: int, decode: Callable[[list[int]], Any] = str) -> None:
         self.path, self.show_every, self.decode, self.rollouts = path, show_every, decode, 0
         self.console = Console()
 
     def keep(self, tasks: int) -> None:
+        """Drop samples of tasks from this one on, which a resumed run samples again."""
         partial = self.path.with_suffix(".partial.jsonl")
         partial.unlink(missing_ok=True)
         with SampleWriter(partial) as writer:
@@ -257,13 +241,13 @@ class SampleLog:
         self.rollouts += 1
 
     def _show(self, samples: Sequence[Sample]) -> None:
-        columns = ("task", "end of the prompt", "answer", "rewards")
+        columns = ("task", "end of the prompt", "completion", "rewards")
         table = Table(*columns, title=f"rollout {self.rollouts}", title_justify="left")
         for sample in samples:
             scores = ", ".join(
                 f"{name} {f'{score:.3g}' if isinstance(score, float) else score or 'none'}"
                 for name, score in sample.rewards.items()
             )
-            asked = str(self.decode(sample.prompt))[-_LONGEST:]
-            table.add_row(str(sample.task), Text(asked), Text(sample.text[:_LONGEST]), scores)
+            prompt = str(self.decode(sample.prompt))[-_LONGEST:]
+            table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), scores)
         self.console.print(table)

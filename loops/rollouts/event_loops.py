@@ -1,4 +1,4 @@
-"""Where asynchronous work runs for a trainer that is not: in its own thread while it waits, or in another beside it."""
+"""Run the async scheduler from a synchronous trainer: in its thread, or in a background thread."""
 
 import asyncio
 import threading
@@ -8,14 +8,14 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Loop(Protocol):
+class LoopRunner(Protocol):
     closed: bool
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
     def close(self) -> None: ...
 
 
-class Here:
+class InlineLoop:
     """An event loop in the trainer's thread, which runs only while the trainer waits for it."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Here:
         self.runner.close()
 
 
-class Beside:
+class BackgroundLoop:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Beside:
         self.runner = asyncio.Runner()
         self.loop = self.runner.get_loop()
         self.stopped = asyncio.Event()
-        self.thread = threading.Thread(target=self._serve, name="burnish-sampler", daemon=True)
+        self.thread = threading.Thread(target=self._serve, name="burnish-scheduler", daemon=True)
         self.thread.start()
 
     def _serve(self) -> None:
@@ -55,8 +55,8 @@ class Beside:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Its result; in a thread of its own where this one has a loop already, as in a notebook."""
-    loop: Loop = Beside() if in_a_loop() else Here()
+    """The result of a coroutine; in a background thread where this one has a loop already, as in a notebook."""
+    loop: LoopRunner = BackgroundLoop() if in_a_loop() else InlineLoop()
     try:
         return loop.run(coroutine)
     finally:

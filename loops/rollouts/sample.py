@@ -87,6 +87,7 @@ class Sample:
         text: the sampled tokens, decoded without special tokens, for rewards.
         rewards: scores by the name of the reward; None if it does not apply, or in a word how it failed.
         info: plain data of rewards and environments, stored with the sample.
+        row: of the data that the prompt comes from, where the scheduler has rows; it is not stored.
     """
 
     task: int
@@ -100,6 +101,7 @@ class Sample:
     text: str = ""
     rewards: dict[str, float | str | None] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -179,7 +181,7 @@ def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
         raise ValueError(f"{who}: no version is known for token {missing[0]}, which was sampled")
 
 
-FIELDS = tuple(field.name for field in fields(Sample))
+FIELDS = tuple(field.name for field in fields(Sample) if field.name != "row")
 
 
 def to_record(sample: Sample) -> dict[str, Any]:

@@ -1,41 +1,88 @@
-"""Groups of answers for every step, drawn ahead of training by no more than may be.
+"""Groups of completions for every step, sampled ahead of training by no more than is allowed.
 
-    version v       the weights after v optimizer steps; step v trains on answers with them, and makes version v + 1
-    age             v minus the oldest version that an answer was drawn from, at the step v that trains on it
+    version v       the weights after v optimizer steps; step v trains on completions with them, and makes version v + 1
+    age             v minus the oldest version that a completion was sampled from, at the step v that trains on it
     admission       with B tasks per step, at version v only the first (v + 1 + max_staleness)·B may have been begun
 
 Tasks are trained on in their order, B per step, so that what is begun at version v is trained on by step
-v + max_staleness: no age can exceed max_staleness, and nothing is ever discarded. At max_staleness 0 nothing is
-drawn while the
-trainer trains.
+v + max_staleness: no age can exceed max_staleness, and nothing is ever discarded. At max_staleness 0 nothing is sampled
+while the trainer trains.
 
-Seeds are hashes of what is asked for, so what is under way need not be saved: it is asked for again.
+Seeds are hashes of the request, so requests under way need not be saved: they are made again.
 """
 
 import asyncio
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from .event_loops import Beside, Here, Loop, in_a_loop
+from ...data import Batches, encode_prompts
+from ..models.io import named_weights
+from .event_loops import BackgroundLoop, InlineLoop, LoopRunner, in_a_loop
 from .sample import Request, Sample, SamplingParams, check_sample, from_record, to_record
 from .source import RolloutSource, SourceError, SourceLost
 
 log = logging.getLogger(__name__)
 
 Group = list[Sample]
-Tasks = Callable[[int], Sequence[int]]  # the prompt of the i-th task of the run
-Play = Callable[[RolloutSource, Request], Awaitable[Group]]
-Judge = Callable[[Group], Awaitable[None]]
+Row = Mapping[str, Any]
+PromptFunction = Callable[[int], Sequence[int]]  # the prompt of the i-th task of the run
+ScoreGroup = Callable[[Group], Awaitable[None]]
 Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 T = TypeVar("T")
 
 _LONGEST = 30.0  # seconds between two attempts
-_PASSING = (SourceLost, OSError)  # what may be over when one asks again
+_RETRYABLE = (SourceLost, OSError)
+
+
+def prompt_order(count: int, *, seed: int, shuffle: bool) -> Callable[[int], int]:
+    """The prompt of each task, as its index: one pass over all of them after another, each permuted by the seed."""
+    endless = Batches([1] * count, batch_size=1, micro_tokens=None, seed=seed, shuffle=shuffle, steps=2**40)
+    return lambda task: endless.indices(task)[0]
+
+
+class PromptList:
+    """The prompts of a list as those of tasks, and the rows that they come from.
+
+    Args:
+        prompts: token ids, texts, or rows with a prompt (a text or messages) and columns that rewards read.
+        tokenizer: for all but token ids.
+        seed, shuffle: see `prompt_order`.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int] | str | Row],
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self.rows: list[Row] = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
+        self.order = prompt_order(len(self.rows), seed=seed, shuffle=shuffle)
+        if all(_is_ids(row["prompt"]) for row in self.rows):
+            self.ids = [row["prompt"] for row in self.rows]
+        elif tokenizer is None:
+            raise ValueError("scheduler: prompts of text need a source with a tokenizer; give it one, or token ids")
+        else:
+            self.ids = list(encode_prompts([{"prompt": row["prompt"]} for row in self.rows], tokenizer)[0]["prompt"])
+
+    def __call__(self, task: int) -> Sequence[int]:
+        ids: Sequence[int] = self.ids[self.order(task)]
+        return ids
+
+    def row(self, task: int) -> Row:
+        return self.rows[self.order(task)]
+
+
+def _is_ids(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
 
 
 class Ledger:
@@ -63,69 +110,70 @@ class Ledger:
         return bisect_right(self.ends, task) if task < self.tasks else None
 
 
-async def ask_once(source: RolloutSource, request: Request) -> Group:
-    return await source.sample(request)
-
-
-async def leave_unjudged(group: Group) -> None:
-    pass
-
-
 class RolloutScheduler:
     """See the top of the file. All of its methods are called from one thread, the trainer's.
 
     Args:
-        source: where answers come from.
-        tasks: ``tasks(i)`` is the prompt of task i, the same whenever it is asked for.
-        weights: ``weights()`` are the trainer's at this moment, as `RolloutSource.publish` wants them.
-        groups_per_step: B.
-        group_size: answers to each prompt.
-        key: the run's, usually its seed.
-        max_staleness: how many versions behind the weights of its step an answer may be; from 1 on, answers are drawn
-            in a thread while the trainer trains.
-        play: ``await play(source, request)`` makes the answers of a group; an environment asks more than once.
-        judge: ``await judge(group)`` is called as groups finish, to reward them while others are under way.
-        attempts: how often a group, or a publication, is tried before the run ends with what the source said, where
-            that may be over later; what the source will never do ends the run at once.
+        source: samples the completions.
+        prompts: token ids, texts, or rows with a prompt and columns that rewards read; or ``prompts(i)``, the token ids
+            of the prompt of task i, the same at every call. Tasks go through a list again and again.
+        group_size: completions per prompt.
+        max_staleness: how many versions behind the weights of its step a completion may be; from 1 on, completions are
+            sampled in a thread while the trainer trains.
+        groups_per_step: B, prompts per step; at max_staleness 0 it may be left to `take`.
+        sampling: 256 tokens at temperature 1 unless given; without stop tokens it gets those of source and tokenizer.
+        seed: of the run; every completion has a seed of its own, a hash of this one and its place.
+        shuffle: permute every pass over the list of prompts.
+        weights: ``weights()`` are the trainer's at this moment, as `RolloutSource.publish` wants them; `publish` may
+            name others.
+        score: ``await score(group)`` is called as groups finish, to reward them while others are under way.
+        attempts: how often a group, or a publication, is tried before the run ends with the source's error, where it is
+            worth retrying; what the source refuses for good ends the run at once.
         backoff: seconds until the second attempt; twice as long before each further one, up to half a minute.
 
     Raises:
-        ValueError: if answers would be drawn from the very weights that are being trained.
+        ValueError: if completions would be sampled from the very weights that are being trained.
     """
 
     def __init__(
         self,
         source: RolloutSource,
-        tasks: Tasks,
-        weights: Weights,
+        prompts: PromptFunction | Sequence[Sequence[int] | str | Row],
         *,
-        groups_per_step: int,
         group_size: int,
-        sampling: SamplingParams,
-        key: int,
-        max_staleness: int,
-        play: Play = ask_once,
-        judge: Judge = leave_unjudged,
+        max_staleness: int = 0,
+        groups_per_step: int | None = None,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+        shuffle: bool = False,
+        weights: Weights = tuple,
+        score: ScoreGroup | None = None,
         attempts: int = 8,
         backoff: float = 1.0,
     ) -> None:
+        if groups_per_step is None and max_staleness:
+            raise ValueError("scheduler: at max_staleness > 0 it samples ahead of `take`; give groups_per_step")
         for name, value, least in (
-            ("groups_per_step", groups_per_step, 1),
+            ("groups_per_step", 1 if groups_per_step is None else groups_per_step, 1),
             ("group_size", group_size, 1),
             ("max_staleness", max_staleness, 0),
             ("attempts", attempts, 1),
         ):
             if value < least:
-                raise ValueError(f"sampler: {name} must be >= {least}, got {value}")
+                raise ValueError(f"scheduler: {name} must be >= {least}, got {value}")
         if max_staleness and not source.overlaps:
             raise ValueError(
-                f"sampler: at max_staleness {max_staleness} answers are drawn while the trainer trains, but "
-                f"{type(source).__name__} draws from the weights that are being trained; set max_staleness to 0, or "
+                f"scheduler: at max_staleness {max_staleness} completions are sampled while the trainer trains, but "
+                f"{type(source).__name__} samples from the weights that are being trained; set max_staleness to 0, or "
                 "use a DetachedSource or a server"
             )
-        self.source, self.tasks, self.weights, self.play, self.judge = source, tasks, weights, play, judge
+        sampling = sampling or SamplingParams(256)
+        self.sampling = sampling if sampling.stop else replace(sampling, stop=stop_tokens(source))
+        if not callable(prompts):
+            prompts = PromptList(prompts, getattr(source, "tokenizer", None), seed=seed, shuffle=shuffle)
+        self.source, self.prompts, self.weights, self.score = source, prompts, weights, score
         self.groups_per_step, self.group_size = groups_per_step, group_size
-        self.sampling, self.key, self.max_staleness = sampling, key, max_staleness
+        self.seed, self.max_staleness = seed, max_staleness
         self.attempts, self.backoff = attempts, backoff
         self.version: int | None = None
         self.ledger = Ledger()
@@ -135,40 +183,59 @@ class RolloutScheduler:
         self._limit = 0  # tasks below it may be begun
         self._begun: dict[int, asyncio.Task[Group]] = {}  # and not yet taken
         self._stored: dict[int, Group] = {}  # what a checkpoint brought, ready to be taken
-        self._loop: Loop = Beside() if max_staleness or in_a_loop() else Here()
+        self._loop: LoopRunner = BackgroundLoop() if max_staleness or in_a_loop() else InlineLoop()
         self._changed = asyncio.Condition()
-        self._lost = False  # the source was seen to draw from other weights than the trainer's
+        self._lost = False  # the source was seen to sample from other weights than the trainer's
 
-    def publish(self, version: int) -> None:
-        """From now on answers are drawn from ``weights()``, which are of this version.
+    def publish(self, weights: nn.Module | Weights | None = None) -> None:
+        """Sample from these weights from now on: their version is the number of the next step.
+
+        Args:
+            weights: a policy, or ``weights()`` as `RolloutSource.publish` wants them, also for later publications.
 
         Raises:
             SourceError: if the source can't be reached.
         """
-        self._loop.run(self._publish(version))
+        if isinstance(weights, nn.Module):
+            policy: Any = getattr(weights, "module", weights)  # of the wrapper that spreads it over ranks
+            self.weights = lambda: named_weights(policy)
+        elif weights is not None:
+            self.weights = weights
+        self._loop.run(self._publish(len(self.ledger.ends)))
 
-    def take(self, step: int, groups: int | None = None) -> list[Group]:
+    def take(self, groups: int | None = None, *, step: int | None = None) -> list[Group]:
         """The next groups in the order of tasks, B of them or as many as asked for; waits until they are there.
 
         A step may take more than once, as one does that passes over groups without variance.
+
+        Args:
+            step: that trains on them; the one of the published version unless given.
 
         Raises:
             ValueError: if other weights than those of this step are published.
             SourceError: if the source is down for good.
         """
-        if self.version != step:
-            raise ValueError(f"sampler: step {step} trains version {step}, published is {self.version}; publish first")
+        if self.version is None and step is None:
+            self.publish()
+        elif step not in (None, self.version):
+            raise ValueError(
+                f"scheduler: step {step} trains version {step}, published is {self.version}; publish first"
+            )
+        count = self.groups_per_step if groups is None else groups
+        if count is None:
+            raise ValueError("scheduler: how many groups? Give take(groups), or groups_per_step")
         began = time.perf_counter()
-        taken = self._loop.run(self._take(step, self.groups_per_step if groups is None else groups))
+        assert self.version is not None
+        taken = self._loop.run(self._take(self.version, count))
         self.waited += time.perf_counter() - began
         return taken
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it gives, in the sampler's event loop; waits for it."""
+        """The result of a coroutine, in the scheduler's event loop."""
         return self._loop.run(coroutine)
 
     def close(self) -> None:
-        """Give up what is under way, and close the source."""
+        """Cancel requests under way, and close the source."""
         if not self._loop.closed:
             try:
                 self._loop.run(self._close())
@@ -182,7 +249,7 @@ class RolloutScheduler:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been trained on, and the groups that are ready for later steps."""
+        """The ledger, and the groups that are ready for later steps."""
         ready = self._loop.run(self._ready())
         return {"ends": list(self.ledger.ends), "ready": ready, "settings": self._settings()}
 
@@ -190,16 +257,16 @@ class RolloutScheduler:
         """Go on from there, before anything is published or taken.
 
         Raises:
-            ValueError: if it is of a run whose tasks, answers or seeds were others.
+            ValueError: if it is of a run with other groups or seeds.
         """
         for name, value in self._settings().items():
             if state["settings"][name] != value:
-                raise ValueError(f"sampler: the run to go on with had {name}={state['settings'][name]}, not {value}")
+                raise ValueError(f"scheduler: the run to go on with had {name}={state['settings'][name]}, not {value}")
         self.ledger.ends = list(state["ends"])
         self._stored = {int(task): [from_record(record) for record in group] for task, group in state["ready"].items()}
 
-    def _settings(self) -> dict[str, int]:
-        return {"groups_per_step": self.groups_per_step, "group_size": self.group_size, "key": self.key}
+    def _settings(self) -> dict[str, int | None]:
+        return {"groups_per_step": self.groups_per_step, "group_size": self.group_size, "seed": self.seed}
 
     # What follows runs in the event loop.
 
@@ -208,7 +275,7 @@ class RolloutScheduler:
             self._newest = version
             await self._send(version)
             self.version, self._lost = version, False
-            self._limit = self.ledger.tasks + (self.max_staleness + 1) * self.groups_per_step
+            self._limit = self.ledger.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
             self._changed.notify_all()
         if self.max_staleness:
             self._admit(self._limit)
@@ -222,25 +289,25 @@ class RolloutScheduler:
         groups = await self._attended(asyncio.gather(*(self._begun[task] for task in wanted)))
         age = max((step - sample.oldest for group in groups for sample in group), default=0)
         if age > self.max_staleness and not self.source.stored:
-            raise AssertionError(f"sampler: step {step} would train on answers of age {age} > {self.max_staleness}")
+            raise AssertionError(f"scheduler: step {step} would train on samples of age {age} > {self.max_staleness}")
         self.ledger.enter(step, [group[0].task for group in groups])
         for task in wanted:
             del self._begun[task]
         return groups
 
-    async def _attended(self, answers: "asyncio.Future[list[Group]]") -> list[Group]:
-        """Wait for answers while nobody trains, so that a source which lost its weights can be given them again."""
+    async def _attended(self, groups: "asyncio.Future[list[Group]]") -> list[Group]:
+        """Wait for groups while nothing trains, so that a source which lost its weights can be given them again."""
         attendant = asyncio.create_task(self._attend())
         try:
-            both: list[asyncio.Future[Any]] = [answers, attendant]
+            both: list[asyncio.Future[Any]] = [groups, attendant]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not answers.done():
+            if not groups.done():
                 attendant.result()
-            return answers.result()
+            return groups.result()
         finally:
-            answers.cancel()
+            groups.cancel()
             attendant.cancel()
-            await asyncio.gather(attendant, answers, return_exceptions=True)
+            await asyncio.gather(attendant, groups, return_exceptions=True)
 
     async def _attend(self) -> None:
         while True:
@@ -249,7 +316,7 @@ class RolloutScheduler:
                 await self._mend()
 
     async def _mend(self) -> None:
-        """Publish again if the source, restarted perhaps, does not draw from the trainer's weights."""
+        """Publish again if the source, restarted perhaps, does not sample from the trainer's weights."""
         assert self.version is not None
         await self._send(self.version, only_if_lost=True)
         self._lost = False
@@ -260,7 +327,7 @@ class RolloutScheduler:
 
         async def once() -> None:
             nonlocal lost
-            if lost:  # to be asked for its version brings it back
+            if lost:  # a request for its version brings it back
                 if await self.source.version() == version and only_if_lost:
                     return
                 self.counts["republished"] += 1
@@ -268,7 +335,8 @@ class RolloutScheduler:
             await self.source.publish(self.weights(), version)
             taken = await self.source.version()
             if taken != version:
-                raise SourceLost(f"{type(self.source).__name__} was given the weights, and draws from version {taken}")
+                name = type(self.source).__name__
+                raise SourceLost(f"{name} was given the weights, and samples from version {taken}")
 
         await self._again(f"version {version} could not be published", once)
 
@@ -279,8 +347,8 @@ class RolloutScheduler:
 
     async def _begin(self, task: int) -> Group:
         if task in self._stored:
-            return self._stored.pop(task)
-        request = Request(task, tuple(self.tasks(task)), range(self.group_size), self.sampling, self.key)
+            return self._with_rows(self._stored.pop(task))
+        request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
         attempt = 0
 
         async def once() -> Group:
@@ -289,16 +357,23 @@ class RolloutScheduler:
             if attempt > 1:
                 await self._agreed()
             since = self.version
-            group = await self.play(self.source, request)
+            group = await self.source.sample(request)
             self._check(group, request, since)
-            return group
+            return self._with_rows(group)
 
-        group = await self._again(f"task {task} could not be answered", once)
-        await self.judge(group)
+        group = await self._again(f"task {task} could not be sampled", once)
+        if self.score is not None:
+            await self.score(group)
+        return group
+
+    def _with_rows(self, group: Group) -> Group:
+        if isinstance(self.prompts, PromptList):
+            for sample in group:
+                sample.row = self.prompts.row(sample.task)
         return group
 
     async def _agreed(self) -> None:
-        """Wait until the source draws from the trainer's weights; they are given to it while the trainer waits."""
+        """Wait until the source samples from the trainer's weights; they are given to it while the trainer waits."""
         async with self._changed:
             while await self.source.version() != self.version:
                 self._lost = True
@@ -306,12 +381,12 @@ class RolloutScheduler:
                 await self._changed.wait()
 
     def _check(self, group: Group, request: Request, since: int | None) -> None:
-        """Raises unless this is the group that was asked for, drawn from weights that the trainer has published."""
-        who = f"the answers of {type(self.source).__name__} to task {request.task}"
+        """Raises unless this is the group that was requested, sampled from weights that the trainer has published."""
+        who = f"the completions of {type(self.source).__name__} for task {request.task}"
         if {sample.task for sample in group} != {request.task}:
             raise SourceError(f"{who} are those of others: {sorted({sample.task for sample in group})}")
         if sorted(sample.index for sample in group) != list(request.indices):
-            raise SourceError(f"{who} are not those asked for: {[sample.index for sample in group]}")
+            raise SourceError(f"{who} are not those requested: {[sample.index for sample in group]}")
         if len({tuple(sample.prompt) for sample in group}) > 1:
             raise SourceError(f"{who} have different prompts, but they are compared with each other")
         for sample in group:
@@ -333,9 +408,9 @@ class RolloutScheduler:
                 await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))
             try:
                 return await once()
-            except _PASSING as error:
+            except _RETRYABLE as error:
                 last = error
-                log.warning("sampler: %s in attempt %d of %d: %s", what, attempt + 1, self.attempts, error)
+                log.warning("scheduler: %s in attempt %d of %d: %s", what, attempt + 1, self.attempts, error)
         raise SourceError(
             f"{what} in {self.attempts} attempts over {time.monotonic() - began:.0f} s: {last}; see to the source, "
             "then go on with --resume true"
@@ -350,3 +425,17 @@ class RolloutScheduler:
             begun.cancel()
         await asyncio.gather(*self._begun.values(), return_exceptions=True)
         await self.source.close()
+
+
+def stop_tokens(source: RolloutSource) -> tuple[int, ...]:
+    """The end tokens of a source's tokenizer and model; none where it has neither."""
+    source = getattr(source, "source", source)  # that of conversations
+    policy: Any = getattr(source, "policy", None)
+    model = getattr(source, "config", None) if policy is None else policy.plain.generation_config
+    return end_tokens(getattr(model, "eos_token_id", None), getattr(source, "tokenizer", None))
+
+
+def end_tokens(model: int | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
+    """Those that the model was made to end with, and the tokenizer's, in order."""
+    ids = {getattr(tokenizer, "eos_token_id", None), *(model if isinstance(model, Sequence) else [model])}
+    return tuple(sorted(token for token in ids if token is not None))

@@ -14,17 +14,17 @@ Prepare = Callable[["Feed", int, list[Batch]], list[Batch]]
 
 
 class Feed:
-    """``feed(step)`` is this rank's micro-batches of that step; nothing but the step number decides what is in them.
+    """``feed(step)`` gives this rank's micro-batches of that step, which depend on nothing but its number.
 
     Args:
         dataset: encoded examples.
         batches: the plan: which examples make up which micro-batch of which rank.
         columns: names of columns of the dataset that travel with the batch: one number per example, or a list of
-            them, one per answer or per trained token.
+            them, one per completion or per trained token.
         per_token: further columns by name, each a list with one tensor [tokens, ...] per example of the dataset.
         mark: changes which tokens of an example are trained.
-        prepare: ``prepare(feed, step, micro_batches)`` is what becomes of the micro-batches of a step: the place to
-            measure something over the whole of it before the first forward pass.
+        prepare: ``prepare(feed, step, micro_batches)`` gives the micro-batches to train on: the place to measure
+            something over the whole step before its first forward pass.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Log-probs under the frozen reference policy: from a copy, from the policy without its adapters, or computed once.
 
-A reference is a function ``reference(batch) -> log-probs [tokens]``. Objectives that need one take it as an argument of
-their closure.
+A reference is a function ``reference(batch) -> log-probs [tokens]``, see `RunContext.reference`.
 """
 
 import copy

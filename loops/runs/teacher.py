@@ -17,25 +17,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...data import DataError, check_same_vocabulary, example
-from ...objectives import PerToken, Stats
 from ..batch import Batch
 from ..config import Teacher
 from ..models.backbone import evaluating
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
 from .context import PerToken as PerTokenColumns
-from .context import Recipe
+from .context import RunContext
 from .token_cache import Plan, load_tokens, store_tokens
 
 TeacherFn = Callable[[Batch], TeacherOutputs]
 
 
-def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
-    """Divergence from the teacher's distribution of the next token, as `Teacher` configures it."""
-    return divergence, {}
-
-
-def open_teacher(recipe: Recipe[Policy], config: Teacher, *, needed: bool) -> tuple[TeacherFn | None, PerTokenColumns]:
+def open_teacher(
+    context: RunContext[Policy], config: Teacher, *, needed: bool
+) -> tuple[TeacherFn | None, PerTokenColumns]:
     """The teacher of a configuration, and the columns that it reads where its tokens are stored before training.
 
     Raises:
@@ -46,46 +42,46 @@ def open_teacher(recipe: Recipe[Policy], config: Teacher, *, needed: bool) -> tu
     if not needed:
         return None, lambda data: {}
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": config.beta}[config.divergence]
-    policy, run = recipe.model, recipe.run
+    policy, accelerator = context.model, context.accelerator
     if config.logprobs is not None:
         path = Path(config.logprobs)
         return stored_teacher(beta, config.temperature), lambda data: load_top_k(path, data, config.temperature)
-    model = load_teacher(recipe, config)
+    model = load_teacher(context, config)
     if config.top_k is None:
 
         def live(batch: Batch) -> TeacherOutputs:
-            with run.accelerator.autocast():
+            with accelerator.autocast():
                 return model.lesson(batch, beta=beta, temperature=config.temperature, dense=not policy.fused)
 
         return live, lambda data: {}
 
     def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
         assert config.top_k is not None
-        path = run.directory / f"teacher-{data._fingerprint}.safetensors"
+        path = context.directory / f"teacher-{data._fingerprint}.safetensors"
         if not path.exists():
             vocab = min(each.plain.config.get_text_config().vocab_size for each in (model, policy))
             if not 1 <= config.top_k <= vocab:
                 raise ValueError(
                     f"teacher.top_k: must be in [1, {vocab}], the size of the vocabulary, got {config.top_k}"
                 )
-            feed = recipe.feed(data, whole=True)
+            feed = context.feed(data, whole=True)
             plan = ((indices, feed.batch(indices)) for indices in feed.plan(0))
             options: dict[str, Any] = {"k": config.top_k, "temperature": config.temperature, "vocab": vocab}
-            store_top_k(model, data, plan, path, accelerator=run.accelerator, **options)
+            store_top_k(model, data, plan, path, accelerator=accelerator, **options)
         return load_top_k(path, data, config.temperature)
 
     return stored_teacher(beta, config.temperature), columns
 
 
-def load_teacher(recipe: Recipe[Policy], config: Teacher) -> Policy:
+def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     """The teacher's model, frozen.
 
     Raises:
         DataError: if it has other tokens than the student.
     """
     assert config.model is not None
-    student, accelerator = recipe.run.config, recipe.run.accelerator
-    check_same_vocabulary(recipe.tokenizer, AutoTokenizer.from_pretrained(config.model))
+    student, accelerator = context.config, context.accelerator
+    check_same_vocabulary(context.tokenizer, AutoTokenizer.from_pretrained(config.model))
     model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, student.dtype))
     return Policy(model.to(accelerator.device), **student.kernel).requires_grad_(False).eval()
 

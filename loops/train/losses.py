@@ -13,14 +13,32 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import ModuleType
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels import Extra
-from ...objectives import PerPair, PerToken, sequence_mean, sequence_sum, wpo_weight
+from ...objectives import (
+    PerPair,
+    PerToken,
+    preference,
+    reference_free,
+    sequence_mean,
+    sequence_sum,
+    supervised,
+    wpo_weight,
+)
 from ..batch import Batch, Of
+from ..config import (
+    NoiseShare,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveNoiseShare,
+    PositiveShare,
+    ShareBelowOne,
+    range_complaint,
+)
 from ..models.lm_head import TeacherOutputs
 from . import weighting as weights
 from .step import Objective, Stats
@@ -32,6 +50,17 @@ Reader = Callable[[nn.Module, Batch], Tensors]
 Answer = Callable[[Tensor, Batch], Tensor]  # [tokens] -> [sequences]
 
 CHOSEN, REJECTED = 0, 1
+# Ranges of hyper-parameters by name, or by loss and name: those that the objectives check themselves.
+RANGES: dict[str, Any] = {
+    **dict.fromkeys(("beta", "tau_pos", "tau_neg", "desirable_weight", "undesirable_weight"), PositiveFloat),
+    **dict.fromkeys(("k_pos", "lambda_pos", "k_neg", "lambda_neg"), PositiveFloat),
+    **dict.fromkeys(("gamma", "clip_low", "clip_high"), NonNegativeFloat),
+    "tau": PositiveShare,
+    "label_smoothing": NoiseShare,
+    "exo.label_smoothing": PositiveNoiseShare,
+    "label_smoothed_nll.label_smoothing": ShareBelowOne,
+    "kind": Literal["k1", "k2", "k3"],
+}
 _UNITS = {"completions": "sequences", "steps": "tokens"}  # of scorers
 _NAMES_OF_ANSWERS: dict[str, Of] = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}
 
@@ -103,6 +132,11 @@ def _pair_logps(logp_chosen: PerPair, logp_rejected: PerPair) -> tuple[PerPair, 
 # Measured beside the losses, of all answers, and logged under these names.
 ENTROPY = {"entropy": Term(_entropy, 0.0)}
 PAIR_LOGPS = {"logps/chosen": Term(_pair_logps, 0.0)}
+
+
+def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
+    """Divergence from the teacher's distribution of the next token, see `burnish.loops.runs.teacher`."""
+    return divergence, {}
 
 
 def compose(terms: Losses, read: Reader) -> Objective:
@@ -264,6 +298,16 @@ def losses_of(module: ModuleType) -> dict[str, Loss]:
     }
 
 
+def refuse_split_steps(terms: Losses, *, micro_tokens: int | None, ranks: int) -> None:
+    """Raises if a loss couples all pairs of a step, and they are not all in one micro-batch on one rank."""
+    coupled = sorted(STEP_COUPLED & terms.keys())
+    if coupled and (micro_tokens is not None or ranks > 1):
+        raise ValueError(
+            f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
+            "pass --micro_tokens null and run one process"
+        )
+
+
 def tensor_parameters(function: Any) -> list[inspect.Parameter]:
     """The tensors that a loss takes: its positional parameters."""
     parameters = inspect.signature(getattr(function, "func", function)).parameters.values()
@@ -327,7 +371,7 @@ def _weighting(
 
 
 def _bind(name: str, function: Loss, shared: Mapping[str, float], own: Mapping[str, Any]) -> Loss:
-    """The function with the hyper-parameters it has: its ``own``, or those ``shared`` by the mix. Tried out at once."""
+    """The function with the hyper-parameters it has: its ``own``, or those ``shared`` by the mix, in their ranges."""
     has = hyper_parameters(function)
     for parameter in own:
         if parameter not in has:
@@ -338,15 +382,21 @@ def _bind(name: str, function: Loss, shared: Mapping[str, float], own: Mapping[s
     missing = {p.name for p in has.values() if p.default is p.empty} - bound.keys()
     if missing:
         example = f"{{{', '.join(f'{parameter}: ...' for parameter in sorted(missing))}}}"
-        raise ValueError(f"loss: {name} needs {', '.join(sorted(missing))}; give it with --hyper '{example}'")
-    loss = partial(function, **bound)
-    loss(*(_trial(p) for p in tensor_parameters(function)))  # wrong values are refused before any model is loaded
-    return loss
+        raise ValueError(f"loss: {name} needs {', '.join(sorted(missing))}; give it with --loss_kwargs '{example}'")
+    for parameter, value in bound.items():  # wrong values are refused before any model is loaded
+        kind = RANGES.get(f"{name}.{parameter}", RANGES.get(parameter))
+        if kind is not None and (complaint := range_complaint(value, kind)):
+            raise ValueError(f"{name}: {parameter} {complaint}")
+    return partial(function, **bound)
 
 
-def _trial(parameter: inspect.Parameter) -> Tensor:
-    """A tensor of one unit that any loss accepts."""
-    if not _unit(parameter.annotation):
-        return torch.tensor(0.0)
-    kinds = getattr(parameter.annotation, "dtypes", ())
-    return torch.tensor([True]) if "bool" in kinds else torch.tensor([0] if "int64" in kinds else [-1.0])
+# The losses that recipes offer by name: of single tokens, which every recipe on text can add to its own, and of pairs.
+TOKEN_LOSSES: dict[str, Loss] = losses_of(supervised)
+PAIR_LOSSES: dict[str, Loss] = {
+    **losses_of(preference),
+    **losses_of(reference_free),
+    **TOKEN_LOSSES,
+    "distillation": distillation,
+}
+STEP_COUPLED = {"aot", "aot_unpaired"}  # they sort the pairs of a step
+WEIGHTINGS = {"token_mean": weights.token_mean, "sequence_mean": weights.sequence_mean}

@@ -137,10 +137,8 @@ def test_an_unknown_recipe_is_named_with_the_nearest(capsys):
     ("flags", "message"),
     [
         (["--loss", "{dpo: 1, cpo: 1}", "--divergence", "js"], "divergence: cpo has no reference to diverge from"),
-        (["--loss", "aot", "--weight", "wpo"], "weight: aot sorts the pairs of a step"),
-        (["--ld_alpha", "2"], "ld_alpha: must be in [0, 1], got 2.0"),
-        (["--beta", "-0.1"], "dpo: beta must be > 0, got -0.1"),
-        (["--beta", "0"], "dpo: beta must be > 0"),
+        (["--loss", "aot", "--pair_weight", "wpo"], "pair_weight: aot sorts the pairs of a step"),
+        (["--loss", "{dpo: {beta: -0.1}}"], "dpo: beta must be > 0, got -0.1"),
         (["--loss", "dop"], "'dop' is not one of"),
         (["--loss", "exo"], "exo: label_smoothing"),
         (["--loss", "simpo"], "simpo needs gamma"),
@@ -148,15 +146,31 @@ def test_an_unknown_recipe_is_named_with_the_nearest(capsys):
         (["--loss", "{dpo: {coefficient: 1.0, alpha: 2.0}}"], "dpo has no 'alpha'"),
         (["--loss", "aot"], "couples all pairs of a step"),
         (["--quantize", "4bit"], "quantized weights can't be trained"),
-        (["--lora.r", "-1"], "lora.r: must be >= 0"),
         (["--reference", "adapters_off"], "wanted a model wrapped by peft"),
-        (["--batch_size", "0"], "batch_size must be >= 1, got 0"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_range(run, flags, message):
     status, said = run("dpo", PAIRS, *flags)
     assert status == 1
     assert message in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ld_alpha", "2"], "ld_alpha: must be >= 0 and <= 1, got 2"),
+        (["--beta", "-0.1"], "beta: must be > 0, got -0.1"),
+        (["--beta", "0"], "beta: must be > 0, got 0"),
+        (["--lora.r", "-1"], "lora.r: must be >= 0, got -1"),
+        (["--batch_size", "0"], "batch_size: must be > 0, got 0"),
+        (["--steps", "0"], "steps: must be > 0, got 0"),
+        (["--teacher.beta", "1"], "teacher.beta: must be > 0 and < 1, got 1"),
+    ],
+)
+def test_a_number_outside_of_its_type_is_refused_with_the_range(run, flags, message):
+    status, said = run("dpo", PAIRS, *flags)
+    assert status == 2
+    assert message in said and len(said.splitlines()) == 2
 
 
 def without(pair, column):

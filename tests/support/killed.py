@@ -18,15 +18,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from burnish.loops.recipes.dpo import dpo
 from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.ppo import run_ppo
+from burnish.loops.recipes.preference import run_dpo
 from burnish.loops.recipes.settings import DPO, GRPO, PPO, SFT
-from burnish.loops.recipes.sft import sft
+from burnish.loops.recipes.sft import run_sft
 from burnish.loops.runs import checkpoint
 from forked import run_forked
 
-RECIPES = {"dpo": (DPO, dpo), "sft": (SFT, sft), "grpo": (GRPO, run_grpo), "ppo": (PPO, run_ppo)}
+RECIPES = {"dpo": (DPO, run_dpo), "sft": (SFT, run_sft), "grpo": (GRPO, run_grpo), "ppo": (PPO, run_ppo)}
 
 
 def kill_and_resume(recipe, config, *orders, timeout=600):
@@ -50,7 +50,7 @@ def assert_undisturbed(config):
 
 def assert_each_answer_once(config):
     """Tasks in their order, all answers to each, none drawn from weights older than may be."""
-    run, steps, groups = Path(config["output"]), config["steps"], config["batch_size"]
+    run, steps, groups = Path(config["output"]), config["steps"], config["prompts_per_rollout"]
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     asked = itertools.product(range(steps * groups), range(config["group_size"]))
     assert [(sample["task"], sample["index"]) for sample in samples] == list(asked)
@@ -60,7 +60,7 @@ def assert_each_answer_once(config):
     assert [line["step"] for line in logged] == list(range(1, steps + 1))
     assert max(line["age/max"] for line in logged) <= config["max_staleness"]
     newest = max((run / "checkpoints").glob("step-*")) / "state.pt"
-    ends = torch.load(newest, weights_only=True)["memory"]["sampler"]["ends"]
+    ends = torch.load(newest, weights_only=True)["memory"]["scheduler"]["ends"]
     assert ends == list(range(groups, (steps + 1) * groups, groups))
     return ages
 

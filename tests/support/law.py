@@ -3,44 +3,40 @@
 import math
 import os
 import random
+import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from burnish.data import Batches, Example
-from burnish.loops.config import Lora
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer, ends_marked
-from burnish.loops.recipes.dpo import PAIR_LOSSES
 from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.kto import FEEDBACK_LOSSES, RunningMean, feedback_metrics, prepare_feedback
 from burnish.loops.recipes.ppo import run_ppo
-from burnish.loops.recipes.reward import TERMS as REWARD_TERMS
+from burnish.loops.recipes.reward import LOSSES as REWARD_LOSSES
 from burnish.loops.recipes.reward import read_scores
 from burnish.loops.recipes.settings import GRPO, PPO, RLOO
-from burnish.loops.recipes.sft import TOKEN_LOSSES
-from burnish.loops.rewards import RewardFunction, RewardMonitor
-from burnish.loops.rl import policy_gradient as surrogate
-from burnish.loops.rl.setup import RLContext
+from burnish.loops.rewards import RewardFunction
+from burnish.loops.rl.context import RLContext
 from burnish.loops.rollouts.replay import ReplaySource
 from burnish.loops.rollouts.sample import Sample, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.runs.feed import Feed
 from burnish.loops.runs.reference import frozen_copy
-from burnish.loops.runs.teacher import distillation
 from burnish.loops.train.losses import (
     CHOSEN,
     ENTROPY,
     PAIR_LOGPS,
+    PAIR_LOSSES,
+    TOKEN_LOSSES,
     Term,
     compose,
+    distillation,
     outputs_for,
     parse,
     policy_tensors,
@@ -70,19 +66,25 @@ GROUPS, ANSWERS, LONGEST = 5, 3, 8
 # What all share: two epochs of two minibatches, of which the third step is looked at, so that a rollout is split and
 # the order of its second epoch is drawn.
 STEP = 2
-_SPLIT = {"model": "", "data": "", "output": "", "batch_size": GROUPS, "group_size": ANSWERS, "max_tokens": LONGEST}
-_SPLIT |= {"rewards": {"right": 1.0, "brief": 0.3}, "steps": 4, "epochs_per_rollout": 2, "minibatches": 2}
+_SPLIT = {"model": "", "data": "", "output": "", "prompts_per_rollout": GROUPS, "group_size": ANSWERS}
+_SPLIT |= {
+    "max_tokens": LONGEST,
+    "rewards": {"right": 1.0, "brief": 0.3},
+    "steps": 4,
+    "epochs_per_rollout": 2,
+    "minibatches": 2,
+}
 _SPLIT |= {"mask_truncated": True, "temperature": 0.7}
 _WIDE = {"clip_low": 0.95, "clip_high": 9.0}  # the scripted sampler is far from the policy
 ONLINE = {
-    "grpo": GRPO(**_SPLIT, old="recomputed", beta=0.1),
+    "grpo": GRPO(**_SPLIT, old_logprobs="recomputed", beta=0.1),
     "grpo_token_mean": GRPO(**_SPLIT, variant="dapo", dynamic_sampling=False, loss_kwargs=_WIDE, scale="batch"),
     "grpo_fixed_length": GRPO(
         **_SPLIT, variant="dr_grpo", loss_kwargs=_WIDE, loss={"clipped_surrogate": 1, "nll": 0.1}
     ),
     "grpo_corrected": GRPO(**_SPLIT, correction="tis", beta=0.1, kl_as="reward"),
     "gdpo": GRPO(**_SPLIT, reward_aggregation="normalize", loss_kwargs=_WIDE),
-    "gspo": GRPO(**_SPLIT, variant="gspo", old="sampled", loss_kwargs=_WIDE),
+    "gspo": GRPO(**_SPLIT, variant="gspo", old_logprobs="sampled", loss_kwargs=_WIDE),
     "gspo_corrected": GRPO(**_SPLIT, variant="gspo", correction="sequence_tis"),
     "rloo": RLOO(**_SPLIT),
     "ppo_online": PPO(
@@ -122,20 +124,20 @@ def setup(name, accelerator):
             {},
         )
     if name == "reward":
-        terms = {**REWARD_TERMS["bradley_terry"], "centering": Term(centering, 0.1)}
+        terms = {**REWARD_LOSSES["bradley_terry"], "centering": Term(centering, 0.1)}
         return make_scorer("SEQ_CLS"), pairs, {"margin": importance}, terms, read_scores, ends
     if name == "regression":
         return (
             make_scorer("SEQ_CLS"),
             single,
             {"score": importance},
-            REWARD_TERMS["score_regression"],
+            REWARD_LOSSES["score_regression"],
             read_scores,
             ends,
         )
     if name == "ranking":
         ranks = {"rank": [draw.sample(range(3), 3) for _ in range(EXAMPLES)]}
-        return make_scorer("SEQ_CLS"), triples, ranks, REWARD_TERMS["plackett_luce"], read_scores, ends
+        return make_scorer("SEQ_CLS"), triples, ranks, REWARD_LOSSES["plackett_luce"], read_scores, ends
 
     head = torch.nn.Linear(32, 1, dtype=torch.float64) if name == "ppo" else None
     policy = make_policy(value_head=head)
@@ -221,46 +223,45 @@ def scripted(seed=3):
 
 
 def replaying(samples, config):
-    """A sampler that gives back these answers."""
+    """A scheduler that gives back these samples."""
     prompts = {sample.task: sample.prompt for sample in samples}
     return RolloutScheduler(
         ReplaySource(samples),
         prompts.__getitem__,
-        list,
-        groups_per_step=config.batch_size,
+        groups_per_step=config.prompts_per_rollout,
         group_size=config.group_size,
         sampling=config.sampling,
-        key=0,
-        max_staleness=0,
     )
 
 
-def handed_over(config, policy, reference, samples, accelerator):
-    """What a recipe gives to `Run.train`, by name, where answers, reference and policy are these."""
-    caught = {}
+class OneStep(RLContext):
+    """A context of its parts in which a recipe takes one step of plain SGD, with learning rate 1, on these samples."""
 
-    def train(policy, tokenizer, feed, objective, weightings, *, report, **options):
-        caught.update(feed=feed, objective=objective, weightings=weightings, report=report)
-        return {}
+    def __init__(self, config, policy, reference, samples, accelerator, *, step=STEP):
+        scheduler = replaying(samples, config) if accelerator.is_main_process else None
+        rewards = [RewardFunction(name, None, weight) for name, weight in config.rewards.items()]
+        data = Dataset.from_dict({"prompt": [[1]] * GROUPS})
+        super().__init__(config, accelerator, None, policy, data, rewards=rewards, scheduler=scheduler)
+        self.frozen, self.step = reference, step
 
-    run = SimpleNamespace(accelerator=accelerator, config=SimpleNamespace(lora=Lora()), train=train, directory=Path())
-    recipe = SimpleNamespace(model=policy, tokenizer=None, run=run, data=range(GROUPS), eval_data=None)
-    sampler = replaying(samples, config) if accelerator.is_main_process else None
-    rewards = [RewardFunction(name, None, weight) for name, weight in config.rewards.items()]
-    players = RLContext(recipe, rewards, sampler, RewardMonitor(), None, lambda source, row: source)
-    run_recipe, module = (run_ppo, "ppo") if isinstance(config, PPO) else (run_grpo, "grpo")
+    def reference(self, kind, *, needed, temperature):
+        return (self.frozen if needed else None), None
 
-    def opened(*arguments, needed, **options):
-        return (reference if needed else None), None
+    def train(self, losses, read, feed, *, report=dict):
+        micro_batches = feed(self.step)
+        result = stepped(self.accelerator, self.model, micro_batches, compose(losses, read), weightings(losses))
+        result["metrics"] |= {name: value for name, value in feed.report().items() if name not in _OF_THE_SAMPLER}
+        result["metrics"] |= report()
+        feed.close()
+        return result
 
-    with (
-        patch(f"burnish.loops.recipes.{module}.open_rl", lambda *arguments: players),
-        patch.object(surrogate, "open_reference", opened),
-        patch("burnish.loops.rl.buffer.RolloutFeed.close", lambda self: None),
-        patch("burnish.loops.recipes.ppo.save_file"),
-    ):
-        run_recipe(config)
-    return caught
+
+def one_step_of(config, policy, reference, samples, accelerator, **options):
+    """The result of the recipe itself, see `stepped`, where samples, reference and policy are these."""
+    run = run_ppo if isinstance(config, PPO) else run_grpo
+    with tempfile.TemporaryDirectory() as directory:
+        config = replace(config, output=directory)
+        return run(config, OneStep(config, policy, reference, samples, accelerator, **options))
 
 
 def online_step(config, layout, accelerator, samples):
@@ -269,12 +270,7 @@ def online_step(config, layout, accelerator, samples):
     policy = make_policy(value_head=head)
     policy.layout = layout
     reference = alike(frozen_copy(make_policy(seed=1), temperature=config.temperature), accelerator)
-    caught = handed_over(config, policy, reference, samples, accelerator)
-    mine = caught["feed"](STEP)
-    caught["feed"].close()
-    result = stepped(accelerator, policy, mine, caught["objective"], caught["weightings"])
-    result["metrics"] |= {name: value for name, value in caught["report"]().items() if name not in _OF_THE_SAMPLER}
-    return result
+    return one_step_of(config, policy, reference, samples, accelerator)
 
 
 _OF_THE_SAMPLER = ("sampling/seconds", "sampling/retries")

@@ -55,7 +55,7 @@ def prepare(directory):
         "model": str(model),
         "data": str(write_rows(directory / "prompts.jsonl", rows)),
         "rewards": {"online:even": 1.0},
-        "batch_size": 4,
+        "prompts_per_rollout": 4,
         "group_size": 4,
         "max_tokens": 6,
         "steps": 2,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from burnish.loops.config import Teacher
-from burnish.loops.recipes.distill import own_steps, run_distill
+from burnish.loops.recipes.distill import on_policy_steps, run_distill
 from burnish.loops.recipes.settings import Distill
 from online import Killed, dying_in_step, lines, stored
 from safetensors.torch import load_file
@@ -45,7 +45,7 @@ def test_a_share_of_the_steps_learns_from_answers_of_the_student(common, tmp_pat
     run_distill(config)
     logged = lines(tmp_path / "run")[1:]
     own = [line["on_policy"] == 1 for line in logged]
-    assert own == own_steps(8, 0.5, seed=1)
+    assert own == on_policy_steps(8, 0.5, seed=1)
     assert 0 < sum(own) < 8
     assert all(("completions/mean_length" in line) == mine for line, mine in zip(logged, own, strict=True))
     assert all(line["distillation"] > 0 for line in logged)
@@ -102,7 +102,7 @@ def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"on_policy": 1.5}, "on_policy: a share of the steps"),
+        ({"on_policy": 1.5}, "on_policy: must be >= 0 and <= 1, got 1.5"),
         ({"loss": "sampled_reverse_kl"}, "set on_policy above 0"),
         ({"on_policy": 0.5, "teacher": Teacher(model="x", top_k=3)}, "neither teacher.top_k nor teacher.logprobs"),
         ({"on_policy": 0.5, "teacher": Teacher(logprobs="x")}, "give --teacher.model"),

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
-from burnish.loops.recipes.dpo import answer_of
+from burnish.loops.recipes.preference import completion_logprob
 from burnish.loops.recipes.settings import DPO
 from burnish.loops.train.losses import PAIR_LOGPS, Term, compose, outputs_for, policy_tensors
 from burnish.objectives import dpo, f_divergence_score, sequence_sum
@@ -47,7 +47,7 @@ def reference(batch):
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 def test_ld_alpha_discounts_what_an_answer_says_beyond_the_other(policy, batch, alpha):
     config = replace(CONFIG, ld_alpha=alpha)
-    read = policy_tensors(reference=reference, answer=answer_of(config), pairs=True)
+    read = policy_tensors(reference=reference, answer=completion_logprob(config), pairs=True)
     loss, _ = compose({"dpo": Term(partial(dpo, beta=0.1))}, read)(policy, batch)["dpo"]
     now = [rows.gather(1, target[:, None])[:, 0] for rows, target in log_softmax_of_answers(policy, batch)]
     before = list(reference(batch).split([len(x) for x in now]))
@@ -94,13 +94,13 @@ def test_an_f_divergence_scores_ratios_and_leaves_log_probs_as_they_are(policy, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ld_alpha": 1.5}, "ld_alpha: must be in"),
-        ({"ld_alpha": 0.5, "answer": "mean"}, "leave answer at 'sum'"),
+        ({"ld_alpha": 1.5}, "ld_alpha: must be >= 0 and <= 1, got 1.5"),
+        ({"ld_alpha": 0.5, "logprob_reduction": "mean"}, "leave logprob_reduction at 'sum'"),
     ],
 )
 def test_an_answer_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        answer_of(replace(CONFIG, **changes))
+        completion_logprob(replace(CONFIG, **changes))
 
 
 def gradient_of_trl():

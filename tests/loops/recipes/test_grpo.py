@@ -13,12 +13,13 @@ from accelerate import Accelerator
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.cli import main
-from burnish.loops.recipes.grpo import VARIANTS, advantages, grpo_terms, run_grpo
+from burnish.loops.recipes.grpo import VARIANTS, advantages, grpo_losses, run_grpo
 from burnish.loops.recipes.settings import GRPO, RLOO
-from burnish.loops.rewards.metrics import RewardTable
+from burnish.loops.rewards import RewardTable
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rl.mismatch import MismatchMetrics
 from burnish.loops.rl.policy_gradient import corrections, rollout_tensors
+from burnish.loops.rollouts.sample import Sample
 from burnish.objectives import effective_sample_size
 from forked import run_forked
 from grids import slow
@@ -72,15 +73,18 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
     [
         ({"rewards": {}}, "rewards: none is named, .* give at least one, such as --rewards '{exact_match: 1.0}'"),
         ({"rewards": {"exact": 1.0}}, "exact_match"),
-        ({"group_size": 1}, "group_size: .* wanted >= 2, got 1; ppo learns from single answers"),
-        ({"temperature": 0.0}, "temperature: at 0 every answer to a prompt is the same"),
-        ({"max_tokens": 0}, "max_tokens: must be >= 1"),
-        ({"top_p": 0.9}, "top_p, top_k: .* set a correction, and leave old out"),
-        ({"top_k": 5, "old": "recomputed"}, "top_p, top_k: "),
-        ({"correction": "tis", "old": "sampled"}, "correction: tis .* leave old out"),
+        ({"group_size": 1}, "group_size: .* wanted >= 2, got 1; ppo learns from single completions"),
+        ({"temperature": 0.0}, "temperature: at 0 every completion of a prompt is the same"),
+        ({"max_tokens": 0}, "max_tokens: must be > 0, got 0"),
+        ({"top_p": 0.9}, "top_p, top_k: .* set a correction, and leave old_logprobs out"),
+        ({"top_k": 5, "old_logprobs": "recomputed"}, "top_p, top_k: "),
+        ({"correction": "tis", "old_logprobs": "sampled"}, "correction: tis .* leave old_logprobs out"),
         ({"correction": "tis", "variant": "gspo"}, "tis weighs tokens, and gspo has one entry per"),
-        ({"correction": "icepop", "correction_low": 9.0}, "low"),
-        ({"reference": "precompute", "beta": 0.1}, "can't be precomputed; use copy or adapters_off"),
+        (
+            {"correction": "icepop", "correction_low": 9.0},
+            "correction_high: wanted low <= high, got 9.0 and 5.0",
+        ),
+        ({"reference": "precompute"}, "reference: must be one of auto, copy, adapters_off, got 'precompute'"),
         ({"beta": -1.0}, "beta: must be >= 0"),
         ({"variant": "rloo", "scale": "group"}, "scale: .* use batch or none"),
         ({"reward_aggregation": "normalize", "beta": 0.1, "kl_as": "reward"}, "reward_aggregation: normalize"),
@@ -91,7 +95,7 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
             {"loss": {"gmpo": 1, "clipped_surrogate": {"weighting": "token_mean"}}, "weighting": "sequence_mean"},
             "gmpo has one entry per completion; clipped_surrogate has its own; leave it out",
         ),
-        ({"steps": 0}, "steps: must be >= 1, got 0"),
+        ({"steps": 0}, "steps: must be > 0, got 0"),
         ({"minibatches": 5}, "minibatches: the 4 prompts of a rollout can't be shared by 5 steps"),
         ({"loss_kwargs": {"clip_hi": 0.2}}, "loss_kwargs: no loss of this mix has 'clip_hi'"),
         ({"loss": "clipped"}, "did you mean 'clipped_surrogate'"),
@@ -99,7 +103,7 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.rl.setup.load_model", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
         run_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), **config}))
 
@@ -120,11 +124,11 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, co
     ids=str,
 )
 def test_an_estimator_that_only_measures_and_a_weighting_that_weighs_something_are_accepted(config):
-    assert grpo_terms(GRPO(model="", data="", output="", **config))
+    assert grpo_losses(GRPO(model="", data="", output="", **config))
 
 
 def test_a_reward_that_reads_a_missing_column_is_refused_before_a_model_is_loaded(common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.rl.setup.load_model", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
     rewards = {"exact_match": {"column": "solution"}}
     with pytest.raises(ValueError, match="'solution'"):
         run_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), "rewards": rewards}))
@@ -145,7 +149,7 @@ def weights(directory):
 )
 def test_a_rollout_that_teaches_nothing_takes_no_step(config, alike, masked, common, tmp_path):
     """Skipped and counted, no NaN, and weights as they were, bit for bit."""
-    steps = {"steps": 2, "epochs_per_rollout": 2, "old": "recomputed"}
+    steps = {"steps": 2, "epochs_per_rollout": 2, "old_logprobs": "recomputed"}
     run_grpo(GRPO(**{**common, **steps, **config, "output": str(tmp_path / "run")}))
     for line in lines(tmp_path / "run"):
         assert line["skipped"] == 1
@@ -176,7 +180,7 @@ def test_the_reference_pulls_where_no_reward_does(common, tmp_path):
 @pytest.mark.parametrize("correction", ["tis", "sequence_mask"])
 def test_answers_drawn_from_a_part_of_the_distribution_are_corrected_for(correction, common, tmp_path):
     """What the sampler left out has no log-prob there, and is not drawn: nothing is NaN."""
-    part = {"top_k": 5, "top_p": 0.9, "old": "recomputed", "epochs_per_rollout": 2, "correction": correction}
+    part = {"top_k": 5, "top_p": 0.9, "old_logprobs": "recomputed", "epochs_per_rollout": 2, "correction": correction}
     run_grpo(GRPO(**{**common, **part, "output": str(tmp_path)}))
     assert all(min(sample["logprobs"]) > -3 for sample in stored(tmp_path))  # of 258 tokens, five remain
     for line in lines(tmp_path):
@@ -204,14 +208,21 @@ def test_dynamic_sampling_looks_beyond_groups_without_variance(common, tmp_path)
 def test_dynamic_sampling_gives_up_where_nothing_varies(common, tmp_path, caplog):
     config = {"dynamic_sampling": True, "steps": 1, "rewards": {"online:alike": 1.0}}
     run_grpo(GRPO(**{**common, **config, "output": str(tmp_path / "run")}))
-    assert "only 0 of 4 groups have answers of different reward, 32 do not" in caplog.text
+    assert "only 0 of 4 groups have completions of different reward, 32 do not" in caplog.text
     assert lines(tmp_path / "run")[0]["skipped"] == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
 def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp_path):
     """Two steps per rollout, so that every other one begins with a rollout at hand; samples are on record once."""
-    several = {"steps": 5, "epochs_per_rollout": 2, "old": "recomputed", "save_every": 1, "beta": 0.1, "minibatches": 1}
+    several = {
+        "steps": 5,
+        "epochs_per_rollout": 2,
+        "old_logprobs": "recomputed",
+        "save_every": 1,
+        "beta": 0.1,
+        "minibatches": 1,
+    }
     config = GRPO(**{**common, **several, "output": str(tmp_path / "undisturbed")})
     run_grpo(config)
     at = tmp_path / "disturbed"
@@ -229,20 +240,23 @@ def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_r
 
 
 def rollout(rewards, lengths, groups):
-    judged = RewardTable(
+    samples = [
+        Sample(task, index, [1], [5] * length, [True] * length, [0.0] * length, [], "stop")
+        for index, (task, length) in enumerate(zip(groups, lengths, strict=True))
+    ]
+    scores = RewardTable(
         torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.ones(len(rewards[0])).double()
     )
-    return RolloutBuffer([None] * len(rewards), [[True] * length for length in lengths], judged)
+    return RolloutBuffer(samples, scores)
 
 
 def test_a_penalty_in_the_reward_is_that_of_the_whole_answer():
     found = rollout([[1.0], [0.0], [2.0], [2.0]], [2, 1, 1, 3], [5, 5, 9, 9])
     found.columns = {"old_logp": -torch.arange(7.0), "ref_logp": -torch.ones(7)}
     config = RLOO(model="", data="", output="", beta=0.5)
-    _, variant = grpo_terms(config)
     # k1 summed: 1 + 0, -1, -2, -3 - 4 - 5; the rewards less half of it: 0.5, 0.5, 3, 8
     expected = torch.tensor([0, 0, 0, -5, 5, 5, 5.0], dtype=torch.float64)
-    torch.testing.assert_close(advantages(found, config=config, variant=variant)["advantage"], expected)
+    torch.testing.assert_close(advantages(found, config=config)["advantage"], expected)
 
 
 CORRECTED = {
@@ -270,10 +284,9 @@ def test_a_correction_multiplies_the_loss_of_tokens_and_of_answers(kind):
         return {("tokens", "logp"): batch.columns["old_logp"], ("tokens", "sequence"): batch.sequence}
 
     expected = -batch.columns["advantage"] * torch.tensor(CORRECTED[kind])
-    config = GRPO(model="", data="", output="", old="recomputed", correction=kind)
+    config = GRPO(model="", data="", output="", old_logprobs="recomputed", correction=kind)
     for variant in ("grpo", *(["gspo"] if "tis" != kind != "icepop" else [])):
-        terms, _ = grpo_terms(replace(config, variant=variant))
-        (term,) = terms.values()
+        (term,) = grpo_losses(replace(config, variant=variant)).values()
         loss, _ = term(rollout_tensors(read, config)(None, batch), batch)
         torch.testing.assert_close(loss, expected if variant == "grpo" else expected[::2])
     narrow = replace(config, correction_high=1.5, correction_low=0.95)
@@ -326,7 +339,14 @@ def by_torchrun(fields):
 @pytest.mark.parametrize("launch", [by_forks, slow(by_torchrun)])
 def test_two_ranks_end_with_the_weights_of_one(launch, common, tmp_path):
     """One of them samples and judges; held-out answers too."""
-    fields = {**common, "dtype": "float64", "epochs_per_rollout": 2, "old": "recomputed", "beta": 0.1, "steps": 4}
+    fields = {
+        **common,
+        "dtype": "float64",
+        "epochs_per_rollout": 2,
+        "old_logprobs": "recomputed",
+        "beta": 0.1,
+        "steps": 4,
+    }
     fields |= {"eval_data": common["data"], "micro_tokens": 60}
     run_grpo(GRPO(**fields, output=str(tmp_path / "one")))
     launch({**fields, "output": str(tmp_path / "two")})

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from burnish.loops.recipes.settings import GRPO, RLOO
 from burnish.loops.rollouts.sample import Sample, VersionSpan
 from burnish.loops.runs.reference import frozen_copy
-from law import alike, assert_as_near, handed_over, make_policy, numbers, stepped
+from law import alike, assert_as_near, make_policy, numbers, one_step_of
 from torch.nn.utils.rnn import pad_sequence
 
 trl = pytest.importorskip("trl", reason="the peer is not installed")
@@ -22,7 +22,7 @@ trl = pytest.importorskip("trl", reason="the peer is not installed")
 GROUPS, ANSWERS, LIMIT, TEMPERATURE = 3, 4, 8, 0.7
 LOW, HIGH = 0.6, 1.5
 COMMON = {"model": "", "data": "", "output": "", "rewards": {"right": 1.0, "brief": 0.5}, "steps": 1}
-COMMON |= {"batch_size": GROUPS, "group_size": ANSWERS, "max_tokens": LIMIT, "temperature": TEMPERATURE}
+COMMON |= {"prompts_per_rollout": GROUPS, "group_size": ANSWERS, "max_tokens": LIMIT, "temperature": TEMPERATURE}
 COMMON |= {"loss_kwargs": {"clip_low": LOW, "clip_high": HIGH}}
 
 
@@ -130,7 +130,7 @@ CASES = {
     "dr_grpo": (GRPO(**COMMON, variant="dr_grpo"), {"loss_type": "dr_grpo"}, False),
     "dapo": (GRPO(**COMMON, variant="dapo", dynamic_sampling=False), {"loss_type": "dapo"}, True),
     "gspo": (
-        GRPO(**COMMON, variant="gspo", old="sampled"),
+        GRPO(**COMMON, variant="gspo", old_logprobs="sampled"),
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
         True,
     ),
@@ -164,7 +164,7 @@ def test_under_autocast_our_gradient_is_as_near_to_the_exact_one_as_theirs(recip
         with Accelerator().autocast():
             old, advantage = padded(policy.model, found).detach(), advantages_of(found, scaled=scaled)
             expected = theirs(trl.GRPOTrainer, found, advantage, policy, reference, old, **settings)
-        return ours(replace(config, old="recomputed"), found, policy, reference), expected
+        return ours(replace(config, old_logprobs="recomputed"), found, policy, reference), expected
 
     with numbers(torch.float64):
         result, (loss, gradient) = both()
@@ -183,16 +183,13 @@ def rloo_of_both(old):
         reward = (reward - 0.1 * (logp - ref).sum(1)).view(GROUPS, ANSWERS)
         advantage = (reward - (reward.sum(1, keepdim=True) - reward) / (ANSWERS - 1)).flatten()
         expected = theirs(trl.RLOOTrainer, found, advantage, policy, reference, None if old else logp)
-    return ours(RLOO(**COMMON, beta=0.1, old=old), found, policy, reference), expected
+    return ours(RLOO(**COMMON, beta=0.1, old_logprobs=old), found, policy, reference), expected
 
 
 def ours(config, found, policy, reference):
     accelerator = Accelerator(cpu=True)
     frozen = alike(frozen_copy(reference, temperature=TEMPERATURE), accelerator)
-    caught = handed_over(config, policy, frozen, found, accelerator)
-    mine = caught["feed"](0)
-    caught["feed"].close()
-    return stepped(accelerator, policy, mine, caught["objective"], caught["weightings"])
+    return one_step_of(config, policy, frozen, found, accelerator, step=0)
 
 
 def assert_same(result, expected):

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from burnish.loops.recipes.grpo import VARIANTS, grpo_terms, run_grpo
-from burnish.loops.recipes.ppo import ppo_terms, run_ppo
+from burnish.loops.recipes.grpo import VARIANTS, grpo_losses, run_grpo
+from burnish.loops.recipes.ppo import ppo_losses, run_ppo
 from burnish.loops.recipes.settings import GRPO, PPO, RLOO
 from burnish.loops.rl.mismatch import ClipWatch
-from burnish.loops.rl.policy_gradient import old_policy
+from burnish.loops.rl.policy_gradient import ratio_denominator
 from burnish.loops.rollouts.replay import ReplaySource, read_samples
-from burnish.loops.runs.context import open_reference
+from burnish.loops.runs.context import RunContext
 from online import lines, prepare, stored
 
 NOISE = 0.02  # of a token's log-prob, between two ways to compute it in bfloat16
@@ -81,8 +81,8 @@ def test_rounding_alone_clips_nothing(recipe, common, noisy, clipped, tmp_path, 
         ({"variant": "gspo_token"}, "recomputed"),
         ({"variant": "vespo"}, "recomputed"),
         ({"variant": "rloo"}, "recomputed"),
-        ({"variant": "rloo", "old": "sampled"}, "sampled"),
-        ({"variant": "grpo", "old": "recomputed"}, "recomputed"),
+        ({"variant": "rloo", "old_logprobs": "sampled"}, "sampled"),
+        ({"variant": "grpo", "old_logprobs": "recomputed"}, "recomputed"),
         ({"variant": "grpo", "correction": "tis"}, "recomputed"),
         ({"loss": {"clipped_surrogate": 1, "completion_surrogate": 0.1}}, "recomputed"),
     ],
@@ -90,21 +90,21 @@ def test_rounding_alone_clips_nothing(recipe, common, noisy, clipped, tmp_path, 
 )
 def test_a_ratio_of_whole_completions_is_to_the_trainers_own_log_probs(config, expected):
     config = GRPO(model="", data="", output="", **config)
-    assert old_policy(config, grpo_terms(config)[0]) == expected
+    assert ratio_denominator(config, grpo_losses(config)) == expected
 
 
 def test_ratios_of_ppo_are_to_the_policy_that_begins_the_rollout():
     config = PPO(model="", data="", output="")
-    assert old_policy(config, ppo_terms(config)) == "recomputed"
+    assert ratio_denominator(config, ppo_losses(config)) == "recomputed"
 
 
 def test_what_is_clipped_before_anything_was_learned_is_warned_of_once(common, noisy, tmp_path, caplog):
-    config = {**common, "steps": 2, "output": str(tmp_path), "old": "sampled", "variant": "gspo"}
+    config = {**common, "steps": 2, "output": str(tmp_path), "old_logprobs": "sampled", "variant": "gspo"}
     run_grpo(GRPO(**config))
     assert all(line["clip_ratio/region"] > 0.05 for line in lines(tmp_path))
     (warning,) = [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
     assert "50 % clipped" in warning
-    assert "differ from the trainer's by 0.016 per token; set old to recomputed" in warning
+    assert "differ from the trainer's by 0.016 per token; set old_logprobs to recomputed" in warning
 
 
 def test_what_is_clipped_because_something_was_learned_is_no_warning(common, tmp_path, caplog):
@@ -132,8 +132,10 @@ def referred(monkeypatch):
     """How many tokens each call of the reference is about."""
     counts = []
 
-    def opened(*arguments, **options):
-        reference, columns = open_reference(*arguments, **options)
+    opened = RunContext.reference
+
+    def watched(*arguments, **options):
+        reference, columns = opened(*arguments, **options)
 
         def counted(batch):
             counts.append(len(batch.target))
@@ -141,7 +143,7 @@ def referred(monkeypatch):
 
         return counted, columns
 
-    monkeypatch.setattr("burnish.loops.rl.policy_gradient.open_reference", opened)
+    monkeypatch.setattr(RunContext, "reference", watched)
     return counts
 
 

@@ -16,7 +16,7 @@ def config(tmp_path):
         "output": str(tmp_path / "run"),
         "epochs_per_rollout": 2,
         "minibatches": 2,
-        "old": "recomputed",
+        "old_logprobs": "recomputed",
         "beta": 0.1,
         "schedule": "cosine",
         "save_every": 3,

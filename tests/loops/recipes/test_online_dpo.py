@@ -1,13 +1,13 @@
-"""OnlineConfig DPO: pairs of the policy's own answers."""
+"""Online DPO: pairs of the policy's own answers."""
 
 import pytest
 import torch
-from burnish.loops.recipes.dpo import PAIR_LOSSES
 from burnish.loops.recipes.online_dpo import best_and_worst, run_online_dpo
 from burnish.loops.recipes.settings import OnlineDPO
-from burnish.loops.rewards.metrics import RewardTable
+from burnish.loops.rewards import RewardTable
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample
+from burnish.loops.train.losses import PAIR_LOSSES
 from online import lines, prepare
 
 NAN = float("nan")
@@ -28,8 +28,9 @@ def rollout(rewards, tasks, finish=None):
     samples = [
         Sample(task, i, [1], [5], [True], [0.0], [], (finish or {}).get(i, "stop")) for i, task in enumerate(tasks)
     ]
-    judged = RewardTable(torch.tensor([rewards]).double().T, torch.tensor(tasks), torch.ones(1).double())
-    return RolloutBuffer(samples, [[reward == reward] for reward in rewards], judged)
+    return RolloutBuffer(
+        samples, RewardTable(torch.tensor([rewards]).double().T, torch.tensor(tasks), torch.ones(1).double())
+    )
 
 
 def test_a_pair_is_the_best_and_the_worst_of_a_group_and_ties_make_none():
@@ -80,14 +81,14 @@ def test_all_pair_losses_take_a_step(common, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"group_size": 1}, "group_size: a pair needs two answers"),
-        ({"reference": "precompute"}, "can't be precomputed"),
+        ({"group_size": 1}, "group_size: a pair needs two completions"),
+        ({"reference": "precompute"}, "reference: must be one of auto, copy, adapters_off, got 'precompute'"),
         ({"loss": "distillation"}, "'distillation' is not one of"),
         ({"beta": -0.1}, "beta"),
         ({"rewards": {}}, "rewards: none is named"),
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.rl.setup.load_model", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
         run_online_dpo(OnlineDPO(**{**common, "output": str(tmp_path / "run"), **config}))

@@ -10,7 +10,7 @@ from burnish.loops.config import Lora
 from burnish.loops.models.io import load_model
 from burnish.loops.recipes.ppo import ValueHead, advantages, objective_metrics, open_critic, run_ppo, with_values
 from burnish.loops.recipes.settings import PPO
-from burnish.loops.rewards.metrics import RewardTable
+from burnish.loops.rewards import RewardTable
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample
 from burnish.loops.runs.reference import frozen_copy
@@ -27,15 +27,18 @@ def common(tmp_path_factory):
 
 def rollout():
     """Three answers: one that ended, one that was cut, one without a score."""
+    trained = [[True] * 3, [True, False, True], [True] * 3]
     samples = [
-        Sample(i, 0, [1], [5] * 3, [True] * 3, [0.0] * 3, [], f) for i, f in enumerate(("stop", "length", "stop"))
+        Sample(i, 0, [1], [5] * 3, trained[i], [0.0] * 3, [], f) for i, f in enumerate(("stop", "length", "stop"))
     ]
-    judged = RewardTable(
+    scores = RewardTable(
         torch.tensor([[1.0], [0.5], [torch.nan]]).double(), torch.arange(3), torch.tensor([2.0]).double()
     )
-    trained = [[True] * 3, [True, False, True], [False] * 3]
     columns = {"old_logp": [-1, -2, -3, -1, -1], "ref_logp": [-2, -2, -1, -1, -2], "old_value": [0.1, 0.2, 0.3, 0.4, 0]}
-    return RolloutBuffer(samples, trained, judged, {name: torch.tensor(c).double() for name, c in columns.items()})
+    buffer = RolloutBuffer(samples, scores, dtype=torch.float64)
+    for name, column in columns.items():
+        buffer[name] = torch.tensor(column).double()
+    return buffer
 
 
 def test_advantages_are_those_of_the_recursion_whitened_over_the_rollout():
@@ -149,19 +152,22 @@ def test_the_head_computes_in_its_own_precision():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"gamma": 1.5}, "gamma must be in"),
-        ({"lam": -0.1}, "lam must be in"),
-        ({"value_clip": -1.0}, "clip must be >= 0"),
+        ({"gamma": 1.5}, "gamma: must be >= 0 and <= 1, got 1.5"),
+        ({"lam": -0.1}, "lam: must be >= 0 and <= 1"),
+        ({"value_clip": -1.0}, "value_clip: must be >= 0"),
         ({"value_coefficient": -1.0}, "value_coefficient: must be >= 0"),
         ({"value_head": "a", "value_model": "b"}, "give one of the two"),
         ({"value_head": "nowhere"}, "nowhere: no such file; a run of ppo leaves one"),
-        ({"loss": "gspo", "loss_kwargs": {"clip_low": 0.1, "clip_high": 0.1}}, "gspo takes one advantage per answer"),
+        (
+            {"loss": "gspo", "loss_kwargs": {"clip_low": 0.1, "clip_high": 0.1}},
+            "gspo takes one advantage per completion",
+        ),
         ({"loss": "nll"}, "none of nll learns from the rewards"),
         ({"rewards": {}}, "rewards: none is named"),
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.rl.setup.load_model", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
         run_ppo(PPO(**{**common, "output": str(tmp_path / "run"), **config}))
 

@@ -37,11 +37,11 @@ def groups():
 
 @pytest.fixture
 def judging():
-    """`judge`, run to its end; gives how many answers each function left without a score, by reason."""
-    from burnish.loops.rewards import judge
+    """`score_samples`, run to its end; gives how many answers each function left without a score, by reason."""
+    from burnish.loops.rewards import score_samples
 
     def judging(rewards, rows, samples):
-        asyncio.run(judge(rewards, rows, samples))
+        asyncio.run(score_samples(rewards, rows, samples))
         return unscored(samples)
 
     return judging

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from burnish.loops.rewards import RewardFunction, isolated, judge
+from burnish.loops.rewards import RewardFunction, isolated, score_samples
 from burnish.loops.rewards.math import MathEquivalence
 from burnish.loops.rollouts.concurrency import off_loop
 
@@ -98,13 +98,13 @@ def test_an_endless_simplification_is_killed(answer):
     samples = [answer("42"), answer(endless), answer("42")]
 
     async def one_after_the_other():
-        await judge([reward], [{"answer": "42"}], samples[:1])  # starts the process
+        await score_samples([reward], [{"answer": "42"}], samples[:1])  # starts the process
         reward.timeout = 1.0
         begun = time.monotonic()
-        await judge([reward], [{"answer": "42"}], samples[1:2])
+        await score_samples([reward], [{"answer": "42"}], samples[1:2])
         took = time.monotonic() - begun
         reward.timeout = 60
-        await judge([reward], [{"answer": "42"}], samples[2:])
+        await score_samples([reward], [{"answer": "42"}], samples[2:])
         return took
 
     took = asyncio.run(one_after_the_other())

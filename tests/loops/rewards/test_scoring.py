@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from burnish.loops.rewards import RewardFunction, batched, check_columns
-from burnish.loops.rewards.scoring import score
+from burnish.loops.rewards.scoring import as_score
 
 
 def test_each_function_scores_each_sample(groups, judging):
@@ -113,11 +113,11 @@ def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(fun
     [1, True, np.float32(1), np.bool_(True), Fraction(1), torch.tensor(1), torch.ones(1, 1, dtype=torch.bfloat16)],
 )
 def test_whatever_is_one_number_is_a_score(value):
-    assert score(value) == 1.0 and type(score(value)) is float
+    assert as_score(value) == 1.0 and type(as_score(value)) is float
 
 
 def test_false_is_0_and_not_missing():
-    assert score(False) == 0.0 and score(False) is not None
+    assert as_score(False) == 0.0 and as_score(False) is not None
 
 
 def test_a_list_of_the_wrong_length_masks_all_answers_of_the_call(groups, judging, caplog):
@@ -126,7 +126,7 @@ def test_a_list_of_the_wrong_length_masks_all_answers_of_the_call(groups, judgin
 
     assert judging([RewardFunction("r", batched(short, "group"))], *groups) == {("r", "wrong length"): 2}
     assert [sample.rewards["r"] for sample in groups[1]] == [1.0, 1.0, "wrong length", "wrong length"]
-    assert "returned 1 for 2 answers" in caplog.text and "one entry per answer" in caplog.text
+    assert "returned 1 for 2 completions" in caplog.text and "one entry per completion" in caplog.text
 
 
 def test_a_batched_function_that_returns_one_number_masks_the_step(groups, judging):
@@ -213,7 +213,7 @@ def test_waiting_for_a_turn_costs_a_call_none_of_its_time(answer, judging):
 
 
 def test_groups_that_are_judged_at_the_same_time_share_the_places(answer):
-    from burnish.loops.rewards import judge
+    from burnish.loops.rewards import score_samples
 
     under_way, most = 0, 0
 
@@ -229,7 +229,9 @@ def test_groups_that_are_judged_at_the_same_time_share_the_places(answer):
     reward = RewardFunction("r", counts)
 
     async def groups():
-        await asyncio.gather(*(judge([reward], [{}] * 2, [answer(index=i) for i in range(2)]) for _ in range(4)))
+        await asyncio.gather(
+            *(score_samples([reward], [{}] * 2, [answer(index=i) for i in range(2)]) for _ in range(4))
+        )
 
     for _ in range(2):  # in one event loop after the other
         asyncio.run(groups())
@@ -249,7 +251,7 @@ def test_hanging_functions_leave_room_for_others(answer, judging):
 
 
 def test_a_coroutine_that_refuses_to_be_cancelled_is_not_waited_for(answer):
-    from burnish.loops.rewards import judge
+    from burnish.loops.rewards import score_samples
 
     async def stubborn(row, sample):
         until = time.monotonic() + 1.5
@@ -261,7 +263,7 @@ def test_a_coroutine_that_refuses_to_be_cancelled_is_not_waited_for(answer):
 
     async def judged_in():
         begun = time.monotonic()
-        await judge([RewardFunction("r", stubborn, timeout=0.1)], [{}], [answer()])
+        await score_samples([RewardFunction("r", stubborn, timeout=0.1)], [{}], [answer()])
         return time.monotonic() - begun
 
     assert asyncio.run(judged_in()) < 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from burnish.loops.rewards import RewardFunction, check_columns, from_trl
-from burnish.loops.rewards.trl import is_trl
+from burnish.loops.rewards.trl import adapted
 
 CHAT = [{"role": "user", "content": "?"}]
 
@@ -91,8 +91,10 @@ def test_one_that_needs_the_trainer_is_refused():
 
 
 def test_it_is_known_by_its_parameters():
-    assert is_trl(lambda completions, **columns: []) and is_trl(lambda prompts: [])
-    assert not is_trl(lambda row, sample: 1.0) and not is_trl(lambda rows, samples: []) and not is_trl(max)
+    for written in (lambda completions, **columns: [], lambda prompts: []):
+        assert adapted(written) == from_trl(written)
+    for other in (lambda row, sample: 1.0, lambda rows, samples: [], max):
+        assert adapted(other) is other
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="the package trl is not installed")

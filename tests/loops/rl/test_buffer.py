@@ -1,4 +1,4 @@
-"""From answers to micro-batches. (That a step does not depend on its split is shown in test_law_online.)"""
+"""From samples to micro-batches. (That a step does not depend on its split is shown in test_law_online.)"""
 
 import random
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.models.policy import Policy
-from burnish.loops.rewards import RewardFunction, judged
-from burnish.loops.rl.buffer import RolloutFeed
+from burnish.loops.recipes.settings import GRPO
+from burnish.loops.rewards import RewardFunction, RewardTable
+from burnish.loops.rl.buffer import RolloutBuffer
+from burnish.loops.rl.context import RLContext
+from burnish.loops.rl.feed import RolloutFeed
 from burnish.loops.rl.sources import SampleLog
 from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
 from burnish.loops.rollouts.sample import Sample, SamplingParams, VersionSpan
@@ -41,26 +44,27 @@ def answers(tasks=GROUPS, finish="stop", reward=None, version=0):
 
 
 @pytest.fixture
-def open_experience(policy):
+def open_feed(policy):
     opened = []
 
-    def open_experience(samples, store=None, groups=GROUPS, **options):
+    def open_feed(samples, sample_log=None, groups=GROUPS, micro_tokens=None, rewards=REWARDS, **options):
         prompts = {sample.task: sample.prompt for sample in samples}
-        how = {
-            "groups_per_step": groups,
-            "group_size": ANSWERS,
-            "sampling": SamplingParams(9),
-            "key": 0,
-            "max_staleness": 0,
-        }
-        sampler = RolloutScheduler(ReplaySource(samples), prompts.__getitem__, list, **how)
-        judgment = {"judgment": lambda some: judged(REWARDS, some), "groups": groups, "steps": 9, "store": store}
-        opened.append(RolloutFeed(sampler, policy, Accelerator(), **{**judgment, **options}))
+        scheduler = RolloutScheduler(
+            ReplaySource(samples),
+            prompts.__getitem__,
+            groups_per_step=groups,
+            group_size=ANSWERS,
+            sampling=SamplingParams(9),
+        )
+        config = GRPO(model="", data="", output="", micro_tokens=micro_tokens)
+        parts = {"rewards": rewards, "scheduler": scheduler, "sample_log": sample_log}
+        context = RLContext(config, Accelerator(), None, policy, None, **parts)
+        opened.append(RolloutFeed(context, groups=groups, steps=9, **options))
         return opened[-1]
 
-    yield open_experience
-    for experience in opened:
-        experience.close()
+    yield open_feed
+    for feed in opened:
+        feed.close()
 
 
 def whose(batches):
@@ -73,9 +77,9 @@ def whose(batches):
     return found
 
 
-def test_the_answers_to_a_prompt_share_an_example_with_the_columns_of_their_own_tokens(open_experience):
+def test_the_answers_to_a_prompt_share_an_example_with_the_columns_of_their_own_tokens(open_feed):
     samples = answers()
-    (batch,) = open_experience(samples)(0)
+    (batch,) = open_feed(samples)(0)
     assert whose([batch]) == [[(task, index) for index in range(ANSWERS)] for task in range(GROUPS)]
     expected = [p for s in samples for p, drawn in zip(s.logprobs, s.trained, strict=True) if drawn]
     target = [t for s in samples for t, drawn in zip(s.tokens, s.trained, strict=True) if drawn]
@@ -85,9 +89,9 @@ def test_the_answers_to_a_prompt_share_an_example_with_the_columns_of_their_own_
     assert batch.columns["age"].tolist() == [-version for version in versions]
 
 
-def test_a_group_too_large_for_a_micro_batch_is_split_and_nothing_is_lost(open_experience):
+def test_a_group_too_large_for_a_micro_batch_is_split_and_nothing_is_lost(open_feed):
     limit = 14
-    batches = open_experience(answers(), micro_tokens=limit)(0)
+    batches = open_feed(answers(), micro_tokens=limit)(0)
     assert len(batches) > GROUPS / 2
     for batch in batches:
         assert sum(len(e.prompt) + sum(map(len, e.completions)) for e in batch.examples) <= limit
@@ -97,81 +101,81 @@ def test_a_group_too_large_for_a_micro_batch_is_split_and_nothing_is_lost(open_e
     assert sorted(answer for part in parts for answer in part) == ALL
 
 
-def test_an_answer_larger_than_a_micro_batch_stands_alone(open_experience):
-    assert [len(part) for part in whose(open_experience(answers(), micro_tokens=1)(0))] == [1] * GROUPS * ANSWERS
+def test_an_answer_larger_than_a_micro_batch_stands_alone(open_feed):
+    assert [len(part) for part in whose(open_feed(answers(), micro_tokens=1)(0))] == [1] * GROUPS * ANSWERS
 
 
 @pytest.mark.parametrize("micro_tokens", [None, 14])
-def test_each_epoch_takes_every_group_once_in_an_order_of_its_own(open_experience, micro_tokens):
-    experience = open_experience(answers(), epochs=3, minibatches=2, micro_tokens=micro_tokens)
-    steps = [sorted({task for part in whose(experience(step)) for task, _ in part}) for step in range(6)]
+def test_each_epoch_takes_every_group_once_in_an_order_of_its_own(open_feed, micro_tokens):
+    feed = open_feed(answers(), epochs=3, minibatches=2, micro_tokens=micro_tokens)
+    steps = [sorted({task for part in whose(feed(step)) for task, _ in part}) for step in range(6)]
     assert [sorted(steps[i] + steps[i + 1]) for i in (0, 2, 4)] == [list(range(GROUPS))] * 3
     assert len({tuple(step) for step in steps}) > 2
     assert all(len(step) == GROUPS / 2 for step in steps)
 
 
-def test_which_groups_a_step_takes_does_not_depend_on_micro_batches(open_experience):
+def test_which_groups_a_step_takes_does_not_depend_on_micro_batches(open_feed):
     one, other = (
         [sorted({t for part in whose(e(step)) for t, _ in part}) for step in range(4)]
-        for e in (open_experience(answers(), epochs=2, minibatches=2, micro_tokens=m) for m in (None, 1))
+        for e in (open_feed(answers(), epochs=2, minibatches=2, micro_tokens=m) for m in (None, 1))
     )
     assert one == other
 
 
-def test_masked_is_what_has_no_score_was_given_up_or_was_cut(open_experience):
+def test_masked_is_what_has_no_score_was_given_up_or_was_cut(open_feed):
     samples = answers(reward=lambda task, index: None if (task, index) == (1, 2) else 0.5)
     samples[0].finish = "aborted"
     samples[3].finish = "length"
-    experience = open_experience(samples, mask_truncated=True)
-    trained = {answer for part in whose(experience(0)) for answer in part}
+    feed = open_feed(samples, mask_truncated=True)
+    trained = {answer for part in whose(feed(0)) for answer in part}
     assert trained == {*ALL} - {(0, 0), (1, 0), (1, 2)}
-    assert experience.rollout.reward.isnan().nonzero().tolist() == [[0], [5]]  # of one that was cut, the score counts
-    assert experience.report()["completions/masked_ratio"] == pytest.approx(3 / 12)
-    assert experience.report()["completions/clipped_ratio"] == pytest.approx(2 / 12)
-    kept = {answer for part in whose(open_experience(samples)(0)) for answer in part}
+    assert feed.rollout.reward.isnan().nonzero().tolist() == [[0], [5]]  # of one that was cut, the score counts
+    assert feed.report()["completions/masked_ratio"] == pytest.approx(3 / 12)
+    assert feed.report()["completions/clipped_ratio"] == pytest.approx(2 / 12)
+    kept = {answer for part in whose(open_feed(samples)(0)) for answer in part}
     assert (1, 0) in kept
 
 
-def test_without_rewards_nothing_is_masked_for_want_of_one(open_experience):
-    experience = open_experience(answers(reward=lambda *_: None), judgment=lambda samples: judged([], samples))
-    assert sum(map(len, whose(experience(0)))) == GROUPS * ANSWERS
+def test_without_rewards_nothing_is_masked_for_want_of_one(open_feed):
+    feed = open_feed(answers(reward=lambda *_: None), rewards=[])
+    assert sum(map(len, whose(feed(0)))) == GROUPS * ANSWERS
 
 
-def test_what_is_measured_goes_to_its_own_tokens_whatever_the_micro_batches(open_experience, policy):
+def test_what_is_measured_goes_to_its_own_tokens_whatever_the_micro_batches(open_feed, policy):
     def measure(batch):
         return {"old_logp": policy(batch).logprob}
 
     for limit in (None, 40, 25, 14, 1):
-        experience = open_experience(answers(), measure=measure, micro_tokens=limit)
-        for batch in experience(0):
+        feed = open_feed(answers(), measure=measure, micro_tokens=limit)
+        for batch in feed(0):
             torch.testing.assert_close(batch.columns["old_logp"], policy(batch).logprob.detach(), rtol=0, atol=1e-10)
-        assert len(experience.rollout.columns["old_logp"]) == len(experience.rollout.sequence)
+        assert len(feed.rollout["old_logp"]) == len(feed.rollout.sequence)
 
 
-def test_a_rollout_whose_answers_are_all_masked_is_an_empty_batch(open_experience, policy):
+def test_a_rollout_whose_answers_are_all_masked_is_an_empty_batch(open_feed, policy):
     seen = []
 
     def advantages(rollout):
-        seen.append(len(rollout.columns["old_logp"]))
-        return {"advantage": rollout.columns["old_logp"]}
+        seen.append(len(rollout["old_logp"]))
+        return {"advantage": rollout["old_logp"]}
 
-    experience = open_experience(
+    feed = open_feed(
         answers(reward=lambda *_: None), measure=lambda b: {"old_logp": policy(b).logprob}, advantages=advantages
     )
-    (batch,) = experience(0)
+    (batch,) = feed(0)
     assert len(batch.examples) == len(batch.target) == len(batch.columns["advantage"]) == 0
     assert seen == [0]
-    assert experience.report()["completions/masked_ratio"] == 1
+    assert feed.report()["completions/masked_ratio"] == 1
 
 
-def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling(open_experience):
-    options = {"epochs": 2, "minibatches": 2, "advantages": lambda r: {"advantage": r.columns["age"] + 3}}
-    first = open_experience(answers(), **options)
+def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling(open_feed):
+    options = {"epochs": 2, "minibatches": 2, "advantages": lambda r: {"advantage": r["age"] + 3}}
+    first = open_feed(answers(), **options)
     first(0)
     state = first.state_dict()
-    second = open_experience(answers(), **options)
+    second = open_feed(answers(), **options)
     second.load_state_dict(state)
-    second.sampler.take = lambda *_: pytest.fail("it sampled again")
+    second.scheduler.take = lambda *_, **__: pytest.fail("it sampled again")
     for step in (1, 2, 3):
         for one, other in zip(first(step), second(step), strict=True):
             assert one.examples == other.examples
@@ -180,7 +184,7 @@ def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling
     assert second.state_dict()["rollout"] is None  # used up: the next step samples anew
 
 
-def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_experience):
+def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_feed):
     samples = answers(tasks=9, reward=lambda task, index: 5.0 if task in (0, 2, 3, 5) else float(index))
     stored = []
 
@@ -188,24 +192,24 @@ def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_exp
         keep = staticmethod(lambda tasks: None)
         write = staticmethod(stored.extend)
 
-    experience = open_experience(samples, Store(), dynamic_sampling=True)
-    assert [part[0][0] for part in whose(experience(0))] == [1, 4, 6, 7]
-    assert experience.report()["groups_passed_over"] == 4
-    assert experience.report()["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
+    feed = open_feed(samples, Store(), dynamic_sampling=True)
+    assert [part[0][0] for part in whose(feed(0))] == [1, 4, 6, 7]
+    assert feed.report()["groups_passed_over"] == 4
+    assert feed.report()["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
     assert [sample.task for sample in stored][::ANSWERS] == list(range(8))
-    assert experience.sampler.ledger.tasks == 8
+    assert feed.scheduler.ledger.tasks == 8
 
 
-def test_samples_of_a_run_that_was_killed_are_on_record_once(open_experience, tmp_path):
+def test_samples_of_a_run_that_was_killed_are_on_record_once(open_feed, tmp_path):
     path = tmp_path / "samples.jsonl"
     samples = answers(tasks=3)
     with SampleWriter(path) as writer:  # the dead run had a checkpoint after task 0
         writer.write(samples)
     path.write_text(path.read_text()[:-20])  # and died while it wrote
-    experience = open_experience(samples, SampleLog(path, show_every=0), groups=1)
-    experience.sampler.ledger.enter(0, [0])
-    experience(1)
-    experience(2)
+    feed = open_feed(samples, SampleLog(path, show_every=0), groups=1)
+    feed.scheduler.ledger.enter(0, [0])
+    feed(1)
+    feed(2)
     assert list(read_samples(path)) == samples
 
 
@@ -220,3 +224,22 @@ def test_a_few_answers_are_shown_of_some_rollouts(tmp_path, capsys):
     assert "answer to 0" in shown and "asked " in shown
     assert "answer to 1" not in shown
     assert "answer to 2" in shown
+
+
+def test_masking_drops_the_tokens_of_a_completion_from_every_column():
+    samples = answers(tasks=2)
+    rollout = RolloutBuffer(samples, dtype=torch.float64)
+    rollout["number"] = rollout.sequence.double()
+    before = len(rollout.sequence)
+    rollout.mask([i == 2 for i in range(len(samples))])
+    assert len(rollout["number"]) == len(rollout["sampled_logp"]) == before - sum(samples[2].trained)
+    assert torch.equal(rollout["number"], rollout.sequence.double()) and 2 not in rollout.sequence
+    with pytest.raises(ValueError, match="number must have one entry per trained token"):
+        rollout["number"] = torch.zeros(before)
+
+
+def test_scores_of_other_samples_are_refused():
+    samples = answers(tasks=2)
+    scores = RewardTable(torch.zeros(3, 1).double(), torch.zeros(3).long(), torch.ones(1).double())
+    with pytest.raises(ValueError, match="rollout: scores are those of other samples"):
+        RolloutBuffer(samples, scores)

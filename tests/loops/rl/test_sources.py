@@ -11,9 +11,9 @@ from burnish.loops.environments.games import guess_rows
 from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl import sources as sampling
+from burnish.loops.rl.context import open_rl
 from burnish.loops.rl.settings import VLLM
-from burnish.loops.rl.setup import open_rl
-from burnish.loops.rl.sources import check_sampled, flags_of, open_updates
+from burnish.loops.rl.sources import check_sampling, flags_of, open_updates
 from burnish.loops.rollouts.source import SourceError
 from burnish.loops.rollouts.vllm.server import VLLMServer
 from online import lines, prepare, stored
@@ -110,9 +110,9 @@ def test_a_servers_limits_are_settings(fake, fields, monkeypatch):
     monkeypatch.setattr(sampling, "VLLMServer", Watched)
     limits = {"timeout": 50.0, "concurrency": 5, "patience": 70.0}
     config = GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url, attempts=3, **limits))
-    players = open_rl(config)
-    assert players.sampler.attempts == 3 and {name: made[name] for name in limits} == limits
-    players.sampler.close()
+    context = open_rl(config)
+    assert context.scheduler.attempts == 3 and {name: made[name] for name in limits} == limits
+    context.scheduler.close()
 
 
 def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
@@ -133,8 +133,7 @@ def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
 def test_nccl_is_given_the_trainers_address(url, given, address):
     vllm = VLLM(url=url, updates="nccl", trainer_address=given)
     config = GRPO(model="m", data="d", output="o", source="vllm", vllm=vllm)
-    recipe = types.SimpleNamespace(run=types.SimpleNamespace(directory=Path("o")))
-    assert open_updates(config, recipe).address == address
+    assert open_updates(config, types.SimpleNamespace(directory=Path("o"))).address == address
 
 
 def test_flags_are_written_as_vllm_reads_them():
@@ -159,8 +158,6 @@ def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fi
             {"source": "vllm", "vllm": VLLM(updates="adapters", options={"max_lora_rank": 8}), "lora": Lora(r=9)},
             "max_lora_rank=8 has no room for lora.r=9; leave it out, or set it to 16",
         ),
-        ({"source": "vllm", "vllm": VLLM(timeout=0.0)}, "vllm.timeout: must be > 0, got 0.0"),
-        ({"source": "vllm", "vllm": VLLM(attempts=0)}, "vllm.attempts: must be > 0, got 0"),
         ({"source": "vllm", "vllm": VLLM(trainer_address="10.0.0.5")}, "set vllm.updates to nccl, or leave it out"),
         ({"source": "vllm_engine", "vllm": VLLM(url="http://a:1")}, "no other settings than options and directory"),
         ({"source": "vllm", "vllm": VLLM(url="http://a:1", python="p")}, "leave out python, options"),
@@ -168,7 +165,13 @@ def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fi
 )
 def test_settings_that_contradict_each_other_are_refused_before_anything_is_loaded(changed, message):
     with pytest.raises(ValueError, match=message):
-        check_sampled(GRPO(model="m", data="d", output="o", **changed))
+        check_sampling(GRPO(model="m", data="d", output="o", **changed))
+
+
+@pytest.mark.parametrize("name", ["timeout", "attempts", "concurrency", "patience"])
+def test_a_servers_limits_are_above_zero(name):
+    with pytest.raises(ValueError, match=f"vllm.{name}: must be > 0, got 0"):
+        VLLM(**{name: 0})
 
 
 def test_the_policy_converses_with_an_environment_and_learns_from_what_it_gives(fake, fields):

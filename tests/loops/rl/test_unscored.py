@@ -110,7 +110,7 @@ def test_dynamic_sampling_does_not_take_what_is_unknown_for_a_difference(burnish
     """Of two answers math fails at one, so that their forms, which differ, are not compared."""
     slow = {"judges:math": {"weight": 1.0, "timeout": 0.01}, "judges:form": 1.0}
     assert burnish(rewards=slow, dynamic_sampling=True, group_size=2, max_tokens=1) == 0
-    assert "only 0 of 4 groups have answers of different reward" in caplog.text
+    assert "only 0 of 4 groups have completions of different reward" in caplog.text
     (line,) = lines(tmp_path / "run")
     assert line["reward/sampled"] == 0.75 and line["skipped"] == 1
 
@@ -126,7 +126,7 @@ def test_no_pair_is_made_of_an_answer_of_unknown_worth(burnish, tmp_path):
 def test_a_reward_that_raises_in_all_calls_of_the_first_rollout_ends_the_run(settings, burnish, tmp_path, capsys):
     assert burnish(rewards={"online:even": 1.0, "judges:broken": 0.1}, steps=2, **settings) == 1
     said = capsys.readouterr().err
-    assert "reward broken: it raised in every one of its calls, for all 16 answers of the first rollout" in said
+    assert "reward broken: it raised in every one of its calls, for all 16 completions of the first rollout" in said
     assert "in broken" in said and "KeyError: 'solution'" in said
     assert "the row has the columns (" in said
     assert lines(tmp_path / "run") == []
@@ -171,13 +171,19 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_numbers_of_numpy_and_torch_in_info_are_stored_and_resumed_from(name, burnish, tmp_path):
     """The process dies in the second step of a rollout of two, so the next one reads the rollout's samples."""
-    settings = {"rewards": {name: 1.0}, "epochs_per_rollout": 2, "old": "recomputed", "save_every": 1, "steps": 4}
+    settings = {
+        "rewards": {name: 1.0},
+        "epochs_per_rollout": 2,
+        "old_logprobs": "recomputed",
+        "save_every": 1,
+        "steps": 4,
+    }
     with pytest.raises(Killed), dying_in_step(2):
         burnish(**settings)
     assert burnish(**settings, resume=True) == 0
     samples = stored(tmp_path / "run")
     assert len(samples) == 2 * 16 and len(lines(tmp_path / "run")) == 4
-    for i in range(0, 32, 4):  # the judge is called for each group
+    for i in range(0, 32, 4):  # rewards are called for each group
         lengths = [len(sample["tokens"]) for sample in samples[i : i + 4]]
         expected = [LEFT[name](n, sum(lengths) / 4) for n in lengths]
         assert [sample["info"] for sample in samples[i : i + 4]] == expected
@@ -186,5 +192,5 @@ def test_numbers_of_numpy_and_torch_in_info_are_stored_and_resumed_from(name, bu
 def test_what_cannot_be_stored_is_refused_and_named(burnish, capsys):
     assert burnish(rewards={"judges:leaves_an_object": 1.0, "judges:form": 0.5}) == 1
     said = capsys.readouterr().err
-    assert "judged by leaves_an_object, form: sample.info['tree']: wanted numbers, text, lists or mappings" in said
+    assert "scored by leaves_an_object, form: sample.info['tree']: wanted numbers, text, lists or mappings" in said
     assert "got object" in said

@@ -128,14 +128,14 @@ def test_old_completions_can_be_trained_on_at_any_step(tmp_path):
         "groups_per_step": 2,
         "group_size": 2,
         "sampling": SamplingParams(max_tokens=5),
-        "key": 0,
+        "seed": 0,
         "max_staleness": 0,
     }
-    with RolloutScheduler(ReplaySource(STORED), lambda task: [task + 1, 2], lambda: (), **options) as sampler:
+    with RolloutScheduler(ReplaySource(STORED), lambda task: [task + 1, 2], **options) as sampler:
         taken = []
-        for step in range(2):
-            sampler.publish(step)
-            taken += [sample for group in sampler.take(step) for sample in group]
+        for _ in range(2):
+            sampler.publish()
+            taken += [sample for group in sampler.take() for sample in group]
     assert taken == STORED
 
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,30 +81,30 @@ class Trainer:
     def __init__(self, source, **options):
         self.version = 0
         self.trained = []  # (step, task, tokens, age)
-        options = {"groups_per_step": B, "group_size": G, "key": 5, "max_staleness": 0, "backoff": 0.001, **options}
-        self.sampler = RolloutScheduler(
+        options = {"groups_per_step": B, "group_size": G, "seed": 5, "max_staleness": 0, "backoff": 0.001, **options}
+        self.scheduler = RolloutScheduler(
             source,
             lambda task: [task + 1, 7],
-            lambda: [("v", torch.tensor(self.version))],
+            weights=lambda: [("v", torch.tensor(self.version))],
             sampling=SamplingParams(max_tokens=2),
             **options,
         )
 
     def run(self, steps, start=0, pause=0.0):
         self.version = start
-        self.sampler.publish(start)
+        self.scheduler.publish()
         for step in range(start, steps):
-            for group in self.sampler.take(step):
+            for group in self.scheduler.take(step=step):
                 assert [sample.index for sample in group] == list(range(G))
                 age = step - min(sample.oldest for sample in group)
                 self.trained.append((step, group[0].task, [sample.tokens for sample in group], age))
             time.sleep(pause)
             self.version = step + 1
-            self.sampler.publish(step + 1)
+            self.scheduler.publish()
             yield step
 
     def all(self, steps, **how):
-        with self.sampler:
+        with self.scheduler:
             list(self.run(steps, **how))
         return self.trained
 
@@ -131,8 +132,8 @@ def test_tasks_are_trained_on_in_their_order_each_once_and_never_too_old(max_sta
     trained = trainer.all(20, pause=0.003)
     assert [(step, task) for step, task, *_ in trained] == [(task // B, task) for task in range(20 * B)]
     assert max(age for *_, age in trained) <= max_staleness
-    assert [trainer.sampler.ledger.step_of(task) for task in range(20 * B)] == [task // B for task in range(20 * B)]
-    assert trainer.sampler.ledger.step_of(20 * B) is None
+    assert [trainer.scheduler.ledger.step_of(task) for task in range(20 * B)] == [task // B for task in range(20 * B)]
+    assert trainer.scheduler.ledger.step_of(20 * B) is None
     assert source.closed and source.crashed > 0
 
 
@@ -147,7 +148,7 @@ def test_answers_are_drawn_ahead_as_far_as_may_be_and_no_further(max_staleness):
     """The trainer is slow: without a bound the source would go on asking."""
     source = Scripted()
     trainer = Trainer(source, max_staleness=max_staleness)
-    with trainer.sampler:
+    with trainer.scheduler:
         for step in trainer.run(6):
             begun = (step + 1) * B if max_staleness == 0 else (step + 2 + max_staleness) * B  # as of version step + 1
             wait_until(lambda begun=begun: source.asked == begun and source.under_way == 0)
@@ -167,13 +168,13 @@ def test_answers_under_way_go_on_across_a_publication():
 def test_without_staleness_a_resumed_run_trains_on_the_same(stop):
     whole = Trainer(Scripted(delay=0.002)).all(7)
     first = Trainer(Scripted(1, delay=0.002))
-    with first.sampler:
+    with first.scheduler:
         for step in first.run(7):
             if step + 1 == stop:
-                state = first.sampler.state_dict()
+                state = first.scheduler.state_dict()
                 break
     second = Trainer(Scripted(2, delay=0.002))
-    second.sampler.load_state_dict(state)
+    second.scheduler.load_state_dict(state)
     assert first.trained + second.all(7, start=stop) == whole
 
 
@@ -181,39 +182,39 @@ def test_without_staleness_a_resumed_run_trains_on_the_same(stop):
 @pytest.mark.parametrize("when", ["before publishing", "after publishing"])
 def test_with_staleness_a_resumed_run_trains_on_each_task_once(stop, when, tmp_path):
     first = Trainer(Scripted(stop, delay=0.004, crashes=0.1), max_staleness=2, attempts=50)
-    with first.sampler:
-        first.sampler.publish(0)
+    with first.scheduler:
+        first.scheduler.publish()
         for step in range(stop):
-            for group in first.sampler.take(step):
+            for group in first.scheduler.take(step=step):
                 first.trained.append((step, group[0].task, [sample.tokens for sample in group], 0))
             time.sleep(0.004)
             first.version = step + 1
             if step + 1 < stop or when == "after publishing":
-                first.sampler.publish(step + 1)
-        torch.save(first.sampler.state_dict(), tmp_path / "state.pt")
+                first.scheduler.publish()
+        torch.save(first.scheduler.state_dict(), tmp_path / "state.pt")
     second = Trainer(Scripted(99, delay=0.004, crashes=0.1), max_staleness=2, attempts=50)
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    second.sampler.load_state_dict(state)
+    second.scheduler.load_state_dict(state)
     trained = first.trained + second.all(9, start=stop)
     assert [(step, task) for step, task, *_ in trained] == [(task // B, task) for task in range(9 * B)]
     assert max(age for *_, age in second.trained) <= 2
     ready = {task: [record["tokens"] for record in group] for task, group in state["ready"].items()}
     assert {task: tokens for _, task, tokens, _ in second.trained if task in ready} == ready
-    assert [second.sampler.ledger.step_of(task) for task in range(9 * B)] == [task // B for task in range(9 * B)]
+    assert [second.scheduler.ledger.step_of(task) for task in range(9 * B)] == [task // B for task in range(9 * B)]
 
 
 def test_a_state_of_another_run_is_refused():
-    with Trainer(Scripted()).sampler as sampler:
-        state = sampler.state_dict()
-    with Trainer(Scripted(), key=6).sampler as sampler, pytest.raises(ValueError, match=r"had key=5, not 6"):
-        sampler.load_state_dict(state)
+    with Trainer(Scripted()).scheduler as scheduler:
+        state = scheduler.state_dict()
+    with Trainer(Scripted(), seed=6).scheduler as scheduler, pytest.raises(ValueError, match=r"had seed=5, not 6"):
+        scheduler.load_state_dict(state)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_source_that_is_down_for_good_ends_the_run_and_says_so(max_staleness):
     source = Scripted()
     trainer = Trainer(source, max_staleness=max_staleness, attempts=3)
-    with trainer.sampler:
+    with trainer.scheduler:
         run = trainer.run(9)
         next(run)
         source.dead = True
@@ -230,11 +231,11 @@ def test_every_failed_attempt_is_a_warning_with_its_reason(caplog):
             return await super().sample(request)
 
     trainer = Trainer(Busy(), attempts=8)
-    with trainer.sampler as sampler:
-        sampler.publish(0)
-        assert len(sampler.take(0)) == B
+    with trainer.scheduler as scheduler:
+        scheduler.publish()
+        assert len(scheduler.take(step=0)) == B
     assert [record.getMessage() for record in caplog.records] == [
-        f"sampler: task 1 could not be answered in attempt {n} of 8: refused {n} times" for n in (1, 2, 3)
+        f"scheduler: task 1 could not be sampled in attempt {n} of 8: refused {n} times" for n in (1, 2, 3)
     ]
 
 
@@ -242,10 +243,10 @@ def test_every_failed_attempt_is_a_warning_with_its_reason(caplog):
 def test_a_source_that_restarted_unnoticed_is_given_the_weights_again(max_staleness):
     source = Scripted()
     trainer = Trainer(source, max_staleness=max_staleness)
-    with trainer.sampler:
+    with trainer.scheduler:
         for _ in trainer.run(5):
             source.at = None
-    assert trainer.sampler.counts["republished"] == 4
+    assert trainer.scheduler.counts["republished"] == 4
     assert len(trainer.trained) == 5 * B
 
 
@@ -258,65 +259,54 @@ def test_a_source_that_died_before_a_publication_is_brought_back_by_asking_for_i
 
     source = Revived()
     trainer = Trainer(source, max_staleness=max_staleness, attempts=2)
-    with trainer.sampler:
+    with trainer.scheduler:
         for _ in trainer.run(3):
             wait_until(lambda: source.under_way == 0)
             source.dead, source.at = True, None
-            trainer.sampler.publish(trainer.version)
+            trainer.scheduler.publish()
     assert len(trainer.trained) == 3 * B
 
 
-def test_other_questions_answers_and_unknown_versions_are_not_trained_on():
-    async def swapped(source, request):
-        group = await source.sample(request)
-        group[0].task += 1
-        return group
+class Altered(Scripted):
+    """A source that gives back what a function makes of its groups."""
 
-    async def one_short(source, request):
-        return (await source.sample(request))[1:]
+    def __init__(self, alter):
+        super().__init__()
+        self.alter = alter
 
-    async def from_the_future(source, request):
-        group = await source.sample(request)
-        group[0].spans = [VersionSpan(9, 0, 1)]
-        return group
+    async def sample(self, request):
+        return self.alter(await super().sample(request))
 
-    async def one_twice(source, request):
-        group = await source.sample(request)
-        return [group[0], *group]
 
-    async def to_another_prompt(source, request):
-        group = await source.sample(request)
-        group[0].prompt = [*group[0].prompt, 1]
-        return group
+def with_first(**changes):
+    """The group, its first sample changed."""
+    return lambda group: [replace(group[0], **changes), *group[1:]]
 
-    async def without_a_log_prob(source, request):
-        group = await source.sample(request)
-        group[0].logprobs.pop()
-        return group
 
-    for play, says in (
-        (swapped, "those of others"),
-        (one_short, "not those asked for"),
-        (one_twice, "not those asked for"),
-        (to_another_prompt, "have different prompts"),
-        (without_a_log_prob, "^the answers of Scripted to task 0 are damaged: .*one entry per token"),
-        (from_the_future, "published"),
-    ):
-        trainer = Trainer(Scripted(), play=play, attempts=2)
-        with pytest.raises(SourceError, match=says):
-            trainer.all(1)
+@pytest.mark.parametrize(
+    ("alter", "says"),
+    [
+        (with_first(task=99), "those of others"),
+        (lambda group: group[1:], "not those requested"),
+        (lambda group: [group[0], *group], "not those requested"),
+        (with_first(prompt=[9, 7, 1]), "have different prompts"),
+        (with_first(logprobs=[]), "^the completions of Altered for task 0 are damaged: .*one entry per token"),
+        (with_first(spans=[VersionSpan(9, 0, 1)]), "published"),
+    ],
+    ids=["another task", "one short", "one twice", "another prompt", "without a log-prob", "from the future"],
+)
+def test_other_questions_answers_and_unknown_versions_are_not_trained_on(alter, says):
+    with pytest.raises(SourceError, match=says):
+        Trainer(Altered(alter), attempts=2).all(1)
 
 
 def test_a_source_that_lags_behind_what_was_published_is_not_trained_on():
-    async def stale(source, request):
-        group = await source.sample(request)
-        for sample in group:
-            sample.spans, sample.tokens, sample.trained, sample.logprobs = [VersionSpan(0, 0, 1)], [1], [True], [-1.0]
-        return group
+    def stale(group):
+        old = {"spans": [VersionSpan(0, 0, 1)], "tokens": [1], "trained": [True], "logprobs": [-1.0]}
+        return [replace(sample, **old) for sample in group]
 
-    trainer = Trainer(Scripted(), play=stale, attempts=2)
     with pytest.raises(SourceError, match=r"task 3 come from versions \[0\], published are 1 to 1"):
-        trainer.all(2)
+        Trainer(Altered(stale), attempts=2).all(2)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -325,8 +315,8 @@ def test_a_source_that_does_not_take_the_weights_ends_the_run_and_says_so(max_st
         pass
 
     trainer = Trainer(source := Scripted(), max_staleness=max_staleness, attempts=2)
-    says = r"version 2 could not be published .* Scripted was .* draws from version 1"
-    with trainer.sampler, pytest.raises(SourceError, match=says):
+    says = r"version 2 could not be published .* Scripted was .* samples from version 1"
+    with trainer.scheduler, pytest.raises(SourceError, match=says):
         for _ in trainer.run(5):
             source.publish = ignore
 
@@ -334,12 +324,12 @@ def test_a_source_that_does_not_take_the_weights_ends_the_run_and_says_so(max_st
 def test_a_checkpoint_holds_all_groups_that_are_ready():
     source = Scripted()
     trainer = Trainer(source, max_staleness=2)
-    with trainer.sampler:
+    with trainer.scheduler:
         run = trainer.run(3)
         next(run)
         wait_until(lambda: source.asked == 4 * B and source.under_way == 0)
         time.sleep(0.01)
-        assert set(trainer.sampler.state_dict()["ready"]) == set(range(B, 4 * B))
+        assert set(trainer.scheduler.state_dict()["ready"]) == set(range(B, 4 * B))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -354,58 +344,58 @@ def test_what_the_source_will_never_do_ends_the_run_at_once_with_its_words(error
     trainer = Trainer(source, max_staleness=max_staleness)
     with pytest.raises((ValueError, SourceError), match=r"^there is no such parameter$"):
         trainer.all(1)
-    assert trainer.sampler.counts["retries"] == 0
+    assert trainer.scheduler.counts["retries"] == 0
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_groups_are_judged_as_they_finish(max_staleness):
-    """A judge that waits for the other groups to be judged too would wait forever if they came one by one."""
+def test_groups_are_scored_as_they_finish(max_staleness):
+    """A score that waits for those of the other groups would wait forever if they came one by one."""
     together = asyncio.Barrier(B)
 
-    async def judge(group):
+    async def score(group):
         await asyncio.wait_for(together.wait(), 10)
         for sample in group:
             sample.rewards["length"] = 1.0
 
-    trainer = Trainer(Scripted(delay=0.01), max_staleness=max_staleness, judge=judge)
-    with trainer.sampler:
-        trainer.sampler.publish(0)
-        groups = trainer.sampler.take(0)
+    trainer = Trainer(Scripted(delay=0.01), max_staleness=max_staleness, score=score)
+    with trainer.scheduler:
+        trainer.scheduler.publish()
+        groups = trainer.scheduler.take(step=0)
     assert all(sample.rewards == {"length": 1.0} for group in groups for sample in group)
 
 
-def test_a_judge_that_fails_ends_the_run():
-    async def judge(group):
-        raise ZeroDivisionError("the judge's own fault")
+def test_a_score_that_fails_ends_the_run():
+    async def score(group):
+        raise ZeroDivisionError("the reward's own fault")
 
     with pytest.raises(ZeroDivisionError, match="own fault"):
-        Trainer(Scripted(), judge=judge).all(1)
+        Trainer(Scripted(), score=score).all(1)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_step_may_take_more_groups(max_staleness):
     trainer = Trainer(Scripted(delay=0.005), max_staleness=max_staleness)
-    with trainer.sampler:
-        trainer.sampler.publish(0)
+    with trainer.scheduler:
+        trainer.scheduler.publish()
         tasks = []
         for step in range(6):
-            groups = trainer.sampler.take(step) + trainer.sampler.take(step, step % 3)
+            groups = trainer.scheduler.take(step=step) + trainer.scheduler.take(step % 3, step=step)
             tasks += [group[0].task for group in groups]
             assert all(step - sample.oldest <= max_staleness for group in groups for sample in group)
-            assert all(trainer.sampler.ledger.step_of(group[0].task) == step for group in groups)
+            assert all(trainer.scheduler.ledger.step_of(group[0].task) == step for group in groups)
             trainer.version = step + 1
-            trainer.sampler.publish(step + 1)
+            trainer.scheduler.publish()
     assert tasks == list(range(6 * B + 6))
 
 
 def test_a_step_trains_the_version_of_its_number():
-    with Trainer(Scripted()).sampler as sampler:
+    with Trainer(Scripted()).scheduler as scheduler:
         with pytest.raises(ValueError, match="step 0 trains version 0, published is None; publish first"):
-            sampler.take(0)
-        sampler.publish(0)
-        sampler.take(0)
+            scheduler.take(step=0)
+        scheduler.publish()
+        scheduler.take(step=0)
         with pytest.raises(ValueError, match="step 1 trains version 1, published is 0"):
-            sampler.take(1)
+            scheduler.take(step=1)
 
 
 def test_weights_that_are_being_trained_are_not_drawn_from_meanwhile():
@@ -431,3 +421,32 @@ def test_it_works_where_an_event_loop_is_running_already():
         return Trainer(Scripted()).all(2)
 
     assert len(asyncio.run(notebook())) == 2 * B
+
+
+def test_a_list_of_prompts_is_gone_through_again_and_again_and_permuted_by_the_seed():
+    prompts = [[i + 1, 7] for i in range(4)]
+
+    def taken(**options):
+        with RolloutScheduler(Scripted(), prompts, group_size=G, weights=lambda: [("v", 0)], **options) as scheduler:
+            scheduler.publish()
+            return [group[0].prompt[0] - 1 for group in scheduler.take(8)]
+
+    assert taken() == [0, 1, 2, 3] * 2
+    first, second = taken(shuffle=True, seed=1)[:4], taken(shuffle=True, seed=1)[4:]
+    assert sorted(first) == sorted(second) == [0, 1, 2, 3] and first != second
+    assert taken(shuffle=True, seed=1) == first + second != taken(shuffle=True, seed=2)
+
+
+def test_a_scheduler_without_groups_per_step_samples_what_is_taken_and_nothing_ahead():
+    source = Scripted()
+    with RolloutScheduler(source, [[5, 7]], group_size=G, weights=lambda: [("v", 0)]) as scheduler:
+        assert [len(scheduler.take(count)) for count in (2, 1)] == [2, 1] and source.asked == 3
+        with pytest.raises(ValueError, match="how many groups"):
+            scheduler.take()
+    with pytest.raises(ValueError, match="samples ahead of `take`; give groups_per_step"):
+        RolloutScheduler(source, [[5, 7]], group_size=G, max_staleness=1)
+
+
+def test_text_needs_a_tokenizer():
+    with pytest.raises(ValueError, match="prompts of text need a source with a tokenizer"):
+        RolloutScheduler(Scripted(), ["2+2="], group_size=G)

@@ -46,7 +46,7 @@ def test_a_server_that_is_healthy_and_answers_nothing_ends_the_run_on_all_ranks_
     assert said[1] == f"rank 1: the main process failed: SourceError: {said[0]}"
     assert [status for status, _ in wedged.outcomes] == [1, 1] and wedged.seconds < PATIENCE + 60
     printed = wedged.outcomes[0][1]
-    assert "task 0 could not be answered in attempt 1 of 8: " in printed
+    assert "task 0 could not be sampled in attempt 1 of 8: " in printed
     assert "/inference/v1/generate: no answer in 2.5 s" in printed
 
 

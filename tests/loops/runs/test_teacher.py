@@ -157,10 +157,6 @@ def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
     ("flags", "message"),
     [
         ([], "distillation needs one; give --teacher.model or --teacher.logprobs, one of the two"),
-        (
-            ["--teacher.divergence", "jsd", "--teacher.beta", "1", "--teacher.model", "x"],
-            "teacher.beta: must be in (0, 1)",
-        ),
         (["--loss", "{nll: 1}", "--teacher.model", "x"], "no loss of this mix learns from it"),
         (["--teacher.logprobs", "nowhere"], "nowhere: no such file; a run with top_k leaves one"),
     ],

@@ -7,10 +7,21 @@ import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
-from burnish.loops.recipes.dpo import PAIR_LOSSES
 from burnish.loops.recipes.kto import FEEDBACK_LOSSES
-from burnish.loops.recipes.sft import TOKEN_LOSSES
-from burnish.loops.train.losses import CHOSEN, Term, compose, needs, parse, policy_tensors, weightings
+from burnish.loops.rl.policy_gradient import POLICY_LOSSES
+from burnish.loops.train.losses import (
+    CHOSEN,
+    PAIR_LOSSES,
+    TOKEN_LOSSES,
+    Term,
+    compose,
+    hyper_parameters,
+    needs,
+    parse,
+    policy_tensors,
+    tensor_parameters,
+    weightings,
+)
 from burnish.loops.train.step import train_step
 from burnish.objectives import apo_zero_unpaired, dpo, nll, sequence_sum, simpo
 from tiny import make_examples, make_model
@@ -118,7 +129,7 @@ def test_a_mix_binds_shared_and_own_hyper_parameters():
         ("dpp", PAIR_LOSSES, "loss: 'dpp' is not one of .* did you mean 'dpo'"),
         ({"dpo": {"gamma": 1.0}}, PAIR_LOSSES, "loss: dpo has no 'gamma'; it has beta, label_smoothing"),
         ("{dpo:1}", PAIR_LOSSES, "is no mapping: YAML wants a space after each colon"),
-        ("simpo", PAIR_LOSSES, "loss: simpo needs gamma; give it with --hyper"),
+        ("simpo", PAIR_LOSSES, "loss: simpo needs gamma; give it with --loss_kwargs"),
         ({"dpo": {"beta": -1.0}}, PAIR_LOSSES, "dpo: beta must be > 0, got -1.0"),
         ({"kto": {"beta": 0.1, "desirable_weight": 0.0}}, FEEDBACK_LOSSES, "kto: desirable_weight must be > 0"),
         ({"nll": {"weighting": "fixed_length"}}, TOKEN_LOSSES, "weighting fixed_length needs its length"),
@@ -134,3 +145,35 @@ def test_a_mix_that_makes_no_sense_is_refused_before_anything_is_loaded(mix, kno
 def test_a_hyper_parameter_that_no_loss_has_is_refused():
     with pytest.raises(ValueError, match="no loss of this mix has 'tau'; they have beta, label_smoothing"):
         parse("dpo", {"beta": 0.1, "tau": 0.1}, PAIR_LOSSES, given=["tau"])
+
+
+KNOWN = {**PAIR_LOSSES, **FEEDBACK_LOSSES, **POLICY_LOSSES}
+HYPER = [(name, parameter) for name in KNOWN for parameter in hyper_parameters(KNOWN[name]) if parameter != "ratio_cap"]
+
+
+def one_unit(parameter):
+    """A tensor of one unit that any loss accepts."""
+    dimensions, dtypes = parameter.annotation.dim_str, parameter.annotation.dtypes
+    value = True if "bool" in dtypes else 0 if "int64" in dtypes else -1.0
+    return torch.tensor([value] if dimensions else 0.0)
+
+
+@pytest.mark.parametrize(("name", "parameter"), HYPER)
+def test_the_range_of_a_hyper_parameter_is_that_of_the_objective_itself(name, parameter):
+    """Refused before a model is loaded is exactly what the objective would refuse in the first step."""
+    function, refused = KNOWN[name], []
+    required = {p.name: 0.25 for p in hyper_parameters(function).values() if p.default is p.empty}
+    for value in ("k1", "k2", "k3") if parameter == "kind" else (-0.1, 0.0, 0.25, 0.5, 0.75, 1.0, 1.5):
+        settings = {**required, parameter: value}
+        try:
+            function(*map(one_unit, tensor_parameters(function)), **settings)
+            refused.append(False)
+        except ValueError as error:
+            assert parameter in str(error)
+            refused.append(True)
+        if refused[-1]:
+            with pytest.raises(ValueError, match=f"^{name}: {parameter} must be"):
+                parse({name: settings}, {}, KNOWN)
+        else:
+            assert parse({name: settings}, {}, KNOWN)
+    assert not all(refused)

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from burnish.loops.batch import collate
 from burnish.loops.config import Common
 from burnish.loops.models.policy import Policy
-from burnish.loops.runs.run import Run
+from burnish.loops.runs.run import open_accelerator
 from burnish.loops.train.losses import Term, compose, policy_tensors
 from burnish.loops.train.step import PATIENCE, evaluate, optimize, train_step
 from burnish.loops.train.weighting import token_mean
@@ -128,5 +128,5 @@ def test_evaluation_measures_the_same_numbers_and_changes_nothing(policy):
 
 def test_a_run_steps_even_where_an_earlier_one_died_between_two_micro_batches(tmp_path):
     Accelerator().gradient_state._set_sync_gradients(False)
-    run = Run(Common(model="", data="", output=str(tmp_path / "run")))
-    assert run.accelerator.sync_gradients  # an optimizer prepared by it would not step otherwise
+    accelerator = open_accelerator(Common(model="", data="", output=str(tmp_path / "run")))
+    assert accelerator.sync_gradients  # an optimizer prepared by it would not step otherwise

@@ -1,0 +1,108 @@
+"""Preference training on pairs: DPO, any other preference objective of `burnish.objectives`, or a mix of them.
+
+CPO and ORPO are presets of it, without a reference.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...data import encode_preference
+from ...objectives import f_divergence_score, length_desensitized_sum, nll, orpo, sequence_length, sequence_mean
+from ..batch import Batch
+from ..runs.context import open_run
+from ..runs.teacher import open_teacher
+from ..train.losses import (
+    CHOSEN,
+    ENTROPY,
+    PAIR_LOGPS,
+    PAIR_LOSSES,
+    REJECTED,
+    STEP_COUPLED,
+    Answer,
+    Term,
+    columns_of,
+    needs,
+    outputs_for,
+    parse,
+    policy_tensors,
+)
+from .settings import CPO, DPO, ORPO
+
+
+def run_dpo(config: DPO) -> dict[str, float]:
+    """Train; returns the metrics of the last step."""
+    losses = dpo_losses(config)
+    score = None
+    if config.divergence != "reverse_kl":
+        score = partial(f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha)
+    reduce = completion_logprob(config)
+    has_teacher = "divergence" in needs(losses)
+    config.teacher.check(needed=has_teacher)
+    context = open_run(config, encode_preference)
+    reference, precomputed = context.reference(config.reference, needed="ref_chosen" in needs(losses))
+    teacher, stored = open_teacher(context, config.teacher, needed=has_teacher)
+    read = policy_tensors(
+        reference=reference, answer=reduce, score=score, teaching=teacher, outputs=outputs_for(losses), pairs=True
+    )
+    return context.train(losses, read, columns=columns_of(losses), per_token=(precomputed, stored))
+
+
+def run_cpo(config: CPO) -> dict[str, float]:
+    """Train; returns the metrics of the last step."""
+    names = ("beta", "label_smoothing", "gamma", "alpha")
+    mix = {config.loss: 1.0} | ({"nll": config.nll} if config.nll else {})
+    return _run(config, parse(mix, {name: getattr(config, name) for name in names}, PAIR_LOSSES, of=CHOSEN))
+
+
+def run_orpo(config: ORPO) -> dict[str, float]:
+    """Train; returns the metrics of the last step."""
+    return _run(config, {"nll": Term(nll, of=CHOSEN), "orpo": Term(orpo, config.odds_ratio)})
+
+
+def _run(config: CPO | ORPO, losses: dict[str, Term]) -> dict[str, float]:
+    context = open_run(config, encode_preference)
+    return context.train({**losses, **PAIR_LOGPS, **ENTROPY}, policy_tensors(pairs=True))
+
+
+def dpo_losses(config: DPO) -> dict[str, Term]:
+    """The losses of this configuration, and what is measured beside them.
+
+    Raises:
+        ValueError: if settings contradict each other.
+    """
+    shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
+    losses = parse(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
+    of_pairs = [name for name, loss in losses.items() if loss.unit == "pairs"]
+    if config.pair_weight == "wpo":
+        if coupled := sorted(STEP_COUPLED & losses.keys()):
+            raise ValueError(
+                f"pair_weight: {coupled[0]} sorts the pairs of a step, so its entries have no pair's weight"
+            )
+        losses |= {name: replace(losses[name], factor="wpo") for name in of_pairs}
+    if config.divergence != "reverse_kl":
+        for name in of_pairs:
+            if "ref_chosen" not in needs({name: losses[name]}):
+                raise ValueError(
+                    f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl"
+                )
+    return {**losses, **PAIR_LOGPS, **ENTROPY}
+
+
+def completion_logprob(config: DPO) -> Answer | None:
+    """How the log-probs of tokens make that of a completion, where it is not their plain sum."""
+    if config.logprob_reduction == "mean":
+        if config.ld_alpha != 1:
+            raise ValueError(
+                "ld_alpha: is about sums over completions of different length; leave logprob_reduction at 'sum'"
+            )
+        return lambda x, batch: sequence_mean(x, batch.sequence, batch.sequences)
+    return None if config.ld_alpha == 1 else partial(_desensitized, alpha=config.ld_alpha)
+
+
+def _desensitized(x: Tensor, batch: Batch, *, alpha: float) -> Tensor:
+    length = sequence_length(batch.sequence, batch.sequences)
+    public = torch.minimum(length[batch.completion == CHOSEN], length[batch.completion == REJECTED])
+    return length_desensitized_sum(x, batch.sequence, public[batch.example], alpha=alpha)

@@ -1,0 +1,172 @@
+"""Reinforcement learning from Python, without a recipe: its loop, and the same numbers as the recipe's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from burnish.loops import (
+    Files,
+    LocalSource,
+    Policy,
+    RolloutBuffer,
+    RolloutScheduler,
+    SamplingParams,
+    VLLMServer,
+    from_main,
+    sequence_mean,
+    train_step,
+)
+from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.settings import GRPO
+from burnish.loops.rollouts.sample import Sample, VersionSpan
+from burnish.objectives import clipped_surrogate, group_advantage
+from tiny import save_model, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_fake import Fake
+
+PROMPTS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(6)]
+STEPS, GROUPS, COMPLETIONS, TOKENS = 3, 4, 4, 6
+
+
+def even(completion, answer):
+    """A reward of text: it is given the completion, and columns of the row by their names."""
+    return sum(ord(letter) % 2 == 0 for letter in completion) / (len(completion) + len(answer))
+
+
+def objective(policy, batch):
+    logp, old = policy(batch).logprob, batch.columns["sampled_logp"]
+    return {"grpo": clipped_surrogate(logp, old, batch.columns["advantage"], clip_low=0.2, clip_high=0.2)}
+
+
+def train(directory, make_source, *, rewards=(even,), steps=STEPS):
+    """The loop; returns the metrics of every step, and the policy."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    policy = Policy(AutoModelForCausalLM.from_pretrained(directory).train())
+    adamw = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0, fused=True)  # as recipes have it
+    prepared, optimizer = accelerator.prepare(policy, adamw)
+    main = accelerator.is_main_process
+    source = make_source(policy, tokenizer) if main else None
+    sampling = SamplingParams(TOKENS)
+    scheduler = RolloutScheduler(source, PROMPTS, group_size=COMPLETIONS, sampling=sampling) if main else None
+    metrics = []
+
+    def sample():
+        scheduler.publish(policy)
+        return scheduler.take(GROUPS)
+
+    for _ in range(steps):
+        rollout = RolloutBuffer(from_main(accelerator, sample))
+        scores = rollout.score(rewards)
+        rollout["advantage"] = group_advantage(scores.total, scores.group)[rollout.sequence]
+        batches = rollout.micro_batches(64, layout=policy.layout)
+        weightings = {"grpo": (1.0, sequence_mean)}
+        step = train_step(accelerator, prepared, optimizer, batches, objective, weightings, max_grad_norm=1.0)
+        metrics.append({**step, "reward": scores.total.mean().item(), "samples": rollout.samples})
+    if main:
+        scheduler.close()
+    return metrics, policy
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("start") / "model")
+
+
+@pytest.fixture(scope="module")
+def looped(directory):
+    return train(directory, LocalSource)
+
+
+def test_the_loop_gives_the_numbers_of_the_recipe(directory, looped, tmp_path, monkeypatch):
+    """The same samples, rewards and steps: metrics and weights are the same bits."""
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setattr("burnish.loops.runs.run.draw_curves", lambda metrics, picture: None)
+    config = GRPO(
+        model=str(directory),
+        data=str(write_rows(tmp_path / "prompts.jsonl", PROMPTS)),
+        output=str(tmp_path / "run"),
+        rewards={"test_rl_loop:even": 1.0},
+        prompts_per_rollout=GROUPS,
+        group_size=COMPLETIONS,
+        max_tokens=TOKENS,
+        steps=STEPS,
+        micro_tokens=64,
+        learning_rate=1e-3,
+        shuffle=False,
+        show_every=0,
+    )
+    run_grpo(config)
+    metrics, policy = looped
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    assert [s["tokens"] for s in samples] == [s.tokens for step in metrics for s in step["samples"]]
+    assert [line["reward"] for line in lines] == [step["reward"] for step in metrics]
+    assert [line["loss"] for line in lines] == [step["loss"] for step in metrics]
+    assert [line["grad_norm"] for line in lines] == [step["grad_norm"] for step in metrics]
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
+    assert all(torch.equal(weight, trained[name]) for name, weight in policy.plain.state_dict().items())
+
+
+def test_a_server_takes_the_place_of_the_policys_own_source(directory, tmp_path):
+    fake = Fake(AutoTokenizer.from_pretrained(directory))
+    fake.root, fake.config["model_config"]["max_model_len"] = str(directory), 256
+
+    def server(policy, tokenizer):
+        known = {"config": policy.plain.config, "tokenizer": tokenizer, "dtype": "float32"}
+        return VLLMServer(fake.url, updates=Files(tmp_path / "weights"), **known)
+
+    try:
+        metrics, _ = train(directory, server)
+    finally:
+        fake.close()
+    published = [body["weight_version"].split("@")[0] for path, body in fake.calls if path == "/finish_weight_update"]
+    assert published == ["0", "1", "2"]
+    assert [sample.task for step in metrics for sample in step["samples"]][::COMPLETIONS] == list(range(12))
+    assert all(step["skipped"] == 0 < step["grad_norm"] for step in metrics)
+
+
+def test_two_ranks_take_the_steps_of_one(directory, looped):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+    support = str(Path(__file__).parents[1] / "support")
+    paths = os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run([*command, directory], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = json.loads(done.stdout.splitlines()[-1])
+    for line, step in zip(two, looped[0], strict=True):
+        assert line == pytest.approx({name: step[name] for name in line}, rel=1e-5, abs=1e-6)
+
+
+def test_what_must_not_be_trained_on_is_masked():
+    def sample(index, finish="stop"):
+        return Sample(
+            0, index, [5], [6, 7], [True, True], [-1.0, -1.0], [VersionSpan(0, 0, 2)], finish, text=str(index)
+        )
+
+    def fails_at_one(completion):
+        if completion == "1":
+            raise ValueError("no such completion")
+        return float(completion)
+
+    rollout = RolloutBuffer([[sample(0), sample(1), sample(2, "aborted"), sample(3)]])
+    scores = rollout.score([fails_at_one])
+    assert scores.total.isnan().tolist() == [False, True, True, False]
+    rollout["advantage"] = group_advantage(scores.total, scores.group)[rollout.sequence]
+    assert rollout.sequence.tolist() == [0, 0, 3, 3]
+    (batch,) = rollout.micro_batches(100)
+    assert batch.sequences == 2
+    assert batch.columns["advantage"].tolist() == pytest.approx([-0.7071] * 2 + [0.7071] * 2, abs=1e-4)
+
+
+if __name__ == "__main__":
+    steps, _ = train(sys.argv[1], LocalSource)
+    if os.environ["RANK"] == "0":
+        print(json.dumps([{name: step[name] for name in ("loss", "grad_norm", "reward", "tokens")} for step in steps]))
