@@ -36,6 +36,7 @@ PAIRS = sums(6)
 MESSAGES = [{"messages": pair["prompt"] + pair["chosen"]} for pair in PAIRS]
 
 
+@pytest.mark.drawn
 def test_dpo_writes_everything_that_a_run_directory_promises(run, tmp_path):
     flags = ["--steps", "4", "--batch_size", "3", "--eval_data", str(tmp_path / "data.jsonl"), "--save_every", "2"]
     status, said = run("dpo", PAIRS, *flags, "--report_to", "tensorboard")

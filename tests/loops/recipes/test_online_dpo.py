@@ -10,7 +10,6 @@ from burnish.loops.rollouts.sample import Sample
 from burnish.loops.train.losses import PAIR_LOSSES
 from online import lines, prepare
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 NAN = float("nan")
 NEED = {"simpo": {"gamma": 0.5}, "alpha_po": {"gamma": 0.5, "alpha": 0.25}, "exo": {"label_smoothing": 0.1}}
 NEED |= {
