@@ -17,10 +17,11 @@ SHIPPED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setu
 
 # The floors of loops/, lowest first. A room imports from lower floors only, and a recipe from no other recipe.
 FLOORS = [
-    {"batch", "config", "registry", "rollouts"},
-    {"models", "rewards", "rollouts/vllm"},
-    {"train", "environments", "rollouts/local"},
-    {"runs"},
+    {"batch", "config", "registry"},
+    {"models"},
+    {"rollouts", "train"},
+    {"rollouts/local", "rollouts/vllm", "rewards", "runs"},
+    {"environments"},
     {"rl"},
     {"recipes"},
     {"cli"},

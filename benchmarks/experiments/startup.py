@@ -98,7 +98,7 @@ def one_step(model: Path, directory: Path) -> dict[str, Any]:
         question + pair[side][0]["content"] for question, pair in zip(questions, pairs, strict=True) for side in SIDES
     ]
     texts = {"dpo": both, "grpo": questions[:2]}
-    grpo = ["--batch_size", "2", "--group_size", "4", "--max_tokens", "8", "--rewards", "{exact_match: 1.0}"]
+    grpo = ["--prompts_per_rollout", "2", "--group_size", "4", "--max_tokens", "8", "--rewards", "{exact_match: 1.0}"]
     flags = {"dpo": ["--batch_size", "8"], "grpo": [*grpo, "--show_every", "0"]}
     figures: dict[str, Any] = {}
     for recipe, rows in data.items():

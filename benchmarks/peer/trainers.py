@@ -357,13 +357,14 @@ def train_burnish(
     from ...loops.recipes.settings import DPO, GRPO, KTO, SFT
     from ...loops.recipes.sft import run_sft
 
-    recipes: dict[str, Any] = {
+    make: Any
+    run: Any
+    make, run = {
         "dpo": (DPO, run_dpo),
         "sft": (SFT, run_sft),
         "kto": (KTO, run_kto),
         "grpo": (GRPO, run_grpo),
-    }
-    make, run = recipes[recipe]
+    }[recipe]
     with tempfile.TemporaryDirectory() as directory:
         batch = {"prompts_per_rollout" if recipe == "grpo" else "batch_size": batch_size}
         common = {"steps": steps, **batch, "learning_rate": learning_rate}

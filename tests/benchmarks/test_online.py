@@ -56,7 +56,8 @@ def test_all_recipes_begin_with_one_model_and_differ_in_nothing_that_decides_how
     assert [(type(config).__name__, config.seed) for config in runs] == [
         (name, seed) for name in ("GRPO", "RLOO", "PPO") for seed in (0, 1, 2)
     ]
-    for name in ("model", "steps", "batch_size", "group_size", "epochs_per_rollout", "minibatches", "temperature"):
+    sizes = ("steps", "prompts_per_rollout", "group_size", "epochs_per_rollout", "minibatches")
+    for name in ("model", *sizes, "temperature"):
         assert len({getattr(config, name) for config in runs}) == 1
 
 

@@ -79,7 +79,8 @@ def test_a_run_writes_its_figures_and_a_picture_of_them(tmp_path, monkeypatch):
     monkeypatch.setattr(reasoning, "RESULTS", tmp_path)
     monkeypatch.setattr(reasoning, "TRAINED", 8)
     monkeypatch.setattr(reasoning, "HELD_OUT", 4)
-    tiny = {"steps": 2, "dynamic_sampling": False, "batch_size": 2, "group_size": 2, "eval_every": 1, "show_every": 0}
+    tiny = {"steps": 2, "dynamic_sampling": False, "prompts_per_rollout": 2, "group_size": 2, "eval_every": 1}
+    tiny["show_every"] = 0
     monkeypatch.setattr(reasoning, "SETTINGS", reasoning.SETTINGS | tiny)
     reasoning.main([str(tmp_path / "kept")])
     written = (tmp_path / "smollm2_grpo.json").read_text()
