@@ -7,7 +7,7 @@ import torch
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.probe import objection, shortened
 from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, StaticBatch
-from burnish.loops.rollouts.local.source import EmbeddedSource
+from burnish.loops.rollouts.local.source import LocalSource
 from tiny import VOCABULARY, make_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -97,7 +97,7 @@ def test_later_layers_of_one_kind_are_not_run_to_choose_head_layout_and_cache():
     assert left(model) == 2
     policy = Policy(model)
     assert (policy.fused, policy.layout, len(calls)) == (True, "shared", 0)
-    assert isinstance(EmbeddedSource(policy, version=0)._choose(50), ContinuousBatch)
+    assert isinstance(LocalSource(policy, version=0)._choose(50), ContinuousBatch)
     assert len(calls) == 1  # the bytes of a token's keys and values are those of all layers
 
 
@@ -116,7 +116,7 @@ def test_one_late_layer_that_mixes_sequences_is_found_out():
     with pytest.raises(ValueError, match="layout 'shared' lets the sequences of LlamaForCausalLM see each other"):
         Policy(model, layout="shared")
     policy = Policy(model, layout="padded")
-    assert isinstance(EmbeddedSource(policy, version=0)._choose(50), StaticBatch)
+    assert isinstance(LocalSource(policy, version=0)._choose(50), StaticBatch)
 
 
 def test_a_model_that_cannot_run_shortened_is_judged_whole(caplog):
@@ -131,7 +131,7 @@ def test_a_model_that_cannot_run_shortened_is_judged_whole(caplog):
     backbone.forward = forward
     with caplog.at_level(logging.INFO):
         policy = Policy(model)
-        memory = EmbeddedSource(policy, version=0)._choose(50)
+        memory = LocalSource(policy, version=0)._choose(50)
     assert (policy.fused, policy.layout) == (True, "shared")
     assert isinstance(memory, ContinuousBatch)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
