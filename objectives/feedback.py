@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .checks import positive, require, same_shape
-from .types import PerSequence, Stats
+from .types import PerSequence, Positive, Stats
 
 Labels = Bool[Tensor, " sequences"]
 Scalar = Float[Tensor, ""]
@@ -30,9 +30,9 @@ def kto(
     desirable: Labels,
     kl: Scalar,
     *,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    beta: Positive,
+    desirable_weight: Positive = 1.0,
+    undesirable_weight: Positive = 1.0,
 ) -> tuple[PerSequence, Stats]:
     """Kahneman-Tversky optimization: gains and losses are felt against a reference point, and ever less far from it.
 
@@ -67,7 +67,7 @@ def kto_kl(logp: PerSequence, ref_logp: PerSequence) -> Scalar:
 
 
 def apo_zero_unpaired(
-    logp: PerSequence, ref_logp: PerSequence, desirable: Labels, *, beta: float
+    logp: PerSequence, ref_logp: PerSequence, desirable: Labels, *, beta: Positive
 ) -> tuple[PerSequence, Stats]:
     """Anchored preference optimization on single answers: desirable ones up, undesirable ones down from the reference.
 
@@ -82,7 +82,7 @@ def apo_zero_unpaired(
 
 
 def bco(
-    logp: PerSequence, ref_logp: PerSequence, desirable: Labels, delta: Scalar, *, beta: float
+    logp: PerSequence, ref_logp: PerSequence, desirable: Labels, delta: Scalar, *, beta: Positive
 ) -> tuple[PerSequence, Stats]:
     """Binary classifier optimization: the reward, shifted, is the logit of a classifier of answers.
 

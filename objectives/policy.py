@@ -25,7 +25,7 @@ Shapes that differ and hyper-parameters out of range raise ValueError; math.inf 
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Bool
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .checks import positive, require, same_shape
 from .sequence import sequence_mean, sequence_sum
-from .types import FlatTokens, PerSequence, PerToken, SequenceIds, Stats
+from .types import FlatTokens, NonNegative, PerSequence, PerToken, Positive, Range, SequenceIds, Stats
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -69,9 +69,9 @@ def clipped_surrogate(
     old_logp: PerToken,
     advantage: PerToken,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    ratio_cap: float = math.inf,
+    clip_low: NonNegative = 0.2,
+    clip_high: NonNegative = 0.2,
+    ratio_cap: Annotated[float, Range(">= 1 + clip_high", lambda x, others: x >= 1 + others["clip_high"])] = math.inf,
 ) -> tuple[PerToken, Stats]:
     """The surrogate of PPO, GRPO, DAPO: off-policy policy gradient, until a token has moved far enough.
 
@@ -90,7 +90,7 @@ def clipped_surrogate(
 
 
 def dppo(
-    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_low: float, clip_high: float
+    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_low: NonNegative, clip_high: NonNegative
 ) -> tuple[PerToken, Stats]:
     """Divergence PPO (binary total variation): the trust region is on probabilities, not on their ratio.
 
@@ -112,7 +112,7 @@ def dppo(
 
 
 def cispo(
-    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_high: float, clip_low: float = math.inf
+    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_high: NonNegative, clip_low: NonNegative = math.inf
 ) -> tuple[PerToken, Stats]:
     """Clipped importance weights: REINFORCE whose weight is bounded, so that no token loses its gradient.
 
@@ -135,7 +135,7 @@ def cispo(
 
 
 def sapo(
-    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 ) -> tuple[PerToken, Stats]:
     """Soft adaptive policy optimization: the gradient fades smoothly as ρ leaves 1, by default faster where A ≤ 0.
 
@@ -161,8 +161,8 @@ def gspo(
     advantage: PerSequence,
     sequence: SequenceIds,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: NonNegative,
+    clip_high: NonNegative,
 ) -> tuple[PerSequence, Stats]:
     """Group sequence policy optimization: one ratio and one clip per answer. One entry per answer.
 
@@ -184,8 +184,8 @@ def gspo_token(
     advantage: FlatTokens,
     sequence: SequenceIds,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: NonNegative,
+    clip_high: NonNegative,
 ) -> tuple[FlatTokens, Stats]:
     """GSPO for advantages that differ from token to token. One entry per token.
 
@@ -207,8 +207,8 @@ def gmpo(
     advantage: PerSequence,
     sequence: SequenceIds,
     *,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
+    clip_low: NonNegative = 0.4,
+    clip_high: NonNegative = 0.4,
 ) -> tuple[PerSequence, Stats]:
     """Geometric-mean policy optimization: tokens are clipped one by one, then their ratios multiply. One per answer.
 
@@ -237,10 +237,10 @@ def vespo(
     advantage: PerSequence,
     sequence: SequenceIds,
     *,
-    k_pos: float = 2.0,
-    lambda_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lambda_neg: float = 2.0,
+    k_pos: Positive = 2.0,
+    lambda_pos: Positive = 3.0,
+    k_neg: Positive = 3.0,
+    lambda_neg: Positive = 2.0,
 ) -> tuple[FlatTokens, Stats]:
     """Variational sequence-level soft policy optimization: REINFORCE, weighted by how near the answer still is.
 
@@ -264,7 +264,9 @@ def vespo(
     return -(phi * advantage)[sequence] * logp, {"vespo/phi_seq": phi[sequence]}
 
 
-def value_loss(value: PerToken, old_value: PerToken, target: PerToken, *, clip: float = 0.2) -> tuple[PerToken, Stats]:
+def value_loss(
+    value: PerToken, old_value: PerToken, target: PerToken, *, clip: NonNegative = 0.2
+) -> tuple[PerToken, Stats]:
     """Squared error of the critic, no better than that of a value which moved by at most ε.
 
         ℓ = ½ max( (V − R)², (clip(V, V_old − ε, V_old + ε) − R)² )

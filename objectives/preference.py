@@ -14,7 +14,7 @@ range raise ValueError. Objectives without a reference are in `reference_free`.
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .checks import positive, require, same_shape
 from .numerics import power_score
-from .types import PerPair, Stats
+from .types import LabelNoise, PerPair, Positive, Range, Stats
 
 
 def dpo(
@@ -31,8 +31,8 @@ def dpo(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    label_smoothing: float = 0.0,
+    beta: Positive,
+    label_smoothing: LabelNoise = 0.0,
 ) -> tuple[PerPair, Stats]:
     """Direct preference optimization: logistic regression on the margin.
 
@@ -53,8 +53,8 @@ def robust_dpo(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    label_smoothing: float,
+    beta: Positive,
+    label_smoothing: LabelNoise,
 ) -> tuple[PerPair, Stats]:
     """Robust DPO: over pairs of which a share ε is flipped, its mean is that of DPO over the clean pairs.
 
@@ -73,7 +73,7 @@ def robust_dpo(
 
 
 def ipo(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Identity preference optimization: regress the margin to a finite target, so that it cannot run away.
 
@@ -89,7 +89,7 @@ def ipo(
 
 
 def hinge(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Hinge loss on the margin: pairs apart by more than 1/β are left alone.
 
@@ -107,8 +107,8 @@ def exo(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    label_smoothing: float,
+    beta: Positive,
+    label_smoothing: Annotated[float, Range("in (0, 0.5)", lambda x, _: 0 < x < 0.5)],
 ) -> tuple[PerPair, Stats]:
     """Efficient exact optimization on preferences: reverse KL from the policy's choice in the pair to the label.
 
@@ -129,7 +129,7 @@ def exo(
 
 
 def nca(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Noise-contrastive alignment on pairs: y_w has a finite best reward, and its likelihood does not sink with y_l's.
 
@@ -143,7 +143,7 @@ def nca(
 
 
 def bco_pair(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Binary classifier optimization on pairs: each answer on its own is classified as good or bad by its reward.
 
@@ -158,7 +158,7 @@ def bco_pair(
 
 
 def sppo_hard(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Self-play preference optimization with hard labels: y_w beats the policy's average answer surely, y_l never.
 
@@ -172,7 +172,7 @@ def sppo_hard(
 
 
 def apo_zero(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Anchored preference optimization, for chosen answers better than the policy's own: y_w up, y_l down.
 
@@ -185,7 +185,7 @@ def apo_zero(
 
 
 def apo_down(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Anchored preference optimization, for chosen answers worse than the policy's own: both down, y_l further.
 
@@ -203,8 +203,8 @@ def discopop(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    tau: float = 0.05,
+    beta: Positive,
+    tau: Annotated[float, Range("in (0, 1]", lambda x, _: 0 < x <= 1)] = 0.05,
 ) -> tuple[PerPair, Stats]:
     """DiscoPOP, the log-ratio modulated loss: logistic below a margin of zero, exponential above it.
 
@@ -231,8 +231,8 @@ def aot(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    label_smoothing: float = 0.0,
+    beta: Positive,
+    label_smoothing: LabelNoise = 0.0,
 ) -> tuple[PerPair, Stats]:
     """Alignment via optimal transport: the policy's preferences should dominate the reference's, quantile by quantile.
 
@@ -258,8 +258,8 @@ def aot_unpaired(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    label_smoothing: float = 0.0,
+    beta: Positive,
+    label_smoothing: LabelNoise = 0.0,
 ) -> tuple[PerPair, Stats]:
     """Alignment via optimal transport between the rewards of all chosen and of all rejected answers.
 

@@ -9,16 +9,21 @@ hyper-parameters out of range raise ValueError. ``stats`` holds the rewards each
 """
 
 import math
+from typing import Annotated
 
 import torch.nn.functional as F
 
 from .checks import positive, require, same_shape
 from .numerics import log_odds, power_score
 from .preference import logistic, reward_stats
-from .types import PerPair, Stats
+from .types import LabelNoise, PerPair, Positive, Range, Stats
+
+Margin = Annotated[float, Range(">= 0", lambda x, _: 0 <= x < math.inf)]
 
 
-def cpo(chosen: PerPair, rejected: PerPair, *, beta: float, label_smoothing: float = 0.0) -> tuple[PerPair, Stats]:
+def cpo(
+    chosen: PerPair, rejected: PerPair, *, beta: Positive, label_smoothing: LabelNoise = 0.0
+) -> tuple[PerPair, Stats]:
     """Contrastive preference optimization: DPO against a uniform reference.
 
         ℓ = −(1 − ε) log σ(βz) − ε log σ(−βz),  rewards β log π
@@ -36,7 +41,7 @@ def cpo(chosen: PerPair, rejected: PerPair, *, beta: float, label_smoothing: flo
 
 
 def simpo(
-    mean_chosen: PerPair, mean_rejected: PerPair, *, beta: float, gamma: float, label_smoothing: float = 0.0
+    mean_chosen: PerPair, mean_rejected: PerPair, *, beta: Positive, gamma: Margin, label_smoothing: LabelNoise = 0.0
 ) -> tuple[PerPair, Stats]:
     """Simple preference optimization: rewards βm, normalized by length, that should differ by more than γ.
 
@@ -56,7 +61,12 @@ def simpo(
 
 
 def alpha_po(
-    mean_chosen: PerPair, mean_rejected: PerPair, *, beta: float, gamma: float, alpha: float
+    mean_chosen: PerPair,
+    mean_rejected: PerPair,
+    *,
+    beta: Positive,
+    gamma: Margin,
+    alpha: Annotated[float, Range("finite", lambda x, _: -math.inf < x < math.inf)],
 ) -> tuple[PerPair, Stats]:
     """AlphaPO: SimPO with the logarithm in its reward bent into a power of the probability.
 

@@ -7,8 +7,10 @@ All are elementwise, of any shape, and take no mask: hand them trained tokens on
 Every function returns ``(loss, stats)`` with one entry per token: nothing is reduced here.
 """
 
+from typing import Annotated
+
 from .checks import require, same_shape
-from .types import PerToken, Stats
+from .types import PerToken, Range, Stats
 
 
 def nll(logp: PerToken) -> tuple[PerToken, Stats]:
@@ -16,7 +18,12 @@ def nll(logp: PerToken) -> tuple[PerToken, Stats]:
     return -logp, {}
 
 
-def label_smoothed_nll(logp: PerToken, mean_logp: PerToken, *, label_smoothing: float) -> tuple[PerToken, Stats]:
+def label_smoothed_nll(
+    logp: PerToken,
+    mean_logp: PerToken,
+    *,
+    label_smoothing: Annotated[float, Range("in [0, 1)", lambda x, _: 0 <= x < 1)],
+) -> tuple[PerToken, Stats]:
     """Cross-entropy against a target that gives ε of its mass to the whole vocabulary, evenly.
 
         ℓ = −(1 − ε) log p − ε · mean_v log p_v

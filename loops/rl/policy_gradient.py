@@ -24,6 +24,7 @@ from ...objectives import (
     policy,
     sequence_sum,
 )
+from ...objectives.types import NonNegative
 from ..batch import Batch
 from ..models.policy import Policy
 from ..recipes.sft import TOKEN_LOSSES
@@ -57,8 +58,8 @@ def completion_surrogate(
     old_logp: PerSequence,
     advantage: PerSequence,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: NonNegative = 0.2,
+    clip_high: NonNegative = 0.2,
 ) -> tuple[PerSequence, Stats]:
     """`clipped_surrogate` of whole answers: the ratio is the product of those of its tokens. TRL's RLOO.
 
