@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from ..kernels import tiled
+from ..kernels import passes
 from . import measure
 from .clocks import Clocks, shown
 from .inputs import SPREAD, Shape, random_inputs
@@ -114,14 +114,14 @@ def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds:
 @contextmanager
 def _tiles_of(device: torch.device, rows: int, columns: int) -> Iterator[None]:
     names = ("GPU_ROWS", "GPU_COLUMNS") if device.type == "cuda" else ("ROWS", "COLUMNS")
-    before = [getattr(tiled, name) for name in names]
+    before = [getattr(passes, name) for name in names]
     try:
         for name, value in zip(names, (rows, columns), strict=True):
-            setattr(tiled, name, value)
+            setattr(passes, name, value)
         yield
     finally:
         for name, value in zip(names, before, strict=True):
-            setattr(tiled, name, value)
+            setattr(passes, name, value)
 
 
 def profile(device: str, shape: tuple[int, ...], notice: Notice) -> Row:
@@ -139,7 +139,7 @@ def profile(device: str, shape: tuple[int, ...], notice: Notice) -> Row:
 
 
 def _ours(inputs: Inputs, budget: str) -> Step:
-    backend = "triton" if inputs.device.type == "cuda" else "tiled"
+    backend = "triton" if inputs.device.type == "cuda" else "torch"
     return partial(
         measure.step, OPERATION, OPERATION.find(f"burnish-{backend}{budget}"), inputs, BOTH, "train"
     )  # fmt: skip

@@ -51,7 +51,7 @@ def provider(name: str, options: dict[str, Any], adapter: Adapter, gives: Output
 def with_budget(
     name: str, function: Callable[..., Any], backends: Any, adapter: Adapter, gives: Outputs
 ) -> Provider | None:
-    """The provider that a name such as ``burnish-tiled-64MiB`` stands for; None if it is no such name."""
+    """The provider that a name such as ``burnish-torch-64MiB`` stands for; None if it is no such name."""
     pattern = rf"burnish-({'|'.join(get_args(backends))})-(?:(recompute)|(\d+)(KiB|MiB|GiB))"
     match = re.fullmatch(pattern, name)
     if match is None or not keeps(function):

@@ -1,4 +1,4 @@
-"""What the kernels refuse, and in which words."""
+"""Checks of arguments, and their error messages."""
 
 from collections.abc import Collection
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, float32, float64, int64
 
 
-def check_tensors(who: str, wanted: dict[str, tuple[Tensor, list[int]]]) -> None:
-    """Raises unless every tensor has its shape, and the device of the first one."""
-    device = next(tensor.device for tensor, _ in wanted.values())
-    for name, (tensor, shape) in wanted.items():
+def check_tensors(who: str, expected: dict[str, tuple[Tensor, list[int]]]) -> None:
+    """Raise unless every tensor has its shape, and the device of the first one."""
+    device = next(tensor.device for tensor, _ in expected.values())
+    for name, (tensor, shape) in expected.items():
         if list(tensor.shape) != shape:
             raise ValueError(f"{who}: {name} must be {shape}, got {list(tensor.shape)}")
         if tensor.device != device:
-            raise ValueError(f"{who}: {name} must be on {device} like {next(iter(wanted))}, got {tensor.device}")
+            raise ValueError(f"{who}: {name} must be on {device} like {next(iter(expected))}, got {tensor.device}")
         if name == "target" and tensor.dtype != int64:
             raise ValueError(f"{who}: target must be int64, got {tensor.dtype}")
         if name != "target" and not tensor.is_floating_point():
@@ -25,17 +25,17 @@ def check_positive(who: str, name: str, value: float) -> None:
         raise ValueError(f"{who}: {name} must be positive and finite, got {value}")
 
 
-def check_rows(who: str, given: dict[str, Tensor], temperature: float | Tensor, target: Tensor | None = None) -> None:
-    """Raises unless everything has a row for each row of the first that is given. Values are looked at later."""
-    n = len(next(iter(given.values())))
-    wanted = {name: (tensor, [n, *tensor.shape[1:]]) for name, tensor in given.items()}
+def check_rows(who: str, tensors: dict[str, Tensor], temperature: float | Tensor, target: Tensor | None = None) -> None:
+    """Raise unless everything has as many rows as the first of ``tensors``. Operators check the values."""
+    n = len(next(iter(tensors.values())))
+    expected = {name: (tensor, [n, *tensor.shape[1:]]) for name, tensor in tensors.items()}
     if target is not None:
-        wanted["target"] = target, [n, *target.shape[1:2]]
+        expected["target"] = target, [n, *target.shape[1:2]]
     if isinstance(temperature, Tensor):
-        wanted["temperature"] = temperature, [n]
+        expected["temperature"] = temperature, [n]
     else:
         check_positive(who, "temperature", temperature)
-    check_tensors(who, wanted)
+    check_tensors(who, expected)
 
 
 def checked_vocab(who: str, vocab: int | None, size: int) -> int:
@@ -46,9 +46,10 @@ def checked_vocab(who: str, vocab: int | None, size: int) -> int:
 
 
 def check_values(who: str, target: Tensor | None, vocab: int, temperature: float | Tensor | None) -> None:
-    """Raises unless every target is in the vocabulary, or such a row trains on noise, and every temperature positive.
+    """Raise unless every target is in the vocabulary (such a row would train on noise) and every temperature positive.
 
-    Waits for the GPU once. A temperature that is a number, and targets of a split vocabulary, are checked elsewhere.
+    Waits for the GPU once. A temperature that is a number is checked by ``check_rows``, targets of a split vocabulary
+    by ``combine``.
     """
     outside = None if target is None else (target < 0) | (target >= vocab)
     cold = ~(temperature > 0) if isinstance(temperature, Tensor) else None
@@ -83,14 +84,14 @@ def check_keep(who: str, keep_bytes: int | None) -> None:
 
 
 def check_main_grad(who: str, main_grad: Tensor | None, weight: Tensor) -> None:
-    """Raises unless gradients of the weight can be added to the buffer in float32, float64 for a weight in float64."""
+    """Raise unless gradients of the weight can be added to the buffer in float32, float64 for a weight in float64."""
     if main_grad is None:
         return
-    wanted = float64 if weight.dtype == float64 else float32
-    if main_grad.dtype != wanted or main_grad.shape != weight.shape or main_grad.device != weight.device:
-        given = f"{main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"
+    expected = float64 if weight.dtype == float64 else float32
+    if main_grad.dtype != expected or main_grad.shape != weight.shape or main_grad.device != weight.device:
+        got = f"{main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"
         raise ValueError(
-            f"{who}: main_grad must be {wanted} {list(weight.shape)} on {weight.device} like weight, got {given}"
+            f"{who}: main_grad must be {expected} {list(weight.shape)} on {weight.device} like weight, got {got}"
         )
     if main_grad.requires_grad:
         raise ValueError(f"{who}: main_grad must not require a gradient itself; it is added to in backward")

@@ -6,25 +6,52 @@
     D = β·KL(p_T‖M) + (1−β)·KL(p_S‖M)        for 0 < β < 1, of which D/β tends to KL(p_T‖p_S) for β → 0
     D = KL(p_T‖p_S) for β = 0                 D = KL(p_S‖p_T) for β = 1
 
-``reference.py`` is the definition, ``tiled_divergence.py`` the same without ``[N, V]`` in memory, with the gradient.
+``reference.py`` is the definition. Here ``[N, V]`` is never in memory, only tiles of both heads, side by side.
+
+Let s = log p_S and t = log p_T. A Kullback-Leibler divergence takes one pass over the vocabulary, because its
+normalizers leave the sum: with x = z_P − m_P and y = z_Q − m_Q, relative to the largest logits so far,
+
+    S = Σ eˣ        R = Σ eʸ        G = Σ eˣ·(x − y)        KL(P‖Q) = G/S − log S + log R
+
+and when m_P and m_Q grow by δ and ε:  G ← (G − (δ − ε)·S)·e^(−δ),  S ← S·e^(−δ),  R ← R·e^(−ε). The mixture
+M = (1−β)S + βT has both normalizers inside its logarithm, so 0 < β < 1 takes a second pass, with s and t known:
+
+    D = β·Σ eᵗ·(t − log M) + (1−β)·K        K = KL(S‖M) = Σ eˢ·(s − log M)
+
+Backward, for the gradient g of D. With d_v = ∂D/∂p_S(v) the softmax gives dz_v = g·eˢ·(d_v − Σ_u p_S(u)·d_u), and d is
+−e^(t−s) for KL(T‖S), s − t + 1 for KL(S‖T), and else (1−β)·(s − log M): the derivatives of s and log M cancel.
+
+    β = 0    KL(T‖S)    dz = g·(eˢ − eᵗ)
+    β = 1    KL(S‖T)    dz = g·eˢ·(s − t − D)
+    else                dz = g·(1−β)·eˢ·(s − log M − K)
+
+and from dz to the factors as in linear_logprob.py. Floating-point operations in units of N·V: 2(D_S + D_T) a pass, as
+much again in backward, and 4·D_S for its products; logits that are kept are computed only once, and rows that no
+gradient arrives at are left out of backward. The passes are in divergence_passes.py.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import reference, tiled_divergence
-from .backend import Backend, choose
-from .checks import check_keep, check_rows, checked_vocab
-from .head import Head, accumulation_dtype, autocast_dtype, check_compute_dtype, check_head
+from . import divergence_passes, passes, reference
+from .backend import Backend, choose_backend
+from .checks import check_keep, check_rows, check_values, checked_vocab
+from .divergence_passes import LEVEL, HeadPair, first_pass, second_pass, student_gradients, tile_shape
+from .head import Head, HeadFactors, as_head, check_head
+from .operators import WAITS, no_second_derivative, operator_schema, returned, returned_shapes
+from .passes import TileStore, Tiling, allocate_kept, live_rows, scatter_rows
+from .precision import accumulation_dtype, autocast_dtype, check_compute_dtype
+from .softmax import LogitTransform, per_row
 
 
 def linear_divergence(
     student_hidden: Tensor,
-    student: Head,
+    student: Tensor | Head,
     teacher_hidden: Tensor,
-    teacher: Head,
+    teacher: Tensor | Head,
     *,
     beta: float,
     temperature: float | Tensor = 1.0,
@@ -41,7 +68,7 @@ def linear_divergence(
 
     Args:
         student_hidden: ``[N, D_S]``, only the rows that are trained. N = 0 gives an empty output on the graph.
-        student: its head, ``Head(weight, bias, scale, softcap, adapter)``.
+        student: its head, W ``[V_S, D_S]`` alone or ``Head(weight, bias, scale, softcap, adapter)``.
         teacher_hidden: ``[N, D_T]``, of the same tokens.
         teacher: its head.
         beta: β in [0, 1]; 0 is forward KL (covers the teacher's modes), 1 reverse KL (seeks one of them).
@@ -50,11 +77,9 @@ def linear_divergence(
             smaller of the two vocabularies.
         keep_bytes: how many bytes of logits, of both heads together, a pass may leave for the next, which computes the
             others again. Default 64 MB, on a GPU a thirty-second of its memory and at most 4 GiB.
-        compute_dtype: what the factors of products are rounded to, of both heads, as in ``linear_logprob``; without it
-            and without autocast the hidden states of each head decide for theirs.
-        backend: "auto" is the fastest that runs on the device. "tiled" is torch alone; "triton" has Triton kernels
-            between the matrix products, and needs a GPU, or its interpreter (TRITON_INTERPRET=1), and no float64;
-            "reference" is differentiable any number of times and materializes ``[N, V]``.
+        compute_dtype: as in ``linear_logprob``, for both heads; without it and without autocast the hidden states of
+            each head decide for theirs.
+        backend: as in ``linear_logprob``; "fused" is "triton".
 
     Raises:
         ValueError: if shapes or devices disagree, or a hyper-parameter is out of range.
@@ -62,11 +87,10 @@ def linear_divergence(
     Paper: Agarwal et al. 2023, arXiv:2306.13649, "generalized JSD". There D(β) is written for P‖Q with P the teacher:
     β·KL(P‖βP + (1−β)Q) + (1−β)·KL(Q‖βP + (1−β)Q).
     """
-    who = "linear_divergence"
+    who, student, teacher = "linear_divergence", as_head(student), as_head(teacher)
     check_head(who, student_hidden, student, "student ")
     check_head(who, teacher_hidden, teacher, "teacher ")
-    rows = {"student hidden": student_hidden, "teacher hidden": teacher_hidden}
-    check_rows(who, rows, temperature)
+    check_rows(who, {"student hidden": student_hidden, "teacher hidden": teacher_hidden}, temperature)
     if not 0 <= beta <= 1:
         raise ValueError(f"{who}: beta must be in [0, 1], got {beta}")
     vocab = checked_vocab(who, vocab, min(len(student.weight), len(teacher.weight)))
@@ -74,17 +98,169 @@ def linear_divergence(
     if student.shard is not None or teacher.shard is not None:
         raise ValueError(f"{who}: both heads must hold their whole vocabulary, got a shard; gather its weight before")
     check_compute_dtype(who, compute_dtype)
-    chosen = choose(who, backend, student_hidden)
+    backend = choose_backend(who, backend, student_hidden)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach()
     exact = accumulation_dtype(student_hidden.dtype)  # the student's, for both
     if accumulation_dtype(teacher_hidden.dtype) != exact:
         teacher_hidden = teacher_hidden.to(exact)
-    given = student_hidden, student, teacher_hidden.detach(), teacher.detach()
-    asked: Any = {"beta": beta, "temperature": temperature, "vocab": vocab}
-    asked["compute_dtype"] = compute_dtype or autocast_dtype(student_hidden)
+    teacher_hidden, teacher = teacher_hidden.detach(), teacher.detach()
+    compute = compute_dtype or autocast_dtype(student_hidden)
     with torch.autocast(student_hidden.device.type, enabled=False):  # it would round logits to 16 bits
-        if chosen == "reference":
-            return reference.linear_divergence(*given, **asked)
-        passes: tiled_divergence.Passes = "torch" if chosen == "torch" else "triton"
-        return tiled_divergence.linear_divergence(*given, keep_bytes=keep_bytes, passes=passes, **asked)
+        if backend == "reference":
+            options: Any = {"beta": beta, "temperature": temperature, "vocab": vocab, "compute_dtype": compute}
+            return reference.linear_divergence(student_hidden, student, teacher_hidden, teacher, **options)
+        trained = HeadFactors.of(student_hidden, student, compute)
+        fixed = HeadFactors.of(teacher_hidden, teacher, compute)
+        graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained[:5])
+        arguments = DivergenceArguments(
+            *trained[:5],
+            *fixed[:5],
+            per_row(temperature, student_hidden),
+            scale=student.scale,
+            softcap=student.softcap,
+            teacher_scale=teacher.scale,
+            teacher_softcap=teacher.softcap,
+            beta=beta,
+            vocab=vocab,
+            compute=trained.compute,
+            teacher_compute=fixed.compute,
+            **plan(trained, backend, keep_bytes, again=graph or 0 < beta < 1),
+        )
+        divergence: Tensor = _forward(*arguments)[0]
+        return divergence
+
+
+def plan(student: HeadFactors, backend: Backend, keep_bytes: int | None, *, again: bool) -> dict[str, Any]:
+    """The arguments that say how to compute, by device and arguments only. ``again``: another pass will follow."""
+    rows, columns = tile_shape(student.hidden.device)
+    backend = "torch" if backend == "torch" else "triton"
+    return {"rows": rows, "columns": columns, "keep_bytes": keep_bytes if again else 0, "backend": backend}
+
+
+class DivergenceArguments(NamedTuple):
+    """The arguments of the operators, forward and backward: tensors first."""
+
+    hidden: Tensor  # [N, D_S]
+    weight: Tensor  # [V_S, D_S]
+    bias: Tensor | None
+    low: Tensor | None
+    up: Tensor | None
+    teacher_hidden: Tensor  # [N, D_T]
+    teacher_weight: Tensor  # [V_T, D_T]
+    teacher_bias: Tensor | None
+    teacher_low: Tensor | None
+    teacher_up: Tensor | None
+    temperature: Tensor | None  # [N]
+    scale: float
+    softcap: float | None
+    teacher_scale: float
+    teacher_softcap: float | None
+    beta: float
+    vocab: int
+    rows: int
+    columns: int
+    keep_bytes: int | None
+    backend: str
+    compute: torch.dtype
+    teacher_compute: torch.dtype
+
+    def student(self) -> HeadFactors:
+        return HeadFactors(self.hidden, self.weight, self.bias, self.low, self.up, self.compute)
+
+    def teacher(self) -> HeadFactors:
+        tensors = self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.teacher_low, self.teacher_up
+        return HeadFactors(*tensors, self.teacher_compute)
+
+    def pair(self, kept: Sequence[Tensor], only: Tensor | None = None) -> HeadPair:
+        """Both heads, ready for the passes; ``only`` ``[live]``: the rows that are worked on, if not all."""
+        temperature = self.temperature if self.temperature is None or only is None else self.temperature[only]
+        transforms = (
+            LogitTransform.of(self.scale, self.softcap, temperature, kept[0]),
+            LogitTransform.of(self.teacher_scale, self.teacher_softcap, temperature, kept[0]),
+        )
+        student, teacher = (TileStore(tiles, self.rows, self.vocab, only=only) for tiles in kept)
+        heads = self.student().rows(only).rounded(), self.teacher().rows(only).rounded()
+        tiling = Tiling(self.rows, self.columns, self.vocab, self.backend)
+        return HeadPair(*heads, (student, teacher), transforms, self.beta, tiling)
+
+    def allocate_kept(self) -> tuple[Tensor, Tensor]:
+        """Memory for the tiles of each head that stay: half of the bytes for either."""
+        keep_bytes = self.keep_bytes
+        if keep_bytes is None:
+            keep_bytes = passes.keep_by_default(self.hidden.device, divergence_passes.KEEP)
+        shape, dtype = (self.vocab, self.columns, keep_bytes // 2), accumulation_dtype(self.hidden.dtype)
+        return allocate_kept(self.hidden, *shape, dtype), allocate_kept(self.hidden, *shape, dtype)
+
+
+TENSORS = DivergenceArguments._fields.index("scale")  # the tensors before it are saved for backward
+NEEDED = 5  # the first so many have a gradient
+
+
+@torch.library.custom_op(
+    "burnish::linear_divergence", mutates_args=(), tags=WAITS, schema=operator_schema(DivergenceArguments, 4)
+)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The divergence, ``row_stats`` (divergence_passes.py), and the tiles of both heads that stay."""
+    given = DivergenceArguments(*arguments)
+    check_values("linear_divergence", None, given.vocab, given.temperature)
+    kept = given.allocate_kept()
+    pair = given.pair(kept)
+    row_stats = first_pass(pair)
+    if 0 < given.beta < 1:
+        divergence, row_stats[:, LEVEL] = second_pass(pair, row_stats)
+        return divergence, row_stats, *kept
+    return row_stats[:, LEVEL].clone(), row_stats, *kept
+
+
+@_forward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    given = DivergenceArguments(*arguments)
+    n, dtype = given.hidden.shape[0], accumulation_dtype(given.hidden.dtype)
+    return given.hidden.new_empty(n, dtype=dtype), given.hidden.new_empty(n, 5, dtype=dtype), *given.allocate_kept()
+
+
+BEFORE: dict[str, Any] = {"upstream": Tensor, "row_stats": Tensor, "kept": list[Tensor], "needed": list[bool]}
+BACKWARD = operator_schema(DivergenceArguments, NEEDED, **BEFORE)
+
+
+@torch.library.custom_op("burnish::linear_divergence_backward", mutates_args=(), tags=WAITS, schema=BACKWARD)
+def _backward(
+    upstream: Tensor, row_stats: Tensor, kept: list[Tensor], needed: list[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    """The gradients of hidden, weight, bias, low and up, empty where not needed."""
+    given = DivergenceArguments(*arguments)
+    live, unit = live_rows([upstream], given.student(), given.scale)
+    pair = given.pair(kept, None if live is None else live.rows)
+    if live is not None:
+        upstream, row_stats = live.pick(upstream), live.pick(row_stats)
+    sums = student_gradients(pair, upstream, row_stats, unit, needed)
+    grads = scatter_rows(sums.hidden, live), sums.weight, sums.bias, scatter_rows(sums.low, live), sums.up
+    return returned((given.hidden, given.weight, given.bias, given.low, given.up), grads)
+
+
+@_backward.register_fake
+def _(upstream: Any, row_stats: Any, kept: Any, needed: list[bool], *arguments: Any) -> tuple[Tensor, ...]:
+    return returned_shapes(arguments[:NEEDED], needed)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.constants = inputs[TENSORS:]
+    ctx.set_materialize_grads(False)  # else backward would begin with zeros in the size of all that was kept
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:], *inputs[:TENSORS])
+
+
+def _apply_backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    grads: list[Tensor | None] = [None] * len(DivergenceArguments._fields)
+    needed = list(ctx.needs_input_grad[:NEEDED])
+    if upstream is not None:
+        tensors = ctx.saved_tensors  # read once: a checkpoint recomputes them
+        row_stats, *kept = tensors[:-TENSORS]
+        found = _backward(upstream, row_stats, kept, needed, *tensors[-TENSORS:], *ctx.constants)
+        grads[:NEEDED] = [grad if wanted else None for grad, wanted in zip(found, needed, strict=True)]
+    return tuple(grads)
+
+
+_forward.register_autograd(_apply_backward, setup_context=_setup_context)
+_backward.register_autograd(no_second_derivative)

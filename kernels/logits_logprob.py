@@ -1,37 +1,42 @@
-"""``linear_logprob`` for those who already hold the logits.
+"""Logits in memory: made by ``linear_logits``, for sampling, and their log-probs, as in ``linear_logprob``.
 
-Moved: the logits once forward; the logits once and their gradient once backward. By Triton a row in each program; by
-torch a few rows at a time, while they are in the cache.
+    c = h·Wᵀ + b + u·Bᵀ        cap(scale·c)
+
+rounded like every product of a head (README.md), so that a sampler and a trainer with the same hidden states see the
+same distribution. ``[N, V]`` is what they are: meant for the few rows of a decoding step.
+
+``logits_logprob`` moves the logits once forward, and the logits and their gradient once backward. Triton has a row in
+each program; torch takes a few rows at a time, while they are in the cache.
 """
 
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference
-from .backend import Backend, choose
+from .backend import Backend, choose_backend
 from .checks import check_outputs, check_rows, check_top_k, check_values, checked_vocab
-from .head import accumulation_dtype
-from .reference import EXTRAS, Extra, Logprobs, MoreLogprobs, TopK
-from .tiles import (
+from .head import Head, HeadFactors, as_head, check_head
+from .operators import WAITS, no_second_derivative
+from .passes import COLUMNS, spans, vocabulary_spans
+from .precision import accumulation_dtype, autocast_dtype, check_compute_dtype
+from .reference import EXTRAS, Extra, Logprobs, TopK
+from .softmax import (
     IMPOSSIBLE,
     NEVER,
     OUTPUTS,
     SAVED,
-    WAITS,
+    LogitTransform,
     Softmax,
-    State,
-    Transform,
+    SoftmaxState,
     add_target_,
+    backward_tile,
     coefficients,
     finish,
     fold,
-    no_second_derivative,
     per_row,
-    pull,
     run,
-    spans,
     temperature_gradient,
     worth_compiling,
 )
@@ -39,39 +44,37 @@ from .tiles import (
 LOGITS_AT_ONCE = 2**20
 
 
-@overload
-def logits_logprob(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    vocab: int | None = None,
-    outputs: tuple[()] = (),
-    top_k: None = None,
-    backend: Backend = "auto",
-) -> Logprobs: ...
-@overload
-def logits_logprob(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    vocab: int | None = None,
-    outputs: tuple[Extra, *tuple[Extra, ...]],
-    top_k: int | None = None,
-    backend: Backend = "auto",
-) -> MoreLogprobs: ...
-@overload
-def logits_logprob(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    vocab: int | None = None,
-    outputs: tuple[Extra, ...] = (),
-    top_k: int,
-    backend: Backend = "auto",
-) -> MoreLogprobs: ...
+@torch.no_grad()
+def linear_logits(
+    hidden: Tensor, head: Tensor | Head, *, vocab: int | None = None, compute_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Logits ``[N, vocab]`` before any temperature: constants, in float32, in float64 for float64 hidden states.
+
+    Args:
+        hidden: ``[N, D]``.
+        head: W ``[V, D]`` alone, or a ``Head`` without a shard.
+        vocab: how many rows of W are not padding; by default all.
+        compute_dtype: what factors are rounded to, as in ``linear_logprob``.
+
+    Raises:
+        ValueError: if shapes or devices disagree, or the head is a shard.
+    """
+    who, head = "linear_logits", as_head(head)
+    check_head(who, hidden, head)
+    check_compute_dtype(who, compute_dtype)
+    vocab = checked_vocab(who, vocab, len(head.weight))
+    if head.shard is not None:
+        raise ValueError(f"{who}: the head must hold its whole vocabulary, got a shard; gather its weight before")
+    compute = compute_dtype or autocast_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        factors = HeadFactors.of(hidden, head, compute).rounded()
+        logits = hidden.new_empty(len(hidden), vocab, dtype=accumulation_dtype(hidden.dtype))
+        at_once = head.weight.dtype == factors.hidden.dtype  # else in spans, so that little of W is ever there twice
+        for columns in vocabulary_spans(vocab, vocab if at_once else COLUMNS, hidden.device):
+            factors.columns(columns).logits(slice(None), logits[:, columns])
+        return head.transform().capped(logits)
+
+
 def logits_logprob(
     logits: Tensor,
     target: Tensor,
@@ -81,15 +84,15 @@ def logits_logprob(
     outputs: tuple[Extra, ...] = (),
     top_k: int | None = None,
     backend: Backend = "auto",
-) -> Logprobs | MoreLogprobs:
-    """``Logprobs(logprob, entropy, logsumexp)`` of softmax(logits / temperature), differentiable once.
+) -> Logprobs:
+    """Log-probs of targets under softmax(logits / temperature), differentiable once.
 
     Args:
         logits: ``[N, V]``, in any floating-point dtype; −inf forbids a token.
         target: int64 ``[N]``, or ``[N, k]`` for k tokens of each row; ``logprob`` has its shape.
         temperature: T > 0, one number or ``[N]``, one per token.
         vocab: columns from here on are padding and have probability 0.
-        outputs, top_k: what else to compute, and to return in ``MoreLogprobs``, as in ``linear_logprob``.
+        outputs, top_k: further fields of ``Logprobs`` to compute, as in ``linear_logprob``.
         backend: as in ``linear_logprob``; "fused" is "triton", since there is no product to fuse.
 
     Raises:
@@ -103,26 +106,22 @@ def logits_logprob(
     check_outputs(who, outputs, EXTRAS, target)
     vocab = checked_vocab(who, vocab, logits.shape[1])
     check_top_k(who, top_k, vocab)
-    passes = choose(who, backend, logits)
-    if passes == "reference":
-        result = reference.logits_logprob(
-            logits, target, temperature=temperature, vocab=vocab, outputs=outputs, top_k=top_k
-        )
-        return result if outputs or top_k is not None else Logprobs(*result[:3])
-    columns = target if target.ndim == 2 else target[:, None]
-    extras = "mean_logprob" in outputs, "log_sum_squares" in outputs
-    constants = vocab, *extras, passes != "torch"
-    logprob, entropy, logsumexp, mean, squares, *_ = _forward(
-        logits, columns, rows := per_row(temperature, logits), *constants
+    backend = choose_backend(who, backend, logits)
+    if backend == "reference":
+        options: Any = {"temperature": temperature, "vocab": vocab, "outputs": outputs, "top_k": top_k}
+        return reference.logits_logprob(logits, target, **options)
+    columns, rows = target if target.ndim == 2 else target[:, None], per_row(temperature, logits)
+    mean, squares = "mean_logprob" in outputs, "log_sum_squares" in outputs
+    logprob, entropy, logsumexp, means, log_sum_squares, *_ = _forward(
+        logits, columns, rows, vocab, mean, squares, backend != "torch"
     )
-    base = Logprobs(logprob.reshape(target.shape), entropy, logsumexp)
-    if not outputs and top_k is None:
-        return base
     z = logits.detach()[:, :vocab]
-    return MoreLogprobs(
-        *base,
-        mean_logprob=mean if extras[0] else None,
-        log_sum_squares=squares if extras[1] else None,
+    return Logprobs(
+        logprob.reshape(target.shape),
+        entropy,
+        logsumexp,
+        mean_logprob=means if mean else None,
+        log_sum_squares=log_sum_squares if squares else None,
         top1=z.argmax(1) if "top1" in outputs else None,
         rank=(z > z.gather(1, columns)).sum(1) if "rank" in outputs else None,
         top_k=None if top_k is None else _likeliest(z, top_k, rows, logsumexp.detach()),
@@ -146,22 +145,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of ``Softmax``."""
     check_values("logits_logprob", target, vocab, temperature)
-    transform = Transform.of(1.0, None, temperature, logits)
+    transform = LogitTransform.of(1.0, None, temperature, logits)
     like = logits.new_empty(0, dtype=accumulation_dtype(logits.dtype))
-    state = State.start(target, like, mean, squares)
+    state = SoftmaxState.start(target, like, mean, squares)
     if triton:
-        from . import triton_tiles
+        from . import triton_softmax
 
-        triton_tiles.fold_(logits[:, :vocab], target, state, transform)
-        return _finished(state)
-    for rows in spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
+        triton_softmax.fold_(logits[:, :vocab], target, state, transform)
+    for rows in [] if triton else spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile = _precise(logits, rows, vocab)
         compiled = worth_compiling(tile, len(logits) * vocab)
         state.store_(rows, run(fold, tile, target[rows], state.rows(rows), transform.rows(rows), compiled=compiled))
-    return _finished(state)
-
-
-def _finished(state: State) -> Softmax:
     softmax = finish(state)
     softmax.logprob.masked_fill_(softmax.chosen < IMPOSSIBLE, -torch.inf)
     return softmax
@@ -175,34 +169,28 @@ def _(logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("burnish::logits_logprob_backward", mutates_args=())
 def _backward(
-    upstream: list[Tensor | None],
-    softmax: list[Tensor],
-    logits: Tensor,
-    target: Tensor,
-    temperature: Tensor | None,
-    vocab: int,
-    triton: bool,
-    needed: list[bool],
-) -> list[Tensor]:
+    upstream: list[Tensor | None], softmax: list[Tensor], logits: Tensor, target: Tensor,
+    temperature: Tensor | None, vocab: int, triton: bool, needed: list[bool],
+) -> list[Tensor]:  # fmt: skip
     """The gradients of logits and temperature, those of them that are needed."""
     saved = Softmax(*softmax)
-    transform = Transform.of(1.0, None, temperature, logits)
+    transform = LogitTransform.of(1.0, None, temperature, logits)
     arriving = coefficients(upstream, saved, transform)
     d_logits = torch.empty_like(logits) if needed[0] else None
     moments = torch.zeros_like(saved.shift) if needed[1] else None
     if d_logits is not None:
         d_logits[:, vocab:] = 0
     if triton:
-        from . import triton_tiles
+        from . import triton_softmax
 
         out = torch.empty_like(logits) if d_logits is None else d_logits
-        known = logits[:, :vocab], target, saved.shift, arriving, transform
-        triton_tiles.pull_(*known, out[:, :vocab], moments=moments)
+        tile, out = logits[:, :vocab], out[:, :vocab]
+        triton_softmax.backward_tile_(tile, target, saved.shift, arriving, transform, out, moments=moments)
     for rows in [] if triton else spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile, here = _precise(logits, rows, vocab), arriving.rows(rows)
         compiled = worth_compiling(tile, len(logits) * vocab)
         rest = saved.shift[rows], here, transform.rows(rows), moments is not None
-        dz, moment = run(pull, tile, *rest, compiled=compiled)
+        dz, moment = run(backward_tile, tile, *rest, compiled=compiled)
         if moments is not None and moment is not None:
             moments[rows] = moment
         if d_logits is not None:
@@ -221,7 +209,7 @@ def _(upstream: list[Tensor | None], softmax: list[Tensor], *rest: Any) -> list[
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, temperature, ctx.vocab, _, _, ctx.triton = inputs
-    ctx.set_materialize_grads(False)  # None for an output nobody used
+    ctx.set_materialize_grads(False)  # None for an output that is not used
     ctx.mark_non_differentiable(*output[OUTPUTS:])
     ctx.save_for_backward(*output, logits, target, temperature)
 

@@ -11,17 +11,8 @@ import torch
 from torch import Tensor
 
 from .checks import check_values
-from .head import Head, accumulation_dtype
-from .operands import rounded
-
-
-class Logprobs(NamedTuple):
-    """Three numbers per token, each ``[N]``, each differentiable, in nats; ``logprob`` has the shape of the target."""
-
-    logprob: Tensor
-    entropy: Tensor
-    logsumexp: Tensor
-
+from .head import Head
+from .precision import accumulation_dtype, rounded
 
 Extra = Literal["mean_logprob", "log_sum_squares", "top1", "rank"]
 EXTRAS: tuple[Extra, ...] = get_args(Extra)
@@ -34,8 +25,11 @@ class TopK(NamedTuple):
     logprob: Tensor
 
 
-class MoreLogprobs(NamedTuple):
-    """``Logprobs`` and what else was asked for, each ``[N]``, else None. The last three are constants."""
+class Logprobs(NamedTuple):
+    """Numbers per token in nats, each ``[N]``; ``logprob`` has the shape of the target.
+
+    What was not asked for is None. The first five are differentiable, the last three are constants.
+    """
 
     logprob: Tensor
     entropy: Tensor
@@ -48,32 +42,18 @@ class MoreLogprobs(NamedTuple):
 
 
 def linear_logprob(
-    hidden: Tensor,
-    head: Head,
-    target: Tensor,
-    *,
-    temperature: float | Tensor,
-    vocab: int,
-    outputs: Collection[Extra],
-    top_k: int | None = None,
-    compute_dtype: torch.dtype | None = None,
-) -> MoreLogprobs:
+    hidden: Tensor, head: Head, target: Tensor, *, temperature: float | Tensor, vocab: int,
+    outputs: Collection[Extra], top_k: int | None = None, compute_dtype: torch.dtype | None = None,
+) -> Logprobs:  # fmt: skip
     """``logits_logprob`` of the head's logits."""
     logits = head_logits(hidden, head, vocab, accumulation_dtype(hidden.dtype), compute_dtype)
     return logits_logprob(logits, target, temperature=temperature, vocab=vocab, outputs=outputs, top_k=top_k)
 
 
 def linear_divergence(
-    student_hidden: Tensor,
-    student: Head,
-    teacher_hidden: Tensor,
-    teacher: Head,
-    *,
-    beta: float,
-    temperature: float | Tensor,
-    vocab: int,
-    compute_dtype: torch.dtype | None = None,
-) -> Tensor:
+    student_hidden: Tensor, student: Head, teacher_hidden: Tensor, teacher: Head, *, beta: float,
+    temperature: float | Tensor, vocab: int, compute_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Generalized Jensen-Shannon divergence of softmax(logits / temperature) of the teacher T and the student S."""
     check_values("linear_divergence", None, vocab, temperature)
     dtype = accumulation_dtype(student_hidden.dtype)
@@ -92,14 +72,9 @@ def linear_divergence(
 
 
 def logits_logprob(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    temperature: float | Tensor,
-    vocab: int,
-    outputs: Collection[Extra] = (),
+    logits: Tensor, target: Tensor, *, temperature: float | Tensor, vocab: int, outputs: Collection[Extra] = (),
     top_k: int | None = None,
-) -> MoreLogprobs:
+) -> Logprobs:  # fmt: skip
     """log p = log softmax(logits / temperature): its target entries, −Σ p log p, and its normalizer.
 
     If asked for, the mean of log p over the tokens that are possible, log Σ p², the likeliest token, how many others
@@ -111,7 +86,7 @@ def logits_logprob(
     impossible = logp.isneginf()
     finite = logp.masked_fill(impossible, 0.0)
     columns = target if target.ndim == 2 else target[:, None]
-    return MoreLogprobs(
+    return Logprobs(
         logp.gather(1, columns).reshape(target.shape),
         -(logp.exp() * finite).sum(-1),
         normalizer,
@@ -144,8 +119,7 @@ def head_logits(
     if adapter is not None:
         down, up, scaling = adapter
         logits = logits + factor(scaling * (hidden @ factor(down).t())) @ factor(up[:vocab]).t()
-    logits = head.scale * logits
-    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+    return head.transform()(logits)
 
 
 def log_softmax(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
-"""The three elementwise passes of divergence_tiles.py over two tiles of logits ``[n, columns]``, each one launch.
+"""The three elementwise passes of divergence_passes.py over two tiles of logits ``[n, columns]``, each one launch.
 
     z = cap(scale·c)/T of either head, in float32, with its own scale and soft cap, and the T of the row
 
     fold_:  x = z_P − m_P,  y = z_Q − m_Q:   S = Σ eˣ,  R = Σ eʸ and, if asked for, G = Σ eˣ·(x − y), brought up to date
     mix_:   s = z_S − m_S − log S,  t = z_T − m_T − log R,  M = (1−β)·eˢ + β·eᵗ:   += Σ eᵗ·(t − log M), Σ eˢ·(s − log M)
-    pull_:  dz = eˢ − eᵗ,  eˢ·(s − t − D)  or  eˢ·(s − log M − K);   dc = gain·dz·cap′(scale·c)
+    backward_tile_:  dz = eˢ − eᵗ,  eˢ·(s − t − D)  or  eˢ·(s − log M − K);   dc = gain·dz·cap′(scale·c)
 
-Moved: 8 bytes a logit are read, and ``pull_`` writes 2 or 4; all else is per row. Nothing is shared between rows, and
-the sums of a row have a fixed order: the same call gives the same bits.
+Moved: 8 bytes a logit are read, and ``backward_tile_`` writes 2 or 4; all else is per row. Nothing is shared between
+rows, and the sums of a row have a fixed order: the same call gives the same bits.
 
 Tiles are float32, kept ones too: near the optimum the gradient is made of s − t alone, which is smaller than the
 rounding of s and t to 16 bits, however well they are centered.
@@ -15,18 +15,16 @@ rounding of s and t to 16 bits, however well they are centered.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import Transform
-from .triton_tiles import LOG2E, NEVER, factors, tempered
+from .softmax import LogitTransform
+from .triton_softmax import LOG2E, NEVER, tempered, transform_factors
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-KNOWN = tl.constexpr(5)  # columns of ``known`` and of the state of a fold
+FIELDS = tl.constexpr(5)  # columns of ``row_stats`` and of the state of a fold
 
 
 @triton.jit
@@ -39,19 +37,19 @@ def _tile(tile_ptr, stride, row, column, inside, inner, outer, temperature_ptr, 
 
 @triton.jit
 def _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS: tl.constexpr):
-    """This program's rows, which of them there are, and ``factors`` ``[ROWS, 1]`` of both heads."""
+    """This program's rows, which of them there are, and ``transform_factors`` ``[ROWS, 1]`` of both heads."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < n
     at = tl.where(there, row, 0)  # what is past the last row may be read, and is never written
-    inner, outer = factors(temperature_ptr, at[:, None], scale, softcap)
-    inner_w, outer_w = factors(temperature_ptr, at[:, None], scale_w, softcap_w)
+    inner, outer = transform_factors(temperature_ptr, at[:, None], scale, softcap)
+    inner_w, outer_w = transform_factors(temperature_ptr, at[:, None], scale_w, softcap_w)
     return at, there, inner, outer, inner_w, outer_w
 
 
 @triton.jit
-def _known(known_ptr, row):
+def _row_stats(row_stats_ptr, row):
     """m_S, log S, m_T, log R and the level, D or K, each ``[ROWS, 1]``."""
-    at = known_ptr + row[:, None] * KNOWN
+    at = row_stats_ptr + row[:, None] * FIELDS
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
 
@@ -64,23 +62,13 @@ def _log_mixture(p, q, beta, rest):
 @triton.jit
 def _fold_kernel(
     state_ptr,  # [n, 5]: m_P, S, m_Q, R, G
-    p_ptr,  # [n, columns]
-    q_ptr,  # [n, columns]
+    p_ptr, q_ptr,  # [n, columns]
     temperature_ptr,  # [n] or None
-    scale,
-    softcap,
-    scale_w,
-    softcap_w,
-    n,
-    columns,
-    p_stride: tl.int64,
-    q_stride: tl.int64,
-    GAP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scale, softcap, scale_w, softcap_w, n, columns, p_stride: tl.int64, q_stride: tl.int64,
+    GAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
-    state_ptr += row * KNOWN
+    state_ptr += row * FIELDS
     shift, total = tl.load(state_ptr), tl.load(state_ptr + 1)  # [ROWS]
     other_shift, other_total = tl.load(state_ptr + 2), tl.load(state_ptr + 3)
     if GAP:
@@ -113,25 +101,15 @@ def _fold_kernel(
 @triton.jit
 def _mix_kernel(
     sums_ptr,  # [n, 2]
-    student_ptr,  # [n, columns]
-    teacher_ptr,  # [n, columns]
-    known_ptr,  # [n, 5]
+    student_ptr, teacher_ptr,  # [n, columns]
+    row_stats_ptr,  # [n, 5]
     temperature_ptr,  # [n] or None
-    scale,
-    softcap,
-    scale_w,
-    softcap_w,
-    beta,
-    rest,  # 1 − β, which float32 would round
-    n,
-    columns,
-    student_stride: tl.int64,
-    teacher_stride: tl.int64,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scale, softcap, scale_w, softcap_w,
+    beta, rest,  # 1 − β, which float32 would round
+    n, columns, student_stride: tl.int64, teacher_stride: tl.int64, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
-    shift, log_total, other_shift, other_log_total, _ = _known(known_ptr, row)
+    shift, log_total, other_shift, other_log_total, _ = _row_stats(row_stats_ptr, row)
     from_teacher = tl.zeros((ROWS, BLOCK), tl.float32)
     from_student = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, columns, BLOCK):
@@ -151,31 +129,19 @@ def _mix_kernel(
 
 
 @triton.jit
-def _pull_kernel(
-    out_ptr,  # [n, columns]
-    student_ptr,  # [n, columns]
-    teacher_ptr,  # [n, columns]
-    known_ptr,  # [n, 5]
+def _backward_kernel(
+    out_ptr, student_ptr, teacher_ptr,  # [n, columns]
+    row_stats_ptr,  # [n, 5]
     gain_ptr,  # [n]
     temperature_ptr,  # [n] or None
-    scale,
-    softcap,
-    scale_w,
-    softcap_w,
-    beta,
-    rest,  # 1 − β, which float32 would round
-    n,
-    columns,
-    out_stride: tl.int64,
-    student_stride: tl.int64,
-    teacher_stride: tl.int64,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scale, softcap, scale_w, softcap_w,
+    beta, rest,  # 1 − β, which float32 would round
+    n, columns, out_stride: tl.int64, student_stride: tl.int64, teacher_stride: tl.int64,
+    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
     gain = tl.load(gain_ptr + row)[:, None]  # [ROWS, 1]
-    shift, log_total, other_shift, other_log_total, level = _known(known_ptr, row)
+    shift, log_total, other_shift, other_log_total, level = _row_stats(row_stats_ptr, row)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         inside = there[:, None] & (column < columns)[None, :]
@@ -199,107 +165,52 @@ def _pull_kernel(
         tl.store(out_ptr + offset, dc.to(out_ptr.dtype.element_ty), inside)
 
 
-class Launch(NamedTuple):
-    rows: int
-    block: int
-    warps: int
-
-
-def launch(n: int, columns: int, device: torch.device) -> Launch:
+def launch(n: int, columns: int, device: torch.device) -> tuple[int, int, int]:
     """How many rows a program has, how many of their logits it takes at once, and its warps.
 
     On a GPU one row and one warp: its sums then need no shared memory, and 32 logits a thread are enough to be on the
     way. The interpreter runs one program after the other, so there each has many rows.
     """
     if device.type == "cpu":
-        return Launch(min(triton.next_power_of_2(n), 64), min(triton.next_power_of_2(columns), 256), 1)
-    return Launch(1, min(max(triton.next_power_of_2(columns), 64), 512), 1)
+        return min(triton.next_power_of_2(n), 64), min(triton.next_power_of_2(columns), 256), 1
+    return 1, min(max(triton.next_power_of_2(columns), 64), 512), 1
 
 
-def fold_(state: Tensor, p: Tensor, q: Tensor, to_z: Transform, to_w: Transform, gap: bool) -> None:
-    """``divergence_tiles.fold``, with ``state`` ``[n, 5]`` brought up to date; G only if it is asked for."""
-    n, columns = p.shape
-    rows, block, warps = launch(n, columns, p.device)
+def fold_(state: Tensor, p: Tensor, q: Tensor, to_z: LogitTransform, to_w: LogitTransform, gap: bool) -> None:
+    """``divergence_passes.fold``, in place: ``state`` is ``[n, 5]``; G only if ``gap``."""
     assert state.is_contiguous()
-    with torch.cuda.device_of(p):
-        _fold_kernel[(triton.cdiv(n, rows),)](
-            state,
-            p,
-            q,
-            *_constants(to_z, to_w),
-            n,
-            columns,
-            p.stride(0),
-            q.stride(0),
-            GAP=gap,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
+    _run(_fold_kernel, (state, p, q), to_z, to_w, (), (p, q), GAP=gap)
 
 
 def mix_(
-    sums: Tensor, student: Tensor, teacher: Tensor, known: Tensor, to_z: Transform, to_w: Transform, beta: float
-) -> None:
-    """``divergence_tiles.mix``, added to ``sums`` ``[n, 2]``."""
-    n, columns = student.shape
-    rows, block, warps = launch(n, columns, student.device)
-    assert sums.is_contiguous() and known.is_contiguous()
-    with torch.cuda.device_of(student):
-        _mix_kernel[(triton.cdiv(n, rows),)](
-            sums,
-            student,
-            teacher,
-            known,
-            *_constants(to_z, to_w),
-            beta,
-            1 - beta,
-            n,
-            columns,
-            student.stride(0),
-            teacher.stride(0),
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
-
-
-def pull_(
-    out: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    known: Tensor,
-    gain: Tensor,
-    to_z: Transform,
-    to_w: Transform,
+    sums: Tensor, student: Tensor, teacher: Tensor, row_stats: Tensor, to_z: LogitTransform, to_w: LogitTransform,
     beta: float,
-) -> None:
-    """``divergence_tiles.pull``, written into ``out`` in float32 or 16 bits; it may be the tile of the student."""
-    n, columns = student.shape
-    rows, block, warps = launch(n, columns, student.device)
-    assert known.is_contiguous() and gain.is_contiguous()
-    with torch.cuda.device_of(student):
-        _pull_kernel[(triton.cdiv(n, rows),)](
-            out,
-            student,
-            teacher,
-            known,
-            gain,
-            *_constants(to_z, to_w),
-            beta,
-            1 - beta,
-            n,
-            columns,
-            out.stride(0),
-            student.stride(0),
-            teacher.stride(0),
-            KIND={0.0: "forward", 1.0: "reverse"}.get(beta, "mixture"),
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=warps,
-        )
+) -> None:  # fmt: skip
+    """``divergence_passes.mix``, added to ``sums`` ``[n, 2]``."""
+    assert sums.is_contiguous() and row_stats.is_contiguous()
+    tensors, strided = (sums, student, teacher, row_stats), (student, teacher)
+    _run(_mix_kernel, tensors, to_z, to_w, (beta, 1 - beta), strided)
 
 
-def _constants(to_z: Transform, to_w: Transform) -> tuple[Tensor | float | None, ...]:
+def backward_tile_(
+    out: Tensor, student: Tensor, teacher: Tensor, row_stats: Tensor, gain: Tensor, to_z: LogitTransform,
+    to_w: LogitTransform, beta: float,
+) -> None:  # fmt: skip
+    """``divergence_passes.backward_tile`` in float32 or 16 bits; ``out`` may be the tile of the student."""
+    assert row_stats.is_contiguous() and gain.is_contiguous()
+    tensors, strided = (out, student, teacher, row_stats, gain), (out, student, teacher)
+    kind = {0.0: "forward", 1.0: "reverse"}.get(beta, "mixture")
+    _run(_backward_kernel, tensors, to_z, to_w, (beta, 1 - beta), strided, KIND=kind)
+
+
+def _run(kernel, tensors, to_z: LogitTransform, to_w: LogitTransform, numbers, strided, **constants) -> None:
+    """Launch ``kernel`` over all rows; ``strided`` are the tensors whose row strides it takes."""
+    n, columns = strided[0].shape
+    rows, block, warps = launch(n, columns, strided[0].device)
     temperature = None if to_z.temperature is None else to_z.temperature.contiguous()
-    return temperature, to_z.scale, to_z.softcap, to_w.scale, to_w.softcap
+    transforms = temperature, to_z.scale, to_z.softcap, to_w.scale, to_w.softcap
+    strides = (t.stride(0) for t in strided)
+    with torch.cuda.device_of(strided[0]):
+        kernel[(triton.cdiv(n, rows),)](
+            *tensors, *transforms, *numbers, n, columns, *strides, ROWS=rows, BLOCK=block, num_warps=warps, **constants
+        )

@@ -3,7 +3,7 @@
     c = h·Wᵀ + b + u·Bᵀ        z = cap(scale·c)/T        x = z − m        S = Σ eˣ        M = Σ x·eˣ
 
 A program owns a block of rows and a span of the vocabulary. It multiplies out one tile of c at a time, in float32
-registers, folds it into its running sums (the equations of tiles.py), and writes three numbers a row. The spans of a
+registers, folds it into its running sums (the equations of softmax.py), and writes three numbers a row. The spans of a
 row are then merged in a fixed order: no atomics, so the same call gives the same bits.
 
 Moved: programs are ordered so that those which run together share a group of row blocks of 16 MB, which stays in L2,
@@ -29,13 +29,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import tiles
-from .operands import Operands
-from .tiles import State, Transform
-from .triton_tiles import finite, tanh
+from . import softmax
+from .head import HeadFactors
+from .softmax import LogitTransform, SoftmaxState
+from .triton_softmax import finite, tanh
 
-NEVER = tl.constexpr(tiles.NEVER)
-IMPOSSIBLE = tl.constexpr(tiles.IMPOSSIBLE)
+NEVER = tl.constexpr(softmax.NEVER)
+IMPOSSIBLE = tl.constexpr(softmax.IMPOSSIBLE)
 L2_SHARE = 2**24  # bytes of hidden states that stay in the cache while W passes by
 
 
@@ -73,7 +73,7 @@ def _logits(c, columns, vocab, bias_ptr, scale, softcap, cooling, RAGGED: tl.con
 
 @triton.jit
 def _fold(z, top, total, moment, linear, count, squares, MEAN: tl.constexpr, SQUARES: tl.constexpr):
-    """``tiles.fold`` of z ``[rows, columns]``."""
+    """``softmax.fold`` of z ``[rows, columns]``."""
     grown = tl.maximum(top, tl.max(z, 1))
     drop = top - grown
     decay = tl.exp(drop)
@@ -214,17 +214,19 @@ def launch(architecture: int | str, dtype: torch.dtype, *, aligned: bool, plain:
     return Launch(128, 128, 32, 8, 2, False)  # 64 kB of shared memory
 
 
-def accumulate(head: Operands, target: Tensor, *, transform: Transform, vocab: int, mean: bool, squares: bool) -> State:
-    """``tiles.State`` after the whole vocabulary.
+def accumulate(
+    head: HeadFactors, target: Tensor, *, transform: LogitTransform, vocab: int, mean: bool, squares: bool
+) -> SoftmaxState:
+    """``softmax.SoftmaxState`` after the whole vocabulary.
 
     Args:
-        head: in the dtype that it is multiplied in, see ``Operands.columns``.
+        head: in the dtype that it is multiplied in, see ``HeadFactors.columns``.
         target: int64 ``[N, k]``; one outside ``[0, vocab)`` is not here, and its z is 0.
         mean, squares: whether X and n, and Q, are summed up too.
     """
     hidden, weight, bias, low, up, _ = head
     n, width = hidden.shape
-    state = State.start(target, hidden.new_empty(0, dtype=torch.float32), mean, squares)
+    state = SoftmaxState.start(target, hidden.new_empty(0, dtype=torch.float32), mean, squares)
     if n == 0 or vocab == 0:
         return state
     machine = Machine.of(hidden)
@@ -243,41 +245,22 @@ def accumulate(head: Operands, target: Tensor, *, transform: Transform, vocab: i
             state.chosen,
             TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]) if described else hidden,
             TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]) if described else weight,
-            target.contiguous(),
-            bias if bias is None else bias.contiguous(),
-            low,
-            up,
+            target.contiguous(), None if bias is None else bias.contiguous(), low, up,
             None if transform.temperature is None else transform.temperature.contiguous(),
-            None if scale == 1.0 else scale,
-            transform.softcap,
-            n,
-            vocab,
-            splits,
-            span,
-            min(blocks, max(1, L2_SHARE // (tile.rows * width * hidden.element_size()))),
-            *hidden.stride(),
-            *weight.stride(),
-            D=width,
-            RANK=0 if low is None else low.shape[1],
-            TARGETS=target.shape[1],
-            MEAN=mean,
-            SQUARES=squares,
-            RAGGED=vocab % tile.columns != 0,
-            DESCRIBED=described,
+            None if scale == 1.0 else scale, transform.softcap,
+            n, vocab, splits, span, min(blocks, max(1, L2_SHARE // (tile.rows * width * hidden.element_size()))),
+            *hidden.stride(), *weight.stride(),
+            D=width, RANK=0 if low is None else low.shape[1], TARGETS=target.shape[1], MEAN=mean, SQUARES=squares,
+            RAGGED=vocab % tile.columns != 0, DESCRIBED=described,
             PRECISION="tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            DEPTH=tile.depth,
-            FLAT=tile.flat,
-            AT_ONCE=min(16, triton.next_power_of_2(target.shape[1])),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, FLAT=tile.flat,
+            AT_ONCE=min(16, triton.next_power_of_2(target.shape[1])), num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     return merge(sums, state)
 
 
-def merge(sums: Tensor, state: State) -> State:
-    """``State`` of the whole vocabulary from those of its spans ``[spans, fields, N]``."""
+def merge(sums: Tensor, state: SoftmaxState) -> SoftmaxState:
+    """``SoftmaxState`` of the whole vocabulary from those of its spans ``[spans, fields, N]``."""
     top, total, moment, *extras = sums.unbind(1)
     shift = top.amax(0)
     drop = top - shift
@@ -288,7 +271,9 @@ def merge(sums: Tensor, state: State) -> State:
     if linear is not None:
         added, count = extras
         linear = torch.stack(((added + count * drop).sum(0), count.sum(0)), 1)
-    return State(shift, (total * decay).sum(0), ((moment + total * drop) * decay).sum(0), state.chosen, linear, squares)
+    return SoftmaxState(
+        shift, (total * decay).sum(0), ((moment + total * drop) * decay).sum(0), state.chosen, linear, squares
+    )
 
 
 @functools.cache

@@ -67,7 +67,7 @@ class Common:
     bfloat16 factors, and logits are float32 (kernels/README.md)."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
-    backend: Literal["auto", "triton", "fused", "tiled", "reference"] = "auto"
+    backend: Literal["auto", "triton", "fused", "torch", "reference"] = "auto"
     """Backend of the log-prob kernel."""
     keep_bytes: int | None = None
     """Logits that the log-prob kernel keeps from forward to backward, in bytes; 0 computes all of them again, and null

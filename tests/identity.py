@@ -100,7 +100,7 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
     "ppo_critic": "ppo @online @split --value_model @teacher --loss '{clipped_surrogate: 1, entropy_bonus: 0.01}'",
 }  # fmt: skip
 SKIPPED = ("step", "seconds", "sampling/seconds")  # fields of a line of metrics that are no results
-RENAMED: dict[str, str] = {}  # regular expression -> replacement, for names of cases and numbers in an older file
+RENAMED: dict[str, str] = {}  # regular weightings -> replacement, for names of cases and numbers in an older file
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"} | dict.fromkeys(
     ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TRITON_INTERPRET"), "1"
 )

@@ -1,12 +1,15 @@
-"""Break the objectives on purpose, one place at a time, and count how often their tests notice.
+"""Break the library on purpose, one place at a time, and count how often its tests notice.
 
     python tests/mutation.py [files of objectives/ ...]        writes benchmarks/results/mutation_objectives.json
+    python tests/mutation.py --room kernels [--sample 60] [files of kernels/ ...]         ... mutation_kernels.json
 
 A mutant differs from the source in one comparison, operator, constant, sign, condition, or function. It is caught if
-any test of `tests/objectives` named after its file, or of the peer comparisons, fails. Each mutant runs in a process
-forked from one that has torch loaded.
+any of its file's tests fails: those of `tests/objectives` named after it, or of the peer comparisons; for torch's files
+of the kernels those of `KERNEL_TESTS`. Each mutant runs in a process forked from one that has torch loaded. A sample is
+spread evenly over all mutants of the files, the same in every run.
 """
 
+import argparse
 import ast
 import copy
 import json
@@ -18,7 +21,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "mutation_objectives.json"
+RESULTS = ROOT / "benchmarks" / "results"
+# The tests of each file of kernels/ that torch alone computes with, the likeliest to fail first.
+_HEAD = ("linear_logprob", "backward", "precision", "sixteen_bits", "linear_divergence")
+KERNEL_TESTS = {
+    "softmax": ("linear_logprob", "logits_logprob", "backward"),
+    "passes": _HEAD,
+    "head": _HEAD,
+    "divergence_passes": ("linear_divergence",),
+    "linear_divergence": ("linear_divergence", "precision"),
+    "linear_logprob": ("linear_logprob", "ranking", "backward", "precision", "sharding"),
+    "logits_logprob": ("logits_logprob", "ranking", "precision"),
+    "ranking": ("ranking", "sharding"),
+    "sharding": ("sharding",),
+    "checks": ("linear_logprob", "logits_logprob", "linear_divergence", "sharding"),
+    "precision": ("precision", "sixteen_bits", "linear_logprob"),
+    "reference": ("linear_logprob", "logits_logprob", "linear_divergence"),
+}
 
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.BitAnd: ast.BitOr,
@@ -96,18 +115,23 @@ def _apply(node: ast.AST, change: int) -> str:
     return f"{before.splitlines()[0]}  ->  {ast.unparse(node).splitlines()[0]}"
 
 
+# Tests of the compiler take most of a minute each, and what they compile is what the others run eagerly.
+UNCOMPILED = "not compiled_tiles and not without_a_compiler and not fullgraph_compile"
 QUIET = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 UNTYPED = ["-o", "addopts=--import-mode=importlib"]
 
 
-def caught(name: str, source: str, tree: Path) -> bool:
-    """Whether a test fails when ``objectives/name`` reads ``source``: first the quick ones, then those of the peer."""
-    target = tree / "burnish" / "objectives" / name
+def caught(room: str, name: str, source: str, tree: Path) -> bool:
+    """Whether a test fails when ``room/name`` reads ``source``: first the quick ones, then those of the peer."""
+    target = tree / "burnish" / room / name
     original = target.read_text()
     target.write_text(source)
     try:
-        own, shared = _tests(Path(name).stem)
-        return not passes(own, target, tree, plugins=False) or not passes([*own, *shared], target, tree)
+        if room == "kernels":
+            files = [f"tests/kernels/test_{test}.py" for test in KERNEL_TESTS[Path(name).stem]]
+            return not passes([*files, "-m", "not slow", "-k", UNCOMPILED], target, tree, plugins=False)
+        quick, shared = _tests(Path(name).stem)
+        return not passes(quick, target, tree, plugins=False) or not passes([*quick, *shared], target, tree)
     finally:
         target.write_text(original)
 
@@ -134,33 +158,48 @@ def passes(tests: list[str], target: Path, tree: Path, *, plugins: bool = True) 
     return os.waitpid(child, 0)[1] == 0
 
 
-def main(names: list[str]) -> None:
+def main(room: str, names: list[str], sample: int | None) -> None:
     import torch
-    from trl import DPOTrainer, GRPOTrainer  # noqa: F401
 
+    if room == "objectives":
+        from trl import DPOTrainer, GRPOTrainer  # noqa: F401
     torch.set_num_threads(1)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results_file = RESULTS / f"mutation_{room}.json"
+    results = json.loads(results_file.read_text()) if results_file.exists() else {}
+    everything = [(name, *mutant) for name in names for mutant in mutants(ast.parse((ROOT / room / name).read_text()))]
+    step = len(everything) / min(sample or len(everything), len(everything))
+    chosen = [everything[int(i * step)] for i in range(round(len(everything) / step))]
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory)
-        (tree / "burnish").mkdir()
-        shutil.copy(ROOT / "__init__.py", tree / "burnish")
-        shutil.copy(ROOT / "pyproject.toml", tree)
-        no_cache = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "objectives", tree / "burnish" / "objectives", ignore=no_cache)
-        shutil.copytree(ROOT / "tests" / "objectives", tree / "tests" / "objectives")
-        (tree / "tests" / "support").mkdir()
+        copy_tree(room, tree)
         for name in names:
-            source = (ROOT / "objectives" / name).read_text()
-            assert not caught(name, source, tree), f"the tests of {name} fail as they are"
-            survivors, total = [], 0
-            for line, change, mutant in mutants(ast.parse(source)):
-                total += 1
-                if not caught(name, ast.unparse(mutant), tree):
+            source, survivors = (ROOT / room / name).read_text(), []
+            selected = [rest for file, *rest in chosen if file == name]
+            if selected:
+                assert not caught(room, name, source, tree), f"the tests of {name} fail as they are"
+            for line, change, mutant in selected:
+                if not caught(room, name, ast.unparse(mutant), tree):
                     survivors.append(f"line {line}: {change}")
                     print("survived", name, survivors[-1], flush=True)
-            results[name] = {"mutants": total, "caught": total - len(survivors), "survivors": survivors}
-            print(name, f"{total - len(survivors)} of {total} caught", flush=True)
-            RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
+            found = len(selected) - len(survivors)
+            results[name] = {"mutants": len(selected), "caught": found, "survivors": survivors}
+            print(name, f"{found} of {len(selected)} caught", flush=True)
+            results_file.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
+
+
+def copy_tree(room: str, tree: Path) -> None:
+    """The part of the repository that the room's tests need, to be broken."""
+    (tree / "burnish").mkdir()
+    shutil.copy(ROOT / "__init__.py", tree / "burnish")
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    no_cache = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / room, tree / "burnish" / room, ignore=no_cache)
+    shutil.copytree(ROOT / "tests" / room, tree / "tests" / room, ignore=no_cache)
+    (tree / "tests" / "support").mkdir()
+    if room == "kernels":
+        shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
+        for name in ("grids", "heads", "pairs", "shards", "tensor_cores"):
+            shutil.copy(ROOT / "tests" / "support" / f"{name}.py", tree / "tests" / "support")
 
 
 def _tests(stem: str) -> tuple[list[str], list[str]]:
@@ -173,7 +212,13 @@ def _tests(stem: str) -> tuple[list[str], list[str]]:
 
 
 if __name__ == "__main__":
-    everything = [
-        path.name for path in sorted((ROOT / "objectives").glob("*.py")) if path.stem not in ("__init__", "types")
-    ]
-    main(sys.argv[1:] or everything)
+    parser = argparse.ArgumentParser(description="Break the library on purpose, and count how often its tests notice.")
+    parser.add_argument("files", nargs="*", help="files of the room; all of them if none is given")
+    parser.add_argument("--room", choices=["objectives", "kernels"], default="objectives")
+    parser.add_argument("--sample", type=int, metavar="N", help="so many mutants instead of all")
+    options = parser.parse_args()
+    objectives = sorted(path.name for path in (ROOT / "objectives").glob("*.py"))
+    everything = [f"{stem}.py" for stem in KERNEL_TESTS]
+    if options.room == "objectives":
+        everything = [name for name in objectives if name not in ("__init__.py", "types.py")]
+    main(options.room, options.files or everything, options.sample)

@@ -1,4 +1,4 @@
-"""Conversations of the policy with an environment: tokens in, tokens out.
+"""MultiTurnSource of the policy with an environment: tokens in, tokens out.
 
     environment.reset(row)     the first messages, or their tokens
     source.sample(request)         one completion; turn k is `Request.turn`

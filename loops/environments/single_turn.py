@@ -1,4 +1,4 @@
-"""Conversations of one turn, scored by a reward function: any task of reasoning-gym, say."""
+"""MultiTurnSource of one turn, scored by a reward function: any task of reasoning-gym, say."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any

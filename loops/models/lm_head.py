@@ -25,11 +25,10 @@ from ...kernels import (
     Backend,
     Extra,
     Head,
+    LogitTransform,
     Logprobs,
-    MoreLogprobs,
     Shard,
     linear_divergence,
-    linear_gather_logprob,
     linear_logits,
     linear_logprob,
     logits_logprob,
@@ -51,26 +50,17 @@ class CannotFuse(Exception):
     """This head is not a linear map that the kernel knows."""
 
 
-@dataclass(frozen=True)
-class Transform:
-    """What an architecture does to its logits after the linear map: ``softcap * tanh(scale * logits / softcap)``."""
+def logit_transform(config: Any) -> LogitTransform:
+    """What an architecture does to its logits after the linear map, by its Hugging Face config.
 
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        logits = self.scale * logits
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-    @classmethod
-    def of(cls, config: Any) -> "Transform":
-        """Read a Hugging Face config. Whether it was read rightly is checked on a probe, see `Policy`."""
-        scale = 1.0
-        for name in _MULTIPLIERS:
-            scale *= getattr(config, name, None) or 1.0
-        for name in _DIVISORS:
-            scale /= getattr(config, name, None) or 1.0
-        return cls(scale, getattr(config, "final_logit_softcapping", None) or None)
+    Whether it was read rightly is checked on a probe, see `Policy`.
+    """
+    scale = 1.0
+    for name in _MULTIPLIERS:
+        scale *= getattr(config, name, None) or 1.0
+    for name in _DIVISORS:
+        scale /= getattr(config, name, None) or 1.0
+    return LogitTransform(scale, getattr(config, "final_logit_softcapping", None) or None)
 
 
 @dataclass(frozen=True)
@@ -131,10 +121,10 @@ class _Replicated:
         return self
 
 
-_REPLICATED = {kind: type(kind.__name__, (_Replicated, kind), {}) for kind in (Logprobs, MoreLogprobs, Divergence)}
+_REPLICATED = {kind: type(kind.__name__, (_Replicated, kind), {}) for kind in (Logprobs, Divergence)}
 
 
-def fuse(head: nn.Module, transform: Transform, backend: Backend, keep_bytes: int | None = None) -> None:
+def fuse(head: nn.Module, transform: LogitTransform, backend: Backend, keep_bytes: int | None = None) -> None:
     """Teach ``head`` to answer ``head(hidden, target=..., temperature=...)`` with `Logprobs`, ``head(hidden,
     lesson=...)`` with the `Divergence` from a teacher, and ``head(hidden, exact_logits=True)`` with logits [N, V] in
     float32.
@@ -158,7 +148,7 @@ def fuse(head: nn.Module, transform: Transform, backend: Backend, keep_bytes: in
 
 def _forward(
     head: nn.Module,
-    transform: Transform,
+    transform: LogitTransform,
     road: dict[str, Any],
     own: Callable[..., Tensor] | None,
     hidden: Tensor,
@@ -176,15 +166,17 @@ def _forward(
     if target is None and lesson is None and not exact_logits:
         return logits()
     how: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
-    compute: Any  # the overloads of what it is can't be told apart here
     try:
         parts = _parts(head)
     except CannotFuse as reason:  # peft has switched to another adapter since the head was fused
         _warn(str(reason))
-        full, compute = transform(logits()), logits_logprob
+        full = transform(logits())
         if exact_logits:
             return full
-        return Divergence(lesson.divergence(full)) if lesson is not None else compute(full, target, **how)
+        if lesson is not None:
+            return Divergence(lesson.divergence(full))
+        assert target is not None
+        return logits_logprob(full, target, **how)
     # transformers' tensor parallelism marks its modules so: their plain hidden states are the same on all ranks.
     shard = _shard(parts.weight, hidden, parallel=any(hasattr(part, "_is_hooked") for part in head.modules()))
     here = _local(hidden)
@@ -194,14 +186,14 @@ def _forward(
         given = _given(parts, transform, _whole)
     else:
         given = _given(parts, transform, _local)._replace(shard=shard)
-    result: Any
+    result: Divergence | Logprobs
     if lesson is not None:
         result = Divergence(_divergence(here, given, lesson, road))
     else:
-        compute = linear_logprob
-        result = compute(here, target=target, **road, **how, **given._asdict())
+        assert target is not None
+        values: tuple[Any, ...] = linear_logprob(here, given, target, **road, **how)
         # It is a view, which FSDP warns about; and torch 2.11 can't compile `_replace`.
-        result = type(result)(result.logprob.clone(), *result[1:])
+        result = Logprobs(values[0].clone(), *values[1:])
     return result if here is hidden else _REPLICATED[type(result)](*result)
 
 
@@ -210,7 +202,7 @@ def _warn(reason: str) -> None:
     log.warning("log-probs are taken from full logits: %s", reason)
 
 
-def operands(head: nn.Module, transform: Transform) -> Head:
+def operands(head: nn.Module, transform: LogitTransform) -> Head:
     """The head as the kernels are given it, gathered from all ranks if they have parts of it.
 
     Raises:
@@ -219,7 +211,7 @@ def operands(head: nn.Module, transform: Transform) -> Head:
     return _given(_parts(head), transform, _whole)
 
 
-def _given(parts: Head, transform: Transform, get: Callable[[Tensor], Tensor]) -> Head:
+def _given(parts: Head, transform: LogitTransform, get: Callable[[Tensor], Tensor]) -> Head:
     bias, adapter = None if parts.bias is None else get(parts.bias), None
     if parts.adapter is not None:
         down, up, scaling = parts.adapter
@@ -268,8 +260,8 @@ def _shard(weight: Tensor, hidden: Tensor, *, parallel: bool) -> Shard | None:
 def _divergence(hidden: Tensor, head: Head, lesson: TeacherOutputs, road: dict[str, Any]) -> Tensor:
     if lesson.top_k is not None:
         ids, _ = lesson.top_k
-        logp = linear_gather_logprob(hidden, head, ids, temperature=lesson.temperature, backend=road["backend"])
-        return lesson.from_top_k(logp)
+        given: Any = {"temperature": lesson.temperature, "backend": road["backend"]}
+        return lesson.from_top_k(linear_logprob(hidden, head, ids, **given).logprob)
     assert lesson.hidden is not None and lesson.head is not None
     return linear_divergence(
         hidden,

@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...kernels import Backend, Extra, TopK, logits_logprob
+from ...kernels import Backend, Extra, LogitTransform, TopK, logits_logprob
 from ..batch import Batch
 from .backbone import PROBE, Backbone, evaluating
 from .inputs import Layout
-from .lm_head import CannotFuse, TeacherOutputs, Transform, fuse, operands
+from .lm_head import CannotFuse, TeacherOutputs, fuse, logit_transform, operands
 from .probe import objection
 from .scorer import Scorer
 
@@ -85,8 +85,8 @@ class Policy(Backbone):
         return self.plain.get_output_embeddings()
 
     @property
-    def transform(self) -> Transform:
-        return Transform.of(self.plain.config.get_text_config())
+    def transform(self) -> LogitTransform:
+        return logit_transform(self.plain.config.get_text_config())
 
     def forward(
         self,

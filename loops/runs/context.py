@@ -151,7 +151,7 @@ def open_reference(
             feed = recipe.feed(data, whole=True)
             cache = recipe.run.directory / f"reference-{data._fingerprint}.safetensors"
             plan = ((indices, feed.batch(indices)) for indices in feed.plan(0))
-            return {"ref_logprob": precompute(now, plan, len(data), cache, accelerator)}
+            return {"ref_logprob": precompute(now, plan, cache, accelerator)}
 
         return column("ref_logprob"), columns
     if how == "adapters_off" or (how == "auto" and recipe.run.config.lora.r > 0):

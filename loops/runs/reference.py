@@ -5,25 +5,27 @@ their closure.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..batch import Batch
 from ..models.policy import Policy
+from .token_cache import Plan, load_tokens, store_tokens
 
 Reference = Callable[[Batch], Tensor]
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
-    """The policy as it is now, copied and frozen: as much memory again as its weights. Its softmax has the temperature
-    of the policy that it is compared with."""
+    """The policy as it is now, copied and frozen: as much memory again as its weights.
+
+    Args:
+        temperature: of its softmax; the policy's own where log-probs of samples are compared.
+    """
     no_critic = {id(policy.critic): None}
     frozen = copy.deepcopy(policy, no_critic).requires_grad_(False).eval()
 
@@ -58,33 +60,13 @@ def column(name: str = "ref_logprob") -> Reference:
     return lambda batch: batch.columns[name]
 
 
-def precompute(
-    reference: Reference,
-    batches: Iterable[tuple[Sequence[int], Batch]],
-    examples: int,
-    cache: Path,
-    accelerator: Accelerator,
-) -> list[Tensor]:
-    """The reference log-probs of every example, [tokens of the example] each, read from ``cache`` where it exists.
+def precompute(reference: Reference, plan: Plan, path: Path, accelerator: Accelerator) -> list[Tensor]:
+    """The reference log-probs of every example, [tokens of the example] each, read from ``path`` where it exists.
 
     Args:
-        batches: this rank's part of the data, each batch with the indices of its examples.
-        examples: how many examples there are over all ranks.
-        cache: a safetensors file whose name identifies model and data; written atomically by the main process.
+        plan: see `token_cache`.
+        path: a safetensors file whose name identifies model and data.
     """
-    if not cache.exists():
-        mine: list[tuple[int, Tensor]] = []
-        for indices, batch in batches:
-            trained = [sum(map(sum, example.trained)) for example in batch.examples]
-            mine += zip(indices, torch.split(reference(batch).cpu(), trained), strict=True)
-        everyone = dict(gather_object(mine))
-        if accelerator.is_main_process:
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            ordered = [everyone[i] for i in range(examples)]
-            lengths = torch.tensor([len(logprob) for logprob in ordered])
-            partial = cache.with_suffix(".partial")
-            save_file({"logprob": torch.cat(ordered), "length": lengths}, partial)
-            partial.replace(cache)
-        accelerator.wait_for_everyone()
-    stored = load_file(cache)
-    return list(torch.split(stored["logprob"], stored["length"].tolist()))
+    if not path.exists():
+        store_tokens(path, lambda batch: {"logprob": reference(batch)}, plan, accelerator)
+    return load_tokens(path)[0]["logprob"]

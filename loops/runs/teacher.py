@@ -1,105 +1,102 @@
-"""What a teacher says of the trained tokens: a second model, or the likeliest tokens that one said before training.
+"""Distillation's teacher: a second model in memory, or its likeliest tokens, stored before training.
 
-A teaching is a function ``teaching(batch) -> TeacherOutputs``; a policy that is given a lesson says how far it is from the
-teacher, per token, from the same forward pass as everything else.
+A teacher is a function ``teacher(batch) -> TeacherOutputs``. A policy that is given its outputs returns the divergence
+from it, per token, from the same forward pass as everything else.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from datasets import Dataset
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..config import Teacher
 from ...data import DataError, check_same_vocabulary, example
 from ...objectives import PerToken, Stats
-from ..models.backbone import evaluating
 from ..batch import Batch
+from ..config import Teacher
+from ..models.backbone import evaluating
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
 from .context import PerToken as PerTokenColumns
 from .context import Recipe
+from .token_cache import Plan, load_tokens, store_tokens
 
 TeacherFn = Callable[[Batch], TeacherOutputs]
 
 
-
-
 def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
-    """Distance to the teacher's distribution of the next token, as `Teacher` measures it."""
+    """Divergence from the teacher's distribution of the next token, as `Teacher` configures it."""
     return divergence, {}
 
 
-def open_teacher(recipe: Recipe[Policy], teacher: Teacher, *, needed: bool) -> tuple[TeacherFn | None, PerTokenColumns]:
-    """The teaching of a configuration, and the columns that it reads where the teacher was asked before training.
+def open_teacher(
+    recipe: Recipe[Policy], config: Teacher, *, needed: bool
+) -> tuple[TeacherFn | None, PerTokenColumns]:
+    """The teacher of a configuration, and the columns that it reads where its tokens are stored before training.
 
     Raises:
         ValueError: if a loss needs a teacher and there is none, or one is given that no loss needs.
         DataError: if the teacher has other tokens than the student, or was stored for other data.
     """
-    teacher.check(needed=needed)
+    config.check(needed=needed)
     if not needed:
         return None, lambda data: {}
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": teacher.beta}[teacher.divergence]
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": config.beta}[config.divergence]
     policy, run = recipe.model, recipe.run
-    if teacher.logprobs is not None:
-        stored = Path(teacher.logprobs)
-        return (_told(beta, teacher.temperature), lambda data: load_top_k(stored, data, teacher.temperature))
-    tutor = load_teacher(recipe, teacher)
-    if teacher.top_k is None:
+    if config.logprobs is not None:
+        path = Path(config.logprobs)
+        return stored_teacher(beta, config.temperature), lambda data: load_top_k(path, data, config.temperature)
+    model = load_teacher(recipe, config)
+    if config.top_k is None:
 
         def live(batch: Batch) -> TeacherOutputs:
             with run.accelerator.autocast():
-                return tutor.lesson(batch, beta=beta, temperature=teacher.temperature, dense=not policy.fused)
+                return model.lesson(batch, beta=beta, temperature=config.temperature, dense=not policy.fused)
 
         return live, lambda data: {}
 
     def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
-        assert teacher.top_k is not None
+        assert config.top_k is not None
         path = run.directory / f"teacher-{data._fingerprint}.safetensors"
         if not path.exists():
-            feed = recipe.feed(data, whole=True)
-            batches = [(indices, feed.batch(indices)) for indices in feed.plan(0)]
-            vocab = min(model.plain.config.get_text_config().vocab_size for model in (tutor, policy))
-            if not 1 <= teacher.top_k <= vocab:
+            vocab = min(each.plain.config.get_text_config().vocab_size for each in (model, policy))
+            if not 1 <= config.top_k <= vocab:
                 raise ValueError(
-                    f"teacher.top_k: must be in [1, {vocab}], the size of the vocabulary, got {teacher.top_k}"
+                    f"teacher.top_k: must be in [1, {vocab}], the size of the vocabulary, got {config.top_k}"
                 )
-            how: dict[str, Any] = {"k": teacher.top_k, "temperature": teacher.temperature, "vocab": vocab}
-            store_top_k(tutor, batches, path, accelerator=run.accelerator, **how)
-        return load_top_k(path, data, teacher.temperature)
+            feed = recipe.feed(data, whole=True)
+            plan = ((indices, feed.batch(indices)) for indices in feed.plan(0))
+            options: dict[str, Any] = {"k": config.top_k, "temperature": config.temperature, "vocab": vocab}
+            store_top_k(model, data, plan, path, accelerator=run.accelerator, **options)
+        return load_top_k(path, data, config.temperature)
 
-    return _told(beta, teacher.temperature), columns
+    return stored_teacher(beta, config.temperature), columns
 
 
-def load_teacher(recipe: Recipe[Policy], teacher: Teacher) -> Policy:
+def load_teacher(recipe: Recipe[Policy], config: Teacher) -> Policy:
     """The teacher's model, frozen.
 
     Raises:
         DataError: if it has other tokens than the student.
     """
-    assert teacher.model is not None
-    config, accelerator = recipe.run.config, recipe.run.accelerator
-    check_same_vocabulary(recipe.tokenizer, AutoTokenizer.from_pretrained(teacher.model))
-    model: Any = AutoModelForCausalLM.from_pretrained(teacher.model, dtype=getattr(torch, config.dtype))
-    tutor = Policy(model.to(accelerator.device), **config.kernel)
-    return tutor.requires_grad_(False).eval()
+    assert config.model is not None
+    student, accelerator = recipe.run.config, recipe.run.accelerator
+    check_same_vocabulary(recipe.tokenizer, AutoTokenizer.from_pretrained(config.model))
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, student.dtype))
+    return Policy(model.to(accelerator.device), **student.kernel).requires_grad_(False).eval()
 
 
 @torch.no_grad()
 def store_top_k(
     teacher: Policy,
-    batches: Sequence[tuple[Sequence[int], Batch]],
+    data: Dataset,
+    plan: Plan,
     path: Path,
     *,
     k: int,
@@ -110,59 +107,50 @@ def store_top_k(
     """Write the teacher's k likeliest tokens at every trained token of the data, with their log-probs.
 
     Args:
-        batches: this rank's part of the data, each batch with the indices of its examples.
-        vocab: of the student; what the teacher has beyond is padding.
-        path: a safetensors file: ids int32 and logprobs [tokens, k], the number of tokens of each example, and in its
-            metadata the temperature and a digest of the examples.
+        plan: see `token_cache`.
+        path: a safetensors file: ids int32 and logprobs [tokens, k], and in its metadata the temperature and a digest
+            of the examples.
+        vocab: size of the student's vocabulary; the teacher's tokens beyond are padding.
     """
-    mine: list[tuple[int, tuple[Tensor, Tensor, str]]] = []
+
+    def likeliest(batch: Batch) -> Mapping[str, Tensor]:
+        ids, logprobs = teacher.top_k(batch, k=k, temperature=temperature, vocab=vocab)
+        return {"ids": ids.int(), "logprobs": logprobs}
+
     with evaluating(teacher.model):
-        for indices, batch in batches:
-            ids, logprobs = teacher.top_k(batch, k=k, temperature=temperature, vocab=vocab)
-            lengths = [sum(map(sum, each.trained)) for each in batch.examples]
-            parts = (torch.split(x.cpu(), lengths) for x in (ids.int(), logprobs))
-            digests = [_digest(*each) for each in batch.examples]
-            mine += zip(indices, zip(*parts, digests, strict=True), strict=True)
-    everyone = dict(gather_object(mine))
-    if accelerator.is_main_process:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        of_ids, of_logprobs, of_examples = zip(*(everyone[i] for i in sorted(everyone)), strict=True)
-        tensors = {
-            "ids": torch.cat(of_ids),
-            "logprobs": torch.cat(of_logprobs),
-            "length": torch.tensor([len(ids) for ids in of_ids]),
-        }
-        partial = path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"temperature": str(temperature), "examples": _digest(*of_examples)})
-        partial.replace(path)
-    accelerator.wait_for_everyone()
+        metadata = {"temperature": str(temperature), "examples": _digest_of(data)}
+        store_tokens(path, likeliest, plan, accelerator, metadata)
 
 
 def load_top_k(path: Path, data: Dataset, temperature: float) -> dict[str, list[Tensor]]:
-    """What `store_top_k` wrote, as columns with one tensor per example.
+    """Read what `store_top_k` wrote as columns with one tensor per example.
 
     Raises:
         DataError: if it is not there, or was written for other examples or at another temperature.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file; a run with top_k leaves one, teacher-....safetensors, in its directory")
-    with safe_open(path, framework="pt") as file:
-        about, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if about["examples"] != _digest(*(_digest(*example(data, i)) for i in range(len(data)))):
+    tensors, metadata = load_tokens(path)
+    if metadata["examples"] != _digest_of(data):
         raise DataError(f"{path}: the teacher was asked about other tokens than this data has; ask it again (top_k)")
-    if float(about["temperature"]) != temperature:
-        at = about["temperature"]
+    if float(metadata["temperature"]) != temperature:
+        at = metadata["temperature"]
         raise DataError(f"{path}: stored at temperature {at}, and teacher.temperature is {temperature}; use {at}")
-    lengths = stored["length"].tolist()
-    return {name: list(torch.split(stored[name[8:]], lengths)) for name in ("teacher_ids", "teacher_logprobs")}
+    return {f"teacher_{name}": tensors[name] for name in ("ids", "logprobs")}
 
 
-def _told(beta: float, temperature: float) -> TeacherFn:
-    def told(batch: Batch) -> TeacherOutputs:
+def stored_teacher(beta: float, temperature: float) -> TeacherFn:
+    """The teacher whose likeliest tokens are columns of the batch; see `load_top_k`."""
+
+    def outputs(batch: Batch) -> TeacherOutputs:
         ids, logprobs = batch.columns["teacher_ids"], batch.columns["teacher_logprobs"]
         return TeacherOutputs(beta, temperature, top_k=(ids.long(), logprobs))
 
-    return told
+    return outputs
+
+
+def _digest_of(data: Dataset) -> str:
+    return _digest(*(_digest(*example(data, i)) for i in range(len(data))))
 
 
 def _digest(*parts: Any) -> str:

@@ -1,5 +1,6 @@
 """What the machine gives: the lines that run on a GPU, at sizes for a CPU."""
 
+import importlib
 import os
 import sys
 import time
@@ -8,7 +9,7 @@ import pytest
 import torch
 from burnish.benchmarks import ceilings, clocks
 from burnish.benchmarks.clocks import Clocks, shown
-from burnish.kernels import tiled
+from burnish.kernels import passes
 
 SHAPE = (40, 32, 257)
 
@@ -75,28 +76,29 @@ def test_log_probs_are_held_to_float64_and_cublas_beside_them():
     hidden, weight, target = (inputs.tensors[name] for name in ("hidden", "weight", "target"))
     expected = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().t(), target, reduction="none")
     torch.testing.assert_close(exact, -expected)
-    found = {name: ceilings.logprobs("cpu", SHAPE, name, quiet) for name in ("cublas", "naive", "burnish-tiled")}
-    assert max(float(found[name]["largest"]) for name in ("cublas", "burnish-tiled")) < 1e-5
+    found = {name: ceilings.logprobs("cpu", SHAPE, name, quiet) for name in ("cublas", "naive", "burnish-torch")}
+    assert max(float(found[name]["largest"]) for name in ("cublas", "burnish-torch")) < 1e-5
     assert float(found["naive"]["largest"]) > 1e-3  # its logits are bfloat16
 
 
 def test_tiles_of_another_size_are_really_used_and_put_back(monkeypatch):
-    before, seen = (tiled.ROWS, tiled.COLUMNS, tiled.GPU_ROWS, tiled.GPU_COLUMNS), []
-    plan = tiled.plan
-    monkeypatch.setattr(tiled, "plan", lambda *a, **k: seen.append(plan(*a, **k)) or seen[-1])
+    before, seen = (passes.ROWS, passes.COLUMNS, passes.GPU_ROWS, passes.GPU_COLUMNS), []
+    module = importlib.import_module("burnish.kernels.linear_logprob")
+    plan = module.plan
+    monkeypatch.setattr(module, "plan", lambda *a, **k: seen.append(plan(*a, **k)) or seen[-1])
     found = ceilings.tiles("cpu", SHAPE, 16, 64, 0.001, quiet)
     assert list(found) == ["ms recompute", "ms", "ms 4GiB"] and all(value > 0 for value in found.values())
-    assert {(plan.rows, plan.columns) for plan in seen} == {(16, 64)}
-    assert {plan.keep for plan in seen} >= {0, 2**32}
-    assert before == (tiled.ROWS, tiled.COLUMNS, tiled.GPU_ROWS, tiled.GPU_COLUMNS)
+    assert {(plan["rows"], plan["columns"]) for plan in seen} == {(16, 64)}
+    assert {plan["keep_bytes"] for plan in seen} >= {0, 2**32}
+    assert before == (passes.ROWS, passes.COLUMNS, passes.GPU_ROWS, passes.GPU_COLUMNS)
     with ceilings._tiles_of(torch.device("cuda"), 5, 6):
-        assert (tiled.GPU_ROWS, tiled.GPU_COLUMNS) == (5, 6)
-    assert before == (tiled.ROWS, tiled.COLUMNS, tiled.GPU_ROWS, tiled.GPU_COLUMNS)
+        assert (passes.GPU_ROWS, passes.GPU_COLUMNS) == (5, 6)
+    assert before == (passes.ROWS, passes.COLUMNS, passes.GPU_ROWS, passes.GPU_COLUMNS)
 
 
 def test_the_profile_names_the_operators_of_a_step():
     text = ceilings.profile("cpu", SHAPE, quiet)["text"]
-    assert "tiled_linear_logprob_backward" in text and "aten::addmm" in text
+    assert "linear_logprob_backward" in text and "aten::addmm" in text
 
 
 SMI = """#!{python}

@@ -83,15 +83,15 @@ def test_new_code_of_ours_is_measured_again_and_the_peers_are_not(run, tmp_path,
         (tmp_path / "tree" / room).mkdir(parents=True)
     for name in ("measure", "inputs", "ceilings"):
         (tmp_path / "tree" / "benchmarks" / f"{name}.py").write_text(name)
-    kernel = tmp_path / "tree" / "kernels" / "tiled.py"
+    kernel = tmp_path / "tree" / "kernels" / "passes.py"
     kernel.write_text("old")
     monkeypatch.setattr(chains, "SOURCES", tmp_path / "tree" / "benchmarks")
     version.cache_clear()
-    units = [unit("a", "burnish-tiled", 1), unit("a", "naive", 1)]
+    units = [unit("a", "burnish-torch", 1), unit("a", "naive", 1)]
     assert len(run(units, 1)[0]) == 2
     kernel.write_text("new")
     version.cache_clear()
-    assert run(units, 1)[0] == [("a", "burnish-tiled")]
+    assert run(units, 1)[0] == [("a", "burnish-torch")]
     kernel.write_text("old")
     version.cache_clear()
     order, _, book = run(units, 1)

@@ -31,7 +31,7 @@ def test_the_definition_is_that_of_the_paper(beta):
 def test_everyone_here_passes_the_gate(bench):
     slow = with_triton  # interpreted: a test of its own
     names = [n for n, p in PROVIDERS.items() if p.missing is not slow and p.missing(CPU) is None and n != "compiled"]
-    assert {"naive", "trl", "burnish-tiled", "burnish-reference"} <= set(names)
+    assert {"naive", "trl", "burnish-torch", "burnish-reference"} <= set(names)
     arguments = ["--providers", *names, "--rounds", "1", "--outputs", "loss", "divergence", "--beta", "0", "0.5", "1"]
     report = bench(*arguments, "--passes", "train", "forward", benchmark="divergence")
     assert [(case["outputs"], case["settings"]["beta"], case["pass"]) for case in report["cases"]] == [

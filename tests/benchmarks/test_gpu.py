@@ -104,13 +104,13 @@ def test_units_of_one_case_are_one_table_with_the_floor_of_all_their_rounds():
 
 
 def test_every_part_is_measured_once_and_stands_in_one_report(tmp_path, capsys, monkeypatch):
-    arguments = [*TINY, "--providers", "naive", "burnish-tiled", "burnish-tiled-recompute", "burnish"]
+    arguments = [*TINY, "--providers", "naive", "burnish-torch", "burnish-torch-recompute", "burnish"]
     arguments += ["--outputs", "logprob+entropy", "--output", str(tmp_path)]
     parts = [part for part in PARTS if part not in ("divergence", "objectives")]  # they have other outputs
     assert main([*arguments, "--parts", *parts]) == 0
     out = capsys.readouterr().out
     assert "nothing is left" in out and "profile  step  burnish: see profile.txt" in out
-    assert main([*TINY, "--output", str(tmp_path), "--parts", "divergence", "--providers", "burnish-tiled"]) == 0
+    assert main([*TINY, "--output", str(tmp_path), "--parts", "divergence", "--providers", "burnish-torch"]) == 0
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert {case["operation"] for case in report["cases"]} == {"kernels", "divergence"}
     assert {case["dead_rows"] for case in report["cases"]} == {0.0, 0.8}
@@ -121,7 +121,7 @@ def test_every_part_is_measured_once_and_stands_in_one_report(tmp_path, capsys, 
     assert [target["found"] for target in report["targets"] if target["found"] == "not measured"] == [
         "not measured"  # memory
     ]
-    assert "tiled_linear_logprob_backward" in (tmp_path / "profile.txt").read_text()
+    assert "linear_logprob_backward" in (tmp_path / "profile.txt").read_text()
     markdown = (tmp_path / "gpu.md").read_text()
     for part in ("ceilings", "digits", "tiles"):
         assert f"## {part}" in markdown
@@ -172,8 +172,8 @@ def test_who_is_missing_broken_or_wrong_is_named_and_the_others_are_measured(tmp
         "naive": "measured",
     }
     assert "RuntimeError: no such symbol" in capsys.readouterr().out
-    monkeypatch.setitem(PROVIDERS, "burnish-tiled", Provider("burnish-tiled", off))
-    assert main([*arguments, "--providers", "burnish-tiled", "naive"]) == 1  # one of ours
+    monkeypatch.setitem(PROVIDERS, "burnish-torch", Provider("burnish-torch", off))
+    assert main([*arguments, "--providers", "burnish-torch", "naive"]) == 1  # one of ours
 
 
 DANGER = """
@@ -234,7 +234,7 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
     units = {part: list(PARTS[part](part, options, missing)) for part in PARTS}
     assert missing == {} and all(units.values())
     assert [unit.provider for unit in units["compiled"]] == ["compiled"]
-    slow = {"burnish-reference", "burnish-tiled", "compiled"}
+    slow = {"burnish-reference", "burnish-torch", "compiled"}
     assert not slow & {unit.provider for part, each in units.items() if part != "compiled" for unit in each}
     guesses = {part: sum(unit.seconds + unit.setup for unit in each) for part, each in units.items()}
     assert all(unit.seconds + unit.setup < 120 for each in units.values() for unit in each)

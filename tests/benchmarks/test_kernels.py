@@ -105,9 +105,9 @@ def test_a_right_function_of_the_users_is_measured(bench, register):
 
 
 def test_one_of_ours_that_fails_makes_the_command_fail(bench, monkeypatch):
-    broken = dataclasses.replace(PROVIDERS["burnish-tiled"], compute=lambda h, w, t, o: (wrong_value(h, w, t),))
-    monkeypatch.setitem(PROVIDERS, "burnish-tiled", broken)
-    assert bench("--providers", "burnish-tiled", "naive", *LOGPROB)["status"] == 1
+    broken = dataclasses.replace(PROVIDERS["burnish-torch"], compute=lambda h, w, t, o: (wrong_value(h, w, t),))
+    monkeypatch.setitem(PROVIDERS, "burnish-torch", broken)
+    assert bench("--providers", "burnish-torch", "naive", *LOGPROB)["status"] == 1
 
 
 def test_to_need_more_memory_than_there_is_is_no_mistake(bench, monkeypatch, capsys):
@@ -138,7 +138,7 @@ def test_if_nobody_can_be_measured_the_command_fails(bench):
 
 def test_everyone_here_passes_the_gate_in_everything_it_gives(bench):
     names = [name for name, p in PROVIDERS.items() if p.missing(CPU) is None and name not in SLOW]
-    assert {"naive", "burnish-tiled", "burnish-reference", "burnish-logits", "trl"} <= set(names)
+    assert {"naive", "burnish-torch", "burnish-reference", "burnish-logits", "trl"} <= set(names)
     outputs = ["loss", "logprob", "logprob+entropy", "logprob+entropy+logsumexp"]
     report = bench("--providers", *names, "--rounds", "1", "--outputs", *outputs)
     assert len(report["cases"]) == 3 * len(outputs)
@@ -165,13 +165,13 @@ def test_the_compiled_formula_is_measured(bench):
 
 
 def test_in_bfloat16_ours_has_more_digits_than_is_allowed(bench):
-    report = bench("--providers", "naive", "burnish-tiled", "--dtypes", "bfloat16", *LOGPROB)
+    report = bench("--providers", "naive", "burnish-torch", "--dtypes", "bfloat16", *LOGPROB)
     found = rows(report)
-    assert found["burnish-tiled"]["errors"]["logprob"] < 1e-5 < 1e-3 < found["naive"]["errors"]["logprob"]
+    assert found["burnish-torch"]["errors"]["logprob"] < 1e-5 < 1e-3 < found["naive"]["errors"]["logprob"]
 
 
 def test_rates_and_ratios_follow_from_the_seconds(bench):
-    report = bench("--providers", "naive", "burnish-tiled", "--outputs", "logprob")
+    report = bench("--providers", "naive", "burnish-torch", "--outputs", "logprob")
     ndv = 64 * 32 * 257
     costs = {case["pass"]: list(case["floor"]) for case in report["cases"]}
     assert costs == {"forward": ["2NDV"], "train": ["6NDV", "8NDV"], "frozen": ["4NDV", "6NDV"]}
@@ -199,7 +199,7 @@ def test_dead_rows_are_measured_where_rows_have_gradients_of_their_own(bench):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--providers", "burnish-tild"], "no provider 'burnish-tild', did you mean 'burnish-tiled'?"),
+        (["--providers", "burnish-toch"], "no provider 'burnish-tild', did you mean 'burnish-torch'?"),
         (["--providers", "nowhere:at_all"], "'nowhere:at_all' can't be loaded: ModuleNotFoundError"),
         (["--providers", "math:nothing"], "'math:nothing' can't be loaded: AttributeError"),
         (["--providers", "math:pi"], "'math:pi' must be a Provider or a function, got float"),

@@ -53,7 +53,7 @@ def test_an_output_of_the_wrong_shape_is_an_error_not_a_broadcast():
 
 
 def test_every_backend_of_ours_is_measured_and_the_one_that_keeps_logits_in_each_mode():
-    backends = Literal["auto", "triton", "fused", "tiled"]
+    backends = Literal["auto", "triton", "fused", "torch"]
 
     def function(hidden, *, backend, keep_bytes=None):
         raise NotImplementedError
@@ -64,7 +64,7 @@ def test_every_backend_of_ours_is_measured_and_the_one_that_keeps_logits_in_each
         "burnish-triton-recompute": {"backend": "triton", "keep_bytes": 0},
         "burnish-triton-4GiB": {"backend": "triton", "keep_bytes": 2**32},
         "burnish-fused": {"backend": "fused"},
-        "burnish-tiled": {"backend": "tiled"},
+        "burnish-torch": {"backend": "torch"},
     }
 
 
@@ -74,7 +74,7 @@ def test_any_budget_of_ours_can_be_named():
         found = ours.with_budget(name, linear_logprob, Backend, adapter, ("logprob",))
         return found and found.compute()
 
-    assert options("burnish-tiled-3MiB") == {"backend": "tiled", "keep_bytes": 3 * 2**20}
-    assert options("burnish-tiled-recompute") == {"backend": "tiled", "keep_bytes": 0}
-    assert options("burnish-quick-3MiB") is None and options("burnish-tiled-3") is None
-    assert OPERATION.find("burnish-tiled-3MiB").name == "burnish-tiled-3MiB"
+    assert options("burnish-torch-3MiB") == {"backend": "torch", "keep_bytes": 3 * 2**20}
+    assert options("burnish-torch-recompute") == {"backend": "torch", "keep_bytes": 0}
+    assert options("burnish-quick-3MiB") is None and options("burnish-torch-3") is None
+    assert OPERATION.find("burnish-torch-3MiB").name == "burnish-torch-3MiB"

@@ -12,7 +12,7 @@ RESULTS = Path(report.__file__).parent / "results"
 
 def test_the_json_holds_what_the_table_and_the_markdown_show(bench, register, capsys, tmp_path):
     wrong = register("zero", lambda hidden, weight, target: (hidden @ weight.t())[:, 0] * 0)
-    saved = bench("--providers", "naive", "burnish-tiled", wrong, "--outputs", "logprob", "--dead_rows", "0.5")
+    saved = bench("--providers", "naive", "burnish-torch", wrong, "--outputs", "logprob", "--dead_rows", "0.5")
     table, markdown = capsys.readouterr().out.splitlines(), (tmp_path / "kernels.md").read_text().splitlines()
     assert len(saved["cases"]) == 3
     for case in saved["cases"]:

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from burnish.kernels import linear_logprob
+from burnish.kernels import Head, linear_logprob
 from burnish.objectives import clipped_surrogate, dpo, sequence_sum
 from torch import Tensor
 
@@ -25,7 +25,7 @@ def answer_logprobs(model: Recurrent, tokens: Tensor, mask: Tensor) -> Tensor:
     """Log-probabilities of the tokens under the mask, both [rows, length]: flat, row by row, without logits."""
     here = mask[:, 1:]
     hidden = model(tokens)[:, :-1][here]
-    return linear_logprob(hidden, model.head.weight, tokens[:, 1:][here], bias=model.head.bias).logprob
+    return linear_logprob(hidden, Head(model.head.weight, model.head.bias), tokens[:, 1:][here]).logprob
 
 
 def grpo_loss(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from burnish.kernels import tiled
+from burnish.kernels import passes
 from packaging.version import Version
 
 
@@ -38,6 +38,6 @@ def one_rounding_in_a_fused_multiply_add() -> None:
 @pytest.fixture(params=[0, 20_000], ids=["all_recomputed", "some_kept"])
 def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles in both directions, the last ones ragged, at sizes where float64 references are cheap."""
-    monkeypatch.setattr(tiled, "ROWS", 24)
-    monkeypatch.setattr(tiled, "COLUMNS", 32)
-    monkeypatch.setattr(tiled, "KEEP", request.param)
+    monkeypatch.setattr(passes, "ROWS", 24)
+    monkeypatch.setattr(passes, "COLUMNS", 32)
+    monkeypatch.setattr(passes, "KEEP", request.param)

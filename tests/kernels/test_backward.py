@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import linear_logprob, tiled
-from heads import CASES, EXTRAS, in_dtype, leaves
+from burnish.kernels import passes
+from heads import CASES, EXTRAS, in_dtype, leaves, logprobs, total
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -16,7 +16,7 @@ SPARSE = ["plain", "everything", "more_of_everything", "exact_tiles"]
 def gradients(case: dict[str, Any], alive: Tensor, **options: Any) -> dict[str, Tensor]:
     """For upstream gradients that are 0 except in the rows that are alive."""
     leaf = in_dtype(case, torch.float64)
-    result = linear_logprob(**leaf, **options)
+    result = logprobs(leaf, **options)
     found = [t for t in result if isinstance(t, Tensor) and t.requires_grad]
     random = torch.Generator().manual_seed(3)
     upstream = [torch.randn(t.shape, generator=random, dtype=t.dtype) for t in found]
@@ -30,7 +30,7 @@ def gradients(case: dict[str, Any], alive: Tensor, **options: Any) -> dict[str, 
 def test_rows_without_a_gradient_change_nothing(case: str, share: float) -> None:
     n = len(CASES[case]["hidden"])
     alive = torch.randperm(n, generator=torch.Generator().manual_seed(4)) < share * n
-    ours, exact = (gradients(CASES[case], alive, backend=backend) for backend in ("tiled", "reference"))
+    ours, exact = (gradients(CASES[case], alive, backend=backend) for backend in ("torch", "reference"))
     assert (ours["hidden"][~alive] == 0).all()
     for name, truth in exact.items():
         torch.testing.assert_close(ours[name], truth, rtol=1e-12, atol=1e-11)
@@ -40,11 +40,11 @@ def test_rows_without_a_gradient_change_nothing(case: str, share: float) -> None
 def test_backward_costs_in_proportion_to_the_rows_with_a_gradient(
     keep_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiled, "COLUMNS", 32)
+    monkeypatch.setattr(passes, "COLUMNS", 32)
 
     def work(alive: int) -> int:
         case = in_dtype(CASES["exact_tiles"], torch.float32)
-        logprob = linear_logprob(**case, keep_bytes=keep_bytes).logprob
+        logprob = logprobs(case, keep_bytes=keep_bytes).logprob
         with profile(activities=[ProfilerActivity.CPU], with_flops=True) as record:
             logprob.backward((torch.arange(len(logprob)) < alive).float())
         return sum(event.flops for event in record.events() if event.name == "aten::addmm")
@@ -63,13 +63,13 @@ def test_a_nan_that_arrives_is_not_taken_for_nothing() -> None:
 def forward_and_backward(case: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], Counter[str]]:
     leaf = in_dtype(case, torch.float32)
     with profile(activities=[ProfilerActivity.CPU]) as record:
-        linear_logprob(**leaf, **options).logprob.sum().backward()
+        logprobs(leaf, **options).logprob.sum().backward()
     return {n: t.grad for n, t in leaves(leaf).items()}, Counter(event.name for event in record.events())
 
 
 def test_a_budget_saves_products_and_no_bits_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "ROWS", 48)
-    monkeypatch.setattr(tiled, "COLUMNS", 32)
+    monkeypatch.setattr(passes, "ROWS", 48)
+    monkeypatch.setattr(passes, "COLUMNS", 32)
     tile = 48 * 32 * 4
     counts = []
     for keep_bytes in (0, tile, 5 * tile):
@@ -87,10 +87,10 @@ def test_a_budget_saves_products_and_no_bits_change(monkeypatch: pytest.MonkeyPa
 def test_a_main_gradient_takes_what_the_weight_would_get(dtype: torch.dtype) -> None:
     case = CASES["everything"] | {"outputs": EXTRAS}
     whole = in_dtype(in_dtype(case, dtype), torch.float32)
-    sum(t.sum() for t in linear_logprob(**whole, compute_dtype=dtype)[:5]).backward()
+    total(logprobs(whole, compute_dtype=dtype)).backward()
     given, main_grad = in_dtype(case, dtype), torch.full_like(whole["weight"].detach(), 3.0)
     for _ in range(2):  # micro-batches: their gradients are added without rounding
-        sum(t.sum() for t in linear_logprob(**given, main_grad=main_grad)[:5]).backward()
+        total(logprobs(given, main_grad=main_grad)).backward()
     assert given["weight"].grad is None
     assert given["bias"].grad is not None and given["hidden"].grad is not None
     torch.testing.assert_close(main_grad, 3.0 + 2 * whole["weight"].grad, rtol=1e-5, atol=1e-5)
@@ -100,7 +100,7 @@ def test_the_main_gradient_of_a_frozen_weight_stays_as_it_is() -> None:
     case = in_dtype(CASES["plain"], torch.float32)
     case["weight"] = case["weight"].detach()
     main_grad = torch.zeros_like(case["weight"])
-    linear_logprob(**case, main_grad=main_grad).logprob.sum().backward()
+    logprobs(case, main_grad=main_grad).logprob.sum().backward()
     assert (main_grad == 0).all()
 
 
@@ -110,7 +110,7 @@ def test_a_main_gradient_of_a_half_empty_batch_is_the_same() -> None:
         case = in_dtype(CASES["plain"], torch.float32)
         main_grad = torch.zeros_like(case["weight"].detach())
         chosen = case | {"hidden": case["hidden"][rows], "target": case["target"][rows]}
-        logprob = linear_logprob(**chosen, main_grad=main_grad).logprob
+        logprob = logprobs(chosen, main_grad=main_grad).logprob
         logprob.backward((torch.arange(len(logprob)) < 9).float())
         found.append(main_grad)
     torch.testing.assert_close(*found)

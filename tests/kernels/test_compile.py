@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import Head, linear_divergence, linear_gather_logprob, linear_logprob, logits_logprob
+from burnish.kernels import Head, linear_divergence, linear_logprob, logits_logprob
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
@@ -21,17 +21,17 @@ D, V, R = 20, 100, 3
 
 
 def logprob(hidden, weight, bias, down, up, temperature, target):
-    head = {"bias": bias, "adapter": (down, up, 0.7), "softcap": 4.0}
-    return linear_logprob(hidden, weight, target, temperature=temperature, **head)
+    head = Head(weight, bias, adapter=(down, up, 0.7), softcap=4.0)
+    return linear_logprob(hidden, head, target, temperature=temperature)
 
 
 def more_logprobs(hidden, weight, bias, down, up, temperature, target):
-    outputs = ("mean_logprob", "log_sum_squares")
-    return linear_logprob(hidden, weight, target, bias=bias, temperature=0.8, outputs=outputs, vocab=V - 2)
+    outputs = ("mean_logprob", "log_sum_squares", "top1", "rank")
+    return linear_logprob(hidden, Head(weight, bias), target, temperature=0.8, outputs=outputs, top_k=3, vocab=V - 2)
 
 
 def gathered(hidden, weight, bias, down, up, temperature, target):
-    return linear_gather_logprob(hidden, Head(weight, bias), torch.stack((target, target // 2), 1))
+    return linear_logprob(hidden, Head(weight, bias), torch.stack((target, target // 2), 1)).logprob
 
 
 def from_logits(hidden, weight, bias, down, up, temperature, target):
@@ -51,7 +51,7 @@ def divergence(beta: float) -> Callable[..., Tensor]:
 FUNCTIONS = {
     "linear_logprob": logprob,
     "more_logprobs": more_logprobs,
-    "linear_gather_logprob": gathered,
+    "several_targets": gathered,
     "logits_logprob": from_logits,
     "forward_kl": divergence(0.0),
     "jsd": divergence(0.3),
@@ -74,12 +74,9 @@ def inputs(tokens: int) -> dict[str, Tensor]:
 def measure(function: Callable[..., Any], given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every output, and the gradient of every input for fixed random upstream gradients."""
     result = function(**given)
-    found = dict(enumerate(result)) if isinstance(result, tuple) else {0: result}
-    outputs = {f"output {name}": value for name, value in found.items() if value is not None}
-    random = torch.Generator().manual_seed(1)
-    torch.autograd.backward(
-        list(outputs.values()), [torch.randn(value.shape, generator=random) for value in outputs.values()]
-    )
+    outputs = {f"output {i}": value for i, value in enumerate(tree_leaves(result)) if value is not None}
+    random, trained = torch.Generator().manual_seed(1), [value for value in outputs.values() if value.requires_grad]
+    torch.autograd.backward(trained, [torch.randn(value.shape, generator=random) for value in trained])
     grads = {f"gradient of {name}": t.grad for name, t in given.items() if t.grad is not None}
     return {name: value.detach() for name, value in (outputs | grads).items()}
 
@@ -147,7 +144,8 @@ def test_autocast_rounds_the_same_compiled_or_not(function: Callable[..., Any]) 
     assert_equal(measure(torch.compile(cast, fullgraph=True, backend="aot_eager"), inputs(40)), found)
     plain = measure(function, inputs(40))
     of_logits = function is from_logits  # logits are what they are
-    assert all(torch.equal(found[name], plain[name]) == of_logits for name in found if name.startswith("output"))
+    outputs = [name for name, value in found.items() if name.startswith("output") and value.is_floating_point()]
+    assert all(torch.equal(found[name], plain[name]) == of_logits for name in outputs)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
@@ -159,3 +157,13 @@ def test_opcheck_of_every_operator_that_is_called(function: Callable[..., Any]) 
     trained = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), forward[1])
     torch.library.opcheck(forward[0], trained)
     torch.library.opcheck(backward[0], tree_map_only(Tensor, torch.detach, backward[1]))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+def test_opcheck_of_a_main_gradient() -> None:
+    given = inputs(13)
+    with Operators() as seen:
+        result = linear_logprob(given["hidden"], given["weight"], given["target"], main_grad=torch.zeros(V, D))
+        result.logprob.sum().backward()
+    operator, arguments = seen.calls[1]
+    torch.library.opcheck(operator, tree_map_only(Tensor, torch.detach, arguments))

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from burnish.kernels import logits_logprob, reference
+from grids import grid
+from heads import total
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -67,9 +69,12 @@ def measure(function: Any, case: dict[str, Any], outputs: tuple[str, ...] = ()) 
     return {name: t.detach().double() for name, t in (found | grads).items()}
 
 
-@pytest.mark.parametrize("outputs", [(), *((name,) for name in OUTPUTS)], ids="+".join)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@grid(
+    strength=2,
+    case=CASES,
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+    outputs=[(), *((name,) for name in OUTPUTS)],
+)
 def test_it_is_as_close_to_float64_as_the_reference(case: str, dtype: torch.dtype, outputs: tuple[str, ...]) -> None:
     rounded = in_dtype(CASES[case], dtype)
     exact = measure(reference.logits_logprob, in_dtype(rounded, torch.float64), outputs)
@@ -84,7 +89,7 @@ def test_gradcheck() -> None:
     case = in_dtype(problem(12, 9, vocab=7, target=torch.arange(12) % 7), torch.float64)
 
     def outputs(logits: Tensor, temperature: Tensor) -> Any:
-        return logits_logprob(**(case | {"logits": logits, "temperature": temperature}))
+        return logits_logprob(**(case | {"logits": logits, "temperature": temperature}))[:3]
 
     assert torch.autograd.gradcheck(outputs, (case["logits"], case["temperature"]))
 
@@ -113,14 +118,14 @@ def test_padding_has_no_gradient() -> None:
 
 def test_no_tokens_give_a_differentiable_zero() -> None:
     case = in_dtype(problem(tokens=0), torch.float32)
-    sum(output.sum() for output in logits_logprob(**case)).backward()
+    total(logits_logprob(**case)).backward()
     assert case["logits"].grad.shape == (0, 107)
 
 
 def test_only_the_gradient_is_as_large_as_the_logits() -> None:
     case = in_dtype(problem(tokens=500), torch.float32)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        sum(output.sum() for output in logits_logprob(**case)).backward()
+        total(logits_logprob(**case)).backward()
     sizes = sorted(event.self_cpu_memory_usage for event in record.events())
     assert sizes[-1] == 4 * 500 * 107
     assert sizes[-2] <= 4 * 1000 + 16 * 500

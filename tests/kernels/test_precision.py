@@ -1,35 +1,26 @@
 """The precision policy: every pass rounds the same factors to the same dtype, and sums in float32."""
 
+import importlib
 from typing import Any
 
 import pytest
 import tensor_cores
 import torch
-from burnish.kernels import (
-    Head,
-    head,
-    linear_divergence,
-    linear_logits,
-    linear_logprob,
-    reference,
-    sweeps,
-    tiled,
-    tiles,
-)
-from heads import CASES, in_dtype, leaves
+from burnish.kernels import Head, head, linear_divergence, linear_logits, linear_logprob, passes, precision, reference
+from heads import CASES, in_dtype, leaves, logprobs
 from heads import head as head_of
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = ["tiled", "triton", "fused", "reference"]
+BACKENDS = ["torch", "triton", "fused", "reference"]
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("", "GPU_"):
-        monkeypatch.setattr(tiled, f"{prefix}ROWS", 24)
-        monkeypatch.setattr(tiled, f"{prefix}COLUMNS", 64)
+        monkeypatch.setattr(passes, f"{prefix}ROWS", 24)
+        monkeypatch.setattr(passes, f"{prefix}COLUMNS", 64)
 
 
 def autocast(dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> Any:
@@ -73,9 +64,9 @@ def test_under_autocast_float32_factors_are_rounded_with_gradients_and_without(
     unrounded = exact(case, torch.float32)
     assert (wanted - unrounded).square().mean().sqrt() > 2e-3  # else nothing is tested
     with autocast():
-        trained = linear_logprob(**case, backend=backend).logprob
+        trained = logprobs(case, backend=backend).logprob
         with torch.no_grad():
-            measured = linear_logprob(**case, backend=backend).logprob
+            measured = logprobs(case, backend=backend).logprob
     assert trained.requires_grad and trained.dtype == torch.float32
     assert (trained - wanted).abs().max() <= 2e-4 and (measured - wanted).abs().max() <= 2e-4
     assert (trained - measured).square().mean().sqrt() <= 1e-5
@@ -86,9 +77,9 @@ def test_a_float32_weight_is_rounded_to_16_bit_hidden_states_in_every_pass(backe
     case = on_device(wide(), torch.float32)
     case["hidden"] = case["hidden"].detach().bfloat16()
     with torch.no_grad():
-        measured = linear_logprob(**case, backend=backend).logprob
+        measured = logprobs(case, backend=backend).logprob
     case["hidden"].requires_grad_()
-    trained = linear_logprob(**case, backend=backend).logprob
+    trained = logprobs(case, backend=backend).logprob
     wanted = exact(case, torch.bfloat16)
     assert (trained - wanted).abs().max() <= 2e-4 and (measured - wanted).abs().max() <= 2e-4
 
@@ -96,21 +87,21 @@ def test_a_float32_weight_is_rounded_to_16_bit_hidden_states_in_every_pass(backe
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_float32_products_can_be_asked_for(backend: str) -> None:
     case = on_device(wide(**ADAPTER), torch.float32)
-    off = linear_logprob(**case, backend=backend).logprob
+    off = logprobs(case, backend=backend).logprob
     with autocast():
-        asked = linear_logprob(**case, backend=backend, compute_dtype=torch.float32).logprob
+        asked = logprobs(case, backend=backend, compute_dtype=torch.float32).logprob
     assert torch.equal(off, asked)
 
 
 def test_a_compute_dtype_is_float32_or_one_of_16_bits() -> None:
     with pytest.raises(ValueError, match=r"linear_logprob: compute_dtype must be float32, bfloat16, float16 or None"):
-        linear_logprob(**in_dtype(CASES["plain"], torch.float32), compute_dtype=torch.float64)
+        logprobs(in_dtype(CASES["plain"], torch.float32), compute_dtype=torch.float64)
 
 
 def test_autocast_leaves_float64_alone() -> None:
     case = on_device(wide(), torch.float64)
     with autocast():
-        found = linear_logprob(**case, backend="tiled").logprob
+        found = logprobs(case, backend="torch").logprob
     torch.testing.assert_close(found, exact(case, torch.float64), rtol=0, atol=1e-12)
 
 
@@ -118,11 +109,11 @@ def test_autocast_leaves_float64_alone() -> None:
 def test_what_is_drawn_from_is_what_is_trained(dtype: torch.dtype) -> None:
     """The sampler's logits round as the trainer's log-probs: float32 under autocast, and weights of 16 bits."""
     case = on_device(wide(**ADAPTER), dtype)
-    target = case.pop("target")
-    hidden = case.pop("hidden")
+    target, hidden = case["target"], case["hidden"]
     with autocast(enabled=dtype == torch.float32):
-        logits = linear_logits(hidden, Head(case["weight"], adapter=case["adapter"], scale=0.5, softcap=30.0))
-        trained = linear_logprob(hidden, target=target, scale=0.5, softcap=30.0, **case).logprob
+        given = Head(case["weight"], adapter=case["adapter"], scale=0.5, softcap=30.0)
+        logits = linear_logits(hidden, given)
+        trained = linear_logprob(hidden, given, target).logprob
     assert logits.dtype == torch.float32 and not logits.requires_grad
     drawn = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
     assert (drawn - trained).abs().max() <= 2e-5
@@ -161,11 +152,11 @@ def test_on_tensor_cores_no_product_has_a_float32_factor(
 ) -> None:
     """As a GPU would multiply: float32 weights under autocast, bf16 weights without; LoRA on the head as well."""
     made = tensor_cores.emulate(monkeypatch)
-    monkeypatch.setattr(sweeps, "rows_at_once", lambda hidden, rows: rows * at_once)
+    monkeypatch.setattr(passes, "rows_at_once", lambda hidden, rows: rows * at_once)
     n, v, d, r = 63, 150, 32, 3
     case = in_dtype(head_of(n, d, v, adapter=lambda normal: (normal(r, d) / d, normal(v, r), 0.7)), dtype)
     with autocast(enabled=dtype == torch.float32):
-        linear_logprob(**case, backend="tiled", keep_bytes=0).logprob.sum().backward()
+        logprobs(case, backend="torch", keep_bytes=0).logprob.sum().backward()
     assert made and all(a == b == torch.bfloat16 for _, a, b, _ in made)
     assert sum(operations for *_, operations in made) == 8 * n * v * (d + r)
     products = 3 * (63 // 24 + 1)  # of spans of the vocabulary and tiles of rows
@@ -182,16 +173,19 @@ def test_on_tensor_cores_no_product_has_a_float32_factor(
         plain = case | again | {"adapter": (again["A"], again["B"], 0.7)}
         for name in ("A", "B"):
             del plain[name]
-        linear_logprob(**plain, backend="tiled").logprob.sum().backward()
+        logprobs(plain, backend="torch").logprob.sum().backward()
     for name, leaf in again.items():
         assert (grads[name] - leaf.grad).norm() <= 6e-3 * leaf.grad.norm(), name  # dc is rounded to 16 bits as well
 
 
 def test_kept_logits_have_the_dtype_of_the_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "has_tensor_cores", lambda device: True)
+    module = importlib.import_module("burnish.kernels.linear_logprob")
+    monkeypatch.setattr(precision, "has_tensor_cores", lambda device: True)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         hidden = torch.zeros(24, 8, dtype=dtype)
-        kept, tops = tiled._space(hidden, 150, 64, 2**20, "triton", dtype)
+        given = module.LogprobArguments(hidden, hidden, *[None] * 6, 1.0, None, 150, 0, None, *[False] * 3, 0, 24, 64,
+                                        2**20, "triton", dtype)  # fmt: skip
+        kept, tops = given.allocate_kept()
         assert kept.dtype == dtype and tops.dtype == torch.float32
 
 
@@ -199,15 +193,15 @@ def test_a_gpu_cuts_off_what_is_ragged() -> None:
     """GPT-2's vocabulary, Qwen's without its padding, and one that is smaller than a tile."""
     gpu = torch.device("cuda")
     for vocab, last in ((50257, 17), (151669, 53), (100, 36), (63, 63)):
-        found = list(tiles.vocabulary_spans(vocab, 8192, gpu))
+        found = list(passes.vocabulary_spans(vocab, 8192, gpu))
         assert [s.stop for s in found[:-1]] == [s.start for s in found[1:]]
         assert found[0].start == 0 and found[-1] == slice(vocab - last, vocab)
         assert all((s.stop - s.start) % 64 == 0 for s in found[:-1])
-    assert list(tiles.vocabulary_spans(100, 64, torch.device("cpu"))) == [slice(0, 64), slice(64, 100)]
+    assert list(passes.vocabulary_spans(100, 64, torch.device("cpu"))) == [slice(0, 64), slice(64, 100)]
 
 
 def test_operators_that_wait_are_not_captured_in_graphs() -> None:
-    for name in ("tiled_linear_logprob", "tiled_linear_logprob_backward", "tiled_linear_divergence", "logits_logprob"):
+    for name in ("linear_logprob", "linear_logprob_backward", "linear_divergence", "logits_logprob"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.burnish, name).default.tags
 
 
@@ -225,7 +219,7 @@ def test_the_fused_kernel_has_tf32_where_torch_has(precision: str, monkeypatch: 
     torch.set_float32_matmul_precision(precision)
     try:
         with torch.no_grad():
-            linear_logprob(**on_device(CASES["plain"], torch.float32), backend="fused")
+            logprobs(on_device(CASES["plain"], torch.float32), backend="fused")
     finally:
         torch.set_float32_matmul_precision(before)
     assert asked == ["ieee" if precision == "highest" else "tf32"]
@@ -239,9 +233,10 @@ class TestOnTheGpu:
         target = torch.randint(5000, (256,), device="cuda")
         adapter = tuple(torch.randn(*shape, device="cuda", requires_grad=True) for shape in ((8, 512), (5000, 8)))
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            linear_logprob(hidden, weight, target, adapter=(*adapter, 0.5), **options).logprob.sum().backward()
+            given = Head(weight, adapter=(*adapter, 0.5))
+            linear_logprob(hidden, given, target, **options).logprob.sum().backward()
             with torch.no_grad():
-                linear_logprob(hidden, weight, target, adapter=(*adapter, 0.5), **options)
+                linear_logprob(hidden, given, target, **options)
 
     def test_no_product_under_autocast_is_float32(self) -> None:
         self.step()

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import tensor_cores
 import torch
-from burnish.kernels import tiled
+from burnish.kernels import passes
+from grids import grid
 from heads import CASES, assert_as_good_as_the_reference
 from torch import Tensor
 
-triton_tiles = pytest.importorskip("burnish.kernels.triton_tiles", reason="needs triton", exc_type=ImportError)
+triton_softmax = pytest.importorskip("burnish.kernels.triton_softmax", reason="needs triton", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes this road itself")
 SOME = ["plain", "one_token", "peaked", "rising_over_the_vocabulary", "scale", "adapter", "more_of_everything"]
 
@@ -20,8 +21,8 @@ SOME = ["plain", "one_token", "peaked", "rising_over_the_vocabulary", "scale", "
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor_cores.emulate(monkeypatch)
-    monkeypatch.setattr(tiled, "ROWS", 10)
-    monkeypatch.setattr(tiled, "COLUMNS", 48)
+    monkeypatch.setattr(passes, "ROWS", 10)
+    monkeypatch.setattr(passes, "COLUMNS", 48)
 
 
 def some_rows(name: str, keep_bytes: int) -> dict[str, Any]:
@@ -31,21 +32,19 @@ def some_rows(name: str, keep_bytes: int) -> dict[str, Any]:
     return case | rows
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 2**20], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("case", SOME)
+@grid(strength=1, case=SOME, keep_bytes=[0, 2**20])
 def test_float16_factors_cost_no_more_than_their_roundings(case: str, keep_bytes: int) -> None:
     assert_as_good_as_the_reference(some_rows(case, keep_bytes), torch.float16, "triton", "of 16 bits")
 
 
-@pytest.mark.parametrize("field", ["level", "gain"])
-@pytest.mark.parametrize("case", ["plain", "peaked", "scale", "adapter"])
+@grid(strength=1, case=["plain", "peaked", "scale", "adapter"], field=["level", "gain"])
 def test_one_per_cent_is_more_than_a_rounding(case: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pull_ = triton_tiles.pull_
+    backward_tile_ = triton_softmax.backward_tile_
 
     def wrong(tile: Tensor, column: Tensor, shift: Tensor, upstream: Any, *rest: Any, **options: Any) -> None:
         changed = upstream._replace(**{field: getattr(upstream, field) * 1.01})
-        pull_(tile, column, shift, changed, *rest, **options)
+        backward_tile_(tile, column, shift, changed, *rest, **options)
 
-    monkeypatch.setattr(triton_tiles, "pull_", wrong)
+    monkeypatch.setattr(triton_softmax, "backward_tile_", wrong)
     with pytest.raises(AssertionError, match="d_"):
         assert_as_good_as_the_reference(some_rows(case, 0), torch.float16, "triton", "of 16 bits")

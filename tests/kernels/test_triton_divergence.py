@@ -1,5 +1,6 @@
 """Triton's passes over two tiles, in the interpreter where there is no GPU: against torch's, and against float64."""
 
+import importlib
 import math
 import subprocess
 import sys
@@ -7,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import Head, linear_divergence, reference, tiled_divergence
-from burnish.kernels.divergence_tiles import LEVEL, fold, mix, pull
-from burnish.kernels.tiles import NEVER, Transform
+from burnish.kernels import Head, divergence_passes, linear_divergence, passes, reference
+from burnish.kernels.divergence_passes import LEVEL, backward_tile, fold, mix
+from burnish.kernels.softmax import NEVER, LogitTransform
+from grids import grid
 from pairs import (
     BETAS,
     CASES,
@@ -33,9 +35,9 @@ on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tiles of 63 × 100 logits, the last ones ragged; those of the first span are kept."""
     for prefix in ("", "GPU_"):
-        monkeypatch.setattr(tiled_divergence, f"{prefix}ROWS", 40)
-        monkeypatch.setattr(tiled_divergence, f"{prefix}COLUMNS", 64)
-    monkeypatch.setattr(tiled_divergence, "keep_by_default", lambda device, on_cpu: 2 * (63 * 64 * 4 + 1))
+        monkeypatch.setattr(divergence_passes, f"{prefix}ROWS", 40)
+        monkeypatch.setattr(divergence_passes, f"{prefix}COLUMNS", 64)
+    monkeypatch.setattr(passes, "keep_by_default", lambda device, on_cpu: 2 * (63 * 64 * 4 + 1))
 
 
 def on_device(case: Any) -> Any:
@@ -58,7 +60,7 @@ def logits(case: dict[str, Any], who: str) -> Tensor:
 
 
 def torch_passes(
-    student: Tensor, teacher: Tensor, to_z: Transform, to_w: Transform, gain: Tensor, beta: float
+    student: Tensor, teacher: Tensor, to_z: LogitTransform, to_w: LogitTransform, gain: Tensor, beta: float
 ) -> tuple[Tensor, ...]:
     """State, sums of a mixture and dc, as torch computes them."""
     state = student.new_zeros(len(student), 5)
@@ -68,12 +70,12 @@ def torch_passes(
     known = known_from(state)
     sums = mix(student, teacher, known, to_z, to_w, beta)
     dc = torch.empty_like(student)
-    pull(dc, student, teacher, known, gain, to_z, to_w, beta)
+    backward_tile(dc, student, teacher, known, gain, to_z, to_w, beta)
     return state, sums, dc
 
 
 def triton_passes(
-    student: Tensor, teacher: Tensor, to_z: Transform, to_w: Transform, gain: Tensor, beta: float
+    student: Tensor, teacher: Tensor, to_z: LogitTransform, to_w: LogitTransform, gain: Tensor, beta: float
 ) -> tuple[Tensor, ...]:
     state = student.new_zeros(len(student), 5)
     state[:, 0] = state[:, 2] = NEVER
@@ -83,7 +85,7 @@ def triton_passes(
     for columns in halves(student):
         triton_divergence.mix_(sums, student[:, columns], teacher[:, columns], known, to_z, to_w, beta)
     dc = torch.empty_like(student)
-    triton_divergence.pull_(dc, student, teacher, known, gain, to_z, to_w, beta)
+    triton_divergence.backward_tile_(dc, student, teacher, known, gain, to_z, to_w, beta)
     return state, sums, dc
 
 
@@ -98,17 +100,16 @@ def known_from(state: Tensor) -> Tensor:
     return torch.stack((shift, total.log(), other_shift, other_total.log(), torch.full_like(shift, 0.3)), 1)
 
 
-def transforms(case: dict[str, Any], dtype: torch.dtype) -> list[Transform]:
+def transforms(case: dict[str, Any], dtype: torch.dtype) -> list[LogitTransform]:
     rows = case.get("temperature")
     if isinstance(rows, float):
         rows = torch.full((len(case["student_hidden"]),), rows)
     if rows is not None:
         rows = rows.float().to(DEVICE, dtype)
-    return [Transform(case[who].scale, case[who].softcap, rows) for who in ("student", "teacher")]
+    return [LogitTransform(case[who].scale, case[who].softcap, rows) for who in ("student", "teacher")]
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("case", CASES)
+@grid(strength=1, case=CASES, beta=[0.0, 0.3, 1.0])
 def test_each_pass_is_as_close_to_float64_as_torchs(case: str, beta: float) -> None:
     arguments = CASES[case]
     tiles = [logits(arguments, who) for who in ("student", "teacher")]
@@ -121,9 +122,10 @@ def test_each_pass_is_as_close_to_float64_as_torchs(case: str, beta: float) -> N
         assert (error <= allowed + 1e-6 * truth.abs()).all(), name
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize(
-    "case", ["one_token", "one_column", "peaked", "peaked_on_different_tokens", "one_large_one_negative", "everything"]
+@grid(
+    strength=1,
+    case=["everything", "one_token", "one_column", "peaked", "peaked_on_different_tokens", "one_large_one_negative"],
+    beta=[0.3, 0.0, 1.0, 0.5],
 )
 @pytest.mark.usefixtures("four_tiles")
 def test_it_is_as_close_to_float64_as_the_reference(case: str, beta: float) -> None:
@@ -155,7 +157,7 @@ def test_what_both_forbid_is_not_there(beta: float) -> None:
     bias = forbidding(slice(70))  # one tile whole, part of the next
     case = biased(student=bias, teacher=bias) | {"temperature": normal(63).exp()}
     without = case | {name: Head(case[name].weight[70:], bias[70:]) for name in ("student", "teacher")}
-    ours, expected = run(case, beta), run(without, beta, "tiled")
+    ours, expected = run(case, beta), run(without, beta, "torch")
     for name in ("divergence", "d_hidden"):
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-5)
     for name in ("d_weight", "d_bias"):
@@ -170,7 +172,7 @@ def test_divergence_from_the_impossible_is_infinite_and_everything_else_finite()
     assert run(student, 0.0)["divergence"].isposinf().all()
     assert run(teacher, 1.0)["divergence"].isposinf().all()
     for case, beta in ((student, 1.0), (student, 0.3), (teacher, 0.0), (teacher, 0.3)):
-        ours, exact = run(case, beta), run(case, beta, "tiled")
+        ours, exact = run(case, beta), run(case, beta, "torch")
         for name, value in ours.items():
             assert value.isfinite().all()
             torch.testing.assert_close(value, exact[name], rtol=1e-4, atol=1e-5, msg=name)
@@ -208,7 +210,7 @@ def test_the_same_call_gives_the_same_bits_and_rows_do_not_interact(beta: float)
 def test_gradients_are_those_of_all_rows_however_many_are_left_out(share: float) -> None:
     upstream = arriving(63).to(DEVICE)
     upstream[torch.arange(63) % 20 < 20 * share] = 0
-    ours, expected = (run(CASES["everything"], 0.3, backend, upstream=upstream) for backend in ("triton", "tiled"))
+    ours, expected = (run(CASES["everything"], 0.3, backend, upstream=upstream) for backend in ("triton", "torch"))
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -221,11 +223,11 @@ def test_dc_is_rounded_once_to_16_bits_and_may_replace_the_tile(beta: float, dty
     to_z, to_w = transforms(case, torch.float32)
     known = known_from(torch_passes(*tiles, to_z, to_w, torch.ones(63, device=DEVICE), beta)[0])
     gain, exact = torch.ones(63, device=DEVICE), torch.empty_like(tiles[0])
-    triton_divergence.pull_(exact, *tiles, known, gain, to_z, to_w, beta)
+    triton_divergence.backward_tile_(exact, *tiles, known, gain, to_z, to_w, beta)
     rounded = torch.empty_like(exact, dtype=dtype)
-    triton_divergence.pull_(rounded, *tiles, known, gain, to_z, to_w, beta)
+    triton_divergence.backward_tile_(rounded, *tiles, known, gain, to_z, to_w, beta)
     assert torch.equal(rounded, exact.to(dtype))
-    triton_divergence.pull_(tiles[0], *tiles, known, gain, to_z, to_w, beta)
+    triton_divergence.backward_tile_(tiles[0], *tiles, known, gain, to_z, to_w, beta)
     assert torch.equal(tiles[0], exact)
 
 
@@ -238,25 +240,25 @@ def test_what_is_past_the_tile_is_neither_read_nor_written() -> None:
     known, sums, out = known_from(state[3:66]), torch.zeros(70, 2, device=DEVICE), torch.zeros(70, 103, device=DEVICE)
     triton_divergence.mix_(sums[3:66], *tiles, known, to_z, to_w, 0.3)
     assert (sums[:3] == 0).all() and (sums[66:] == 0).all() and sums[3:66].isfinite().all()
-    triton_divergence.pull_(out[3:66, :100], *tiles, known, known[:, LEVEL].clone(), to_z, to_w, 0.3)
+    triton_divergence.backward_tile_(out[3:66, :100], *tiles, known, known[:, LEVEL].clone(), to_z, to_w, 0.3)
     assert (out[:3] == 0).all() and (out[66:] == 0).all() and (out[:, 100:] == 0).all() and out.isfinite().all()
 
 
 FAR = """
 import torch
-from burnish.kernels.tiles import NEVER, Transform
-from burnish.kernels.triton_divergence import fold_, mix_, pull_
+from burnish.kernels.softmax import NEVER, LogitTransform
+from burnish.kernels.triton_divergence import fold_, mix_, backward_tile_
 
 memory = torch.empty(3 * 2**30, dtype=torch.float16)  # mapped, but hardly any of it is ever touched
 tile = memory.as_strided((3, 16), (2**30, 1)).fill_(1.0)
-plain, state = Transform(1.0, None, None), torch.zeros(3, 5)
+plain, state = LogitTransform(1.0, None, None), torch.zeros(3, 5)
 state[:, 0] = state[:, 2] = NEVER
 fold_(state, tile, tile, plain, plain, True)
 assert (state == torch.tensor([1.0, 16, 1, 16, 0])).all(), state
 known, sums = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.5]] * 3), torch.zeros(3, 2)
 mix_(sums, tile, tile, known, plain, plain, 0.5)
 assert (sums == 0).all(), sums
-pull_(tile, tile, tile, known, torch.ones(3), plain, plain, 1.0)
+backward_tile_(tile, tile, tile, known, torch.ones(3), plain, plain, 1.0)
 assert (tile == -0.5).all(), tile
 """
 
@@ -268,11 +270,11 @@ def test_offsets_beyond_2_to_the_31_are_right() -> None:
 
 def test_nothing_is_asked_of_triton_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     case = problem(tokens=3)
-    with pytest.raises(ValueError, match="backend='triton' has no float64; use 'tiled' or 'reference'"):
+    with pytest.raises(ValueError, match="backend='triton' has no float64; use 'torch' or 'reference'"):
         linear_divergence(**case, beta=0.5, backend="triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
-        ValueError, match=r"linear_divergence: backend='triton' .* cpu; use 'tiled', or .*TRITON_INTERP"
+        ValueError, match=r"linear_divergence: backend='triton' .* cpu; use 'torch', or .*TRITON_INTERP"
     ):
         linear_divergence(**in_dtype(case, torch.float32), beta=0.5, backend="triton")
 
@@ -281,11 +283,12 @@ def test_nothing_is_asked_of_triton_where_it_cannot_run(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_on_a_gpu_auto_is_triton_and_float64_is_torchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(tiled_divergence, "plan", lambda hidden, passes, *_, **__: seen.append(passes) or 1 / 0)
+    module = importlib.import_module("burnish.kernels.linear_divergence")
+    monkeypatch.setattr(module, "plan", lambda factors, backend, *_, **__: seen.append(backend) or 1 / 0)
     for precision in (dtype, torch.float64):
         with pytest.raises(ZeroDivisionError):
             linear_divergence(**in_dtype(on_device(problem(tokens=3)), precision), beta=0.5)
-    assert seen == ["triton", "torch"]
+    assert seen == ["auto", "torch"]
 
 
 @on_gpu

@@ -4,8 +4,7 @@ import itertools
 from typing import Any
 
 import torch
-from burnish.kernels import Head, linear_logprob, reference
-from burnish.kernels.reference import MoreLogprobs
+from burnish.kernels import Head, Logprobs, linear_logprob, reference
 from torch import Tensor
 
 OUTPUTS = ("logprob", "entropy", "logsumexp")
@@ -85,9 +84,21 @@ def leaves(arguments: dict[str, Any]) -> dict[str, Tensor]:
     return {name: t for name, t in flat.items() if isinstance(t, Tensor) and t.is_floating_point()}
 
 
+def logprobs(arguments: dict[str, Any], **options: Any) -> Logprobs:
+    """``linear_logprob``, with the arguments that belong to a head put into one."""
+    rest = arguments | options
+    parts = {name: rest.pop(name) for name in Head._fields if name in rest}
+    return linear_logprob(rest.pop("hidden"), Head(**parts), rest.pop("target"), **rest)
+
+
+def total(result: Logprobs) -> Tensor:
+    """The sum of all outputs that are differentiable."""
+    return sum(output.sum() for output in result[:5] if output is not None)
+
+
 def measure(arguments: dict[str, Any], backend: str, outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """``gradients`` of ``linear_logprob``."""
-    return gradients(arguments, linear_logprob(**arguments, backend=backend), outputs)
+    return gradients(arguments, logprobs(arguments, backend=backend), outputs)
 
 
 def gradients(arguments: dict[str, Any], result: Any, outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:
@@ -102,7 +113,7 @@ def gradients(arguments: dict[str, Any], result: Any, outputs: tuple[str, ...] =
     return {name: t.detach().double() for name, t in (found | grads).items()}
 
 
-def of_16_bit_factors(arguments: dict[str, Any]) -> MoreLogprobs:
+def of_16_bit_factors(arguments: dict[str, Any]) -> Logprobs:
     """The definition in float32, but for what has to be rounded where products have factors of 16 bits.
 
     A product of tensor cores has both factors in the precision of its inputs, so dc, which autograd has in float32, is
@@ -132,7 +143,7 @@ def _rounded(dc: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_as_good_as_the_reference(
-    arguments: dict[str, Any], dtype: torch.dtype, backend: str = "tiled", products: str = "exact", **options: Any
+    arguments: dict[str, Any], dtype: torch.dtype, backend: str = "torch", products: str = "exact", **options: Any
 ) -> None:
     """Error against float64 at most twice the definition's own in the same precision, plus 1e-6.
 

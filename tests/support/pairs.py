@@ -138,7 +138,7 @@ def usual(case: dict[str, Any], beta: float) -> Tensor:
 
 
 def assert_as_good_as_the_reference(
-    case: dict[str, Any], beta: float, dtype: torch.dtype, backend: str = "tiled", products: str = "exact"
+    case: dict[str, Any], beta: float, dtype: torch.dtype, backend: str = "torch", products: str = "exact"
 ) -> None:
     """Error against float64 at most twice the definition's own in the same precision, plus 1e-6.
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from burnish.kernels import Shard, linear_logprob, tiled
-from heads import CASES, EXTRAS, head, in_dtype, leaves
+from burnish.kernels import Shard, passes
+from heads import CASES, EXTRAS, head, in_dtype, leaves, logprobs
 
 BOUNDS = (0, 41, 42, 100)  # the second rank holds a single token
 FORBIDDEN = torch.zeros(100, dtype=torch.float64)
@@ -25,9 +25,9 @@ def upstream(name: str, shape: torch.Size) -> torch.Tensor:
 
 
 def measured(case: dict, **options) -> dict[str, torch.Tensor]:
-    result = linear_logprob(**case, **options)
+    result = logprobs(case, **options)
     found = {n: t for n, t in result._asdict().items() if isinstance(t, torch.Tensor)}
-    if result[-1] is not None and len(result) > 3:
+    if result.top_k is not None:
         found |= {"top_ids": result.top_k.ids, "top_logprob": result.top_k.logprob}
     used = {n: t for n, t in found.items() if t.requires_grad}
     torch.autograd.backward(list(used.values()), [upstream(n, t.shape) for n, t in used.items()])
@@ -45,13 +45,13 @@ def shard_of(case: dict, rank: int) -> dict:
 
 def run(rank: int, directory: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3)
-    tiled.ROWS, tiled.COLUMNS, tiled.KEEP = 24, 32, 20_000
+    passes.ROWS, passes.COLUMNS, passes.KEEP = 24, 32, 20_000
     shard = Shard(dist.group.WORLD, BOUNDS[rank])
     results = {
         name: measured(shard_of(in_dtype(case, torch.float64), rank), shard=shard) for name, case in SPLIT.items()
     }
     try:
-        linear_logprob(**shard_of(CASES["plain"], rank) | {"target": torch.full((63,), 100)}, shard=shard)
+        logprobs(shard_of(CASES["plain"], rank) | {"target": torch.full((63,), 100)}, shard=shard)
     except IndexError as error:
         results["error"] = str(error)
     torch.save(results, f"{directory}/{rank}.pt")

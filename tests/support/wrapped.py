@@ -14,9 +14,9 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from burnish.kernels import Head, tiled
+from burnish.kernels import Head, LogitTransform, passes
 from burnish.loops.batch import collate
-from burnish.loops.models.lm_head import TeacherOutputs, Transform, fuse
+from burnish.loops.models.lm_head import TeacherOutputs, fuse
 from burnish.loops.models.policy import Policy
 from peft import LoraConfig, get_peft_model
 from tiny import _SMALL, in_full_precision, make_examples
@@ -33,7 +33,7 @@ VOCABULARY = 1009  # more than all other sizes, and odd
 TARGET = [5, 1008, 504, 505, 0, 7, 7]
 
 
-TILES = {"ROWS": 32, "COLUMNS": 128, "KEEP": 0}  # of burnish.kernels.tiled: a tile is a small part of [N, V]
+TILES = {"ROWS": 32, "COLUMNS": 128, "KEEP": 0}  # of burnish.kernels.passes: a tile is a small part of [N, V]
 
 
 def make_model(*, tied=False, dtype=torch.float64, **changes):
@@ -232,7 +232,7 @@ def plain_head(placements=None):
     return head
 
 
-TRANSFORM = Transform(0.7, 5.0)
+TRANSFORM = LogitTransform(0.7, 5.0)
 TEMPERATURE = torch.linspace(0.5, 1.5, len(TARGET), dtype=torch.float64)
 
 
@@ -312,7 +312,7 @@ def main():
     """Fork the ranks from this process, which has imported everything and computed nothing."""
     output, ranks = sys.argv[1], int(sys.argv[2])
     for name, size in TILES.items():
-        setattr(tiled, name, size)
+        setattr(passes, name, size)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}

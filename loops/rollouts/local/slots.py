@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
-from ....kernels.head import autocast_dtype
+from ....kernels.precision import autocast_dtype
 
 _STEP = 64  # columns that are added at once
 _untyped: Any = cache_utils  # its attributes are optional tensors of several kinds of layers

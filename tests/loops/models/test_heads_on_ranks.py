@@ -8,13 +8,13 @@ import pytest
 import torch
 import transformers
 import wrapped
-from burnish.kernels import tiled
+from burnish.kernels import passes
 from burnish.loops.models.policy import Policy
 from wrapped import EXAMPLES, TILES, VOCABULARY, ask, hidden_states, make_model, plain_head, plain_run, run, with_lora
 
 RANKS = 2
 EXACT = 1e-10
-FULL = [(f"burnish::tiled_linear_logprob{part}", (VOCABULARY, 32)) for part in ("", "_backward")]
+FULL = [(f"burnish::linear_logprob{part}", (VOCABULARY, 32)) for part in ("", "_backward")]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_a_sharded_head_whose_hooks_did_not_fire_says_so(found):
 
 def test_mixed_precision_of_fsdp_computes_in_bfloat16_and_reduces_in_float32(found, monkeypatch):
     for name, size in TILES.items():  # for the bits of the ranks
-        monkeypatch.setattr(tiled, name, size)
+        monkeypatch.setattr(passes, name, size)
     scenario = found["fsdp, bfloat16"]
     assert {dtype for *_, dtype in scenario["weights"]} == {torch.bfloat16}
     assert {gradient.dtype for gradient in scenario["gradients"].values()} == {torch.float32}

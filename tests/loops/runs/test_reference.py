@@ -50,8 +50,8 @@ def test_precomputed_log_probs_belong_to_their_examples_and_are_read_back(tmp_pa
     plan = [[3, 0], [], [4, 1, 2]]
     batches = [(indices, collate([examples[i] for i in indices])) for indices in plan]
     cache = tmp_path / "reference.safetensors"
-    computed = precompute(reference, batches, 5, cache, Accelerator())
+    computed = precompute(reference, batches, cache, Accelerator())
     for example, logprob in zip(examples, computed, strict=True):
         torch.testing.assert_close(logprob, reference(collate([example])), rtol=0, atol=1e-12)
-    again = precompute(lambda batch: pytest.fail("computed twice"), batches, 5, cache, Accelerator())
+    again = precompute(lambda batch: pytest.fail("computed twice"), batches, cache, Accelerator())
     assert all(torch.equal(a, b) for a, b in zip(computed, again, strict=True))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import shards
 import torch
-from burnish.kernels import Shard, linear_logprob
-from heads import CASES, in_dtype
+from burnish.kernels import Shard
+from heads import CASES, in_dtype, logprobs
 
 SPLIT_ROWS = {"d_weight", "d_bias", "d_B"}
 
@@ -43,6 +43,6 @@ def test_a_target_that_no_shard_holds_is_an_error_on_every_rank(results: list[di
 def test_what_a_shard_can_not_be() -> None:
     group: Any = None
     with pytest.raises(ValueError, match="shard must start at >= 0, got -1"):
-        linear_logprob(**CASES["plain"], shard=Shard(group, -1))
+        logprobs(CASES["plain"], shard=Shard(group, -1))
     with pytest.raises(ValueError, match="backend='reference' knows neither shards nor main_grad"):
-        linear_logprob(**CASES["plain"], shard=Shard(group, 0), backend="reference")
+        logprobs(CASES["plain"], shard=Shard(group, 0), backend="reference")

@@ -1,12 +1,12 @@
-"""The two elementwise passes of tiles.py over a tile of logits ``[n, columns]``, each one launch of Triton.
+"""The two elementwise passes of softmax.py over a tile of logits ``[n, columns]``, each one launch of Triton.
 
     z = cap(scale·c)/T        x = z − m        cap(s) = softcap·tanh(s/softcap)
 
     fold_:  m, S = Σ eˣ, M = Σ x·eˣ and, if asked for, X = Σ x, n and Q = Σ e²ˣ, brought up to date, and the targets' z
-    pull_:  dz = eˣ·(level + slope·x + bend·eˣ) + flat,  dc = dz·cap′(scale·c) + Σ_j 1[column_j = v]·gain_j
+    backward_tile_:  dz = eˣ·(level + slope·x + bend·eˣ) + flat,  dc = dz·cap′(scale·c) + Σ_j 1[column_j = v]·gain_j
 
 Moved, for a tile in b bytes per logit: fold_ reads b·n·columns; what backward keeps is written from the registers of a
-row that one block holds, else from a second reading of it. pull_ reads b·n·columns and writes as many of its output's.
+row that one block holds, else from a second reading of it. backward_tile_ reads b·n·columns and writes its output.
 All else is per row. So a caller's own logits ``[N, V]`` are one tile: one reading forward, one reading and one writing
 backward.
 
@@ -19,18 +19,16 @@ instruction less, and logits of ±1000 would cost four digits.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import tiles
-from .tiles import State, Transform, Upstream
+from . import softmax
+from .softmax import Coefficients, LogitTransform, SoftmaxState
 
-NEVER = tl.constexpr(tiles.NEVER)
-IMPOSSIBLE = tl.constexpr(tiles.IMPOSSIBLE)
+NEVER = tl.constexpr(softmax.NEVER)
+IMPOSSIBLE = tl.constexpr(softmax.IMPOSSIBLE)
 LOG2E = tl.constexpr(1.4426950408889634)
 MOST_KEPT = 8192  # columns of a row that are kept from the registers of 16 warps
 
@@ -50,12 +48,12 @@ def tanh(x):
 
 @triton.jit
 def finite(c):
-    """Float32 with −inf as ``tiles.NEVER``; NaN stays NaN."""
+    """Float32 with −inf as ``softmax.NEVER``; NaN stays NaN."""
     return tl.maximum(c.to(tl.float32), NEVER, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def factors(temperature_ptr, row, scale, softcap):
+def transform_factors(temperature_ptr, row, scale, softcap):
     """What ``tempered`` multiplies by: scale/T to twice float32's digits; or scale/softcap and softcap/T."""
     inner = scale
     outer = 0.0
@@ -87,9 +85,7 @@ def tempered(c, inner, outer, temperature_ptr, softcap):
 
 @triton.jit
 def _fold_kernel(
-    shift_ptr,  # [n], as all others without a stride
-    total_ptr,
-    moment_ptr,
+    shift_ptr, total_ptr, moment_ptr,  # [n], as all others without a stride
     chosen_ptr,  # [n, targets]
     linear_ptr,  # [n, 2] or None
     squares_ptr,  # [n] or None
@@ -97,20 +93,13 @@ def _fold_kernel(
     top_ptr,
     tile_ptr,  # [n, columns]
     column_ptr,  # [n, targets]
-    temperature_ptr,
-    scale,
-    softcap,
-    columns,
-    targets,
-    kept_stride: tl.int64,
-    tile_stride: tl.int64,
+    temperature_ptr, scale, softcap, columns, targets, kept_stride: tl.int64, tile_stride: tl.int64,
     WHOLE: tl.constexpr,  # a row is one block
-    BLOCK: tl.constexpr,
-    TARGETS: tl.constexpr,
-):
+    BLOCK: tl.constexpr, TARGETS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile_ptr += row * tile_stride
-    inner, outer = factors(temperature_ptr, row, scale, softcap)
+    inner, outer = transform_factors(temperature_ptr, row, scale, softcap)
     shift, total, moment = tl.load(shift_ptr + row), tl.load(total_ptr + row), tl.load(moment_ptr + row)
     if linear_ptr is not None:
         linear, possible = tl.load(linear_ptr + 2 * row), tl.load(linear_ptr + 2 * row + 1)
@@ -174,31 +163,19 @@ def _fold_kernel(
 
 
 @triton.jit
-def _pull_kernel(
+def _backward_kernel(
     out_ptr,  # [n, columns]
     moments_ptr,  # [n], as all others without a stride; or None
     tile_ptr,  # [n, columns]
     column_ptr,  # [n, targets]
-    top_ptr,
-    shift_ptr,
-    level_ptr,
-    slope_ptr,
-    bend_ptr,
-    flat_ptr,
+    top_ptr, shift_ptr, level_ptr, slope_ptr, bend_ptr, flat_ptr,
     gain_ptr,  # [n, targets] or None
-    temperature_ptr,
-    scale,
-    softcap,
-    columns,
-    targets,
-    out_stride: tl.int64,
-    tile_stride: tl.int64,
-    BLOCK: tl.constexpr,
-):
+    temperature_ptr, scale, softcap, columns, targets, out_stride: tl.int64, tile_stride: tl.int64, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * out_stride
     tile_ptr += row * tile_stride
-    inner, outer = factors(temperature_ptr, row, scale, softcap)
+    inner, outer = transform_factors(temperature_ptr, row, scale, softcap)
     shift, level = tl.load(shift_ptr + row), tl.load(level_ptr + row)
     if top_ptr is not None:
         top = tl.load(top_ptr + row)
@@ -250,26 +227,25 @@ def _pull_kernel(
         tl.store(moments_ptr + row, tl.load(moments_ptr + row) + tl.sum(moments, 0))
 
 
-class Launch(NamedTuple):
-    block: int
-    warps: int
-
-
-def launch(columns: int, most: int = 4096) -> Launch:
-    """How many logits of a row a program takes at a time, and with how many warps: 16 per thread.
+def launch(columns: int, most: int = 4096) -> tuple[int, int]:
+    """The logits of a row that a program takes at a time, and its warps: 16 logits per thread.
 
     They arrive in two to four of a thread's widest loads and leave the usual passes at 32 to 48 registers, so that some
     50 (16 bits) to 100 kB (float32) are under way in a multiprocessor, twice what memory needs to be busy; 32 of them
     took up to 226 registers.
     """
     block = min(max(triton.next_power_of_2(columns), 128), most)  # short rows: no idle warps; long ones: 8 warps
-    return Launch(block, max(1, block // 512))
+    return block, max(1, block // 512)
 
 
 def fold_(
-    tile: Tensor, column: Tensor, state: State, transform: Transform, kept: tuple[Tensor, Tensor] | None = None
+    tile: Tensor,
+    column: Tensor,
+    state: SoftmaxState,
+    transform: LogitTransform,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """``tiles.fold``, in place.
+    """``softmax.fold``, in place.
 
     ``tile`` ``[n, columns]`` is c in float32, float16 or bfloat16, of any row stride. ``kept`` takes
     z − (largest z of the row in this tile) ``[n, columns]``, and that largest z ``[n]``.
@@ -282,37 +258,19 @@ def fold_(
     targets, (block, warps) = column.shape[1], launch(columns, 4096 if shifted is None else MOST_KEPT)
     with torch.cuda.device_of(tile):
         _fold_kernel[(n,)](
-            *state,
-            shifted,
-            top,
-            tile,
-            column.contiguous(),
-            _dense(transform.temperature),
-            transform.scale,
-            transform.softcap,
-            columns,
-            targets,
-            0 if shifted is None else shifted.stride(0),
-            tile.stride(0),
-            WHOLE=columns <= block,
-            BLOCK=block,
-            TARGETS=min(triton.next_power_of_2(max(targets, 1)), 128),
+            *state, shifted, top, tile, column.contiguous(),
+            _dense(transform.temperature), transform.scale, transform.softcap, columns, targets,
+            0 if shifted is None else shifted.stride(0), tile.stride(0),
+            WHOLE=columns <= block, BLOCK=block, TARGETS=min(triton.next_power_of_2(max(targets, 1)), 128),
             num_warps=warps,
-        )
+        )  # fmt: skip
 
 
-def pull_(
-    tile: Tensor,
-    column: Tensor,
-    shift: Tensor,
-    upstream: Upstream,
-    transform: Transform,
-    out: Tensor,
-    *,
-    top: Tensor | None = None,
-    moments: Tensor | None = None,
-) -> None:
-    """``tiles.pull`` with the targets' share, written into ``out``, which may be ``tile``.
+def backward_tile_(
+    tile: Tensor, column: Tensor, shift: Tensor, arriving: Coefficients, transform: LogitTransform, out: Tensor, *,
+    top: Tensor | None = None, moments: Tensor | None = None,
+) -> None:  # fmt: skip
+    """``softmax.backward_tile`` with the targets' share, written into ``out``, which may be ``tile``.
 
     ``tile`` is c, or what ``fold_`` kept, if ``top`` is given. ``moments`` ``[n]`` += Σ_v dz_v·x_v, without that share.
     """
@@ -321,24 +279,11 @@ def pull_(
         return
     block, warps = launch(columns)
     with torch.cuda.device_of(tile):
-        _pull_kernel[(n,)](
-            out,
-            moments,
-            tile,
-            column.contiguous(),
-            top,
-            _dense(shift),
-            *map(_dense, upstream),
-            _dense(transform.temperature),
-            transform.scale,
-            transform.softcap,
-            columns,
-            column.shape[1],
-            out.stride(0),
-            tile.stride(0),
-            BLOCK=block,
-            num_warps=warps,
-        )
+        _backward_kernel[(n,)](
+            out, moments, tile, column.contiguous(), top, _dense(shift), *map(_dense, arriving),
+            _dense(transform.temperature), transform.scale, transform.softcap, columns, column.shape[1],
+            out.stride(0), tile.stride(0), BLOCK=block, num_warps=warps,
+        )  # fmt: skip
 
 
 def _dense(rows: Tensor | None) -> Tensor | None:

@@ -1,11 +1,11 @@
-"""What happens to one tile of logits ``[n, columns]``: two elementwise passes, eager or compiled.
+"""The running softmax over tiles of logits ``[n, columns]``: two elementwise passes, eager or compiled.
 
 Forward, a running softmax over the tiles of the vocabulary, with x = z − m and m the largest z so far of the row:
 
     S = Σ eˣ        M = Σ x·eˣ        and when m grows by δ:   M ← (M − δS)·e^(−δ),   S ← S·e^(−δ)
     logsumexp = m + log S             logprob = (z_t − m) − log S              entropy = log S − M/S
 
-and, where they are asked for, over the n tokens that are possible at all,
+and, on request, over the n tokens that are possible at all,
 
     X = Σ x         Q = Σ e²ˣ         X ← X − nδ,   Q ← Q·e^(−2δ)
     mean_logprob = X/n − log S        log_sum_squares = log Q − 2·log S
@@ -18,45 +18,50 @@ Everything is relative to m, so logits near ±1000 cost no digits. Backward, for
 
 With several targets in a row, g_p is a sum over them in ``level``.
 
-Both functions are written once. Eager, they are a few passes over a tile that stays in the cache; compiled, a single
-one. A given shape always takes the same road on a given machine, which exact resume relies on.
+Eager, each of the two functions is a few passes over a tile that stays in the cache; compiled, a single one. The choice
+depends on shape and machine only, which exact resume relies on.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .head import accumulation_dtype
+from .precision import accumulation_dtype
 
 # A finite −inf: e^(−1e30) is 0 like e^(−inf), but 0·(−1e30) is 0 and 0·(−inf) is NaN.
 NEVER = -1e30
 IMPOSSIBLE = -1e20  # what is below this was NEVER, divided by a temperature
 # Compiling takes tens of seconds once and saves a nanosecond or two per logit of every call: here a tenth of a second.
 COMPILE_FROM = 2**26
-ALIGNED = 64  # columns: rows of tiles, and what is multiplied by tensor cores, begin at multiples of 16 bytes and more
-
-WAITS = (torch.Tag.cudagraph_unsafe,)  # operators that wait for the GPU can't be captured in a graph of launches
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Transform(NamedTuple):
-    """z = cap(scale·c)/T, with cap(s) = softcap·tanh(s/softcap)."""
+class LogitTransform(NamedTuple):
+    """z = cap(scale·c)/T, with cap(s) = softcap·tanh(s/softcap).
 
-    scale: float
-    softcap: float | None
-    temperature: Tensor | None  # [n]
+    Called, it gives cap(scale·c) on the autograd graph; ``capped`` and ``tempered`` are for constants.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: Tensor | None = None  # [n]
 
     @classmethod
-    def of(cls, scale: float, softcap: float | None, temperature: Tensor | None, like: Tensor) -> "Transform":
+    def of(cls, scale: float, softcap: float | None, temperature: Tensor | None, like: Tensor) -> "LogitTransform":
+        """With the temperatures in the accumulation dtype of ``like``."""
         return cls(scale, softcap, None if temperature is None else temperature.to(accumulation_dtype(like.dtype)))
 
-    def rows(self, rows: slice) -> "Transform":
+    def __call__(self, c: Tensor) -> Tensor:
+        scaled = self.scale * c
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+
+    def rows(self, rows: slice) -> "LogitTransform":
         return self if self.temperature is None else self._replace(temperature=self.temperature[rows])
 
     def capped(self, c: Tensor) -> Tensor:
@@ -66,14 +71,14 @@ class Transform(NamedTuple):
     def tempered(self, capped: Tensor) -> Tensor:
         return capped if self.temperature is None else capped / self.temperature[:, None]
 
-    def inner(self, like: Tensor) -> Tensor:
+    def slope(self, like: Tensor) -> Tensor:
         """``[n]``: scale/T, the derivative of z before that of the soft cap."""
         scale = torch.full_like(like, self.scale)
         return scale if self.temperature is None else scale / self.temperature
 
 
 class Softmax(NamedTuple):
-    """The outputs, and what backward needs besides: m, log S, the targets' z, n. What was not asked for is empty.
+    """The outputs, and what backward needs besides: m, log S, the targets' z, n. Outputs not asked for are empty.
 
     Each ``[rows]``; logprob and chosen ``[rows, targets]``.
     """
@@ -90,7 +95,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def empty(cls, target: Tensor, like: Tensor, mean: bool, squares: bool) -> "Softmax":
-        """Of the right shapes, for tracing."""
+        """Uninitialized tensors of the right shapes, for tracing."""
 
         def row(wanted: bool = True) -> Tensor:
             return like.new_empty(target.shape[0] if wanted else 0, dtype=accumulation_dtype(like.dtype))
@@ -102,21 +107,21 @@ class Softmax(NamedTuple):
 OUTPUTS, SAVED = 5, len(Softmax._fields)  # the first so many fields are differentiable; all are kept for backward
 
 
-class Upstream(NamedTuple):
-    """The gradients that arrive, as coefficients per row; None where nothing arrives."""
+class Coefficients(NamedTuple):
+    """The upstream gradients as coefficients of dz per row; None where nothing arrives."""
 
     level: Tensor
     slope: Tensor | None
     bend: Tensor | None
     flat: Tensor | None
-    gain: Tensor | None  # [n, k], what is added at the targets
+    gain: Tensor | None  # [n, k], added at the targets
 
-    def rows(self, rows: slice) -> "Upstream":
-        return Upstream(self.level[rows], *(None if t is None else t[rows] for t in self[1:]))
+    def rows(self, rows: slice) -> "Coefficients":
+        return Coefficients(self.level[rows], *(None if t is None else t[rows] for t in self[1:]))
 
 
-class State(NamedTuple):
-    """The sums over the tiles so far, each ``[n]``; None where they are not asked for."""
+class SoftmaxState(NamedTuple):
+    """The sums over the tiles so far, each ``[n]``; None for sums that are not needed."""
 
     shift: Tensor  # m
     total: Tensor  # S
@@ -126,21 +131,21 @@ class State(NamedTuple):
     squares: Tensor | None  # Q
 
     @classmethod
-    def start(cls, target: Tensor, like: Tensor, mean: bool, squares: bool) -> "State":
+    def start(cls, target: Tensor, like: Tensor, mean: bool, squares: bool) -> "SoftmaxState":
         """Before the first tile; ``like`` has the accumulation dtype."""
         n = len(target)
         linear, total_squares = like.new_zeros(n, 2) if mean else None, like.new_zeros(n) if squares else None
         sums = like.new_zeros(n), like.new_zeros(n), like.new_zeros(target.shape)
         return cls(like.new_full((n,), NEVER), *sums, linear, total_squares)
 
-    def rows(self, rows: slice) -> "State":
+    def rows(self, rows: slice) -> "SoftmaxState":
         linear, squares = (None if t is None else t[rows] for t in (self.linear, self.squares))
-        return State(self.shift[rows], self.total[rows], self.moment[rows], self.chosen[rows], linear, squares)
+        return SoftmaxState(self.shift[rows], self.total[rows], self.moment[rows], self.chosen[rows], linear, squares)
 
-    def store_(self, rows: slice, part: "State") -> None:
-        for whole, sums in zip(self, part, strict=True):
-            if whole is not None and sums is not None:
-                whole[rows] = sums
+    def store_(self, rows: slice, part: "SoftmaxState") -> None:
+        for mine, sums in zip(self, part, strict=True):
+            if mine is not None and sums is not None:
+                mine[rows] = sums
 
 
 def per_row(temperature: float | Tensor, like: Tensor) -> Tensor | None:
@@ -151,23 +156,10 @@ def per_row(temperature: float | Tensor, like: Tensor) -> Tensor | None:
     return None if temperature == 1.0 else like.new_full(like.shape[:1], temperature, dtype=dtype)
 
 
-def spans(stop: int, widest: int, start: int = 0) -> Iterator[slice]:
-    return (slice(first, min(first + widest, stop)) for first in range(start, stop, widest))
-
-
-def vocabulary_spans(vocab: int, widest: int, device: torch.device) -> Iterator[slice]:
-    """Spans of the vocabulary. On a GPU what makes the last one ragged is one of its own, so that the slow products of
-    ragged matrices are small."""
-    ragged = vocab % ALIGNED if device.type == "cuda" else 0
-    yield from spans(vocab - ragged, widest)
-    if ragged:
-        yield slice(vocab - ragged, vocab)
-
-
-def fold(tile: Tensor, column: Tensor, state: State, transform: Transform) -> State:
+def fold(tile: Tensor, column: Tensor, state: SoftmaxState, transform: LogitTransform) -> SoftmaxState:
     """The sums after one more tile ``[n, columns]`` of c.
 
-    ``column`` ``[n, k]`` is the place of the targets in this tile; outside ``[0, columns)`` they are in another one.
+    ``column`` ``[n, k]`` is the column of the targets in this tile; outside ``[0, columns)`` they are in another one.
     """
     z = transform.tempered(transform.capped(tile))
     inside = (column >= 0) & (column < z.shape[1])
@@ -187,10 +179,10 @@ def fold(tile: Tensor, column: Tensor, state: State, transform: Transform) -> St
         squares = state.squares * decay.square() + weight.square().sum(1)
     total = state.total * decay + weight.sum(1)
     moment = (state.moment + state.total * drop) * decay + weight.mul_(x).sum(1)
-    return State(top, total, moment, chosen, linear, squares)
+    return SoftmaxState(top, total, moment, chosen, linear, squares)
 
 
-def finish(state: State) -> Softmax:
+def finish(state: SoftmaxState) -> Softmax:
     """The outputs, once every tile is folded in."""
     shift, total, moment, chosen, linear, squares = state
     log_total = total.log()
@@ -205,13 +197,13 @@ def finish(state: State) -> Softmax:
     return Softmax(logprob, entropy, shift + log_total, *extras, shift, log_total, chosen, possible)
 
 
-def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform: Transform) -> Upstream:
+def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform: LogitTransform) -> Coefficients:
     """The upstream gradients of the outputs, None if unused, times scale/T, as coefficients."""
     # An output that was not asked for is empty, and so is its gradient.
     d_logprob, d_entropy, d_logsumexp, d_mean, d_squares = (
         d if d is not None and d.numel() else None for d in upstream
     )
-    inner = transform.inner(softmax.entropy)
+    inner = transform.slope(softmax.entropy)
     density = inner * (-softmax.log_total).exp()
     level, slope, bend, flat, gain = torch.zeros_like(density), None, None, None, None
     if d_logsumexp is not None:
@@ -230,34 +222,34 @@ def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform:
             temperature = transform.temperature
             capped = softmax.chosen if temperature is None else softmax.chosen * temperature[:, None]
             gain = gain * (1 - (capped / transform.softcap).square())
-    return Upstream(level, slope, bend, flat, gain)
+    return Coefficients(level, slope, bend, flat, gain)
 
 
-def pull(
-    tile: Tensor, shift: Tensor, upstream: Upstream, transform: Transform, moments: bool
+def backward_tile(
+    tile: Tensor, shift: Tensor, arriving: Coefficients, transform: LogitTransform, moments: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """From a tile of c, dc without the targets' share; and its Σ_v dz_v·x_v, if asked for."""
+    """From a tile of c, dc without the targets' share; and its Σ_v dz_v·x_v, if ``moments``."""
     capped = transform.capped(tile)
     steepness = None if transform.softcap is None else 1 - (capped / transform.softcap).square_()
     x = transform.tempered(capped) - shift[:, None]
     dz = x.exp()
-    factor = upstream.level[:, None]
-    if upstream.slope is not None:
-        factor = torch.addcmul(factor, upstream.slope[:, None], x)
-    if upstream.bend is not None:
-        factor = torch.addcmul(factor, upstream.bend[:, None], dz)
+    factor = arriving.level[:, None]
+    if arriving.slope is not None:
+        factor = torch.addcmul(factor, arriving.slope[:, None], x)
+    if arriving.bend is not None:
+        factor = torch.addcmul(factor, arriving.bend[:, None], dz)
     dz.mul_(factor)
-    if upstream.flat is not None:
-        dz.add_(torch.where(x > IMPOSSIBLE, upstream.flat[:, None], 0))
+    if arriving.flat is not None:
+        dz.add_(torch.where(x > IMPOSSIBLE, arriving.flat[:, None], 0))
     moment = (dz * x).sum(1) if moments else None
     return dz if steepness is None else dz.mul_(steepness), moment
 
 
-def pull_into(
-    tile: Tensor, shift: Tensor, upstream: Upstream, transform: Transform, moments: bool, out: Tensor
+def backward_tile_into(
+    tile: Tensor, shift: Tensor, arriving: Coefficients, transform: LogitTransform, moments: bool, out: Tensor
 ) -> Tensor | None:
-    """``pull`` with dc written to ``out``: a fresh tile each time would let the heap grow by several."""
-    dc, moment = pull(tile, shift, upstream, transform, moments)
+    """``backward_tile`` with dc written to ``out``: a fresh tile each time would let the heap grow by several."""
+    dc, moment = backward_tile(tile, shift, arriving, transform, moments)
     out.copy_(dc)
     return moment
 
@@ -270,7 +262,7 @@ def add_target_(tile: Tensor, column: Tensor, gain: Tensor | None) -> None:
 
 
 def temperature_gradient(
-    moments: Tensor, upstream: Sequence[Tensor | None], softmax: Softmax, transform: Transform
+    moments: Tensor, upstream: Sequence[Tensor | None], softmax: Softmax, transform: LogitTransform
 ) -> Tensor:
     """dT = −(Σ_v dz_v·x_v + g_L·m)/T; ``moments`` is scale/T times that sum, the targets' g_p·x_t not included."""
     d_logprob, _, d_logsumexp, *_ = upstream
@@ -283,20 +275,13 @@ def temperature_gradient(
     return -moments / transform.scale - rest / transform.temperature
 
 
-def no_second_derivative(ctx: Any, *_: Any) -> None:
-    """The backward of a backward."""
-    raise NotImplementedError(
-        "kernels: the tiled backend has no second derivative, use backend='reference', which has them all"
-    )
-
-
 def worth_compiling(tile: Tensor, logits: int) -> bool:
-    """Whether passes over ``logits`` numbers, in tiles like this one, are to go through the compiler."""
+    """Whether passes over so many ``logits``, in tiles like this one, go through the compiler."""
     return tile.device.type == "cpu" and logits >= COMPILE_FROM and tile.shape[0] > 1
 
 
 def run(function: Callable[..., T], tile: Tensor, *rest: object, compiled: bool) -> T:
-    """``function(tile, *rest)``, through torch.compile if so decided and if it works on this machine."""
+    """``function(tile, *rest)``, through torch.compile if ``compiled`` and if that works on this machine."""
     if compiled and function not in _uncompilable:
         try:
             # Rows are symbolic from the first call on: every batch size shares one compilation, and its bits.

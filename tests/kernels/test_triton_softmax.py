@@ -1,6 +1,5 @@
-"""The Triton passes over a tile against ``tiles.fold`` and ``tiles.pull`` in float64; interpreted without a GPU."""
+"""The Triton passes over a tile against those of torch in float64; interpreted where there is no GPU."""
 
-import itertools
 import subprocess
 import sys
 import textwrap
@@ -8,24 +7,25 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from burnish.kernels.tiles import (
+from burnish.kernels.passes import spans
+from burnish.kernels.softmax import (
     NEVER,
+    Coefficients,
+    LogitTransform,
     Softmax,
-    State,
-    Transform,
-    Upstream,
+    SoftmaxState,
     add_target_,
+    backward_tile,
     coefficients,
     finish,
     fold,
-    pull,
-    spans,
 )
+from grids import grid
 from torch import Tensor
 
 pytest.importorskip("triton")
-from burnish.kernels import triton_tiles
-from burnish.kernels.triton_tiles import Launch, fold_, pull_
+from burnish.kernels import triton_softmax
+from burnish.kernels.triton_softmax import backward_tile_, fold_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]  # not in the interpreter
@@ -35,19 +35,19 @@ NAN = float("nan")
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in a row, the last one ragged."""
-    monkeypatch.setattr(triton_tiles, "launch", lambda columns, most=0: Launch(64, 1))
+    monkeypatch.setattr(triton_softmax, "launch", lambda columns, most=0: (64, 1))
 
 
 class Case(NamedTuple):
     logits: Tensor  # [n, V], c
     target: Tensor  # [n, k]
-    transform: Transform
+    transform: LogitTransform
     mean: bool = True
     squares: bool = True
     width: int = 1000  # of a tile
 
     def exactly(self) -> "Case":
-        """As tiles.py wants it, in float64."""
+        """As softmax.py wants it, in float64."""
         temperature = self.transform.temperature
         transform = self.transform._replace(temperature=None if temperature is None else temperature.double())
         return self._replace(logits=self.logits.double().clamp(min=NEVER), transform=transform)
@@ -55,9 +55,9 @@ class Case(NamedTuple):
     def plainly(self) -> "Case":
         return self._replace(logits=self.logits.float().clamp(min=NEVER))
 
-    def start(self) -> State:
+    def start(self) -> SoftmaxState:
         dtype = torch.float64 if self.logits.dtype == torch.float64 else torch.float32
-        return State.start(self.target, self.logits.new_empty(0, dtype=dtype), self.mean, self.squares)
+        return SoftmaxState.start(self.target, self.logits.new_empty(0, dtype=dtype), self.mean, self.squares)
 
     def tiles(self) -> list[tuple[slice, Tensor]]:
         """Each span of the vocabulary, and the places of the targets in it."""
@@ -80,7 +80,7 @@ def a_case(
     logits = spread * torch.randn(n, vocab, generator=generator)
     target = torch.randint(vocab, (n, targets), generator=generator)
     temperatures = (0.5 + torch.rand(n, generator=generator)).to(DEVICE) if temperature else None
-    transform = Transform(scale, softcap, temperatures)
+    transform = LogitTransform(scale, softcap, temperatures)
     return Case(logits.to(DEVICE, dtype), target.to(DEVICE), transform, width=width)
 
 
@@ -98,7 +98,7 @@ def in_triton(case: Case) -> Softmax:
     return finish(state)
 
 
-def arriving(case: Case, softmax: Softmax) -> Upstream:
+def arriving(case: Case, softmax: Softmax) -> Coefficients:
     generator = torch.Generator().manual_seed(1)
     like = softmax.logprob, *softmax[1:5]
     upstream = [torch.randn(t.shape, generator=generator).to(t) for t in like]
@@ -110,19 +110,19 @@ class Pulled(NamedTuple):
     moments: Tensor
 
 
-def pulled_in_torch(case: Case, shift: Tensor, upstream: Upstream) -> Pulled:
+def pulled_in_torch(case: Case, shift: Tensor, upstream: Coefficients) -> Pulled:
     out, moments = torch.empty_like(case.logits), torch.zeros_like(shift)
     for columns, here in case.tiles():
-        dc, moment = pull(case.logits[:, columns].clone(), shift, upstream, case.transform, True)
+        dc, moment = backward_tile(case.logits[:, columns].clone(), shift, upstream, case.transform, True)
         add_target_(dc, here, upstream.gain)
         out[:, columns], moments = dc, moments + moment
     return Pulled(out, moments)
 
 
-def pulled_in_triton(case: Case, shift: Tensor, upstream: Upstream) -> Pulled:
+def pulled_in_triton(case: Case, shift: Tensor, upstream: Coefficients) -> Pulled:
     out, moments = torch.full_like(case.logits, NAN, dtype=torch.float32), torch.zeros_like(shift)
     for columns, here in case.tiles():
-        pull_(case.logits[:, columns], here, shift, upstream, case.transform, out[:, columns], moments=moments)
+        backward_tile_(case.logits[:, columns], here, shift, upstream, case.transform, out[:, columns], moments=moments)
     return Pulled(out, moments)
 
 
@@ -152,22 +152,18 @@ def check(case: Case, used: tuple[bool, ...] = (True,) * 4) -> None:
         (exact, right, pulled_in_torch),
     ):
         level, *others = arriving(one, softmax)
-        upstream = Upstream(level, *(t if wanted else None for t, wanted in zip(others, used, strict=True)))
+        upstream = Coefficients(level, *(t if wanted else None for t, wanted in zip(others, used, strict=True)))
         dc, moments = pull_all(one, softmax.shift, upstream)
         pulled.append((dc, moments / case.logits.shape[1]))
     assert_as_exact(*pulled, times)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1000, 70], ids=["one_tile", "tiles_in_turn"])
-@pytest.mark.parametrize("vocab", [128, 150])
+@grid(strength=2, vocab=[128, 150], width=[1000, 70], dtype=DTYPES)
 def test_passes_equal_float64(vocab: int, width: int, dtype: torch.dtype, small_blocks: None) -> None:
     check(a_case(n=3, vocab=vocab, width=width, dtype=dtype))
 
 
-@pytest.mark.parametrize("temperature", [False, True], ids=["", "temperature"])
-@pytest.mark.parametrize("softcap", [None, 5.0], ids=["", "softcap"])
-@pytest.mark.parametrize("scale", [1.0, 0.3], ids=["", "scale"])
+@grid(strength=2, scale=[1.0, 0.3], softcap=[None, 5.0], temperature=[False, True])
 def test_temperature_softcap_and_scale(
     temperature: bool, softcap: float | None, scale: float, small_blocks: None
 ) -> None:
@@ -189,8 +185,7 @@ EXTREME = {
 }
 
 
-@pytest.mark.parametrize("temperature", [False, True], ids=["", "temperature"])
-@pytest.mark.parametrize("name", EXTREME)
+@grid(strength=1, name=EXTREME, temperature=[False, True])
 def test_extreme_logits_cost_no_digits(name: str, temperature: bool, small_blocks: None) -> None:
     case = a_case(n=3, vocab=130, temperature=temperature, width=70)
     check(case._replace(logits=EXTREME[name](case.logits.cpu()).to(DEVICE)))
@@ -212,7 +207,7 @@ def test_nan_logits_do_not_pass_for_forbidden_ones(small_blocks: None) -> None:
     case.logits[0, 100] = NAN
     softmax = in_triton(case)
     assert softmax.logsumexp.isnan().tolist() == [True, False]
-    upstream = Upstream(torch.ones(2, device=DEVICE), None, None, None, None)
+    upstream = Coefficients(torch.ones(2, device=DEVICE), None, None, None, None)
     dc, _ = pulled_in_triton(case, softmax.shift, upstream)
     assert dc.isnan().nonzero().tolist() == [[0, 100]]
 
@@ -238,7 +233,7 @@ def test_targets_of_other_tiles_are_left_alone(small_blocks: None) -> None:
     gain = torch.ones(3, 4, device=DEVICE)
     zero = torch.zeros(3, device=DEVICE)
     out = torch.full_like(case.logits, NAN)
-    pull_(case.logits, here, zero, Upstream(zero, None, None, None, gain), case.transform, out)
+    backward_tile_(case.logits, here, zero, Coefficients(zero, None, None, None, gain), case.transform, out)
     expected = torch.zeros_like(out)
     add_target_(expected, here, gain)
     assert torch.equal(out, expected)
@@ -250,9 +245,9 @@ def test_sums_that_nobody_asked_for_are_not_needed(mean: bool, squares: bool, sm
     check(a_case(n=2, width=70)._replace(mean=mean, squares=squares))
 
 
-@pytest.mark.parametrize("used", [*itertools.product([False, True], repeat=4)], ids=str)
-def test_gradients_of_some_outputs_only(used: tuple[bool, ...], small_blocks: None) -> None:
-    check(a_case(n=2, vocab=100, targets=2, temperature=True, softcap=8.0), used)
+@grid(strength=2, slope=[False, True], bend=[False, True], flat=[False, True], gain=[False, True])
+def test_gradients_of_some_outputs_only(slope: bool, bend: bool, flat: bool, gain: bool, small_blocks: None) -> None:
+    check(a_case(n=2, vocab=100, targets=2, temperature=True, softcap=8.0), (slope, bend, flat, gain))
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65])
@@ -270,7 +265,9 @@ def test_no_rows() -> None:
     case = a_case(n=0)
     fold_(case.logits, case.target, case.start(), case.transform, (torch.empty_like(case.logits), torch.empty(0)))
     none = torch.empty(0, device=DEVICE)
-    pull_(case.logits, case.target, none, Upstream(none, *[None] * 4), case.transform, torch.empty_like(case.logits))
+    backward_tile_(
+        case.logits, case.target, none, Coefficients(none, *[None] * 4), case.transform, torch.empty_like(case.logits)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -315,7 +312,7 @@ def test_gradients_from_kept_logits(softcap: float | None, forbidden: bool, smal
         got = Pulled(torch.full_like(case.logits, NAN), torch.zeros(3, device=DEVICE))
         rest = state.shift, arriving(plain, finish(state)), case.transform
         for (columns, here), top in zip(case.tiles(), tops, strict=True):
-            pull_(kept[:, columns], here, *rest, got.dc[:, columns], top=top, moments=got.moments)
+            backward_tile_(kept[:, columns], here, *rest, got.dc[:, columns], top=top, moments=got.moments)
         if dtype == torch.float32:
             assert_as_exact(got, theirs, right, 3)
         else:
@@ -333,8 +330,8 @@ def test_gradients_may_take_the_place_of_the_logits(dtype: torch.dtype, small_bl
     upstream = arriving(case.plainly(), softmax)
     rest = case.target, softmax.shift, upstream, case.transform
     apart, in_place = torch.full_like(case.logits, NAN), case.logits.clone()
-    pull_(case.logits, *rest, apart)
-    pull_(in_place, *rest, in_place)
+    backward_tile_(case.logits, *rest, apart)
+    backward_tile_(in_place, *rest, in_place)
     assert torch.equal(apart, in_place)
     exact = case.exactly()
     expected = in_torch(exact)
@@ -347,8 +344,8 @@ def test_moments_are_added_to_what_is_there(small_blocks: None) -> None:
     softmax = in_triton(case)
     rest = softmax.shift, arriving(case, softmax), case.transform, torch.empty_like(case.logits)
     once, again = torch.zeros(2, device=DEVICE), torch.full((2,), 3.0, device=DEVICE)
-    pull_(case.logits, case.target, *rest, moments=once)
-    pull_(case.logits, case.target, *rest, moments=again)
+    backward_tile_(case.logits, case.target, *rest, moments=once)
+    backward_tile_(case.logits, case.target, *rest, moments=again)
     assert torch.equal(again, once + 3.0)
 
 
@@ -375,10 +372,10 @@ def test_rows_may_lie_apart(small_blocks: None) -> None:
     assert torch.equal(tops[1, rows], tops[0, rows])
 
     upstream = arriving(case, finish(dense))
-    loose = Upstream(*(t.t().contiguous().t() if t.ndim == 2 else t.repeat_interleave(2)[::2] for t in upstream))
+    loose = Coefficients(*(t.t().contiguous().t() if t.ndim == 2 else t.repeat_interleave(2)[::2] for t in upstream))
     out, apart = torch.full_like(case.logits, NAN), torch.full((6, 300), NAN, device=DEVICE)
-    pull_(case.logits, case.target, dense.shift, upstream, case.transform, out)
-    pull_(
+    backward_tile_(case.logits, case.target, dense.shift, upstream, case.transform, out)
+    backward_tile_(
         wide[rows, 100:250],
         strided[0][rows],
         dense.shift[rows],
@@ -396,8 +393,8 @@ def test_rows_may_lie_beyond_32_bits() -> None:
         if "{DEVICE}" == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"
         import torch
-        from burnish.kernels.tiles import State, Transform, Upstream
-        from burnish.kernels.triton_tiles import fold_, pull_
+        from burnish.kernels.softmax import SoftmaxState, LogitTransform, Coefficients
+        from burnish.kernels.triton_softmax import fold_, backward_tile_
 
         try:
             memory = torch.empty(3 * 2**30 + 64, dtype=torch.float16, device="{DEVICE}")
@@ -409,11 +406,11 @@ def test_rows_may_lie_beyond_32_bits() -> None:
         column = torch.arange(4, device="{DEVICE}")[:, None]
         answers = []
         for tile, shifted, dc in ((near, torch.empty_like(near), torch.empty_like(near)), (far, kept, out)):
-            state = State.start(column, torch.empty(0, device="{DEVICE}"), True, True)
+            state = SoftmaxState.start(column, torch.empty(0, device="{DEVICE}"), True, True)
             top = torch.empty_like(state.shift)
-            fold_(tile, column, state, Transform(1.0, None, None), (shifted, top))
-            upstream = Upstream(state.total, None, None, None, state.chosen)
-            pull_(tile, column, state.shift, upstream, Transform(1.0, None, None), dc)
+            fold_(tile, column, state, LogitTransform(1.0, None, None), (shifted, top))
+            upstream = Coefficients(state.total, None, None, None, state.chosen)
+            backward_tile_(tile, column, state.shift, upstream, LogitTransform(1.0, None, None), dc)
             answers.append((*state, shifted.clone(), dc.clone()))
         assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
     """

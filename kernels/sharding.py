@@ -1,4 +1,4 @@
-"""What ranks tell each other where a vocabulary is split over them: a few numbers per row, never logits.
+"""Collectives for a vocabulary that is split over ranks: a few numbers per row are exchanged, never logits.
 
     m = max m_r        S = Σ S_r·e^(m_r − m)        M = Σ (M_r + (m_r − m)·S_r)·e^(m_r − m)
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .tiles import State
+from .softmax import SoftmaxState
 
 
 def sum_over(x: Tensor, group: str | None) -> Tensor:
@@ -29,7 +29,7 @@ def gather_columns(x: Tensor, group: str) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def combine(state: State, target: Tensor, vocab: int, group: str) -> State:
+def combine(state: SoftmaxState, target: Tensor, vocab: int, group: str) -> SoftmaxState:
     """The sums over the whole vocabulary, from those over each rank's part.
 
     Raises:
@@ -55,7 +55,7 @@ def combine(state: State, target: Tensor, vocab: int, group: str) -> State:
         )
     total, moment, *extras = totals.unbind(1)
     pair = torch.stack((extras[0], extras[1]), 1) if linear is not None else None
-    return State(top, total, moment, chosen, pair, extras[-1] if squares is not None else None)
+    return SoftmaxState(top, total, moment, chosen, pair, extras[-1] if squares is not None else None)
 
 
 def _group(name: str) -> dist.ProcessGroup:
