@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..data import Example
 
-Of = int | str | None  # completions: those of this index in their example, those that a bool column marks, or all
+# Completions: those of this index in their example, those of examples that a bool column marks, or all.
+CompletionSelector = int | str | None
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class Batch:
         """int64 [sequences]: the example that each completion belongs to."""
         return (self.completion == 0).cumsum(0) - 1
 
-    def completions_of(self, of: Of) -> Tensor:
+    def completions_of(self, of: CompletionSelector) -> Tensor:
         """Bool [sequences]: completions of this index in their example, or of the examples that a column marks."""
         if of is None:
             return torch.ones_like(self.completion, dtype=torch.bool)
         return self.columns[of].bool()[self.example] if isinstance(of, str) else self.completion == of
 
-    def tokens_of(self, of: Of) -> Tensor:
+    def tokens_of(self, of: CompletionSelector) -> Tensor:
         """Bool [tokens]: trained tokens of those completions."""
         return self.completions_of(of)[self.sequence]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...kernels import Extra
 from ...objectives import PerPair, PerToken, sequence_mean, sequence_sum, wpo_weight
-from ..batch import Batch, Of
+from ..batch import Batch, CompletionSelector
 from ..models.lm_head import TeacherOutputs
 from . import weighting as weights
 from .step import Objective, Stats
@@ -34,7 +34,7 @@ Answer = Callable[[Tensor, Batch], Tensor]  # [tokens] -> [sequences]
 
 CHOSEN, REJECTED = 0, 1
 _UNITS = {"completions": "sequences", "answers": "sequences", "steps": "tokens"}  # of objectives on scores
-_COMPLETIONS: dict[str, Of] = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}
+_COMPLETIONS: dict[str, CompletionSelector] = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Term:
     function: Loss
     coefficient: float = 1.0
     weighting: Weighting | None = None
-    of: Of = None
+    of: CompletionSelector = None
     columns: tuple[str, ...] = ()
     factor: str | None = None
 
@@ -84,7 +84,8 @@ class Term:
             if parameter.default is parameter.empty:
                 name = getattr(self.function, "func", self.function).__name__
                 missing = f"{parameter.name} per {unit.removesuffix('s') or 'step'}"
-                source = _SOURCES.get(parameter.name, "a column of the data of that name")
+                sources = [source for source, names in _SOURCES.items() if parameter.name in names]
+                source = sources[0] if sources else "a column of the data of that name"
                 raise ValueError(f"{name}: there is no tensor {missing}; {source} would give it")
             return None
         if self.of is None or unit not in ("tokens", "sequences"):
@@ -108,35 +109,35 @@ ENTROPY = {"entropy": Term(_entropy, 0.0)}
 PAIR_LOGPS = {"logps/chosen": Term(_pair_logps, 0.0)}
 
 
-def compose(terms: Losses, read: Reader) -> Objective:
+def compose(losses: Losses, read: Reader) -> Objective:
     """The objective of these losses, all from one forward pass, that of ``read``."""
 
     def objective(policy: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Stats]]:
         tensors = read(policy, batch)
-        return {name: term(tensors, batch) for name, term in terms.items()}
+        return {name: term(tensors, batch) for name, term in losses.items()}
 
     return objective
 
 
-def weightings(terms: Losses) -> Weightings:
-    return {name: (term.coefficient, term.weigh) for name, term in terms.items()}
+def weightings(losses: Losses) -> Weightings:
+    return {name: (term.coefficient, term.weigh) for name, term in losses.items()}
 
 
-def columns_of(terms: Losses) -> list[str]:
+def columns_of(losses: Losses) -> list[str]:
     """The columns of the data that the losses' weightings read."""
-    return sorted({name for term in terms.values() for name in term.columns})
+    return sorted({name for term in losses.values() for name in term.columns})
 
 
-def needs(terms: Losses) -> set[str]:
+def needs(losses: Losses) -> set[str]:
     """The names of all tensors that the losses take."""
-    return {name for term in terms.values() for name in units_of(term.function)}
+    return {name for term in losses.values() for name in units_of(term.function)}
 
 
-def outputs_for(terms: Losses) -> tuple[Extra, ...]:
+def outputs_for(losses: Losses) -> tuple[Extra, ...]:
     """Further outputs of the log-prob kernel that the losses need."""
     needed: dict[Extra, bool] = {
-        "mean_logprob": "mean_logp" in needs(terms),
-        "log_sum_squares": any(term.factor == "wpo" for term in terms.values()),
+        "mean_logprob": "mean_logp" in needs(losses),
+        "log_sum_squares": any(term.factor == "wpo" for term in losses.values()),
     }
     return tuple(name for name, used in needed.items() if used)
 
@@ -226,7 +227,7 @@ def parse(
     shared: Mapping[str, float],
     known: Mapping[str, Loss],
     *,
-    of: Of = None,
+    of: CompletionSelector = None,
     weighting: Callable[..., weights.Weights] = weights.token_mean,
     given: Collection[str] = (),
 ) -> dict[str, Term]:
@@ -245,7 +246,7 @@ def parse(
     Raises:
         ValueError: if a name or a hyper-parameter is unknown, naming the nearest one there is, or out of range.
     """
-    terms = {}
+    losses = {}
     for name, entry in ({mix: 1.0} if isinstance(mix, str) else mix).items():
         settings: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"coefficient": entry}
         function = _known(name, known)
@@ -255,14 +256,14 @@ def parse(
         by = settings.pop("weight", None)
         weigh = _weighting(name, Term(function, of=completions), settings, by, weighting)
         columns = tuple(column for column in (by, completions) if isinstance(column, str))
-        terms[name] = Term(_bind(name, function, shared, settings), coefficient, weigh, completions, columns)
-    known_parameters = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in terms.values()))
+        losses[name] = Term(_bind(name, function, shared, settings), coefficient, weigh, completions, columns)
+    known_parameters = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in losses.values()))
     for name in given:
         if name not in known_parameters:
             raise ValueError(
                 f"loss_kwargs: no loss of this mix has {name!r}; they have {', '.join(sorted(known_parameters))}"
             )
-    return terms
+    return losses
 
 
 def losses_of(module: ModuleType) -> dict[str, Loss]:
@@ -368,19 +369,15 @@ def _check_ranges(name: str, parameters: Mapping[str, inspect.Parameter], bound:
                 raise ValueError(f"{name}: {parameter} must be {allowed.words}, got {value}")
 
 
-_ROLLOUT = "a rollout of an online recipe"
-_PAIRS = "policy_tensors(pairs=True)"
-_SOURCES = {  # of tensors that a loss lacks
-    "chosen": f"{_PAIRS}, or score_tensors for a scorer,",
-    "rejected": f"{_PAIRS}, or score_tensors for a scorer,",
-    **dict.fromkeys(("mean_chosen", "mean_rejected", "logp_chosen", "logp_rejected"), _PAIRS),
-    **dict.fromkeys(("ref_chosen", "ref_rejected"), "policy_tensors(reference=..., pairs=True)"),
-    "ref_logp": "policy_tensors(reference=...)",
-    "mean_logp": 'policy_tensors(outputs=("mean_logprob",))',
-    "wpo": 'policy_tensors(outputs=("log_sum_squares",))',
-    "divergence": "policy_tensors(teaching=...)",
-    "value": "a policy with a value_head or a critic",
-    "logit": "score_tensors",
-    **dict.fromkeys(("score", "group"), "score_tensors, with one marked token per completion,"),
-    **dict.fromkeys(("old_logp", "sampled_logp", "start_logp", "old_value", "advantage", "correction"), _ROLLOUT),
+_SOURCES = {  # what gives the tensors that a loss may lack
+    "policy_tensors(pairs=True)": ("mean_chosen", "mean_rejected", "logp_chosen", "logp_rejected"),
+    "policy_tensors(pairs=True), or score_tensors for a scorer,": ("chosen", "rejected"),
+    "policy_tensors(reference=..., pairs=True)": ("ref_chosen", "ref_rejected"),
+    "policy_tensors(reference=...)": ("ref_logp",),
+    'policy_tensors(outputs=("mean_logprob",))': ("mean_logp",),
+    "policy_tensors(teaching=...)": ("divergence",),
+    "a policy with a value_head or a critic": ("value",),
+    "score_tensors": ("logit",),
+    "score_tensors, with one marked token per completion,": ("score", "group"),
+    "an online recipe": ("old_logp", "sampled_logp", "start_logp", "old_value", "advantage", "correction"),
 }

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch import Batch, Of
+from ..batch import Batch, CompletionSelector
 
 
 class Weights(NamedTuple):
@@ -31,26 +31,26 @@ Unit = Literal["tokens", "sequences", "pairs"]
 Weightings = Mapping[str, tuple[float, Weighting]]  # name of a loss -> (coefficient, weighting)
 
 
-def token_mean(batch: Batch, *, of: Of = None) -> Weights:
+def token_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
     """w = 1, Z = Σ|o|: every token counts the same (SFT; DAPO, Yu et al. 2025, arXiv:2503.14476)."""
     return _each(len(_sequence(batch, of)), batch)
 
 
-def sequence_mean(batch: Batch, *, of: Of = None) -> Weights:
+def sequence_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
     """w = 1/|o_i|, Z = N: every completion counts the same (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
     sequence = _sequence(batch, of)
     length = torch.bincount(sequence, minlength=batch.sequences).double()
     return Weights(1 / length[sequence], float((length > 0).sum()))
 
 
-def fixed_length(batch: Batch, *, length: int, of: Of = None) -> Weights:
+def fixed_length(batch: Batch, *, length: int, of: CompletionSelector = None) -> Weights:
     """w = 1/L, Z = N: a constant instead of the length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
     sequence = _sequence(batch, of)
     completions = float(len(torch.unique(sequence)))
     return Weights(torch.full_like(sequence, 1 / length, dtype=torch.float64), completions)
 
 
-def completion_mean(batch: Batch, *, of: Of = None) -> Weights:
+def completion_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
     """w = 1, Z = number of completions: for a loss with one entry per completion."""
     return _each(int(batch.completions_of(of).sum()), batch)
 
@@ -63,7 +63,7 @@ def example_mean(batch: Batch) -> Weights:
 pair_mean = example_mean  # an example of preference data is a pair
 
 
-def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: Unit, of: Of = None) -> Weights:
+def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: Unit, of: CompletionSelector = None) -> Weights:
     """w = w' · c, Z = Σ w' · c: a weighting times a column c of the data, such as the importance of each example.
 
     Args:
@@ -79,7 +79,7 @@ def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: Unit, of: Of 
     return Weights(weight, float(weight.sum()))
 
 
-def _sequence(batch: Batch, of: Of) -> Tensor:
+def _sequence(batch: Batch, of: CompletionSelector) -> Tensor:
     return batch.sequence if of is None else batch.sequence[batch.tokens_of(of)]
 
 
