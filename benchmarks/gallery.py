@@ -37,7 +37,7 @@ _INK = "#444444"
 _WIDTH, _HEIGHT = 2.8, 2.25  # inches, of one panel
 _EVERY = 32  # of so many points one is sampled
 
-_UNITS = {"sequences": "answer", "": "batch"}  # other units are the singular of their dimension
+_UNITS = {"sequences": "completion", "": "batch"}  # other units are the singular of their dimension
 # What an objective needs beside what the policy says, by the names of its arguments.
 _NEEDS = {
     "old_logp": "log-probs of π_old",
@@ -116,7 +116,7 @@ class Entry:
 
     @property
     def unit(self) -> str:
-        """What there is one entry of, in and out: a token, an answer, a pair."""
+        """What there is one entry of, in and out: a token, a completion, a pair."""
         units = [_unit(parameter.annotation) for parameter in self.signature.parameters.values()]
         read = ", ".join(dict.fromkeys(unit for unit in units if unit not in ("", "batch"))) or "any shape"
         returned = self.signature.return_annotation
@@ -152,7 +152,7 @@ class Entry:
 
 def entries() -> dict[str, list[Entry]]:
     """The public functions of each module, in the order of the package's docstring and of the source."""
-    public = [Entry(f) for name in objectives.__all__ if inspect.isfunction(f := getattr(objectives, name))]
+    public = [Entry(function) for function in vars(objectives).values() if inspect.isfunction(function)]
     public.sort(key=lambda entry: inspect.unwrap(entry.function).__code__.co_firstlineno)
     modules = re.findall(r"^ +(\w+)  ", objectives.__doc__ or "", flags=re.M)
     modules += sorted({entry.module for entry in public} - set(modules))

@@ -178,7 +178,7 @@ def _answer_of_length(alpha: float) -> Curve:
 
 
 def _mismatch(name: str, w: Tensor) -> Tensor:
-    return o.mismatch(w, torch.zeros_like(w))[f"sampling/{name}"]
+    return o.sampler_mismatch(w, torch.zeros_like(w))[f"sampling/{name}"]
 
 
 _MARGIN = Axis("margin h", -5, 5)
@@ -237,9 +237,12 @@ PANELS = {
     "discopop": Panel(_MARGIN, {f"τ = {tau:g}": _margin(o.discopop, tau=tau) for tau in (0.05, 1.0)}),
     "aot": Panel(Axis("Δ", -5, 5), {"": _margin(o.aot)}),
     "aot_unpaired": Panel(Axis("Δ", -5, 5), {"": _margin(o.aot_unpaired)}),
-    "f_score": Panel(
+    "f_divergence_score": Panel(
         Axis("log-ratio", -3, 3),
-        {kind: curve(o.f_score, log_ratio=_x, divergence=kind) for kind in ("reverse_kl", "forward_kl", "js", "alpha")},
+        {
+            kind: curve(o.f_divergence_score, log_ratio=_x, divergence=kind)
+            for kind in ("reverse_kl", "forward_kl", "js", "alpha")
+        },
         bottom=-5,
         of="score",
     ),
@@ -316,8 +319,8 @@ PANELS = {
         },
         of="advantage",
     ),
-    "leave_one_out": Panel(
-        _RIGHT, {name: _of_sixteen(o.leave_one_out, name) for name in ("right", "wrong")}, of="advantage"
+    "rloo_advantage": Panel(
+        _RIGHT, {name: _of_sixteen(o.rloo_advantage, name) for name in ("right", "wrong")}, of="advantage"
     ),
     "gae": Panel(
         Axis("tokens before the end, γ = 1", 0, 95, points=96),
@@ -342,7 +345,7 @@ PANELS = {
         top=1.4,
         of="mask",
     ),
-    "mismatch": Panel(
+    "sampler_mismatch": Panel(
         _W,
         {name: partial(_mismatch, name) for name in ("logp_difference", "importance_ratio", "kl_k3", "chi_square")},
         bottom=-1.5,

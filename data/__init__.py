@@ -1,38 +1,20 @@
 """Data: records -> tokens and masks -> ragged batches by step number."""
 
-from .accounting import Accounting
-from .batches import Batches, token_cost
+# ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a statement of its own
+from .accounting import Accounting as Accounting
+from .batches import Batches as Batches, token_cost as token_cost
+from .chat import check_same_vocabulary as check_same_vocabulary, vocabulary_differences as vocabulary_differences
 from .encode import (
-    encode_feedback,
-    encode_preference,
-    encode_prompts,
-    encode_ranking,
-    encode_scores,
-    encode_steps,
-    encode_supervised,
-    example,
-    step_example,
+    Tokenization as Tokenization,
+    encode_preference as encode_preference,
+    encode_prompts as encode_prompts,
+    encode_ranking as encode_ranking,
+    encode_scores as encode_scores,
+    encode_stepwise as encode_stepwise,
+    encode_supervised as encode_supervised,
+    encode_unpaired as encode_unpaired,
+    example as example,
+    step_example as step_example,
 )
-from .example import Example
-from .records import DataError, Records, load
-from .vocabulary import check_same_vocabulary
-
-__all__ = [
-    "Accounting",
-    "Batches",
-    "DataError",
-    "Example",
-    "Records",
-    "check_same_vocabulary",
-    "encode_feedback",
-    "encode_preference",
-    "encode_prompts",
-    "encode_ranking",
-    "encode_scores",
-    "encode_steps",
-    "encode_supervised",
-    "example",
-    "load",
-    "step_example",
-    "token_cost",
-]
+from .examples import Example as Example
+from .records import DataError as DataError, Records as Records, load as load

@@ -1,43 +1,42 @@
-"""The account of an encoded dataset: no row is lost without being counted here."""
+"""Accounting of an encoded dataset: no row is lost without being counted here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 from datasets import Dataset, List, Value
 
-if TYPE_CHECKING:
-    from .records import Records
+from .records import Records
 
-NOTES = {  # columns that an encoded dataset has until `account` has read them
+NOTES = {  # columns that an encoded dataset has until `summarize` has read them
     "_kind": Value("string"),
     "_problem": Value("string"),
     "_truncated": Value("bool"),
     "_shortened": Value("bool"),
-    "_claim": List(Value("int64")),  # digests of what the row says and of what would contradict it
+    "_digests": List(Value("int64")),  # of what the row says, and of what would contradict it
     "_row": Value("int64"),  # of the records
 }
 
 
 @dataclass(frozen=True)
 class Accounting:
-    """What became of the rows.
+    """Counts of rows read, kept and skipped, and of the tokens in them.
 
     Attributes:
-        source: where they came from.
+        source: where the rows came from.
         read, kept: rows.
-        examples: what the rows kept became: one each, but for pairs whose answers are taken one by one.
+        examples: made of the rows kept: one each, but two of a pair whose completions are taken one by one.
         truncated: examples that `max_length` shortened.
         skipped: rows left out, by kind (`"identical after truncation"`, `"fully masked"`, `"prompt too long"`, ...).
         first: by the same kinds, where the first such row is and what is wrong with it.
         shortened: examples whose prompt lost its last tokens to the completion, because a token spans the two or
             because the chat template renders a prompt alone differently.
         contradictory: examples that another one contradicts: the same pair with chosen and rejected swapped, or the
-            same answer labeled the other way.
-        labels: how many answers are desirable and undesirable, where there are such labels.
+            same completion labeled the other way.
+        labels: how many completions are desirable and undesirable, where there are such labels.
         total_tokens, trained_tokens: of the rows kept; a shared prompt counts once.
         unused: columns that nothing reads.
     """
@@ -61,9 +60,9 @@ class Accounting:
         return asdict(self)
 
     def __str__(self) -> str:
-        became = f" as {self.examples:,} examples" if self.examples != self.kept else ""
+        examples = f" as {self.examples:,} examples" if self.examples != self.kept else ""
         lines = [
-            f"{self.source}: {self.read:,} rows read, {self.kept:,} kept{became}; "
+            f"{self.source}: {self.read:,} rows read, {self.kept:,} kept{examples}; "
             f"{self.total_tokens:,} tokens, {self.trained_tokens:,} of them trained"
         ]
         lines += [f"  {count:,} skipped, {kind}; the first: {self.first[kind]}" for kind, count in self.skipped.items()]
@@ -72,9 +71,7 @@ class Accounting:
         if self.shortened:
             lines.append(f"  {self.shortened:,} where the prompt's last tokens went to the completion")
         if self.contradictory:
-            lines.append(
-                f"  {self.contradictory:,} that another row contradicts: the same answers judged the other way"
-            )
+            lines += [f"  {self.contradictory:,} that another row contradicts: the same answers judged the other way"]
         if self.labels:
             lines.append("  " + ", ".join(f"{count:,} {label}" for label, count in self.labels.items()))
             lines[-1] += "" if all(self.labels.values()) else ": there is nothing of one kind to learn from"
@@ -83,21 +80,15 @@ class Accounting:
         return "\n".join(lines)
 
 
-def account(
-    encoded: Dataset,
-    records: "Records",
-    *,
-    judgment: str | None,
-    max_length: int | None,
-    unused: Sequence[str],
+def summarize(
+    encoded: Dataset, records: Records, *, labeled: bool, max_length: int | None, unused: Sequence[str]
 ) -> tuple[list[int], Accounting]:
-    """The examples to keep, and the account of all rows; ``judgment`` names the column of what is said of answers."""
+    """The examples to keep, and the account of all rows; ``labeled``: whether there is a column `desirable`."""
     kept: list[int] = []
     skipped: dict[str, int] = {}
     first: dict[str, str] = {}
-    totals = np.zeros(4, dtype=np.int64)
-    desirable = 0
-    claims: list[npt.NDArray[np.int64]] = []
+    totals = np.zeros(5, dtype=np.int64)
+    digests: list[npt.NDArray[np.int64]] = []
     start = 0
     for table in encoded.with_format("arrow").iter(batch_size=1000):
         for position, (row, kind) in enumerate(zip(*(table[n].to_pylist() for n in ("_row", "_kind")), strict=True)):
@@ -110,14 +101,12 @@ def account(
         # A row that is skipped has no tokens.
         trained = pc.list_flatten(pc.list_flatten(table["trained"]))
         prompt = pc.sum(pc.list_value_length(table["prompt"])).as_py() or 0
-        flags = [pc.sum(column).as_py() or 0 for column in (table["_truncated"], table["_shortened"], trained)]
-        totals += [*flags, prompt + len(trained)]
-        if judgment == "desirable":
-            desirable += pc.sum(table["desirable"]).as_py() or 0
-        claims.append(pc.list_flatten(table["_claim"]).to_numpy())
+        flags = [table["_truncated"], table["_shortened"], trained, *([table["desirable"]] if labeled else [])]
+        totals[: 1 + len(flags)] += [prompt + len(trained), *(pc.sum(column).as_py() or 0 for column in flags)]
+        digests.append(pc.list_flatten(table["_digests"]).to_numpy())
         start += len(table)
-    truncated, shortened, trained_tokens, total_tokens = map(int, totals)
-    said, denied = np.concatenate(claims).reshape(-1, 2).T
+    total_tokens, truncated, shortened, trained_tokens, desirable = map(int, totals)
+    statements, contradictions = np.concatenate(digests).reshape(-1, 2).T
     return kept, Accounting(
         source=records.source,
         read=len(records.dataset),
@@ -127,8 +116,8 @@ def account(
         skipped=skipped,
         first=first,
         shortened=shortened,
-        contradictory=int(np.isin(denied, said).sum()),
-        labels={"desirable": desirable, "undesirable": len(kept) - desirable} if judgment == "desirable" else {},
+        contradictory=int(np.isin(contradictions, statements).sum()),
+        labels={"desirable": desirable, "undesirable": len(kept) - desirable} if labeled else {},
         total_tokens=total_tokens,
         trained_tokens=trained_tokens,
         max_length=max_length,

@@ -1,4 +1,4 @@
-"""Texts and conversations as token ids, and which of the tokens are the assistant's.
+"""Texts and conversations as token ids, the assistant's tokens among them, and whether two vocabularies agree.
 
 Two ways to find what is trained:
 
@@ -11,7 +11,7 @@ Two ways to find what is trained:
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from .layouts import BadRow, Message, Value
+from .columns import BadRow, Message, PlainOrChat
+from .records import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from transformers import PreTrainedTokenizerBase
+
+Options = Mapping[str, Any]  # of the chat template
 
 ADVICE = (
     "pass a chat template with {% generation %} ... {% endgeneration %} around all that the assistant writes, end "
@@ -40,21 +41,21 @@ class Encoder:
     chat_template: str | None = None
 
     def continuations(
-        self, prompt: Value, completions: Sequence[Value], options: "Mapping[str, Any]"
+        self, prompt: PlainOrChat, completions: Sequence[PlainOrChat], options: Options
     ) -> tuple[list[int], list[list[int]], bool]:
-        """Token ids of the prompt and of what each completion adds to it, and whether the prompt lost its end.
+        """Token ids of the prompt, those that each completion adds to it, and whether the prompt lost its end.
 
         The prompt is what its own tokens have in common with those of prompt + completion. Where a token spans the
         boundary, or the template closes the prompt differently, it loses its last tokens to the completions.
         """
         if isinstance(prompt, str):
             alone = self.plain(prompt)
-            whole = [self.plain(prompt + self.with_eos(str(completion))) for completion in completions]
+            together = [self.plain(prompt + self.with_eos(str(completion))) for completion in completions]
         else:
             alone = self.chat(prompt, options, generation_prompt=True)
-            whole = [self.chat([*prompt, *completion], options) for completion in completions]
-        shared = min(common_prefix(alone, ids) for ids in whole)
-        added = [ids[shared:] for ids in whole]
+            together = [self.chat([*prompt, *completion], options) for completion in completions]
+        shared = min(common_prefix(alone, ids) for ids in together)
+        added = [ids[shared:] for ids in together]
         if not isinstance(prompt, str) and any(self._is_blank(ids) for ids in added):
             raise BadRow(
                 "empty",
@@ -62,20 +63,18 @@ class Encoder:
             )
         return alone[:shared], added, shared < len(alone)
 
-    def assistant(
-        self, messages: list[Message], options: "Mapping[str, Any]", start: int = 0
-    ) -> tuple[list[int], list[bool]]:
+    def assistant(self, messages: list[Message], options: Options, start: int = 0) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation, and which are the assistant's in ``messages[start:]``."""
         ids, spans = (self._marked if self._has_markers else self._by_prefixes)(messages, options)
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(spans) != len(answers):
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) != len(turns):
             raise BadRow(
                 "template",
                 f"{{% generation %}} in the chat template marks {len(spans)} runs of tokens, and the assistant has "
-                f"{len(answers)} messages; put it around each of them, inside the loop over messages",
+                f"{len(turns)} messages; put it around each of them, inside the loop over messages",
             )
         trained = [False] * len(ids)
-        for (begin, stop), number in zip(spans, answers, strict=True):
+        for (begin, stop), number in zip(spans, turns, strict=True):
             end = self._end_token(ids, begin, stop, number)
             if number >= start:
                 trained[begin:end] = [True] * (end - begin)
@@ -91,7 +90,7 @@ class Encoder:
         return text if text.endswith(eos) else text + eos
 
     def steps(
-        self, prompt: Value, steps: Sequence[str], separator: str, options: "Mapping[str, Any]"
+        self, prompt: PlainOrChat, steps: Sequence[str], separator: str, options: Options
     ) -> tuple[list[int], list[list[int]]]:
         """Token ids of the prompt and of each step with the separator after it, each tokenized alone.
 
@@ -108,19 +107,17 @@ class Encoder:
             raise ValueError(f"separator: wanted text that the tokenizer has a token for, got {separator!r}")
         return before, [self.bare(step) + end for step in steps]
 
-    def chat(
-        self, messages: list[Message], options: "Mapping[str, Any]", *, generation_prompt: bool = False
-    ) -> list[int]:
+    def chat(self, messages: list[Message], options: Options, *, generation_prompt: bool = False) -> list[int]:
         return self.bare(self._render(messages, options, generation_prompt))
 
     def bare(self, text: str) -> list[int]:
         """Tokens of a text without those that the tokenizer adds; a template writes its own BOS."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _render(self, messages: list[Message], options: "Mapping[str, Any]", generation_prompt: bool = False) -> str:
+    def _render(self, messages: list[Message], options: Options, generation_prompt: bool = False) -> str:
         return str(self._apply(messages, options, add_generation_prompt=generation_prompt, tokenize=False))
 
-    def _apply(self, messages: list[Message], options: "Mapping[str, Any]", **how: Any) -> Any:
+    def _apply(self, messages: list[Message], options: Options, **settings: Any) -> Any:
         if not self._source:
             raise ValueError(
                 "the row is a conversation and the tokenizer has no chat template; pass one (--chat_template "
@@ -128,9 +125,7 @@ class Encoder:
             )
         try:
             return self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self.chat_template,
-                **{**options, **how},
+                messages, chat_template=self.chat_template, **{**options, **settings}
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise BadRow("template", f"the chat template refuses the conversation: {error}") from error
@@ -149,15 +144,13 @@ class Encoder:
         added = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return frozenset(added | set(self.tokenizer.all_special_ids))
 
-    def _marked(self, messages: list[Message], options: "Mapping[str, Any]") -> tuple[list[int], list[tuple[int, int]]]:
+    def _marked(self, messages: list[Message], options: Options) -> tuple[list[int], list[tuple[int, int]]]:
         out = self._apply(messages, options, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         mask = [0, *out["assistant_masks"], 0]
         edges = [index for index, (before, after) in enumerate(pairwise(mask)) if before != after]
         return list(out["input_ids"]), list(zip(edges[::2], edges[1::2], strict=True))
 
-    def _by_prefixes(
-        self, messages: list[Message], options: "Mapping[str, Any]"
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+    def _by_prefixes(self, messages: list[Message], options: Options) -> tuple[list[int], list[tuple[int, int]]]:
         text = self._render(messages, options)
         cuts: list[int] = []
         for number, message in enumerate(messages):
@@ -176,7 +169,7 @@ class Encoder:
         return ids, list(zip(bounds[::2], bounds[1::2], strict=True))
 
     def _token_bounds(self, text: str, ids: list[int], cuts: list[int]) -> list[int]:
-        """How many tokens precede each cut of the text."""
+        """The number of tokens before each cut of the text."""
         pieces = [self.bare(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
         if [token for piece in pieces for token in piece] == ids:
             return list(accumulate(map(len, pieces)))[:-1]
@@ -189,11 +182,9 @@ class Encoder:
         return [len(prefix) for prefix in prefixes]
 
     def _end_token(self, ids: list[int], begin: int, stop: int, number: int) -> int:
-        """Where the answer in ``ids[begin:stop]`` ends: after its end token, which only white space may follow."""
+        """The end of a turn in ``ids[begin:stop]``: after its end token, which only white space may follow."""
         end = stop
-        while (
-            end > begin and ids[end - 1] not in self._special and not str(self.tokenizer.decode(ids[end - 1])).strip()
-        ):
+        while end > begin and ids[end - 1] not in self._special and not self._decoded(ids[end - 1]):
             end -= 1
         if end == begin or ids[end - 1] not in self._special:
             raise BadRow(
@@ -211,8 +202,33 @@ class Encoder:
         return end
 
     def _is_blank(self, ids: list[int]) -> bool:
-        return not str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+        return not self._decoded(ids, skip_special_tokens=True)
+
+    def _decoded(self, ids: int | list[int], **options: bool) -> str:
+        return str(self.tokenizer.decode(ids, **options)).strip()
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def vocabulary_differences(
+    first: "PreTrainedTokenizerBase", second: "PreTrainedTokenizerBase"
+) -> Iterator[tuple[int, str, str | None]]:
+    """Ids of ``first``, in order, that ``second`` has for another token or not at all: (id, token, other or None)."""
+    tokens, others = ({index: token for token, index in one.get_vocab().items()} for one in (first, second))
+    return ((index, tokens[index], others.get(index)) for index in sorted(tokens) if tokens[index] != others.get(index))
+
+
+def check_same_vocabulary(student: "PreTrainedTokenizerBase", teacher: "PreTrainedTokenizerBase") -> None:
+    """Refuse a teacher whose tokens are not the student's; only ids that both have are compared.
+
+    Raises:
+        DataError: naming the first id that stands for different tokens.
+    """
+    for index, token, other in vocabulary_differences(student, teacher):
+        if other is not None:
+            raise DataError(
+                f"teacher: token {index} is {other!r}, and {token!r} for the student, so their "
+                "probabilities are of different things; choose a teacher and a student that share a tokenizer"
+            )

@@ -4,55 +4,27 @@ A row that can't be trained on as given is an error, or is counted and left out.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import generate_random_fingerprint
 
-from .accounting import NOTES, Accounting, account
+from . import columns, examples
+from .accounting import NOTES, Accounting, summarize
 from .chat import Encoder
-from .example import Example
-from .examples import (
-    Encoded,
-    Limit,
-    TrainOn,
-    Truncation,
-    answers,
-    demonstration,
-    feedback,
-    judged_steps,
-    pair,
-    question,
-    solution,
-)
-from .layouts import (
-    FEEDBACK,
-    OPTION_COLUMNS,
-    PREFERENCE,
-    PROMPTS,
-    RANKING,
-    SCORES,
-    SOLUTION,
-    STEPS,
-    SUPERVISED,
-    BadRow,
-    Layout,
-    Message,
-    find_layout,
-    read_number,
-    read_row,
-)
+from .columns import BadRow, ColumnLayout, Message, read_number, read_row
+from .examples import EncodedExample, Example, LengthLimit, TrainOn, Truncation
 from .records import Data, DataError, Records, load
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
-OnBadRow = Literal["error", "skip"]
-Column: TypeAlias = Value | List
+Encode = Callable[..., EncodedExample | list[EncodedExample]]
 
 COLUMNS = {
     "prompt": List(Value("int32")),
@@ -61,28 +33,48 @@ COLUMNS = {
 }
 
 
+@dataclass(frozen=True)
+class Tokenization:
+    """Options that all ``encode_*`` functions share.
+
+    Attributes:
+        max_length: tokens of prompt and completion together, of `encode_prompts` those of the prompt; None for no
+            limit.
+        truncation: of a longer one, keep the start (TRL's default) or the end, or take it for a bad row. Beside pairs,
+            labels, scores or ranks, "keep_end" cuts the beginning of the prompt until the longest completion fits.
+            None is "keep_start", but "error" for prompts alone: one that was cut would ask something else.
+        on_bad_row: raise at a row that can't be trained on, or count it and leave it out.
+        chat_template: Jinja source to use instead of the tokenizer's own template.
+        processes: how many tokenize at once.
+    """
+
+    max_length: int | None = None
+    truncation: Truncation | None = None
+    on_bad_row: Literal["error", "skip"] = "error"
+    chat_template: str | None = None
+    processes: int | None = None
+
+    def __post_init__(self) -> None:
+        self.limit("keep_start")
+        if self.on_bad_row not in ("error", "skip"):
+            raise ValueError(f"on_bad_row: wanted error or skip, got {self.on_bad_row!r}")
+
+    def limit(self, default: Truncation) -> LengthLimit:
+        return LengthLimit(self.max_length, default if self.truncation is None else self.truncation)
+
+
+DEFAULT = Tokenization()
+
+
 def encode_supervised(
-    records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    max_length: int | None = None,
-    truncation: Truncation = "keep_start",
-    train_on: TrainOn = "auto",
-    on_bad_row: OnBadRow = "error",
-    chat_template: str | None = None,
-    processes: int | None = None,
+    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT, *, train_on: TrainOn = "auto"
 ) -> tuple[Dataset, Accounting]:
     """Demonstrations as examples with one completion each.
 
     Args:
-        records: in a layout of `layouts.SUPERVISED`.
-        max_length: tokens of prompt and completion together; None for no limit.
-        truncation: of a longer one, keep the start (TRL's default) or the end, or take it for a bad row.
+        records: in a layout of `columns.SUPERVISED`.
         train_on: the tokens that carry loss: the assistant's, the completion's, or all but the first. "auto" is
             assistant for `messages`, completion for `prompt`/`completion`, all for `text`.
-        on_bad_row: raise at a row that can't be trained on, or count it and leave it out.
-        chat_template: Jinja source to use instead of the tokenizer's own template.
-        processes: how many tokenize at once.
 
     Returns:
         Columns prompt, completions, trained and the numeric columns of the records; and an account of every row.
@@ -92,164 +84,98 @@ def encode_supervised(
     """
     if train_on not in ("auto", "assistant", "completion", "all"):
         raise ValueError(f"train_on: wanted auto, assistant, completion or all, got {train_on!r}")
-    encode = partial(demonstration, train_on=train_on, limit=Limit(max_length, truncation))
-    return _encode(records, Encoder(tokenizer, chat_template), SUPERVISED, encode, on_bad_row, processes)
+    return _encode(records, tokenizer, options, columns.SUPERVISED, partial(examples.demonstration, train_on=train_on))
 
 
 def encode_preference(
     records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "Tokenizer",
+    options: Tokenization = DEFAULT,
     *,
-    max_length: int | None = None,
-    truncation: Truncation = "keep_start",
-    on_bad_row: OnBadRow = "error",
-    chat_template: str | None = None,
-    processes: int | None = None,
-    columns: Sequence[str] = (),
+    numeric_columns: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
     """Preference pairs as examples with two completions each, the chosen one first.
 
-    ``keep_end`` cuts the beginning of the prompt until the longer answer fits, for both answers alike. ``columns``,
-    such as a `margin`, must hold a finite number in every row, and become float64. The other arguments are those of
-    `encode_supervised`.
+    ``numeric_columns``, such as a `margin`, must hold a finite number in every row, and become float64.
     """
-    encode = partial(pair, limit=Limit(max_length, truncation))
-    return _encode(
-        records, Encoder(tokenizer, chat_template), PREFERENCE, encode, on_bad_row, processes, columns=columns
-    )
+    return _encode(records, tokenizer, options, columns.PREFERENCE, examples.pair, required=numeric_columns)
 
 
-def encode_feedback(
-    records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    max_length: int | None = None,
-    truncation: Truncation = "keep_start",
-    on_bad_row: OnBadRow = "error",
-    chat_template: str | None = None,
-    processes: int | None = None,
+def encode_unpaired(
+    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Answers that someone liked or didn't, as examples with one completion each and a bool column `desirable`.
+    """Completions labeled good or bad, as examples with one completion each and a bool column `desirable`.
 
-    A preference pair is two such examples, the chosen answer and then the rejected one. Truncation is that of
-    `encode_preference`, the other arguments are those of `encode_supervised`.
+    A preference pair is two such examples, the chosen completion and then the rejected one.
     """
-    encode = partial(feedback, limit=Limit(max_length, truncation))
-    judgment = {"desirable": Value("bool")}
-    return _encode(records, Encoder(tokenizer, chat_template), FEEDBACK, encode, on_bad_row, processes, judgment)
+    return _encode(records, tokenizer, options, columns.UNPAIRED, examples.unpaired, {"desirable": Value("bool")})
 
 
 def encode_scores(
-    records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    max_length: int | None = None,
-    truncation: Truncation = "keep_start",
-    on_bad_row: OnBadRow = "error",
-    chat_template: str | None = None,
-    processes: int | None = None,
+    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Answers with a score, as examples with one completion each and a float64 column `score`.
-
-    Truncation is that of `encode_preference`, the other arguments are those of `encode_supervised`.
-    """
-    encode = partial(answers, limit=Limit(max_length, truncation))
-    judgment = {"score": Value("float64")}
-    return _encode(records, Encoder(tokenizer, chat_template), SCORES, encode, on_bad_row, processes, judgment)
+    """Completions with a score, as examples with one completion each and a float64 column `score`."""
+    return _encode(records, tokenizer, options, columns.SCORES, examples.completed, {"score": Value("float64")})
 
 
 def encode_ranking(
-    records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    max_length: int | None = None,
-    truncation: Truncation = "keep_start",
-    on_bad_row: OnBadRow = "error",
-    chat_template: str | None = None,
-    processes: int | None = None,
+    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Ranked answers to one prompt, as examples with a completion for each and their places in a column `rank`, 0 best.
-
-    Ranks are a permutation: no ties. Truncation is that of `encode_preference`, the other arguments are those of
-    `encode_supervised`.
-    """
-    encode = partial(answers, limit=Limit(max_length, truncation))
-    judgment = {"rank": List(Value("int64"))}
-    return _encode(records, Encoder(tokenizer, chat_template), RANKING, encode, on_bad_row, processes, judgment)
+    """Ranked completions of one prompt as one example, with a column `rank` of their places: 0 best, no ties."""
+    return _encode(records, tokenizer, options, columns.RANKING, examples.completed, {"rank": List(Value("int64"))})
 
 
 def encode_prompts(
-    records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    max_length: int | None = None,
-    truncation: Truncation = "error",
-    on_bad_row: OnBadRow = "error",
-    chat_template: str | None = None,
-    processes: int | None = None,
+    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Prompts that the policy is to answer, as examples without completions, and an int64 column `row`, where each is
-    in the records, whose other columns are for whoever judges the answers.
+    """Prompts that the policy will complete, as examples without completions.
 
-    ``max_length`` is that of the prompt. The other arguments are those of `encode_supervised`.
+    An int64 column `row` says where each prompt is in the records, whose other columns are for rewards.
     """
-    encode = partial(question, limit=Limit(max_length, truncation))
-    return _encode(records, Encoder(tokenizer, chat_template), PROMPTS, encode, on_bad_row, processes, rows=True)
+    return _encode(records, tokenizer, options, columns.PROMPTS, examples.prompt_only)
 
 
-def encode_steps(
+def encode_stepwise(
     records: Records | Data,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "Tokenizer",
+    options: Tokenization = DEFAULT,
     *,
     separator: str = "\n",
     train_on_last_step_only: bool = False,
-    max_length: int | None = None,
-    truncation: Truncation = "keep_start",
-    on_bad_row: OnBadRow = "error",
-    chat_template: str | None = None,
-    processes: int | None = None,
 ) -> tuple[Dataset, Accounting]:
-    """Solutions judged step by step, as examples with one completion each.
+    """Solutions labeled step by step, as examples with one completion each.
 
         completion = step 1 + separator + step 2 + separator + ...
 
     Trained is the last token of each separator, where the step can be judged: a step's score is read at that token, not
     predicted from the one before. A column `label` holds one float64 in [0, 1] for each trained token, in order.
+    ``keep_start`` leaves out the steps that don't end within `max_length`, their labels too; ``keep_end`` cuts the
+    beginning of the prompt.
 
     Args:
         separator: what ends a step; its tokens never merge with those of the step.
-        train_on_last_step_only: judge the solution as a whole, at its end.
-        truncation: ``keep_start`` leaves out the steps that don't end within `max_length`, their labels too;
-            ``keep_end`` cuts the beginning of the prompt.
-
-    The other arguments are those of `encode_supervised`.
+        train_on_last_step_only: label the solution as a whole, at its end.
     """
-    encode = partial(
-        judged_steps,
-        separator=separator,
-        train_on_last_step_only=train_on_last_step_only,
-        limit=Limit(max_length, truncation),
-    )
-    judgment = {"label": List(Value("float64"))}
-    return _encode(records, Encoder(tokenizer, chat_template), STEPS, encode, on_bad_row, processes, judgment)
+    encode = partial(examples.stepwise, separator=separator, train_on_last_step_only=train_on_last_step_only)
+    return _encode(records, tokenizer, options, columns.STEPWISE, encode, {"label": List(Value("float64"))})
 
 
 def step_example(
     prompt: str | list[Message],
     steps: Sequence[str],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "Tokenizer",
     *,
     separator: str = "\n",
     chat_template: str | None = None,
 ) -> Example:
-    """One solution as `encode_steps` sees it, to be scored: ``trained`` is true where each step's score is read.
+    """One solution as `encode_stepwise` sees it, to be scored: ``trained`` is true where each step's score is read.
 
     Raises:
         DataError: if there is no step, or a step is empty or no text.
     """
     try:
-        row = read_row({"prompt": prompt, "completions": list(steps)}, SOLUTION)
-        return solution(row, Encoder(tokenizer, chat_template), separator=separator)
+        row = read_row({"prompt": prompt, "completions": list(steps)}, columns.SOLUTION)
+        return examples.solution(row, Encoder(tokenizer, chat_template), separator=separator)
     except BadRow as bad:
         raise DataError(f"step_example: {bad.problem}") from None
 
@@ -261,35 +187,31 @@ def example(dataset: Dataset, index: int) -> Example:
 
 
 class _Stop(Exception):
-    """Carries a bad row out of `Dataset.map`, from another process if need be."""
-
-    def __init__(self, index: int, problem: str) -> None:
-        super().__init__(index, problem)
-        self.index, self.problem = index, problem
+    """Carries the index and the problem of a bad row out of `Dataset.map`, from another process if need be."""
 
 
 def _encode(
     records: Records | Data,
-    encoder: Encoder,
-    layouts: Sequence[Layout],
-    encode: "partial[Encoded] | partial[list[Encoded]]",
-    on_bad_row: OnBadRow,
-    processes: int | None,
-    judgment: Mapping[str, Column] | None = None,
-    columns: Sequence[str] = (),
-    rows: bool = False,
+    tokenizer: "Tokenizer",
+    options: Tokenization,
+    layouts: Sequence[ColumnLayout],
+    encode: Encode,
+    annotation: Mapping[str, Value | List] | None = None,
+    required: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
-    if on_bad_row not in ("error", "skip"):
-        raise ValueError(f"on_bad_row: wanted error or skip, got {on_bad_row!r}")
+    """Encode every row with ``encode(row, encoder, limit=...)``; ``annotation`` is a column that it makes beside."""
     records = records if isinstance(records, Records) else load(records)
     source = records.dataset
     try:
-        layout = find_layout(source.column_names, layouts)
+        layout = columns.find_layout(source.column_names, layouts)
     except ValueError as error:
         raise DataError(f"{records.source}: {error}") from None
-    made = {**COLUMNS, **(judgment or {}), **NOTES}
-    numeric = {} if rows else _numeric_columns(records, layout, columns, made)
-    settings = {"encode": encode, "layout": layout, "on_bad_row": on_bad_row, "columns": columns}
+    prompts_only = layouts == columns.PROMPTS
+    made = {**COLUMNS, **(annotation or {}), **NOTES}
+    numeric = {} if prompts_only else _numeric_columns(records, layout, required, made)
+    encoder = Encoder(tokenizer, options.chat_template)
+    encode = partial(encode, limit=options.limit("error" if prompts_only else "keep_start"))
+    settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
     fingerprint = _fingerprint(source, encoder, settings)
     try:
         encoded = source.map(
@@ -299,25 +221,26 @@ def _encode(
             fn_kwargs={**settings, "encoder": encoder, "numeric": list(numeric), "made": list(made)},
             remove_columns=source.column_names,
             features=Features({**numeric, **made}),
-            num_proc=processes,
+            num_proc=options.processes,
             new_fingerprint=fingerprint or generate_random_fingerprint(),
             load_from_cache_file=fingerprint is not None,
             desc=f"Tokenizing {records.source}",
         )
     except _Stop as stop:
-        raise DataError(f"{records.where(stop.index)}: {stop.problem}") from None
-    kept, accounting = account(
+        raise DataError(f"{records.where(stop.args[0])}: {stop.args[1]}") from None
+    used = {*layout, *columns.OPTION_COLUMNS, *numeric}
+    kept, accounting = summarize(
         encoded,
         records,
-        judgment=next(iter(judgment or {}), None),
-        max_length=encode.keywords["limit"].max_length,
-        unused=[] if rows else [n for n in source.column_names if n not in {*layout, *OPTION_COLUMNS, *numeric}],
+        labeled="desirable" in (annotation or {}),
+        max_length=options.max_length,
+        unused=[name for name in source.column_names if name not in used and not prompts_only],
     )
     if not kept:
         raise DataError(f"{records.source}: no row is left to train on\n{accounting}")
     if len(kept) < len(encoded):
         encoded = encoded.select(kept)
-    if rows:
+    if prompts_only:
         encoded = encoded.rename_column("_row", "row")
     return encoded.remove_columns([name for name in NOTES if name in encoded.column_names]), accounting
 
@@ -326,49 +249,49 @@ def _encode_rows(
     rows: Mapping[str, list[Any]],
     indices: list[int],
     *,
-    encode: "partial[Encoded] | partial[list[Encoded]]",
+    encode: Encode,
     encoder: Encoder,
-    layout: Layout,
-    on_bad_row: OnBadRow,
-    columns: Sequence[str],
+    layout: ColumnLayout,
+    on_bad_row: str,
+    required: Sequence[str],
     numeric: Sequence[str],
     made: Sequence[str],
 ) -> dict[str, list[Any]]:
     out: dict[str, list[Any]] = {name: [] for name in (*numeric, *made)}
     for position, index in enumerate(indices):
         record = {name: column[position] for name, column in rows.items()}
-        kind, problem, examples = None, None, [Encoded(Example([], [], []))]
+        kind, problem, encoded = None, None, [EncodedExample(Example([], [], []))]
         try:
-            record |= {name: read_number(record[name], name) for name in columns}
-            found = encode(read_row(record, layout), encoder)
-            examples = found if isinstance(found, list) else [found]
+            record |= {name: read_number(record[name], name) for name in required}
+            made_of_row = encode(read_row(record, layout), encoder)
+            encoded = made_of_row if isinstance(made_of_row, list) else [made_of_row]
         except BadRow as bad:
             if on_bad_row == "error":
                 raise _Stop(index, bad.problem) from None
             kind, problem, record = bad.kind, bad.problem, {}
         except ValueError as error:  # no fault of this row: the others would fail as well
             raise _Stop(index, str(error)) from error
-        for encoded in examples:
-            judgment = [encoded.judgment] if len(made) > len(COLUMNS) + len(NOTES) else []
-            notes = (kind, problem, encoded.truncated, encoded.shortened, encoded.claim, index)
-            values = (*map(record.get, numeric), *encoded.example, *judgment, *notes)
+        for one in encoded:
+            annotation = [one.annotation] if len(made) > len(COLUMNS) + len(NOTES) else []
+            notes = (kind, problem, one.truncated, one.shortened, one.digests, index)
+            values = (*map(record.get, numeric), *one.example, *annotation, *notes)
             for name, value in zip(out, values, strict=True):
                 out[name].append(value)
     return out
 
 
 def _numeric_columns(
-    records: Records, layout: Layout, required: Sequence[str], made: Mapping[str, Column]
+    records: Records, layout: ColumnLayout, required: Sequence[str], made: Mapping[str, Value | List]
 ) -> dict[str, Value]:
-    found = records.dataset.features
+    types = records.dataset.features
     numeric = {
         name: kind
-        for name, kind in found.items()
+        for name, kind in types.items()
         if name not in layout and isinstance(kind, Value) and kind.dtype.startswith(("int", "uint", "float", "bool"))
     }
     for name in required:
-        if name not in found:
-            raise DataError(f"{records.source}: wanted a column '{name}', found ({', '.join(found)}); add or rename it")
+        if name not in types:
+            raise DataError(f"{records.source}: wanted a column '{name}', found ({', '.join(types)}); add or rename it")
         numeric[name] = Value("float64")
     for name in numeric:
         if name in made:
@@ -377,7 +300,7 @@ def _numeric_columns(
 
 
 def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str | None:
-    """Names the result by all that it depends on, this folder's code included; None where a tokenizer can't say."""
+    """Name the result by all that it depends on, this folder's code included; None for a tokenizer in pure Python."""
     backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -1,4 +1,4 @@
-"""One row as an example: its tokens, which of them carry loss, and what is left of it within `max_length`."""
+"""One row as an example: one prompt and its completions as token ids, the trained ones, truncated to `max_length`."""
 
 import hashlib
 from array import array
@@ -8,16 +8,29 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from .chat import Encoder
-from .example import Example
-from .layouts import BadRow, Row
+from .columns import BadRow, ParsedRow
 
 TrainOn = Literal["auto", "assistant", "completion", "all"]
 Truncation = Literal["keep_start", "keep_end", "error"]
 
 
+class Example(NamedTuple):
+    """One prompt and its completions: one for SFT, two (chosen, rejected) for a pair, G for a group.
+
+    ``prompt`` holds at least one token, because the first token of a completion is predicted from the last of the
+    prompt. ``trained[i][t]`` is true where token ``t`` of completion ``i`` carries loss: in a conversation of several
+    turns, later messages of the user are part of the completion and are not trained. In a solution in steps it marks
+    the end of each step, where the step is scored.
+    """
+
+    prompt: list[int]
+    completions: list[list[int]]
+    trained: list[list[bool]]
+
+
 @dataclass(frozen=True)
-class Limit:
-    """How many tokens prompt and completion may have together (None: any number), and what becomes of a longer one."""
+class LengthLimit:
+    """The most tokens of prompt and completion together (None: no limit), and the truncation of a longer example."""
 
     max_length: int | None
     truncation: Truncation
@@ -29,62 +42,55 @@ class Limit:
             raise ValueError(f"truncation: wanted keep_start, keep_end or error, got {self.truncation!r}")
 
     def excess(self, example: Example) -> int:
-        """By how many tokens the example is too long.
-
-        Raises:
-            BadRow: if it is, and nothing may be cut.
-        """
+        """The number of tokens beyond the limit; BadRow if there are some and nothing may be cut."""
         length = len(example.prompt) + max(map(len, example.completions))
         if self.max_length is None or length <= self.max_length:
             return 0
         if self.truncation == "error":
-            raise BadRow(
-                "too long",
-                f"{length} tokens and max_length is {self.max_length}; raise max_length, choose the truncation "
-                "keep_start or keep_end, or remove the row",
-            )
+            fix = "raise max_length, choose the truncation keep_start or keep_end, or remove the row"
+            raise BadRow("too long", f"{length} tokens and max_length is {self.max_length}; {fix}")
         return length - self.max_length
 
+    def refuse(self, kind: str, problem: str, consequence: str = "nothing is left to train on") -> BadRow:
+        limit = f"max_length is {self.max_length}"
+        return BadRow(kind, f"{problem} and {limit}, so {consequence}; raise max_length or remove the row")
 
-class Encoded(NamedTuple):
-    """An example and what is known of it.
 
-    ``truncated``: `max_length` cut it; ``shortened``: its prompt lost its end to the completions; ``judgment``: what
-    its column of that kind holds; ``claim``: digests of what its row says, and of what would contradict that.
+class EncodedExample(NamedTuple):
+    """An example and its notes.
+
+    ``truncated``: `max_length` cut it; ``shortened``: its prompt lost its end to the completions; ``annotation``: its
+    label, score, ranks or step labels; ``digests``: of what its row says, and of what would contradict that.
     """
 
     example: Example
     truncated: bool = False
     shortened: bool = False
-    judgment: Any = None
-    claim: tuple[int, ...] = ()
+    annotation: Any = None
+    digests: tuple[int, ...] = ()
 
 
-def demonstration(row: Row, encoder: Encoder, *, train_on: TrainOn, limit: Limit) -> Encoded:
-    """One answer to one prompt, as `encode_supervised` describes it."""
+def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: LengthLimit) -> EncodedExample:
+    """One completion of one prompt, as `encode_supervised` describes it."""
     ids, trained, shortened = _supervised_tokens(row, encoder, train_on)
-    whole = _sequence(ids, trained)
-    if whole is None:
+    full = _sequence(ids, trained)
+    if full is None:
         raise BadRow("empty", "no token is left to train on; give it an answer or remove the row")
-    excess = limit.excess(whole)
+    excess = limit.excess(full)
     if not excess:
-        return Encoded(whole, shortened=shortened)
-    ids = whole.prompt + whole.completions[0]
-    trained = [False] * len(whole.prompt) + whole.trained[0]
+        return EncodedExample(full, shortened=shortened)
+    ids = full.prompt + full.completions[0]
+    trained = [False] * len(full.prompt) + full.trained[0]
     kept = slice(len(ids) - excess) if limit.truncation == "keep_start" else slice(excess, None)
     cut = _sequence(ids[kept], trained[kept])
     if cut is None:
-        raise BadRow(
-            "fully masked" if row.prompt is None else "prompt too long",
-            f"{len(whole.prompt)} tokens precede the first trained one and max_length is {limit.max_length}, so "
-            "nothing is left to train on; raise max_length or remove the row",
-        )
-    return Encoded(cut, truncated=True, shortened=shortened)
+        kind = "fully masked" if row.prompt is None else "prompt too long"
+        raise limit.refuse(kind, f"{len(full.prompt)} tokens precede the first trained one")
+    return EncodedExample(cut, truncated=True, shortened=shortened)
 
 
-def question(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
-    """A prompt that is still to be answered. Of one that is too long, nothing is cut unless told so: it would ask
-    something else."""
+def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> EncodedExample:
+    """A prompt that the policy will complete."""
     assert row.prompt is not None
     if isinstance(row.prompt, str):
         prompt = encoder.plain(row.prompt)
@@ -93,21 +99,20 @@ def question(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
     else:
         prompt = encoder.chat(row.prompt, row.template_options, generation_prompt=True)
     if not prompt:
-        raise BadRow(
-            "no prompt", "the prompt has no tokens, so nothing predicts the first one of an answer; fill it in"
-        )
+        problem = "the prompt has no tokens, so nothing predicts the first one of an answer"
+        raise BadRow("no prompt", f"{problem}; fill it in")
     excess = limit.excess(Example(prompt, [[]], [[]]))
     if excess:
         prompt = prompt[: limit.max_length] if limit.truncation == "keep_start" else prompt[excess:]
-    return Encoded(Example(prompt, [], []), truncated=excess > 0)
+    return EncodedExample(Example(prompt, [], []), truncated=excess > 0)
 
 
-def answers(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
-    """One or more answers to one prompt, all of them trained; no two of them may be the same."""
+def completed(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> EncodedExample:
+    """One or more completions of one prompt, all of them trained; no two may be the same."""
     assert row.prompt is not None
     prompt, completions, shortened = encoder.continuations(row.prompt, row.completions, row.template_options)
     if not prompt:
-        # The first token is predicted from the one before: without a prompt, that is one which all answers begin with.
+        # The first token is predicted from the one before: without a prompt, one which all completions begin with.
         if len({tuple(completion[:1]) for completion in completions}) > 1:
             raise BadRow("no prompt", "the prompt is empty, so nothing predicts the first token; give a prompt")
         prompt, completions = completions[0][:1], [completion[1:] for completion in completions]
@@ -115,60 +120,59 @@ def answers(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
         raise BadRow("empty", "an answer has no tokens of its own; fill it in or remove the row")
     if _repeats(completions):
         raise BadRow("identical", "two answers have the same tokens, so neither is preferred; remove the row")
-    whole = Example(prompt, completions, [[True] * len(completion) for completion in completions])
-    excess = limit.excess(whole)
+    full = Example(prompt, completions, [[True] * len(completion) for completion in completions])
+    excess = limit.excess(full)
     if not excess:
-        return Encoded(whole, shortened=shortened, judgment=row.judgment)
-    cut = _cut_ends(whole, limit) if limit.truncation == "keep_start" else _cut_prompt(whole, excess, limit)
+        return EncodedExample(full, shortened=shortened, annotation=row.annotation)
+    cut = _cut_ends(full, limit) if limit.truncation == "keep_start" else _cut_prompt(full, excess, limit)
     if _repeats(cut.completions):
         raise _identical_after_truncation(limit)
-    return Encoded(cut, truncated=True, shortened=shortened, judgment=row.judgment)
+    return EncodedExample(cut, truncated=True, shortened=shortened, annotation=row.annotation)
 
 
-def pair(row: Row, encoder: Encoder, *, limit: Limit) -> Encoded:
-    """Two answers to one prompt, the chosen one first, as `encode_preference` describes it."""
-    encoded = answers(row, encoder, limit=limit)
+def pair(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> EncodedExample:
+    """Two completions of one prompt, the chosen one first, as `encode_preference` describes it."""
+    encoded = completed(row, encoder, limit=limit)
     prompt, (chosen, rejected), _ = encoded.example
-    return encoded._replace(claim=(_digest(prompt, chosen, rejected), _digest(prompt, rejected, chosen)))
+    return encoded._replace(digests=(_digest(prompt, chosen, rejected), _digest(prompt, rejected, chosen)))
 
 
-def feedback(row: Row, encoder: Encoder, *, limit: Limit) -> list[Encoded]:
-    """Each answer an example, desirable or not, as `encode_feedback` describes it."""
-    desirable = [row.judgment] if len(row.completions) == 1 else [True, False]
-    found = []
-    for answer, good in zip(row.completions, desirable, strict=True):
-        encoded = answers(replace(row, completions=(answer,), judgment=good), encoder, limit=limit)
+def unpaired(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> list[EncodedExample]:
+    """Each completion an example, desirable or not, as `encode_unpaired` describes it."""
+    desirable = [row.annotation] if len(row.completions) == 1 else [True, False]
+    examples = []
+    for text, good in zip(row.completions, desirable, strict=True):
+        encoded = completed(replace(row, completions=(text,), annotation=good), encoder, limit=limit)
         prompt, (completion,), _ = encoded.example
-        claim = _digest(prompt, completion, [good]), _digest(prompt, completion, [not good])
-        found.append(encoded._replace(claim=claim))
-    if len(found) > 1 and found[0].example == found[1].example:
+        digests = _digest(prompt, completion, [good]), _digest(prompt, completion, [not good])
+        examples.append(encoded._replace(digests=digests))
+    if len(examples) > 1 and examples[0].example == examples[1].example:
         raise _identical_after_truncation(limit)
-    return found
+    return examples
 
 
-def judged_steps(row: Row, encoder: Encoder, *, separator: str, train_on_last_step_only: bool, limit: Limit) -> Encoded:
+def stepwise(
+    row: ParsedRow, encoder: Encoder, *, separator: str, train_on_last_step_only: bool, limit: LengthLimit
+) -> EncodedExample:
     """The steps of one solution as one completion, and a label for each trained token."""
-    whole, labels = solution(row, encoder, separator=separator), list(row.judgment)
-    excess = limit.excess(whole)
-    cut = whole
+    full, labels = solution(row, encoder, separator=separator), list(row.annotation)
+    excess = limit.excess(full)
+    cut = full
     if excess and limit.truncation == "keep_start":
-        cut = _cut_steps(whole, limit)
+        cut = _cut_steps(full, limit)
         labels = labels[: sum(cut.trained[0])]
     elif excess:
-        cut = _cut_prompt(whole, excess, limit)
+        cut = _cut_prompt(full, excess, limit)
     if train_on_last_step_only:
-        if len(labels) < len(row.judgment):
-            raise BadRow(
-                "last step too far",
-                f"the last step, the only one to train on, ends beyond max_length={limit.max_length}; raise max_length "
-                "or remove the row",
-            )
+        if len(labels) < len(row.annotation):
+            problem = f"the last step, the only one to train on, ends beyond max_length={limit.max_length}"
+            raise BadRow("last step too far", f"{problem}; raise max_length or remove the row")
         labels = labels[-1:]
         cut = cut._replace(trained=[[False] * (len(cut.completions[0]) - 1) + [True]])
-    return Encoded(cut, truncated=excess > 0, judgment=labels)
+    return EncodedExample(cut, truncated=excess > 0, annotation=labels)
 
 
-def solution(row: Row, encoder: Encoder, *, separator: str) -> Example:
+def solution(row: ParsedRow, encoder: Encoder, *, separator: str) -> Example:
     """The steps of one solution as one completion, trained at the last token of each: there its label or score is."""
     assert row.prompt is not None
     prompt, steps = encoder.steps(row.prompt, list(map(str, row.completions)), separator, row.template_options)
@@ -178,24 +182,21 @@ def solution(row: Row, encoder: Encoder, *, separator: str) -> Example:
     return Example(prompt, [list(chain(*steps))], [list(chain(*ends))])
 
 
-def _supervised_tokens(row: Row, encoder: Encoder, train_on: TrainOn) -> tuple[list[int], list[bool], bool]:
-    (answer,) = row.completions
+def _supervised_tokens(row: ParsedRow, encoder: Encoder, train_on: TrainOn) -> tuple[list[int], list[bool], bool]:
+    (text,) = row.completions
     if train_on == "auto":
-        train_on = "completion" if row.prompt is not None else "assistant" if isinstance(answer, list) else "all"
+        train_on = "completion" if row.prompt is not None else "assistant" if isinstance(text, list) else "all"
     if train_on == "assistant":
-        if isinstance(answer, str):
+        if isinstance(text, str):
             raise ValueError("train_on='assistant' wants conversations, got plain text; choose 'completion' or 'all'")
         before = row.prompt if isinstance(row.prompt, list) else []
-        return *encoder.assistant([*before, *answer], row.template_options, start=len(before)), False
+        return *encoder.assistant([*before, *text], row.template_options, start=len(before)), False
     if row.prompt is not None:
-        prompt, (completion,), shortened = encoder.continuations(row.prompt, [answer], row.template_options)
+        prompt, (completion,), shortened = encoder.continuations(row.prompt, [text], row.template_options)
         return prompt + completion, [train_on == "all"] * len(prompt) + [True] * len(completion), shortened
     if train_on == "completion":
         raise ValueError("train_on='completion' wants the columns prompt and completion; choose 'assistant' or 'all'")
-    if isinstance(answer, str):
-        ids = encoder.plain(encoder.with_eos(answer))
-    else:
-        ids = encoder.chat(answer, row.template_options)
+    ids = encoder.plain(encoder.with_eos(text)) if isinstance(text, str) else encoder.chat(text, row.template_options)
     return ids, [True] * len(ids), False
 
 
@@ -208,49 +209,34 @@ def _sequence(ids: list[int], trained: list[bool]) -> Example | None:
     return Example(ids[:first], [ids[first:end]], [trained[first:end]])
 
 
-def _cut_ends(whole: Example, limit: Limit) -> Example:
+def _cut_ends(full: Example, limit: LengthLimit) -> Example:
     assert limit.max_length is not None
-    room = limit.max_length - len(whole.prompt)
-    if room <= 0:
-        raise BadRow(
-            "prompt too long",
-            f"the prompt has {len(whole.prompt)} tokens and max_length is {limit.max_length}, so nothing is left to "
-            "train on; raise max_length or remove the row",
-        )
-    return Example(
-        whole.prompt, [ids[:room] for ids in whole.completions], [trained[:room] for trained in whole.trained]
-    )
+    left = limit.max_length - len(full.prompt)
+    if left <= 0:
+        raise limit.refuse("prompt too long", f"the prompt has {len(full.prompt)} tokens")
+    return Example(full.prompt, [ids[:left] for ids in full.completions], [mask[:left] for mask in full.trained])
 
 
-def _cut_steps(whole: Example, limit: Limit) -> Example:
+def _cut_steps(full: Example, limit: LengthLimit) -> Example:
     """Without the steps that don't end within `max_length`."""
-    prompt, (ids,), (trained,) = _cut_ends(whole, limit)
+    prompt, (ids,), (trained,) = _cut_ends(full, limit)
     if not any(trained):
-        raise BadRow(
-            "no step left",
-            f"the first step ends at token {len(prompt) + whole.trained[0].index(True) + 1} and max_length is "
-            f"{limit.max_length}, so no label is left to train on; raise max_length or remove the row",
-        )
+        first = len(prompt) + full.trained[0].index(True) + 1
+        raise limit.refuse("no step left", f"the first step ends at token {first}", "no label is left to train on")
     end = max(position for position, train in enumerate(trained) if train) + 1
     return Example(prompt, [ids[:end]], [trained[:end]])
 
 
-def _cut_prompt(whole: Example, excess: int, limit: Limit) -> Example:
-    if excess >= len(whole.prompt):
-        raise BadRow(
-            "answer too long",
-            f"an answer has {max(map(len, whole.completions))} tokens and max_length is {limit.max_length}, so nothing "
-            "is left of the prompt; raise max_length or remove the row",
-        )
-    return whole._replace(prompt=whole.prompt[excess:])
+def _cut_prompt(full: Example, excess: int, limit: LengthLimit) -> Example:
+    if excess >= len(full.prompt):
+        longest = max(map(len, full.completions))
+        raise limit.refuse("answer too long", f"an answer has {longest} tokens", "nothing is left of the prompt")
+    return full._replace(prompt=full.prompt[excess:])
 
 
-def _identical_after_truncation(limit: Limit) -> BadRow:
-    return BadRow(
-        "identical after truncation",
-        f"two answers differ only beyond max_length={limit.max_length}, so neither is preferred; raise max_length or "
-        "remove the row",
-    )
+def _identical_after_truncation(limit: LengthLimit) -> BadRow:
+    problem = f"two answers differ only beyond max_length={limit.max_length}, so neither is preferred"
+    return BadRow("identical after truncation", f"{problem}; raise max_length or remove the row")
 
 
 def _repeats(completions: Sequence[list[int]]) -> bool:
@@ -258,6 +244,6 @@ def _repeats(completions: Sequence[list[int]]) -> bool:
 
 
 def _digest(*parts: Sequence[int]) -> int:
-    """Names what a row says, so that contradictions are found without holding their tokens."""
+    """Name the contents of a row, so that contradictions are found without holding their tokens."""
     content = array("q", [number for part in parts for number in (len(part), *part)]).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

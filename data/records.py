@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import datasets
 from datasets import Dataset, DatasetDict
 
-from .layouts import TEXT_COLUMNS
+from .columns import TEXT_COLUMNS
 
 READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -139,7 +139,7 @@ def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
 
 
 def _csv_options(path: Path) -> dict[str, Any]:
-    """An answer of "42" or "None" is text; in other columns, an empty cell means that a value is missing."""
+    """A completion of "42" or "None" is text; in other columns, an empty cell means that a value is missing."""
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         header = next(csv.reader(file), [])
     return {

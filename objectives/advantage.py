@@ -1,16 +1,17 @@
-"""Advantages: how much better an answer, or a token, was than expected. Computed once, over the whole global batch.
+"""Advantages: how much better a completion, or a token, was than expected. Computed once, over the whole global batch.
 
-    r_i          the reward of answer i; NaN if it is unknown
-    group        which prompt an answer belongs to: any integers, in any order, groups of any size
-    G_t          Σ_{k≥0} γ^k r_{t+k}, the return from token t to the end of its answer
+    r_i          the reward of completion i; NaN if it is unknown
+    group        which prompt a completion belongs to: any integers, in any order, groups of any size
+    G_t          Σ_{k≥0} γ^k r_{t+k}, the return from token t to the end of its completion
     V_t          the value of the state before token t; 0 after the last token
 
-An answer without a reward is masked: it enters no mean and no standard deviation, and its advantage is 0. `group_stats`
-counts such answers. Standard deviations are unbiased (divided by n − 1), and 0 for a group of one. An answer whose
-group holds no other reward, or only equal ones, has advantage exactly 0, whatever the size of the rewards.
+A completion without a reward is masked: it enters no mean and no standard deviation, and its advantage is 0.
+`group_stats` counts such completions. Standard deviations are unbiased (divided by n − 1), and 0 for a group of one. A
+completion whose group holds no other reward, or only equal ones, has advantage exactly 0, whatever the size of the
+rewards.
 
-Results are detached, in the order of the answers given; that order and the groups' names do not matter. Tokens lie as
-in `sequence`: flat, with sorted ids. Infinite rewards and shapes that differ raise ValueError.
+Results are detached, in the order of the completions given; that order and the groups' names do not matter. Tokens lie
+as in `sequence`: flat, with sorted ids. Infinite rewards and shapes that differ raise ValueError.
 """
 
 import math
@@ -20,22 +21,22 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .checks import require, same_shape
+from .checks import require, same_shape, unit_interval
 from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Stats
 
-Groups = Int[Tensor, " sequences"]  # the prompt each answer belongs to, as any integer
+Groups = Int[Tensor, " sequences"]  # the prompt each completion belongs to, as any integer
 
 
 @torch.no_grad()
 def group_advantage(
     reward: PerSequence, group: Groups, *, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4
 ) -> PerSequence:
-    """GRPO's advantage: an answer against the others to its prompt.
+    """GRPO's advantage: a completion against the others to its prompt.
 
         A_i = (r_i − mean_g r) / (s + ε)
 
     Args:
-        scale: s is the standard deviation of the rewards in the answer's group (GRPO), or in the whole batch (Lite
+        scale: s is the standard deviation of the rewards in the completion's group (GRPO), or in the whole batch (Lite
             PPO); "none" does not divide at all (Dr. GRPO).
         eps: ε ≥ 0. The paper has none; 1e-4 is TRL's. Rewards that differ by less than it are scaled down by it.
 
@@ -57,31 +58,31 @@ def group_advantage(
 
 
 @torch.no_grad()
-def leave_one_out(reward: PerSequence, group: Groups) -> PerSequence:
-    """RLOO's advantage: the baseline is the mean reward of the other answers to the prompt.
+def rloo_advantage(reward: PerSequence, group: Groups) -> PerSequence:
+    """RLOO's advantage: the baseline is the mean reward of the other completions to the prompt.
 
         A_i = r_i − 1/(n − 1) Σ_{j≠i} r_j = n/(n − 1) (r_i − mean_g r)
 
     Paper: Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024,
     arXiv:2402.14740.
     """
-    _check("leave_one_out", reward, group=group)
+    _check("rloo_advantage", reward, group=group)
     index = _index(group)
     count = _count(reward, index)
     return (_deviation(reward, index) * count / (count - 1).clamp(min=1)).nan_to_num(nan=0.0)
 
 
 @torch.no_grad()
-def optimal_baseline(reward: PerSequence, group: Groups, length: SequenceLengths) -> PerSequence:
-    """OPO's advantage: the baseline that minimizes the gradient's variance if that grows with an answer's length.
+def opo_advantage(reward: PerSequence, group: Groups, length: SequenceLengths) -> PerSequence:
+    """OPO's advantage: the baseline that minimizes the gradient's variance if that grows with a completion's length.
 
         A_i = r_i − Σ_g l r / Σ_g l
 
-    verl gives an answer that is alone in its group its raw reward; here it gets 0.
+    verl gives a completion that is alone in its group its raw reward; here it gets 0.
 
     Paper: Hao et al. 2025, arXiv:2505.23585.
     """
-    _check("optimal_baseline", reward, group=group, length=length)
+    _check("opo_advantage", reward, group=group, length=length)
     index = _index(group)
     deviation = _deviation(reward, index)
     scored = length.to(reward.dtype).where(~reward.isnan(), torch.nan)
@@ -90,20 +91,20 @@ def optimal_baseline(reward: PerSequence, group: Groups, length: SequenceLengths
 
 
 @torch.no_grad()
-def total_reward(reward: Float[Tensor, "sequences rewards"], weight: Float[Tensor, " rewards"]) -> PerSequence:
+def weighted_reward(reward: Float[Tensor, "sequences rewards"], weight: Float[Tensor, " rewards"]) -> PerSequence:
     """Several rewards as one: Σ_k w_k r_ik over those that apply; NaN if none does.
 
-    NaN stands for a reward that does not apply to an answer, as in TRL: it is left out, as if it were 0. It does not
-    stand for one that failed: what such an answer is worth is unknown, and its whole row must be NaN.
+    NaN stands for a reward that does not apply to a completion, as in TRL: it is left out, as if it were 0. It does not
+    stand for one that failed: what such a completion is worth is unknown, and its whole row must be NaN.
 
     Pass it to `group_advantage` to sum, then normalize.
     """
-    _check_rewards("total_reward", reward, weight)
+    _check_rewards("weighted_reward", reward, weight)
     return (reward * weight).nansum(1).where(~reward.isnan().all(1), torch.nan)
 
 
 @torch.no_grad()
-def normalize_then_sum(
+def gdpo_advantage(
     reward: Float[Tensor, "sequences rewards"],
     group: Groups,
     weight: Float[Tensor, " rewards"],
@@ -115,8 +116,8 @@ def normalize_then_sum(
         z_ik = (r_ik − mean_g r_k) / (std_g r_k + ε)
         A = whiten(Σ_k w_k z_k)
 
-    A reward that does not apply to an answer is NaN, is in no mean and no standard deviation, and counts as its group's
-    mean; an answer with none is masked. So is one that a reward failed at, if its whole row is NaN.
+    A reward that does not apply to a completion is NaN, is in no mean and no standard deviation, and counts as its
+    group's mean; a completion with none is masked. So is one that a reward failed at, if its whole row is NaN.
 
     Args:
         weight: w_k, on rewards of unit variance.
@@ -124,7 +125,7 @@ def normalize_then_sum(
 
     Paper: Liu et al. 2026, arXiv:2601.05242.
     """
-    _check_rewards("normalize_then_sum", reward, weight)
+    _check_rewards("gdpo_advantage", reward, weight)
     scores = [group_advantage(r, group, scale="group", eps=eps) for r in reward.unbind(1)]
     total = torch.stack(scores, 1) @ weight
     return whiten(total.where(~reward.isnan().all(1), torch.nan), eps=eps)
@@ -144,12 +145,12 @@ def whiten(x: Float[Tensor, " units"], *, eps: float = 1e-4) -> Float[Tensor, " 
 
 @torch.no_grad()
 def kl_penalized_reward(reward: PerSequence, kl: FlatTokens, sequence: SequenceIds, *, beta: float) -> FlatTokens:
-    """The reward of each token: a share of the divergence from the reference, and the answer's reward at its end.
+    """The reward of each token: a share of the divergence from the reference, and the completion's reward at its end.
 
-        r_t = −β kl_t + [t is the last token of answer i] r_i
+        r_t = −β kl_t + [t is the last token of completion i] r_i
 
-    An answer without a token has no place for its reward, so it is left out. The last token of an unscored answer is
-    NaN. RLOO subtracts the penalty from whole answers: ``reward - beta * sequence_sum(kl, ...)``.
+    A completion without a token has no place for its reward, so it is left out. The last token of an unscored
+    completion is NaN. RLOO subtracts the penalty from whole completions: ``reward - beta * sequence_sum(kl, ...)``.
 
     Args:
         kl: log π/π_ref of each token, or another estimate of the divergence.
@@ -174,8 +175,8 @@ def gae(
         δ_t = r_t + γ V_{t+1} − V_t
         A_t = Σ_{k≥0} (γλ)^k δ_{t+k},  R_t = A_t + V_t
 
-    All sums end with the answer. If one was cut off, add γ times the value of the state it was cut at to its last
-    reward. The tokens of an answer with a NaN reward get A = 0 and R = V; leave them out before whitening.
+    All sums end with the completion. If one was cut off, add γ times the value of the state it was cut at to its last
+    reward. The tokens of a completion with a NaN reward get A = 0 and R = V; leave them out before whitening.
 
     Args:
         gamma, lam: γ and λ in [0, 1]. λ = 0 is the one-step error, λ = 1 the return minus the value.
@@ -186,7 +187,7 @@ def gae(
     Paper: Schulman et al. 2015, arXiv:1506.02438.
     """
     _check_tokens("gae", sequence, reward=reward, value=value)
-    _unit_interval("gae", gamma=gamma, lam=lam)
+    unit_interval("gae", gamma=gamma, lam=lam)
     following = _shifted(value, sequence, 1)
     advantage = _discounted_sum(reward + gamma * following - value, sequence, gamma * lam)
     unscored = torch.isin(sequence, sequence[reward.isnan()])
@@ -204,9 +205,9 @@ def reinforce_plus_plus(
     gamma: float = 1.0,
     eps: float = 1e-4,
 ) -> FlatTokens:
-    """REINFORCE++'s advantage: the penalized return, whitened over all tokens of the batch; for one answer a prompt.
+    """REINFORCE++'s advantage: the penalized return, whitened over all tokens; for one completion per prompt.
 
-        A = whiten(G),  of the rewards r_t = −β kl_t + [t is the last token of answer i] r_i
+        A = whiten(G),  of the rewards r_t = −β kl_t + [t is the last token of completion i] r_i
 
     Args:
         kl: log π/π_ref of each token.
@@ -215,7 +216,7 @@ def reinforce_plus_plus(
 
     Paper: Hu et al. 2025, arXiv:2501.03262.
     """
-    _unit_interval("reinforce_plus_plus", gamma=gamma)
+    unit_interval("reinforce_plus_plus", gamma=gamma)
     return whiten(_discounted_sum(kl_penalized_reward(reward, kl, sequence, beta=beta), sequence, gamma), eps=eps)
 
 
@@ -223,12 +224,12 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     reward: PerSequence, group: Groups, sequence: SequenceIds, *, eps: float = 1e-4
 ) -> FlatTokens:
-    """REINFORCE++-baseline's advantage: centered in the group, scaled over the batch; for several answers a prompt.
+    """REINFORCE++-baseline's advantage: centered in the group, scaled over the batch; for groups of completions.
 
-        A = whiten(r_i − mean_g r),  over all tokens t of all answers i
+        A = whiten(r_i − mean_g r),  over all tokens t of all completions i
 
-    The paper's penalty is a loss of its own: k2 of `kl_estimate`. That tokens are what is whitened, so that long
-    answers count more, is as in verl and OpenRLHF.
+    The paper's penalty is a loss of its own: k2 of `kl_estimate`. As in verl and OpenRLHF tokens are whitened, so long
+    completions count more.
 
     Paper: Hu et al. 2025, arXiv:2501.03262.
     """
@@ -238,11 +239,11 @@ def reinforce_plus_plus_baseline(
 
 @torch.no_grad()
 def group_stats(reward: PerSequence, group: Groups) -> Stats:
-    """What a step should log of its rewards, one number each, under TRL's names where it has one.
+    """Reward metrics of a step, one number each, under TRL's names where it has one.
 
-        reward, reward_std     mean and standard deviation over the scored answers of the batch
+        reward, reward_std     mean and standard deviation over the scored completions of the batch
         frac_reward_zero_std   share of groups that teach nothing, since no two of their rewards differ
-        frac_unscored          share of answers without a reward
+        frac_unscored          share of completions without a reward
 
     A group that has no reward at all is not counted as a group. One with a single reward teaches nothing either; TRL
     counts it as if it did, and weighs groups by their size.
@@ -271,19 +272,15 @@ def _check_rewards(who: str, reward: Tensor, weight: Tensor) -> None:
     require(
         who,
         reward.dim() == 2 and weight.shape == reward.shape[1:],
-        f"reward must be [answers, rewards] with one weight per reward, got {list(reward.shape)} and "
+        f"reward must be [completions, rewards] with one weight per reward, got {list(reward.shape)} and "
         f"{list(weight.shape)}",
     )
 
 
 def _check_tokens(who: str, sequence: Tensor, **tokens: Tensor) -> None:
     same_shape(who, sequence=sequence, **tokens)
-    require(who, bool((sequence[1:] >= sequence[:-1]).all()), "sequence must be sorted: sort tokens by their answer")
-
-
-def _unit_interval(who: str, **values: float) -> None:
-    for name, value in values.items():
-        require(who, 0 <= value <= 1, "{} must be in [0, 1], got {}", name, value)
+    is_sorted = bool((sequence[1:] >= sequence[:-1]).all())
+    require(who, is_sorted, "sequence must be sorted: sort tokens by their completion")
 
 
 def _index(group: Tensor) -> Tensor:

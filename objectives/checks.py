@@ -1,4 +1,4 @@
-"""The two ways a caller can be wrong: tensors that do not fit together, and hyper-parameters out of range."""
+"""Checks of arguments: tensors must fit together, and hyper-parameters must be in range."""
 
 import math
 
@@ -19,6 +19,12 @@ def positive(who: str, **values: float) -> None:
     """Raise ValueError unless every value is a finite number above zero."""
     for name, value in values.items():
         require(who, 0 < value < math.inf, "{} must be > 0, got {}", name, value)
+
+
+def unit_interval(who: str, **values: float) -> None:
+    """Raise ValueError unless every value is in [0, 1]."""
+    for name, value in values.items():
+        require(who, 0 <= value <= 1, "{} must be in [0, 1], got {}", name, value)
 
 
 def require(who: str, condition: bool, complaint: str, *got: object) -> None:

@@ -5,7 +5,7 @@
     π            the policy now
     w_t, ρ_t     the log-ratio log π_old(t) − log μ(t), and the ratio e^w_t
 
-`token_log_ratio`, `sequence_log_ratio` and `geometric_log_ratio` say how far off a token is, or its whole answer;
+`token_log_ratio`, `sequence_log_ratio` and `geometric_log_ratio` say how far off a token is, or its whole completion;
 `truncated_importance`, `masked_importance` and `importance_mask` make a weight or a mask of such a log-ratio. These
 multiply: ``truncated_importance(token, cap=2.0) * importance_mask(geometric, low=0.99, high=1.01)``.
 
@@ -20,36 +20,35 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .checks import positive, require, same_shape
+from .checks import positive, require, same_shape, unit_interval
+from .policy import LOG_RATIO_LIMIT, clip_stats
 from .sequence import sequence_mean, sequence_sum
 from .types import FlatTokens, PerSequence, PerToken, SequenceIds, Stats
-
-LIMIT = 20.0  # e^20 is half a billion: finite in float32, squared too
 
 
 @torch.no_grad()
 def token_log_ratio(old_logp: PerToken, behavior_logp: PerToken) -> PerToken:
     """w_t, for each token by itself: little variance, but blind to what the tokens before it did."""
-    return _log_ratio("token_log_ratio", old_logp, behavior_logp).clamp(-LIMIT, LIMIT)
+    return _log_ratio("token_log_ratio", old_logp, behavior_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 @torch.no_grad()
 def sequence_log_ratio(old_logp: FlatTokens, behavior_logp: FlatTokens, sequence: SequenceIds) -> FlatTokens:
-    """Σ_t w_t of the token's answer: its weight is unbiased, and its variance grows with the length."""
+    """Σ_t w_t of the token's completion: its weight is unbiased, and its variance grows with the length."""
     w = _log_ratio("sequence_log_ratio", old_logp, behavior_logp)
     same_shape("sequence_log_ratio", old_logp=old_logp, sequence=sequence)
-    return sequence_sum(w, sequence, _sequences(sequence))[sequence].clamp(-LIMIT, LIMIT)
+    return sequence_sum(w, sequence, _sequences(sequence))[sequence].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 @torch.no_grad()
 def geometric_log_ratio(old_logp: FlatTokens, behavior_logp: FlatTokens, sequence: SequenceIds) -> FlatTokens:
-    """(1/|y|) Σ_t w_t of the token's answer: the log of the geometric mean of its ratios.
+    """(1/|y|) Σ_t w_t of the token's completion: the log of the geometric mean of its ratios.
 
     It does not grow with the length. Bounds on it lie close to 1, such as 0.99 and 1.01.
     """
     w = _log_ratio("geometric_log_ratio", old_logp, behavior_logp)
     same_shape("geometric_log_ratio", old_logp=old_logp, sequence=sequence)
-    return sequence_mean(w, sequence, _sequences(sequence))[sequence].clamp(-LIMIT, LIMIT)
+    return sequence_mean(w, sequence, _sequences(sequence))[sequence].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 @torch.no_grad()
@@ -57,7 +56,7 @@ def truncated_importance(log_ratio: PerToken, *, cap: float, floor: float = 0.0)
     """Truncated importance sampling: the weight min(ρ, C).
 
     Args:
-        log_ratio: of tokens (TIS), or of answers.
+        log_ratio: of tokens (TIS), or of completions.
         cap: C > 0; 2 is common.
         floor: a lower bound on the weight, in [0, C]. The papers have none; TRL's clip_min.
 
@@ -74,10 +73,10 @@ def masked_importance(log_ratio: PerToken, *, low: float = 0.5, high: float = 5.
     """IcePop: the weight ρ where α ≤ ρ ≤ β, and 0 where the mismatch is larger than that.
 
     Args:
-        log_ratio: of tokens (IcePop), or of answers (masked importance sampling).
+        log_ratio: of tokens (IcePop), or of completions (masked importance sampling).
         low, high: α and β, 0 ≤ α ≤ β.
 
-    Paper: Ling team 2025 (Ring-1T), arXiv:2510.18855; of answers: Liu et al. 2025, "When Speed Kills Stability".
+    Paper: Ling team 2025 (Ring-1T), arXiv:2510.18855; of completions: Liu et al. 2025, "When Speed Kills Stability".
     """
     inside = _inside("masked_importance", log_ratio, low, high)
     return torch.where(inside, log_ratio.exp(), 0.0)
@@ -113,7 +112,7 @@ def decoupled_ratio(proximal_logp: PerToken, behavior_logp: PerToken, *, cap: fl
 def off_policy_mask(
     logp: FlatTokens, behavior_logp: FlatTokens, advantage: PerSequence, sequence: SequenceIds, *, threshold: float
 ) -> FlatTokens:
-    """DeepSeek-V3.2's mask: bad answers that the policy would hardly give any more teach it nothing.
+    """DeepSeek-V3.2's mask: bad completions that the policy has become unlikely to give teach it nothing.
 
         0 where A_i < 0 and (1/|y|) Σ_t (log μ − log π) > δ, else 1
 
@@ -134,7 +133,7 @@ def off_policy_mask(
 def veto_mask(
     old_logp: FlatTokens, behavior_logp: FlatTokens, sequence: SequenceIds, *, threshold: float
 ) -> FlatTokens:
-    """verl's veto: an answer with a single token that π_old would all but never draw (ρ_t < threshold) counts 0.
+    """verl's veto: a completion with a single token that π_old would all but never draw (ρ_t < threshold) counts 0.
 
     Args:
         threshold: > 0, such as 1e-4.
@@ -185,8 +184,7 @@ def total_variation_mask(
 
         0 where A > 0 and π − μ > high, or A < 0 and μ − π > low; else 1
 
-    A difference of probabilities bounds the total variation, where PPO's ratio forbids rare tokens any change and
-    frequent ones hardly any. For use in place of a clip, on π/μ.
+    The trust region of `dppo`, around the sampler. For use in place of a clip, on π/μ.
 
     Args:
         low, high: in [0, 1]; prime-rl has 0.2 for both.
@@ -195,16 +193,14 @@ def total_variation_mask(
     """
     w = _log_ratio("total_variation_mask", logp, behavior_logp)
     same_shape("total_variation_mask", logp=logp, advantage=advantage)
-    for name, bound in (("low", low), ("high", high)):
-        require("total_variation_mask", 0 <= bound <= 1, "{} must be in [0, 1], got {}", name, bound)
+    unit_interval("total_variation_mask", low=low, high=high)
     moved = logp.exp() - (logp - w).exp()
-    stopped = ((advantage > 0) & (moved > high)) | ((advantage < 0) & (moved < -low))
-    return (~stopped).to(w.dtype)
+    return 1 - clip_stats(moved, advantage, -low, high)["clip_ratio/region"]
 
 
 @torch.no_grad()
-def mismatch(old_logp: PerToken, behavior_logp: PerToken) -> Stats:
-    """How far trainer and sampler are apart, for each token; the means are the metrics, of the first also the maximum.
+def sampler_mismatch(old_logp: PerToken, behavior_logp: PerToken) -> Stats:
+    """Distance between trainer and sampler at each token; the means are the metrics, of the first also the maximum.
 
         sampling/logp_difference    |w|, not clamped
         sampling/importance_ratio   ρ; 1 on average if μ covers π_old
@@ -212,12 +208,13 @@ def mismatch(old_logp: PerToken, behavior_logp: PerToken) -> Stats:
         sampling/kl_k3              ρ − 1 − w, the same with less variance
         sampling/chi_square         ρ² − 1, whose mean estimates χ²(π_old‖μ), the variance of the weights
 
-    For whole answers pass their `sequence_sum` of both; for the difference of log-perplexities, their `sequence_mean`.
-    Leave out tokens whose μ is unknown: a NaN stays one, since to count it as 0 would understate the mismatch.
+    For whole completions pass their `sequence_sum` of both; for the difference of log-perplexities, their
+    `sequence_mean`. Leave out tokens whose μ is unknown: a NaN stays one, since to count it as 0 would understate the
+    mismatch.
     """
-    same_shape("mismatch", old_logp=old_logp, behavior_logp=behavior_logp)
+    same_shape("sampler_mismatch", old_logp=old_logp, behavior_logp=behavior_logp)
     exact = old_logp - behavior_logp
-    w = exact.clamp(-LIMIT, LIMIT)
+    w = exact.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return {
         "sampling/logp_difference": exact.abs(),
         "sampling/importance_ratio": w.exp(),
@@ -229,7 +226,7 @@ def mismatch(old_logp: PerToken, behavior_logp: PerToken) -> Stats:
 
 @torch.no_grad()
 def bound_stats(log_ratio: PerToken, *, low: float, high: float) -> Stats:
-    """1 where a ratio is below or above its bounds, else 0; the means are the shares that are truncated or masked."""
+    """1 where a ratio is outside its bounds, else 0; the means are the shares that are truncated or masked."""
     inside = _inside("bound_stats", log_ratio, low, high)
     return {
         "sampling/clip_ratio/low": (log_ratio.exp() < low).to(log_ratio.dtype),

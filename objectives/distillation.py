@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .checks import require, same_shape
+from .checks import require, same_shape, unit_interval
 from .numerics import log_remainder
 from .sequence import sequence_length
 from .types import FlatTokens, PerToken, SequenceIds, Stats
@@ -62,7 +62,7 @@ def generalized_jsd(logp: Distributions, teacher_logp: Distributions, *, beta: f
     Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649, Eq. 1.
     """
     same_shape("generalized_jsd", logp=logp, teacher_logp=teacher_logp)
-    require("generalized_jsd", 0 <= beta <= 1, "beta must be in [0, 1], got {}", beta)
+    unit_interval("generalized_jsd", beta=beta)
     if beta == 0:
         return forward_kl(logp, teacher_logp)
     if beta == 1:
@@ -141,7 +141,7 @@ def minillm(
     *,
     alpha: float,
 ) -> tuple[FlatTokens, Stats]:
-    """MiniLLM: reverse KL of whole answers by policy gradient; each token also answers for the tokens after it.
+    """MiniLLM: reverse KL of whole completions by policy gradient; each token also counts for the tokens after it.
 
         ℓ_t = sg(w_t) [KL_t(S‖T) − sg(R_t) log q_t]
         R_t = mean_{t' > t} (log p_t' − log q_t'),  0 for the last token

@@ -1,15 +1,15 @@
-"""Feedback objectives: learn from single answers, each of them marked desirable or undesirable.
+"""Feedback objectives: learn from single completions, each of them marked desirable or undesirable.
 
-    r    log π(y|x)/π_ref(y|x), the log-ratio of a whole answer to the frozen reference
-    s    +1 if the answer is desirable, −1 if it is not
+    r    log π(y|x)/π_ref(y|x), the log-ratio of a whole completion to the frozen reference
+    s    +1 if the completion is desirable, −1 if it is not
     σ    the logistic function 1/(1 + e^−x)
 
 ``logp, ref_logp`` are log π(y|x) and log π_ref(y|x), summed over the tokens, in nats; ``desirable`` is Bool, of the
-same shape, and may hold one class only. β > 0 scales log-ratios to rewards. The reference points z₀ and δ mix answers,
-so they are arguments: one number each, found beforehand over the whole step; no gradient passes through them.
-Every function returns ``(loss, stats)`` with one entry per answer: nothing is reduced here. ``stats`` holds the reward
-βr and whether it lies on its label's side of the reference point; their means over one class need a weighting of
-their own. Shapes that differ and hyper-parameters out of range raise ValueError.
+same shape, and may hold one class only. β > 0 scales log-ratios to rewards. The reference points z₀ and δ mix
+completions, so they are arguments: one number each, found beforehand over the whole step; no gradient passes through
+them. Every function returns ``(loss, stats)`` with one entry per completion: nothing is reduced here. ``stats`` holds
+the reward βr and whether it lies on its label's side of the reference point; their means over one class need a
+weighting of their own. Shapes that differ and hyper-parameters out of range raise ValueError.
 """
 
 import torch
@@ -36,7 +36,7 @@ def kto(
 ) -> tuple[PerSequence, Stats]:
     """Kahneman-Tversky optimization: gains and losses are felt against a reference point, and ever less far from it.
 
-        ℓ = λ (1 − σ(s β (r − z₀))),  λ = λ_D for a desirable answer and λ_U for an undesirable one
+        ℓ = λ (1 − σ(s β (r − z₀))),  λ = λ_D for a desirable completion and λ_U for an undesirable one
 
     Args:
         kl: z₀ ≥ 0, an estimate of the KL divergence from the reference to the policy, by `kto_kl`.
@@ -53,12 +53,12 @@ def kto(
 
 
 def kto_kl(logp: PerSequence, ref_logp: PerSequence) -> Scalar:
-    """KTO's reference point z₀: how far the policy has moved, from answers that were given to other prompts.
+    """KTO's reference point z₀: how far the policy has moved, from completions that were given to other prompts.
 
         z₀ = max(0, mean_i log π(y_j|x_i)/π_ref(y_j|x_i)),  j ≠ i,  detached
 
-    Pass the mismatched answers of the whole step: the maximum of a mean is not the mean of maxima. TRL's z₀ is that
-    of a micro-batch. Without any answer z₀ is 0.
+    Pass the mismatched completions of the whole step: the maximum of a mean is not the mean of maxima. TRL's z₀ is that
+    of a micro-batch. Without any completion z₀ is 0.
 
     Paper: Ethayarajh et al. 2024, arXiv:2402.01306.
     """
@@ -69,7 +69,7 @@ def kto_kl(logp: PerSequence, ref_logp: PerSequence) -> Scalar:
 def apo_zero_unpaired(
     logp: PerSequence, ref_logp: PerSequence, desirable: Labels, *, beta: Positive
 ) -> tuple[PerSequence, Stats]:
-    """Anchored preference optimization on single answers: desirable ones up, undesirable ones down from the reference.
+    """Anchored preference optimization on single completions: desirable ones up from the reference, others down.
 
         ℓ = 1 − σ(s β r)
 
@@ -84,11 +84,11 @@ def apo_zero_unpaired(
 def bco(
     logp: PerSequence, ref_logp: PerSequence, desirable: Labels, delta: Scalar, *, beta: Positive
 ) -> tuple[PerSequence, Stats]:
-    """Binary classifier optimization: the reward, shifted, is the logit of a classifier of answers.
+    """Binary classifier optimization: the reward, shifted, is the logit of a classifier of completions.
 
         ℓ = −log σ(s (β r − δ))
 
-    Summed over a desirable and an undesirable answer it is an upper bound of their DPO loss, for any δ; the shift
+    Summed over a desirable and an undesirable completion it is an upper bound of their DPO loss, for any δ; the shift
     tightens it.
 
     Args:
@@ -120,5 +120,5 @@ def _check_scalar(who: str, **value: Tensor) -> None:
 
 
 def _repeated(value: Tensor, like: Tensor) -> Tensor:
-    """The value once per answer, so that its weighted mean is itself."""
+    """The value once per completion, so that its weighted mean is itself."""
     return value.detach().to(like.dtype).expand_as(like)

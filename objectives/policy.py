@@ -6,19 +6,20 @@
     σ, sg      the logistic function, stop-gradient
 
 Every function returns ``(loss, stats)``, nothing is reduced. Most are elementwise, of any shape, without a mask: hand
-them sampled tokens only. `gspo` and `gmpo` return one entry per answer. The loop's weights make the algorithm:
+them sampled tokens only. `gspo` and `gmpo` return one entry per completion. The loop's weights make the algorithm:
 
     PPO, DAPO          `clipped_surrogate`, every token alike; DAPO with ε_high 0.28; TRL's "bnpo", per micro-batch
     GRPO, Dr. GRPO     `clipped_surrogate`, 1/|o| a token; 1/L, L fixed        arXiv:2402.03300, arXiv:2503.20783
     CISPO, VESPO       `cispo`, `vespo`, every token alike
     SAPO, GSPO-token   `sapo`, `gspo_token`, 1/|o| a token
-    GSPO, GMPO         `gspo`, `gmpo`, every answer alike
-    LUSPO              `gspo`, |o| an answer, over the number of answers       arXiv:2602.05261
-    RLOO               `reinforce` of `sequence_sum`, every answer alike; TRL's is `clipped_surrogate` of the sums
+    GSPO, GMPO         `gspo`, `gmpo`, every completion alike
+    LUSPO              `gspo`, |o| a completion, over their number    arXiv:2602.05261
+    RLOO               `reinforce` of `sequence_sum`, every completion alike; TRL's is `clipped_surrogate` of the sums
 
-An elementwise objective of per-answer sums or means is its answer-level form: ``sapo(sequence_mean(logp), ...)``. Sums
-of losses give more: Kimi's mirror descent is `reinforce` + τ · k2 of `kl_estimate` to π_old (arXiv:2501.12599), a PPO
-step adds `value_loss` and `entropy_bonus`, on-policy distillation has A = sg(log π_teacher − log π).
+An elementwise objective of sums or means over completions is its sequence-level form: ``sapo(sequence_mean(logp),
+...)``. Sums of losses give more: Kimi's mirror descent is `reinforce` + τ · k2 of `kl_estimate` to π_old
+(arXiv:2501.12599), a PPO step adds `value_loss` and `entropy_bonus`, on-policy distillation has A = sg(log π_teacher −
+log π).
 
 w is cut at 20, where ρ = e²⁰ ≈ 5e8: beyond, values stay at the cut and the gradient is zero, instead of an overflow.
 Shapes that differ and hyper-parameters out of range raise ValueError; math.inf turns a clip off.
@@ -31,11 +32,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .checks import positive, require, same_shape
+from .checks import positive, require, same_shape, unit_interval
 from .sequence import sequence_mean, sequence_sum
 from .types import FlatTokens, NonNegative, PerSequence, PerToken, Positive, Range, SequenceIds, Stats
 
-LOG_RATIO_LIMIT = 20.0
+LOG_RATIO_LIMIT = 20.0  # e^20 is half a billion: finite in float32, squared too
 
 
 def reinforce(logp: PerToken, advantage: PerToken) -> tuple[PerToken, Stats]:
@@ -43,7 +44,7 @@ def reinforce(logp: PerToken, advantage: PerToken) -> tuple[PerToken, Stats]:
 
     Unbiased where π sampled the tokens; otherwise multiply by an importance weight of `correction`.
 
-    Paper: Williams 1992; of whole answers: RLOO, Ahmadian et al. 2024, arXiv:2402.14740.
+    Paper: Williams 1992; of whole completions: RLOO, Ahmadian et al. 2024, arXiv:2402.14740.
     """
     same_shape("reinforce", logp=logp, advantage=advantage)
     return -advantage * logp, {}
@@ -54,7 +55,7 @@ def topr(logp: PerToken, old_logp: PerToken, advantage: PerToken) -> tuple[PerTo
 
         ℓ = −A log π where A ≥ 0,  −sg(min(ρ, 1)) A log π where A < 0
 
-    The paper's ρ is of whole answers: pass `sequence_sum` of both log-probabilities.
+    The paper's ρ is of whole completions: pass `sequence_sum` of both log-probabilities.
 
     Paper: Le Roux et al. 2025, arXiv:2503.14286.
     """
@@ -107,7 +108,7 @@ def dppo(
     same_shape("dppo", logp=logp, old_logp=old_logp, advantage=advantage)
     _not_negative("dppo", clip_low=clip_low, clip_high=clip_high)
     ratio = _ratio(logp - old_logp)
-    stats = _clip_stats(logp.exp() - old_logp.exp(), advantage, -clip_low, clip_high)
+    stats = clip_stats(logp.exp() - old_logp.exp(), advantage, -clip_low, clip_high)
     return -ratio * advantage * (1 - stats["clip_ratio/region"]), {"ratio": ratio.detach(), **stats}
 
 
@@ -164,7 +165,7 @@ def gspo(
     clip_low: NonNegative,
     clip_high: NonNegative,
 ) -> tuple[PerSequence, Stats]:
-    """Group sequence policy optimization: one ratio and one clip per answer. One entry per answer.
+    """Group sequence policy optimization: one ratio, one clip and one entry per completion.
 
         ℓ = −min( sA, clip(s, 1 − ε_low, 1 + ε_high) A ),  s = exp( (1/|o|) Σ_t w_t )
 
@@ -191,13 +192,13 @@ def gspo_token(
 
         ℓ_t = −min( s_t A_t, clip(s_t, 1 − ε_low, 1 + ε_high) A_t ),  s_t = sg(s) π_t / sg(π_t)
 
-    With one advantage per answer its mean over the answer has the value and the gradient of `gspo`.
+    Where a completion has one advantage, the mean over its tokens has the value and the gradient of `gspo`.
 
     Paper: Zheng et al. 2025, arXiv:2507.18071.
     """
     same_shape("gspo_token", logp=logp, old_logp=old_logp, advantage=advantage, sequence=sequence)
-    answer = torch.unique_consecutive(sequence, return_inverse=True)[1]
-    log_ratio = sequence_mean((logp - old_logp).detach(), answer, logp.shape[0])[answer]
+    completion = torch.unique_consecutive(sequence, return_inverse=True)[1]
+    log_ratio = sequence_mean((logp - old_logp).detach(), completion, logp.shape[0])[completion]
     return _surrogate("gspo_token", log_ratio + (logp - logp.detach()), advantage, clip_low, clip_high)
 
 
@@ -210,11 +211,13 @@ def gmpo(
     clip_low: NonNegative = 0.4,
     clip_high: NonNegative = 0.4,
 ) -> tuple[PerSequence, Stats]:
-    """Geometric-mean policy optimization: tokens are clipped one by one, then their ratios multiply. One per answer.
+    """Geometric-mean policy optimization: tokens are clipped one by one, then their ratios multiply.
+
+    One entry per completion.
 
         ℓ = −A exp( (1/|o|) Σ_t ŵ_t ),  ŵ = min(w, ε_high) where A > 0, max(w, −ε_low) where A < 0
 
-    The clip statistics are shares of the answer's tokens, ``ratio`` the geometric mean.
+    The clip statistics are shares of the completion's tokens, ``ratio`` the geometric mean.
 
     Args:
         clip_low, clip_high: ε_low, ε_high ≥ 0, bounds of w and not of ρ: the paper's (e^−0.4, e^0.4).
@@ -226,7 +229,7 @@ def gmpo(
     log_ratio, of_token = logp - old_logp, advantage[sequence]
     clipped = torch.where(of_token > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
     ratio = _ratio(sequence_mean(clipped, sequence, advantage.shape[0]))
-    stats = _clip_stats(log_ratio, of_token, -clip_low, clip_high)
+    stats = clip_stats(log_ratio, of_token, -clip_low, clip_high)
     shares = {name: sequence_mean(share, sequence, advantage.shape[0]) for name, share in stats.items()}
     return -advantage * ratio, {"ratio": ratio.detach(), **shares}
 
@@ -242,7 +245,7 @@ def vespo(
     k_neg: Positive = 3.0,
     lambda_neg: Positive = 2.0,
 ) -> tuple[FlatTokens, Stats]:
-    """Variational sequence-level soft policy optimization: REINFORCE, weighted by how near the answer still is.
+    """Variational sequence-level soft policy optimization: REINFORCE, weighted by how near the completion still is.
 
         ℓ_t = −sg(φ) A log π_t,  φ = exp(λ + kW − λe^W),  W = Σ_t w_t
 
@@ -317,7 +320,7 @@ def corrected_kl_estimate(
 
 
 def high_entropy_mask(entropy: PerToken, *, quantile: float) -> Bool[Tensor, "*tokens"]:
-    """Which tokens are among the share ρ of highest entropy, where a text could have taken another turn.
+    """True at the share ρ of tokens with the highest entropy, where a text could have taken another turn.
 
     The threshold couples tokens: pass the entropies of the whole step. The mask multiplies the policy loss or its
     weights, whose denominators still count every token. Ties at the threshold are all kept, and always one token.
@@ -327,7 +330,7 @@ def high_entropy_mask(entropy: PerToken, *, quantile: float) -> Bool[Tensor, "*t
 
     Paper: Wang et al. 2025, arXiv:2506.01939.
     """
-    require("high_entropy_mask", 0 <= quantile <= 1, "quantile must be in [0, 1], got {}", quantile)
+    unit_interval("high_entropy_mask", quantile=quantile)
     if entropy.numel() == 0:
         return torch.zeros_like(entropy, dtype=torch.bool)
     # torch.quantile's threshold lies between two entropies and keeps the same tokens, but refuses large batches.
@@ -346,7 +349,7 @@ def _surrogate(
     capped, clipped = ratio.clamp(max=ratio_cap), ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(capped * advantage, clipped * advantage)
     ratio = ratio.detach()
-    return loss, {"ratio": ratio, **_clip_stats(ratio, advantage, 1 - clip_low, 1 + clip_high)}
+    return loss, {"ratio": ratio, **clip_stats(ratio, advantage, 1 - clip_low, 1 + clip_high)}
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
@@ -366,8 +369,8 @@ def _kl(who: str, difference: Tensor, kind: str) -> Tensor:
     raise ValueError(f"{who}: kind must be k1, k2 or k3, got {kind!r}")
 
 
-def _clip_stats(moved: Tensor, advantage: Tensor, low: float, high: float) -> Stats:
-    """Where the clip stops the gradient: down with A < 0, up with A > 0, either."""
+def clip_stats(moved: Tensor, advantage: Tensor, low: float, high: float) -> Stats:
+    """Flags of the tokens whose gradient the clip stops: down with A < 0, up with A > 0, either."""
     is_low, is_high = (moved < low) & (advantage < 0), (moved > high) & (advantage > 0)
     flags = {"clip_ratio/low": is_low, "clip_ratio/high": is_high, "clip_ratio/region": is_low | is_high}
     return {name: flag.to(moved.dtype) for name, flag in flags.items()}

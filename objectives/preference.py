@@ -1,7 +1,7 @@
-"""Preference objectives: learn from pairs of answers to one prompt, one of them preferred.
+"""Preference objectives: learn from pairs of completions to one prompt, one of them preferred.
 
-    y_w, y_l     the chosen and the rejected answer to x
-    log π(y|x)   log-probability of a whole answer in nats: the sum over its tokens
+    y_w, y_l     the chosen and the rejected completion to x
+    log π(y|x)   log-probability of a whole completion in nats: the sum over its tokens
     a, b         log π(y_w|x)/π_ref(y_w|x) and log π(y_l|x)/π_ref(y_l|x), the log-ratios to the frozen reference
     h = a − b    the margin
     σ            the logistic function 1/(1 + e^−x)
@@ -79,7 +79,7 @@ def ipo(
 
         ℓ = (h − 1/(2β))²,  β being the paper's τ
 
-    The paper's h is of summed log-probabilities. TRL divides each log-ratio by its answer's length: for that, pass
+    The paper's h is of summed log-probabilities. TRL divides each log-ratio by its completion's length: for that, pass
     per-token means.
 
     Paper: Azar et al. 2023, arXiv:2310.12036, Eq. 17.
@@ -145,7 +145,7 @@ def nca(
 def bco_pair(
     chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
-    """Binary classifier optimization on pairs: each answer on its own is classified as good or bad by its reward.
+    """Binary classifier optimization on pairs: each completion on its own is classified as good or bad by its reward.
 
         ℓ = −log σ(βa) − log σ(−βb)
 
@@ -160,7 +160,7 @@ def bco_pair(
 def sppo_hard(
     chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
-    """Self-play preference optimization with hard labels: y_w beats the policy's average answer surely, y_l never.
+    """Self-play preference optimization with hard labels: y_w beats the policy's average completion surely, y_l never.
 
         ℓ = (a − 1/(2β))² + (b + 1/(2β))²,  β being the paper's 1/η and the reference its last iterate
 
@@ -174,7 +174,7 @@ def sppo_hard(
 def apo_zero(
     chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
-    """Anchored preference optimization, for chosen answers better than the policy's own: y_w up, y_l down.
+    """Anchored preference optimization, for chosen completions better than the policy's own: y_w up, y_l down.
 
         ℓ = 1 − σ(βa) + σ(βb)
 
@@ -187,7 +187,7 @@ def apo_zero(
 def apo_down(
     chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
-    """Anchored preference optimization, for chosen answers worse than the policy's own: both down, y_l further.
+    """Anchored preference optimization, for chosen completions worse than the policy's own: both down, y_l further.
 
         ℓ = σ(βa) + 1 − σ(βh)
 
@@ -261,12 +261,13 @@ def aot_unpaired(
     beta: Positive,
     label_smoothing: LabelNoise = 0.0,
 ) -> tuple[PerPair, Stats]:
-    """Alignment via optimal transport between the rewards of all chosen and of all rejected answers.
+    """Alignment via optimal transport between the rewards of all chosen and of all rejected completions.
 
         ℓ = −(1 − ε) log σ(βΔ) − ε log σ(−βΔ),  Δ = a minus the value of b that has the same rank
 
-    Which rejected answer stands beside which chosen one does not matter, so they may come from different prompts.
-    Ranks couple the pairs: pass all answers of the step at once, not a micro-batch. Entry i is of chosen answer i.
+    Which rejected completion stands beside which chosen one does not matter, so they may come from different prompts.
+    Ranks couple the pairs: pass all completions of the step at once, not a micro-batch. Entry i is of chosen completion
+    i.
 
     Args:
         label_smoothing: ε in [0, ½).
@@ -277,7 +278,7 @@ def aot_unpaired(
     return logistic("aot_unpaired", beta * (a - _same_rank(a, b)), label_smoothing), stats
 
 
-def f_score(
+def f_divergence_score(
     log_ratio: Tensor, *, divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"], alpha: float = 0.5
 ) -> Tensor:
     """f-DPO's reward: f′(u) of the ratio u = π/π_ref, for another f-divergence than DPO's reverse KL.
@@ -289,7 +290,7 @@ def f_score(
 
     Constants are left out, since only differences count: f′(1) = 0. TRL's coefficient is 1 − α. Where 1/u or u^−α is
     beyond the cube root of the largest float, the score goes on along its tangent, finite in value and gradient.
-    Composes with every objective on log-ratios: ``dpo(f_score(a), f_score(b), zero, zero, beta=...)``.
+    Composes with every objective on log-ratios: with f = f_divergence_score, ``dpo(f(a), f(b), zero, zero, beta=...)``.
 
     Args:
         log_ratio: a or b, of any shape.
@@ -297,7 +298,7 @@ def f_score(
 
     Paper: Wang et al. 2023, arXiv:2309.16240.
     """
-    require("f_score", 0 < alpha < 1, "alpha must be in (0, 1), got {}", alpha)
+    require("f_divergence_score", 0 < alpha < 1, "alpha must be in (0, 1), got {}", alpha)
     match divergence:
         case "reverse_kl":
             return log_ratio
@@ -307,7 +308,7 @@ def f_score(
             return math.log(2) + F.logsigmoid(log_ratio)
         case "alpha":
             return power_score(log_ratio, alpha)
-    raise ValueError(f"f_score: divergence must be reverse_kl, forward_kl, js or alpha, got {divergence!r}")
+    raise ValueError(f"f_divergence_score: divergence must be reverse_kl, forward_kl, js or alpha, got {divergence!r}")
 
 
 def log_ratios(

@@ -1,7 +1,7 @@
 """Preference objectives that need no reference policy: the policy's own log-probabilities are the rewards.
 
-    z          log π(y_w|x) − log π(y_l|x) of whole answers, summed over their tokens
-    m_w, m_l   (1/|y|) log π(y|x), the per-token means of both answers
+    z          log π(y_w|x) − log π(y_l|x) of whole completions, summed over their tokens
+    m_w, m_l   (1/|y|) log π(y|x), the per-token means of both completions
 
 ``chosen, rejected`` are the sums and ``mean_chosen, mean_rejected`` the means, in nats, both of one shape. As in
 `preference`, every function returns ``(loss, stats)`` with one entry per pair, and shapes that differ or
@@ -74,7 +74,7 @@ def alpha_po(
 
     α → 0 is SimPO. The reward is computed with expm1, so it does not cancel at small α. For α > 0 it falls
     exponentially in −m: where e^−αm is beyond the cube root of the largest float (e²⁹ in float32, e²³⁶ in float64),
-    as for summed log-probabilities of −1000, it goes on along its tangent. There the order of two answers, a finite
+    as for summed log-probabilities of −1000, it goes on along its tangent. There the order of two completions, a finite
     loss and a finite gradient are kept, the exact size is not.
 
     Args:

@@ -1,11 +1,11 @@
-"""Reward objectives: learn a score of answers, or of the steps of a solution, from what people said of them.
+"""Reward objectives: learn a score of completions, or of the steps of a solution, from what people said of them.
 
-    r    the score of an answer, a real number: only differences count, in nats of log-odds of being preferred
+    r    the score of a completion, a real number: only differences count, in nats of log-odds of being preferred
     z    the logit of a step being right
     σ    the logistic function 1/(1 + e^−x)
 
-Every objective returns ``(loss, stats)`` with one entry per pair, answer or step: nothing is reduced here. Shapes that
-differ raise ValueError. A score of another group or solution never enters an entry.
+Every objective returns ``(loss, stats)`` with one entry per pair, completion or step: nothing is reduced here. Shapes
+that differ raise ValueError. A score of another group or solution never enters an entry.
 """
 
 import math
@@ -20,20 +20,20 @@ from .checks import require, same_shape
 from .sequence import sequence_length, sequence_mean
 from .types import PerPair, PerSequence, Stats
 
-PerAnswer = Float[Tensor, " answers"]
-AnswerIds = Int[Tensor, " answers"]
+PerCompletion = Float[Tensor, " completions"]
+CompletionIds = Int[Tensor, " completions"]
 PerStep = Float[Tensor, " steps"]
 StepLabels = Float[Tensor, " steps"] | Bool[Tensor, " steps"]
 StepIds = Int[Tensor, " steps"]
 
 
 def bradley_terry(chosen: PerPair, rejected: PerPair, margin: PerPair | float = 0.0) -> tuple[PerPair, Stats]:
-    """Bradley-Terry: the odds that an answer is preferred are e to the difference of the scores.
+    """Bradley-Terry: the odds that a completion is preferred are e to the difference of the scores.
 
         ℓ = −log σ(r_w − r_l − m)
 
     Args:
-        margin: m, one number or one per pair: by how much the chosen answer is better, where that is known.
+        margin: m, one number or one per pair: by how much the chosen completion is better, where that is known.
 
     Paper: Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155; the margin: Touvron et al. 2023 (Llama 2),
     arXiv:2307.09288.
@@ -61,18 +61,18 @@ def centering(chosen: PerPair, rejected: PerPair) -> tuple[PerPair, Stats]:
     return (chosen + rejected).square(), {}
 
 
-def plackett_luce(score: PerAnswer, group: AnswerIds, rank: AnswerIds) -> tuple[PerAnswer, Stats]:
-    """Plackett-Luce: a ranking is a sequence of choices, each of the best among the answers that are left.
+def plackett_luce(score: PerCompletion, group: CompletionIds, rank: CompletionIds) -> tuple[PerCompletion, Stats]:
+    """Plackett-Luce: a ranking is a sequence of choices, each of the best among the completions that are left.
 
         ℓ_i = log Σ_{j: rank_j ≥ rank_i} e^{r_j} − r_i,  j in the group of i
 
-    The sum over a group is the negative log-likelihood of its ranking; two answers are `bradley_terry`. Answers of
-    equal rank are all left when either is chosen (Breslow's treatment of ties), which is best when they score alike.
-    Memory grows with the square of the number of answers in the call. ``stats["accuracy"]`` is the share of the
-    answers of other rank in its group that answer i stands on the right side of, 0 where there is none.
+    The sum over a group is the negative log-likelihood of its ranking; two completions are `bradley_terry`. Completions
+    of equal rank are all left when either is chosen (Breslow's treatment of ties), which is best when they score alike.
+    Memory grows with the square of the number of completions in the call. ``stats["accuracy"]`` is the share of the
+    completions of other rank in its group that completion i stands on the right side of, 0 where there is none.
 
     Args:
-        group: int64, the group of answers to one prompt that each answer belongs to.
+        group: int64, the group of completions to one prompt that each completion belongs to.
         rank: int64, 0 = best.
 
     Paper: Plackett 1975; Luce 1959; ties: Breslow 1974.
@@ -152,5 +152,5 @@ def step_aggregate(
 
 
 def elo(score: PerSequence) -> PerSequence:
-    """Scores in Elo points, 400/ln 10 to the nat: 400 points apart, the better answer wins ten times as often."""
+    """Scores in Elo points, 400/ln 10 to the nat: 400 points apart, the better completion wins ten times as often."""
     return score * (400 / math.log(10))

@@ -1,4 +1,4 @@
-"""From tokens to answers: what an objective on whole sequences needs of per-token values.
+"""From tokens to completions: sums, means and weights of per-token values over whole sequences.
 
 Tokens lie flat, the sequences one after the other; ``sequence`` says which one each token belongs to: int64, sorted,
 with values in ``[0, sequences)``. Only trained tokens are there, so lengths are counted in them. A sequence without a
@@ -7,7 +7,7 @@ token has sum 0, mean 0 and weight 1, and passes no gradient.
 
 import torch
 
-from .checks import require, same_shape
+from .checks import same_shape, unit_interval
 from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths
 
 
@@ -17,9 +17,9 @@ def sequence_length(sequence: SequenceIds, sequences: int) -> SequenceLengths:
 
 
 def sequence_sum(x: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSequence:
-    """Σ_t x_t over each sequence; of log-probabilities, log π(y|x) of the whole answer."""
+    """Σ_t x_t over each sequence; of log-probabilities, log π(y|x) of the whole completion."""
     same_shape("sequence_sum", x=x, sequence=sequence)
-    # Token after token, a float32 sum over an answer of hundreds loses digits that a ratio of policies would show.
+    # Token after token, a float32 sum over a completion of hundreds loses digits that a ratio of policies would show.
     exact = torch.float32 if x.device.type == "mps" else torch.float64
     return x.new_zeros(sequences, dtype=exact).index_add(0, sequence, x.to(exact)).to(x.dtype)
 
@@ -33,14 +33,14 @@ def sequence_mean(x: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSe
 def length_desensitized_sum(
     x: FlatTokens, sequence: SequenceIds, public_length: SequenceLengths, *, alpha: float
 ) -> PerSequence:
-    """LD-DPO's log-likelihood: what an answer says beyond the length of the other one of its pair counts α.
+    """LD-DPO's log-likelihood: what a completion says beyond the length of the other one of its pair counts α.
 
         Σ_{t ≤ l} x_t + α Σ_{t > l} x_t
 
     Args:
         x: per-token log-probabilities, of the policy and, in a second call, of the reference.
         public_length: l = min(|y_w|, |y_l|), for both sequences of a pair: ``torch.minimum`` of `sequence_length`.
-        alpha: α in [0, 1]; 1 is plain `sequence_sum`, 0 cuts both answers to one length.
+        alpha: α in [0, 1]; 1 is plain `sequence_sum`, 0 cuts both completions to one length.
 
     Raises:
         ValueError: if x and sequence differ in shape or α is out of range.
@@ -48,7 +48,7 @@ def length_desensitized_sum(
     Paper: Liu et al. 2024, arXiv:2409.06411.
     """
     same_shape("length_desensitized_sum", x=x, sequence=sequence)
-    require("length_desensitized_sum", 0 <= alpha <= 1, "alpha must be in [0, 1], got {}", alpha)
+    unit_interval("length_desensitized_sum", alpha=alpha)
     sequences = public_length.shape[0]
     length = sequence_length(sequence, sequences)
     start = length.cumsum(0) - length
@@ -57,11 +57,11 @@ def length_desensitized_sum(
 
 
 def wpo_weight(logp: FlatTokens, log_sum_squares: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSequence:
-    """WPO's weight of an answer: how likely the policy is to say it, relative to what it says itself.
+    """WPO's weight of a completion: how likely the policy is to say it, relative to what it says itself.
 
         w(x, y) = exp( (1/|y|) Σ_t [log p(y_t) − log Σ_v p(v)²] ),  detached
 
-    Σ_v p(v)² is the probability the policy expects of its own next token ("sampled alignment"), so its own answers
+    Σ_v p(v)² is the probability the policy expects of its own next token ("sampled alignment"), so its own completions
     weigh about 1. A pair's loss is multiplied by w(x, y_w) · w(x, y_l).
 
     Args:

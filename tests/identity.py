@@ -90,7 +90,8 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
         "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo")},
     "grpo_once": "grpo @online --mask_truncated true --top_p 0.9 --correction tis --correction_high 0.902",
     "grpo_kl_in_reward": "grpo @online @split --kl_as reward --kl k2 --scale batch --weighting token_mean --lora.r 4",
-    "grpo_gdpo": "grpo @online @split --reward_aggregation normalize --temperature 0.8 --top_k 240 --correction icepop",
+    "grpo_gdpo": "grpo @online @split --reward_aggregation normalize --temperature 0.8 --top_k 240 "
+    "--correction icepop",
     "grpo_mix": "grpo @online @split --loss '{clipped_surrogate: 1, entropy_bonus: 0.01, topr: 0.1, reinforce: 0.1}'",
     "grpo_turns": "grpo @online --environment guess_number --limits.turns 3 --cache_bytes 1",  # one by one: same bits
     "gspo_truncated": "grpo @online --variant gspo --top_p 0.9 --correction sequence_tis --correction_high 0.6",
@@ -100,7 +101,8 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
     "ppo_critic": "ppo @online @split --value_model @teacher --loss '{clipped_surrogate: 1, entropy_bonus: 0.01}'",
 }  # fmt: skip
 SKIPPED = ("step", "seconds", "sampling/seconds")  # fields of a line of metrics that are no results
-RENAMED: dict[str, str] = {}  # regular weightings -> replacement, for names of cases and numbers in an older file
+# Regular expression -> replacement, for names of cases and numbers in an older file.
+RENAMED = {"answer_surrogate": "completion_surrogate"}
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"} | dict.fromkeys(
     ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TRITON_INTERPRET"), "1"
 )

@@ -53,16 +53,14 @@ def test_a_new_objective_makes_the_page_stale(monkeypatch):
 
     dpo_again.__module__ = objectives.dpo.__module__
     monkeypatch.setattr(objectives, "dpo_again", dpo_again, raising=False)
-    monkeypatch.setattr(objectives, "__all__", [*objectives.__all__, "dpo_again"])
     assert not is_fresh()
 
 
 def test_every_public_function_has_one_entry():
     public = [
         name
-        for name in objectives.__all__
-        if callable(function := getattr(objectives, name))
-        and getattr(function, "__module__", "").startswith("burnish.objectives")
+        for name, function in vars(objectives).items()
+        if callable(function) and getattr(function, "__module__", "").startswith("burnish.objectives")
     ]
     assert sorted(re.findall(r"^### (\w+)$", PAGE.read_text(), flags=re.M)) == sorted(public), REMEDY
 
@@ -101,14 +99,14 @@ def test_a_loss_has_its_formula_and_its_paper(name):
     [
         ("nll", "token", False, []),
         ("dpo", "pair", True, []),
-        ("f_score", "any shape", True, ["log-ratios"]),
+        ("f_divergence_score", "any shape", True, ["log-ratios"]),
         ("simpo", "pair", False, []),
-        ("kto", "answer", True, ["labels", "one number for the whole step"]),
+        ("kto", "completion", True, ["labels", "one number for the whole step"]),
         ("step_loss", "step", False, ["labels"]),
-        ("plackett_luce", "answer", False, ["groups", "ranks"]),
-        ("gspo", "token, answer → answer", False, ["log-probs of π_old", "advantages"]),
+        ("plackett_luce", "completion", False, ["groups", "ranks"]),
+        ("gspo", "token, completion → completion", False, ["log-probs of π_old", "advantages"]),
         ("forward_kl", "token", False, ["a teacher"]),
-        ("mismatch", "token → statistics", False, ["log-probs of π_old", "the sampler's log-probs"]),
+        ("sampler_mismatch", "token → statistics", False, ["log-probs of π_old", "the sampler's log-probs"]),
     ],
 )
 def test_units_and_needs_are_read_from_the_signature(name, unit, reference, needs):

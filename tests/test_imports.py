@@ -65,7 +65,7 @@ def test_rooms_import_along_the_arrows() -> None:
         ("objectives/x.py", "import triton"),
         ("objectives/x.py", "from ..kernels import linear_logprob"),
         ("objectives/x.py", "from .. import loops"),
-        ("objectives/__init__.py", "from ..data.example import Example"),
+        ("objectives/__init__.py", "from ..data.examples import Example"),
         ("objectives/deep/x.py", "from ...kernels import linear_logprob"),
         ("objectives/x.py", "from burnish.objectives import dpo"),
         ("objectives/x.py", "def f():\n    import numpy"),

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from burnish.benchmarks.real_model import Unavailable, conversations, preference_pairs, smollm2, write_jsonl
-from burnish.data import encode_preference, example
+from burnish.data import Tokenization, encode_preference, example
 from burnish.loops import Policy, collate
 from burnish.loops.cli import main
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -66,7 +66,7 @@ def test_the_trained_model_reloads_with_the_same_log_probs(dpo):
     place = directory / "run/model"
     tokenizer = AutoTokenizer.from_pretrained(place)
     policy = Policy(AutoModelForCausalLM.from_pretrained(place))
-    pairs, _ = encode_preference(str(directory / "held_out.jsonl"), tokenizer, max_length=1024)
+    pairs, _ = encode_preference(str(directory / "held_out.jsonl"), tokenizer, Tokenization(max_length=1024))
     with torch.no_grad():
         batches = [collate([example(pairs, i) for i in range(k, k + 8)]) for k in range(0, HELD_OUT, 8)]
         answers = [

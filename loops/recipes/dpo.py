@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...data import encode_preference
 from ...objectives import (
-    f_score,
+    f_divergence_score,
     length_desensitized_sum,
     preference,
     reference_free,
@@ -67,7 +67,7 @@ def dpo(config: DPO) -> dict[str, float]:
                 raise ValueError(
                     f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl"
                 )
-        score = partial(f_score, divergence=config.divergence, alpha=config.divergence_alpha)
+        score = partial(f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha)
     config.teacher.check(needed="divergence" in needs(terms))
     recipe = open_recipe(config, encode_preference)
     refuse_split_steps(terms, recipe)

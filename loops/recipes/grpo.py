@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ...objectives import group_advantage, kl_estimate, leave_one_out, normalize_then_sum, sequence_sum, whiten
+from ...objectives import gdpo_advantage, group_advantage, kl_estimate, rloo_advantage, sequence_sum, whiten
 from ..rl.buffer import RolloutBuffer
 from ..rl.policy_gradient import surrogate_terms, train_policy
 from ..rl.settings import Weighting
@@ -113,13 +113,13 @@ def advantages(rollout: RolloutBuffer, *, config: GRPO, variant: Variant) -> dic
     """Of each answer against the others to its prompt, one column [tokens]."""
     judged, sequence = rollout.judged, rollout.sequence
     if config.reward_aggregation == "normalize":
-        return {"advantage": normalize_then_sum(judged.reward, judged.group, judged.weight)[sequence]}
+        return {"advantage": gdpo_advantage(judged.reward, judged.group, judged.weight)[sequence]}
     reward = rollout.reward
     if config.beta and config.kl_as == "reward":
         kl, _ = kl_estimate(rollout.columns["old_logp"], rollout.columns["ref_logp"], kind=config.kl or "k1")
         reward = reward - config.beta * sequence_sum(kl.double(), sequence, len(reward))
     if variant.baseline == "leave_one_out":
-        found = leave_one_out(reward, judged.group)
+        found = rloo_advantage(reward, judged.group)
         found = whiten(found.where(~reward.isnan(), float("nan"))) if variant.scale == "batch" else found
     else:
         found = group_advantage(reward, judged.group, scale=variant.scale)

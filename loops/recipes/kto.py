@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ...data import Example, encode_feedback
+from ...data import Example, encode_unpaired
 from ...objectives import PerSequence, feedback, kto_kl, sequence_sum
 from ..batch import Batch, collate
 from ..models.backbone import evaluating
@@ -48,7 +48,7 @@ def run_kto(config: KTO) -> dict[str, float]:
         raise ValueError("kto: its z0 comes from the answers to other prompts of a step; use a batch_size of 2 or more")
     if "kto" in terms and config.reference == "precompute":
         raise ValueError("reference: the mismatched answers of kto can't be precomputed; use copy or adapters_off")
-    recipe = open_recipe(config, encode_feedback)
+    recipe = open_recipe(config, encode_unpaired)
     reference, before = open_reference(recipe, config.reference)
     assert reference is not None
     teaching, told = open_teacher(recipe, config.teacher, needed="divergence" in needs(terms))

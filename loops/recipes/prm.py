@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data import encode_steps, step_example
+from ...data import encode_stepwise, step_example
 from ...objectives import step_loss
 from ..batch import collate
 from ..config import Common
@@ -21,7 +21,8 @@ from .settings import PRM
 
 def run_prm(config: PRM) -> dict[str, float]:
     """Run the recipe; returns the metrics of its last step."""
-    encode = partial(encode_steps, separator=config.separator, train_on_last_step_only=config.train_on_last_step_only)
+    last_only = config.train_on_last_step_only
+    encode = partial(encode_stepwise, separator=config.separator, train_on_last_step_only=last_only)
     terms = {"step_loss": Term(step_loss)}
     recipe = open_run(config, encode, partial(wrap, config), _step_head)
     recipe.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`

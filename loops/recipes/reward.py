@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data import Accounting, encode_preference, encode_ranking, encode_scores, encode_supervised, example
 from ...objectives import Stats, bradley_terry, centering, plackett_luce, score_regression
-from ...objectives.reward import AnswerIds, PerAnswer
+from ...objectives.reward import CompletionIds, PerCompletion
 from ..batch import Batch, collate
 from ..config import Common
 from ..models.io import load_classifier
@@ -72,7 +72,7 @@ def _reward_head(config: Common) -> nn.Module:
 
 
 def _with_margin(*arguments: Any, column: str, **options: Any) -> tuple[Dataset, Accounting]:
-    data, accounting = encode_preference(*arguments, columns=(column,), **options)
+    data, accounting = encode_preference(*arguments, numeric_columns=(column,), **options)
     return data if column == "margin" else data.rename_column(column, "margin"), accounting
 
 
@@ -87,11 +87,11 @@ def _ranking_mean(batch: Batch) -> Weights:
     return Weights(torch.ones(batch.sequences, dtype=torch.float64, device=batch.target.device), len(batch.examples))
 
 
-def _ranking_loss(score: PerAnswer, group: AnswerIds, rank: AnswerIds) -> tuple[PerAnswer, Stats]:
+def _ranking_loss(score: PerCompletion, group: CompletionIds, rank: CompletionIds) -> tuple[PerCompletion, Stats]:
     return plackett_luce(score, group, rank)[0], {}
 
 
-def _ranking_accuracy(score: PerAnswer, group: AnswerIds, rank: AnswerIds) -> tuple[PerAnswer, Stats]:
+def _ranking_accuracy(score: PerCompletion, group: CompletionIds, rank: CompletionIds) -> tuple[PerCompletion, Stats]:
     _, stats = plackett_luce(score.detach(), group, rank)
     return stats.pop("accuracy"), stats  # the mean over answers, not the sum over those of a ranking
 

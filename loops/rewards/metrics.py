@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from ...objectives import group_stats, total_reward
+from ...objectives import group_stats, weighted_reward
 from ..rollouts.sample import Sample
 from .scoring import RewardFunction
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class RewardTable(NamedTuple):
-    """Scores as `objectives.advantage` takes them: `total_reward`, `normalize_then_sum`.
+    """Scores as `objectives.advantage` takes them: `weighted_reward`, `gdpo_advantage`.
 
     Attributes:
         reward: float64 [samples, rewards], NaN where a function does not apply. Where one of a weight other than 0 has
@@ -78,7 +78,7 @@ def reward_metrics(rewards: Sequence[RewardFunction], samples: Sequence[Sample])
         reasons = Counter("none" if value is None else value for value in found if not _is_number(value))
         metrics |= {f"{name}/unscored/{reason}": float(count) for reason, count in sorted(reasons.items())}
     if len(samples):
-        total = total_reward(matrix, weight)
+        total = weighted_reward(matrix, weight)
         stats = group_stats(total, group)
         groups = len(set(group[~total.isnan()].tolist()))
         metrics |= {name: value.item() for name, value in stats.items() if not value.isnan()}
@@ -123,7 +123,7 @@ class RewardMonitor:
             "rewards: all answers to a prompt were worth the same",
             "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier prompts,"
             " a reward that tells more answers apart, a higher temperature or a larger group_size",
-            now=compared and group_stats(total_reward(matrix, weight), group)["frac_reward_zero_std"].item() == 1,
+            now=compared and group_stats(weighted_reward(matrix, weight), group)["frac_reward_zero_std"].item() == 1,
         )
         problems |= self._lasts(
             "max_tokens: every answer was cut before its end",
@@ -170,7 +170,7 @@ class RewardMonitor:
         return {
             f"drowned {quiet}": f"reward {quiet}: varies by {means[quiet]:g} where {loud} varies by {means[loud]:g}, "
             f"weights included, so that {loud} decides alone; change the weights, or normalize each reward before "
-            "summing (reward_aggregation: normalize; in code, normalize_then_sum)"
+            "summing (reward_aggregation: normalize; in code, gdpo_advantage)"
         }
 
 

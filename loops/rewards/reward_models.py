@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from ...data import Example
+from ...data import Example, vocabulary_differences
 from ...objectives import step_aggregate
 from ..batch import collate
 from ..models.scorer import Scorer, ends_marked, scores
@@ -141,14 +141,12 @@ def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
     Raises:
         ValueError: naming the first token that differs, or that only the policy has.
     """
-    ours, model_tokenizer = ({index: token for token, index in one.get_vocab().items()} for one in (policy, model))
-    for index in sorted(ours):
-        if ours[index] != model_tokenizer.get(index):
-            other = f"is {model_tokenizer[index]!r}" if index in model_tokenizer else "does not exist"
-            raise ValueError(
-                f"{who}: token {index} is {ours[index]!r} for the policy, and {other} for the reward model, so it "
-                "would read another text; choose one that was trained with the policy's tokenizer"
-            )
+    for index, token, other in vocabulary_differences(policy, model):
+        there = "does not exist" if other is None else f"is {other!r}"
+        raise ValueError(
+            f"{who}: token {index} is {token!r} for the policy, and {there} for the reward model, so it would read "
+            "another text; choose one that was trained with the policy's tokenizer"
+        )
 
 
 def _scorer(kind: Any, model: str, device: str) -> Scorer:

@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ...data import Batches, Example
-from ...objectives import total_reward
+from ...objectives import weighted_reward
 from ..batch import Batch, collate
 from ..models.backbone import evaluating
 from ..models.policy import Policy
@@ -60,7 +60,7 @@ class RolloutBuffer:
     @property
     def reward(self) -> Tensor:
         """float64 [answers], the weighted sum of the scores; NaN where none could be given."""
-        return total_reward(self.judged.reward, self.judged.weight)
+        return weighted_reward(self.judged.reward, self.judged.weight)
 
     @property
     def groups(self) -> list[list[int]]:
@@ -256,13 +256,13 @@ class RolloutFeed:
     def _passed_over(self, seen: Sequence[Group], count: int) -> dict[str, float]:
         """Of groups that vary, the mean reward stays near the middle; that of all answers tells what is learned."""
         judged = self.judgment(_in_order(seen))
-        reward = total_reward(judged.reward, judged.weight).nanmean()
+        reward = weighted_reward(judged.reward, judged.weight).nanmean()
         known = {} if reward.isnan() else {"reward/sampled": float(reward)}
         return {"groups_passed_over": float(count), **known}
 
     def _varies(self, group: Group) -> bool:
         judged = self.judgment(group)
-        reward = total_reward(judged.reward, judged.weight)
+        reward = weighted_reward(judged.reward, judged.weight)
         known = reward[~reward.isnan()]
         return bool((known != known[:1]).any())
 

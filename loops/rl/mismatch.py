@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ...objectives import correction
+from ...objectives.policy import LOG_RATIO_LIMIT
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class MismatchMetrics:
     def add(self, start: Tensor, sampled: Tensor) -> None:
         if len(start):
             difference = (start - sampled).detach().double()
-            ratio = difference.clamp(-correction.LIMIT, correction.LIMIT).exp()
+            ratio = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
             count = ratio.new_tensor(len(ratio))
             sums = [count, ratio.sum(), ratio.square().sum()]
             self.parts.append(torch.stack([*sums, difference.abs().max(), ratio.max(), -ratio.min()]))

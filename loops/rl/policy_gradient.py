@@ -20,8 +20,8 @@ from ...objectives import (
     clipped_surrogate,
     correction,
     kl_estimate,
-    mismatch,
     policy,
+    sampler_mismatch,
     sequence_sum,
 )
 from ...objectives.types import NonNegative
@@ -287,4 +287,4 @@ def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequ
 
 def _mismatch(start_logp: PerToken, sampled_logp: PerToken) -> tuple[PerToken, Stats]:
     """How far the trainer's policy at the start is from the sampler's; logged always."""
-    return (start_logp - sampled_logp).abs(), mismatch(start_logp, sampled_logp)
+    return (start_logp - sampled_logp).abs(), sampler_mismatch(start_logp, sampled_logp)

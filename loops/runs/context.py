@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..config import ReferenceKind
-from ...data import Accounting, Batches, Example, load, token_cost
+from ...data import Accounting, Batches, Example, Tokenization, load, token_cost
 from ..models.backbone import Backbone
 from ..batch import Batch
 from ..config import Common
@@ -110,14 +110,8 @@ def open_run(
 
     def encoded(source: str) -> Dataset:
         with run.accelerator.main_process_first():
-            data, accounting = encode(
-                load(source),
-                tokenizer,
-                max_length=config.max_length,
-                truncation=config.truncation,
-                on_bad_row=config.on_bad_row,
-                **options,
-            )
+            tokenization = Tokenization(config.max_length, config.truncation, config.on_bad_row)
+            data, accounting = encode(load(source), tokenizer, tokenization, **options)
         run.accelerator.print(accounting)
         return data
 

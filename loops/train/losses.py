@@ -33,7 +33,7 @@ Reader = Callable[[nn.Module, Batch], Tensors]
 Answer = Callable[[Tensor, Batch], Tensor]  # [tokens] -> [sequences]
 
 CHOSEN, REJECTED = 0, 1
-_UNITS = {"completions": "sequences", "answers": "sequences", "steps": "tokens"}  # of objectives on scores
+_UNITS = {"completions": "sequences", "steps": "tokens"}  # of objectives on scores
 _COMPLETIONS: dict[str, CompletionSelector] = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}
 
 
@@ -157,7 +157,7 @@ def policy_tensors(
     Args:
         reference: log-probs [tokens] of the reference policy, for the tensors named ``ref_...``.
         answer: reduces the log-probs of tokens to one per completion; the default is their sum.
-        score: maps log-ratios of pairs to f-divergence scores, see `burnish.objectives.f_score`.
+        score: maps log-ratios of pairs to f-divergence scores, see `burnish.objectives.f_divergence_score`.
         teaching: a teacher's outputs for the batch, for the tensor ``divergence``.
         outputs: further outputs of the log-prob kernel: "mean_logprob" gives ``mean_logp``, for label smoothing;
             "log_sum_squares" gives ``wpo``, the weight of each completion and of each pair, a product of two.

@@ -2,7 +2,7 @@ import re
 
 import pytest
 from burnish.data.chat import Encoder, common_prefix
-from burnish.data.layouts import BadRow
+from burnish.data.columns import BadRow
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from burnish.data import DataError, encode_preference, encode_supervised, example, load
+from burnish.data import DataError, Tokenization, encode_preference, encode_supervised, example, load
 from datasets import Dataset
 
 USER = {"role": "user", "content": "What is 2+2?"}
@@ -86,7 +86,7 @@ def test_tokens_trained_in_full_are_those_of_the_peer(layout, tokenizer, trl) ->
     trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=False)
     prepare = trl.trainer.sft_trainer.SFTTrainer._prepare_dataset
     theirs = prepare(trainer, Dataset.from_list(rows), tokenizer, peer_arguments(7), False, None, "train")
-    ours, _ = encode_supervised(rows, tokenizer, train_on="all", max_length=7)
+    ours, _ = encode_supervised(rows, tokenizer, Tokenization(max_length=7), train_on="all")
     for index, expected in enumerate(theirs):
         found = example(ours, index)
         assert found.prompt + found.completions[0] == expected["input_ids"]
@@ -101,7 +101,7 @@ def test_preference_tokens_are_those_of_the_peer(rows, max_length, tokenizer, tr
     trainer = SimpleNamespace(_tokenizer=tokenizer)
     dataset = Dataset.from_list(rows)
     prepared = dpo.DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, peer_arguments(max_length), "train")
-    ours, accounting = encode_preference(rows, tokenizer, max_length=max_length, on_bad_row="skip")
+    ours, accounting = encode_preference(rows, tokenizer, Tokenization(max_length=max_length, on_bad_row="skip"))
     assert accounting.kept == len(prepared)
     batch = dpo.DataCollatorForPreference(pad_token_id=0, max_length=max_length)(list(prepared))
     for index in range(len(ours)):
@@ -137,7 +137,9 @@ def test_a_tokenizer_without_a_pad_token_works(byte_tokenizer) -> None:
 def test_a_template_can_be_given(byte_tokenizer) -> None:
     tokenizer = byte_tokenizer(None)
     template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
-    dataset, _ = encode_supervised([{"prompt": [USER], "completion": [ANSWER]}], tokenizer, chat_template=template)
+    dataset, _ = encode_supervised(
+        [{"prompt": [USER], "completion": [ANSWER]}], tokenizer, Tokenization(chat_template=template)
+    )
     assert tokenizer.decode(example(dataset, 0).completions[0]) == "four<eos>"
     with pytest.raises(
         DataError, match="records row 1: the row is a conversation and the tokenizer has no chat template"
@@ -168,13 +170,15 @@ def test_a_bad_row_stops_with_file_line_and_fix(kind, tmp_path, byte_tokenizer) 
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [GOOD, GOOD, BAD[kind]]))
     with pytest.raises(DataError, match=r"^pairs\.jsonl line 3: .*; .*(fix|fill|remove|raise|rename)") as caught:
-        encode_preference(load(path), byte_tokenizer(), max_length=8)
+        encode_preference(load(path), byte_tokenizer(), Tokenization(max_length=8))
     assert type(caught.value) is DataError
     assert caught.value.__cause__ is None  # a clean message, not the way out of Dataset.map
 
 
 def test_skipped_rows_are_counted_by_kind_and_none_is_lost(bad_file, byte_tokenizer) -> None:
-    dataset, accounting = encode_preference(load(bad_file), byte_tokenizer(), max_length=8, on_bad_row="skip")
+    dataset, accounting = encode_preference(
+        load(bad_file), byte_tokenizer(), Tokenization(max_length=8, on_bad_row="skip")
+    )
     assert accounting.skipped == dict.fromkeys(BAD, 1)
     assert (accounting.read, accounting.kept) == (8, 2) == (sum(accounting.skipped.values()) + 2, len(dataset))
     assert [len(example(dataset, index).prompt) for index in range(2)] == [2, 5]
@@ -194,7 +198,7 @@ def test_rows_are_told_apart_over_thousands(byte_tokenizer) -> None:
     for bad in (1, 999, 2100):
         rows[bad] |= {"chosen": ""}
     rows[2200] |= {"chosen": None}
-    dataset, accounting = encode_preference(rows, byte_tokenizer(), on_bad_row="skip")
+    dataset, accounting = encode_preference(rows, byte_tokenizer(), Tokenization(on_bad_row="skip"))
     assert dataset["margin"][:] == [number for number in range(2500) if number not in (1, 999, 2100, 2200)]
     assert byte_tokenizer().decode(example(dataset, 2100).prompt) == "p2103"
     assert accounting.skipped == {"empty": 3, "missing": 1}
@@ -202,9 +206,9 @@ def test_rows_are_told_apart_over_thousands(byte_tokenizer) -> None:
 
 
 def test_the_account_is_the_same_out_of_the_cache(bad_file, byte_tokenizer) -> None:
-    settings = {"max_length": 8, "on_bad_row": "skip"}
-    first = encode_preference(load(bad_file), byte_tokenizer(), **settings)
-    again = encode_preference(load(bad_file), byte_tokenizer(), **settings)
+    settings = Tokenization(max_length=8, on_bad_row="skip")
+    first = encode_preference(load(bad_file), byte_tokenizer(), settings)
+    again = encode_preference(load(bad_file), byte_tokenizer(), settings)
     assert again[0].cache_files == first[0].cache_files != []
     assert again[1] == first[1]
     assert list(again[0]) == list(first[0])
@@ -214,8 +218,10 @@ def test_whatever_changes_the_tokens_misses_the_cache(tmp_path, byte_tokenizer) 
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps({"messages": [USER, ANSWER, USER, OTHER]}) + "\n") * 2)
 
-    def cache(tokenizer, split="train", **settings) -> str:
-        return encode_supervised(load(path, split=split), tokenizer, **settings)[0].cache_files[0]["filename"]
+    def cache(tokenizer, split="train", train_on="auto", **settings) -> str:
+        options = Tokenization(**settings)
+        data, _ = encode_supervised(load(path, split=split), tokenizer, options, train_on=train_on)
+        return data.cache_files[0]["filename"]
 
     other_template = byte_tokenizer("llama3")
     more_tokens = byte_tokenizer()
@@ -240,12 +246,12 @@ def test_whatever_changes_the_tokens_misses_the_cache(tmp_path, byte_tokenizer) 
 def test_several_processes_give_the_same_and_the_same_errors(bad_file, byte_tokenizer) -> None:
     settings = {"max_length": 8, "on_bad_row": "skip"}
     rows = load(bad_file).dataset.to_list()
-    alone, account = encode_preference(rows, byte_tokenizer(), **settings)
-    shared, same_account = encode_preference(rows, byte_tokenizer(), processes=2, **settings)
+    alone, account = encode_preference(rows, byte_tokenizer(), Tokenization(**settings))
+    shared, same_account = encode_preference(rows, byte_tokenizer(), Tokenization(processes=2, **settings))
     assert list(alone) == list(shared)
     assert account == same_account
     with pytest.raises(DataError, match=r"records row \d: .*; .*(fill|remove)"):
-        encode_preference(rows, byte_tokenizer(), max_length=8, processes=2)
+        encode_preference(rows, byte_tokenizer(), Tokenization(max_length=8, processes=2))
 
 
 def test_pairs_that_are_there_both_ways_are_counted(byte_tokenizer) -> None:
@@ -267,7 +273,7 @@ def test_prompts_that_give_up_tokens_are_counted(byte_tokenizer) -> None:
 
 def test_data_without_a_good_row_is_an_error_whatever_the_policy(byte_tokenizer) -> None:
     with pytest.raises(DataError, match=r"records: no row is left to train on\n.*1 rows read, 0 kept") as caught:
-        encode_preference([GOOD | {"chosen": ""}], byte_tokenizer(), on_bad_row="skip")
+        encode_preference([GOOD | {"chosen": ""}], byte_tokenizer(), Tokenization(on_bad_row="skip"))
     assert "1 skipped, empty; the first: records row 1: 'chosen' is empty" in str(caught.value)
 
 
@@ -290,7 +296,8 @@ def test_a_file_without_the_columns_is_named(tmp_path, byte_tokenizer) -> None:
 )
 def test_impossible_settings_are_refused(settings, message, byte_tokenizer) -> None:
     with pytest.raises(ValueError, match=message):
-        encode_supervised([{"text": "ab"}], byte_tokenizer(), **settings)
+        train_on = settings.pop("train_on", "auto")
+        encode_supervised([{"text": "ab"}], byte_tokenizer(), Tokenization(**settings), train_on=train_on)
 
 
 def test_importing_data_loads_no_trainer_and_no_model() -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from burnish.data import DataError, encode_prompts, load
+from burnish.data import DataError, Tokenization, encode_prompts, load
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_a_conversation_ends_where_the_assistant_is_to_begin(tokenizer: Any) -> 
 
 def test_a_row_says_where_it_is_in_the_records_so_that_judges_find_its_columns(tokenizer: Any) -> None:
     records = load([{"prompt": "a", "answer": "1"}, {"prompt": "", "answer": "2"}, {"prompt": "b", "answer": "3"}])
-    data, accounting = encode_prompts(records, tokenizer, on_bad_row="skip")
+    data, accounting = encode_prompts(records, tokenizer, Tokenization(on_bad_row="skip"))
     assert [records.dataset[row]["answer"] for row in data["row"]] == ["1", "3"]
     assert accounting.skipped == {"no prompt": 1}
     assert accounting.unused == ()
@@ -36,8 +36,11 @@ def test_a_row_says_where_it_is_in_the_records_so_that_judges_find_its_columns(t
 def test_too_long_a_prompt_is_an_error_unless_it_may_be_cut(tokenizer: Any) -> None:
     rows = [{"prompt": "abcdef"}]
     with pytest.raises(DataError, match="6 tokens and max_length is 4"):
-        encode_prompts(rows, tokenizer, max_length=4)
-    cut = {how: encode_prompts(rows, tokenizer, max_length=4, truncation=how)[0] for how in ("keep_start", "keep_end")}
+        encode_prompts(rows, tokenizer, Tokenization(max_length=4))
+    cut = {
+        how: encode_prompts(rows, tokenizer, Tokenization(max_length=4, truncation=how))[0]
+        for how in ("keep_start", "keep_end")
+    }
     assert {how: tokenizer.decode(data["prompt"][0]) for how, data in cut.items()} == {
         "keep_start": "abcd",
         "keep_end": "cdef",

@@ -1,11 +1,11 @@
 import pytest
 from burnish.data.chat import Encoder
-from burnish.data.examples import Limit, answers, demonstration, feedback, judged_steps, pair, solution
-from burnish.data.layouts import BadRow, Row
+from burnish.data.columns import BadRow, ParsedRow
+from burnish.data.examples import LengthLimit, completed, demonstration, pair, solution, stepwise, unpaired
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "aaaa"}
-ANYTHING = Limit(None, "keep_start")
+ANYTHING = LengthLimit(None, "keep_start")
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def supervised(encoder, row, limit=ANYTHING, train_on="auto"):
 
 
 def test_text_is_trained_but_for_its_first_token(encoder) -> None:
-    example = supervised(encoder, Row(None, ("text",))).example
+    example = supervised(encoder, ParsedRow(None, ("text",))).example
     assert text(encoder, example) == ("t", [("ext<eos>", "ext<eos>")])
 
 
 def test_a_conversation_ends_with_the_last_trained_token(encoder) -> None:
-    example = supervised(encoder, Row(None, ([USER, ANSWER],))).example
+    example = supervised(encoder, ParsedRow(None, ([USER, ANSWER],))).example
     assert text(encoder, example) == (
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n",
         [("aaaa<|im_end|>", "aaaa<|im_end|>")],
@@ -40,24 +40,24 @@ def test_a_conversation_ends_with_the_last_trained_token(encoder) -> None:
 
 
 def test_what_the_user_says_between_answers_is_in_the_completion_and_not_trained(encoder) -> None:
-    example = supervised(encoder, Row(None, ([USER, ANSWER, USER, ANSWER],))).example
+    example = supervised(encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],))).example
     between = "\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     assert text(encoder, example)[1] == [("aaaa<|im_end|>" * 2, f"aaaa<|im_end|>{between}aaaa<|im_end|>")]
 
 
 def test_a_completion_of_messages_trains_on_all_that_the_template_adds(encoder) -> None:
-    example = supervised(encoder, Row([USER], ([ANSWER],))).example
+    example = supervised(encoder, ParsedRow([USER], ([ANSWER],))).example
     assert text(encoder, example)[1] == [("aaaa<|im_end|>\n", "aaaa<|im_end|>\n")]
 
 
 @pytest.mark.parametrize(
     ("row", "train_on", "trained"),
     [
-        (Row([USER, ANSWER, USER], ([ANSWER, USER, ANSWER],)), "assistant", "aaaa<|im_end|>" * 2),
-        (Row([USER], ([ANSWER],)), "all", "user\nq<|im_end|>\n<|im_start|>assistant\naaaa<|im_end|>\n"),
-        (Row(None, ([USER, ANSWER],)), "all", "user\nq<|im_end|>\n<|im_start|>assistant\naaaa<|im_end|>\n"),
-        (Row("pr", ("aa",)), "all", "raa<eos>"),
-        (Row("pr", ("aa",)), "completion", "aa<eos>"),
+        (ParsedRow([USER, ANSWER, USER], ([ANSWER, USER, ANSWER],)), "assistant", "aaaa<|im_end|>" * 2),
+        (ParsedRow([USER], ([ANSWER],)), "all", "user\nq<|im_end|>\n<|im_start|>assistant\naaaa<|im_end|>\n"),
+        (ParsedRow(None, ([USER, ANSWER],)), "all", "user\nq<|im_end|>\n<|im_start|>assistant\naaaa<|im_end|>\n"),
+        (ParsedRow("pr", ("aa",)), "all", "raa<eos>"),
+        (ParsedRow("pr", ("aa",)), "completion", "aa<eos>"),
     ],
 )
 def test_what_is_trained_can_be_chosen(encoder, row, train_on, trained) -> None:
@@ -67,9 +67,9 @@ def test_what_is_trained_can_be_chosen(encoder, row, train_on, trained) -> None:
 @pytest.mark.parametrize(
     ("row", "train_on", "message"),
     [
-        (Row("p", ("a",)), "assistant", "wants conversations, got plain text"),
-        (Row(None, ("a",)), "assistant", "wants conversations, got plain text"),
-        (Row(None, ([USER, ANSWER],)), "completion", "wants the columns prompt and completion"),
+        (ParsedRow("p", ("a",)), "assistant", "wants conversations, got plain text"),
+        (ParsedRow(None, ("a",)), "assistant", "wants conversations, got plain text"),
+        (ParsedRow(None, ([USER, ANSWER],)), "completion", "wants the columns prompt and completion"),
     ],
 )
 def test_what_a_layout_does_not_have_cannot_be_chosen(encoder, row, train_on, message) -> None:
@@ -78,26 +78,26 @@ def test_what_a_layout_does_not_have_cannot_be_chosen(encoder, row, train_on, me
 
 
 def test_without_a_prompt_the_first_token_is_not_trained(encoder) -> None:
-    assert text(encoder, supervised(encoder, Row("", ("xy",))).example) == ("x", [("y<eos>", "y<eos>")])
-    example = pair(Row("", ("xy", "xz")), encoder, limit=ANYTHING).example
+    assert text(encoder, supervised(encoder, ParsedRow("", ("xy",))).example) == ("x", [("y<eos>", "y<eos>")])
+    example = pair(ParsedRow("", ("xy", "xz")), encoder, limit=ANYTHING).example
     assert text(encoder, example) == ("x", [("y<eos>", "y<eos>"), ("z<eos>", "z<eos>")])
     with pytest.raises(BadRow, match="the prompt is empty, so nothing predicts the first token; give a prompt"):
-        pair(Row("", ("x", "y")), encoder, limit=ANYTHING)
+        pair(ParsedRow("", ("x", "y")), encoder, limit=ANYTHING)
 
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (Limit(11, "keep_start"), (False, "pppp", "aaaaaa<eos>")),
-        (Limit(6, "keep_start"), (True, "pppp", "aa")),
-        (Limit(5, "keep_start"), (True, "pppp", "a")),
-        (Limit(8, "keep_end"), (True, "p", "aaaaaa<eos>")),
+        (LengthLimit(11, "keep_start"), (False, "pppp", "aaaaaa<eos>")),
+        (LengthLimit(6, "keep_start"), (True, "pppp", "aa")),
+        (LengthLimit(5, "keep_start"), (True, "pppp", "a")),
+        (LengthLimit(8, "keep_end"), (True, "p", "aaaaaa<eos>")),
         # As in TRL: the sequence that is left begins within the answer, and nothing predicts its first token.
-        (Limit(6, "keep_end"), (True, "a", "aaaa<eos>")),
+        (LengthLimit(6, "keep_end"), (True, "a", "aaaa<eos>")),
     ],
 )
 def test_truncation_of_an_answer(encoder, limit, expected) -> None:
-    found = supervised(encoder, Row("pppp", ("aaaaaa",)), limit)
+    found = supervised(encoder, ParsedRow("pppp", ("aaaaaa",)), limit)
     prompt, [(_, completion)] = text(encoder, found.example)
     assert (found.truncated, prompt, completion) == expected
 
@@ -105,25 +105,27 @@ def test_truncation_of_an_answer(encoder, limit, expected) -> None:
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (Limit(9, "keep_start"), (False, "pppp", "aaaa<eos>", "b<eos>")),
-        (Limit(6, "keep_start"), (True, "pppp", "aa", "b<eos>")),
-        (Limit(7, "keep_end"), (True, "pp", "aaaa<eos>", "b<eos>")),
-        (Limit(6, "keep_end"), (True, "p", "aaaa<eos>", "b<eos>")),
+        (LengthLimit(9, "keep_start"), (False, "pppp", "aaaa<eos>", "b<eos>")),
+        (LengthLimit(6, "keep_start"), (True, "pppp", "aa", "b<eos>")),
+        (LengthLimit(7, "keep_end"), (True, "pp", "aaaa<eos>", "b<eos>")),
+        (LengthLimit(6, "keep_end"), (True, "p", "aaaa<eos>", "b<eos>")),
     ],
 )
 def test_truncation_of_a_pair(encoder, limit, expected) -> None:
-    found = pair(Row("pppp", ("aaaa", "b")), encoder, limit=limit)
+    found = pair(ParsedRow("pppp", ("aaaa", "b")), encoder, limit=limit)
     prompt, [(_, chosen), (_, rejected)] = text(encoder, found.example)
     assert (found.truncated, prompt, chosen, rejected) == expected
     assert all(all(trained) for trained in found.example.trained)
 
 
 def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encoder) -> None:
-    whole = supervised(encoder, Row(None, ([USER, ANSWER, USER, ANSWER],))).example
+    whole = supervised(encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],))).example
     length = len(whole.prompt) + len(whole.completions[0])
-    found = supervised(encoder, Row(None, ([USER, ANSWER, USER, ANSWER],)), Limit(length - 1, "keep_start"))
+    found = supervised(encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],)), LengthLimit(length - 1, "keep_start"))
     assert text(encoder, found.example)[1][0][0] == "aaaa<|im_end|>aaaa"
-    found = supervised(encoder, Row(None, ([USER, ANSWER, USER, ANSWER],)), Limit(length - 20, "keep_start"))
+    found = supervised(
+        encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],)), LengthLimit(length - 20, "keep_start")
+    )
     assert text(encoder, found.example)[1] == [("aaaa<|im_end|>", "aaaa<|im_end|>")]
 
 
@@ -131,45 +133,45 @@ def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encod
     ("row", "limit", "kind", "problem"),
     [
         (
-            Row("pppp", ("a",)),
-            Limit(4, "keep_start"),
+            ParsedRow("pppp", ("a",)),
+            LengthLimit(4, "keep_start"),
             "prompt too long",
             "4 tokens precede the first trained one and max_",
         ),
         (
-            Row(None, ([USER, ANSWER],)),
-            Limit(9, "keep_start"),
+            ParsedRow(None, ([USER, ANSWER],)),
+            LengthLimit(9, "keep_start"),
             "fully masked",
             "so nothing is left to train on; raise max",
         ),
         (
-            Row("pppp", ("a",)),
-            Limit(5, "error"),
+            ParsedRow("pppp", ("a",)),
+            LengthLimit(5, "error"),
             "too long",
             "6 tokens and max_length is 5; raise max_length, choose the",
         ),
-        (Row("pppp", ("a", "b")), Limit(5, "error"), "too long", "6 tokens and max_length is 5"),
+        (ParsedRow("pppp", ("a", "b")), LengthLimit(5, "error"), "too long", "6 tokens and max_length is 5"),
         (
-            Row("pppp", ("a", "b")),
-            Limit(4, "keep_start"),
+            ParsedRow("pppp", ("a", "b")),
+            LengthLimit(4, "keep_start"),
             "prompt too long",
             "the prompt has 4 tokens and max_length is 4",
         ),
         (
-            Row("pp", ("aaaa", "b")),
-            Limit(5, "keep_end"),
+            ParsedRow("pp", ("aaaa", "b")),
+            LengthLimit(5, "keep_end"),
             "answer too long",
             "an answer has 5 tokens and max_length is 5",
         ),
         (
-            Row("pp", ("aaab", "aaac")),
-            Limit(5, "keep_start"),
+            ParsedRow("pp", ("aaab", "aaac")),
+            LengthLimit(5, "keep_start"),
             "identical after truncation",
             "two answers differ only beyond max_length=5, so neither is preferred; raise max_length",
         ),
-        (Row("", ("<eos>", "<eos>x")), ANYTHING, "empty", "an answer has no tokens of its own"),
+        (ParsedRow("", ("<eos>", "<eos>x")), ANYTHING, "empty", "an answer has no tokens of its own"),
         (
-            Row("pp", ("a", "a<eos>")),
+            ParsedRow("pp", ("a", "a<eos>")),
             ANYTHING,
             "identical",
             "two answers have the same tokens, so neither is preferred; remove the row",
@@ -192,9 +194,9 @@ def test_an_answer_that_the_template_leaves_out_is_empty(byte_tokenizer, field) 
     )
     with pytest.raises(BadRow, match="nothing of an answer is left under the chat template") as caught:
         if field == "pair":
-            pair(Row([USER], ([ANSWER], [ANSWER | {"content": "b"}])), silent, limit=ANYTHING)
+            pair(ParsedRow([USER], ([ANSWER], [ANSWER | {"content": "b"}])), silent, limit=ANYTHING)
         else:
-            supervised(silent, Row([USER], ([ANSWER],)))
+            supervised(silent, ParsedRow([USER], ([ANSWER],)))
     assert caught.value.kind == "empty"
 
 
@@ -204,48 +206,52 @@ def test_an_answer_that_the_template_leaves_out_is_empty(byte_tokenizer, field) 
 )
 def test_impossible_limits_are_refused(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
-        Limit(*arguments)
+        LengthLimit(*arguments)
 
 
 def test_every_answer_of_a_ranking_continues_the_prompt_and_is_trained(encoder) -> None:
-    found = answers(Row("pp", ("a", "bb", "c"), judgment=[2, 0, 1]), encoder, limit=Limit(4, "keep_start"))
+    found = completed(
+        ParsedRow("pp", ("a", "bb", "c"), annotation=[2, 0, 1]), encoder, limit=LengthLimit(4, "keep_start")
+    )
     assert text(encoder, found.example) == ("pp", [("a<eos>", "a<eos>"), ("bb", "bb"), ("c<eos>", "c<eos>")])
-    assert (found.truncated, found.judgment) == (True, [2, 0, 1])
+    assert (found.truncated, found.annotation) == (True, [2, 0, 1])
     with pytest.raises(BadRow, match="two answers have the same tokens"):
-        answers(Row("pp", ("a", "b", "a"), judgment=[2, 0, 1]), encoder, limit=ANYTHING)
+        completed(ParsedRow("pp", ("a", "b", "a"), annotation=[2, 0, 1]), encoder, limit=ANYTHING)
     with pytest.raises(BadRow, match="two answers differ only beyond max_length=4"):
-        answers(Row("pp", ("a", "bbc", "bbd"), judgment=[2, 0, 1]), encoder, limit=Limit(4, "keep_start"))
+        completed(
+            ParsedRow("pp", ("a", "bbc", "bbd"), annotation=[2, 0, 1]), encoder, limit=LengthLimit(4, "keep_start")
+        )
 
 
 def test_a_pair_is_a_desirable_and_an_undesirable_answer(encoder) -> None:
-    found = feedback(Row("pppp", ("aaaa", "c")), encoder, limit=Limit(7, "keep_end"))
-    assert [encoded.judgment for encoded in found] == [True, False]
+    found = unpaired(ParsedRow("pppp", ("aaaa", "c")), encoder, limit=LengthLimit(7, "keep_end"))
+    assert [encoded.annotation for encoded in found] == [True, False]
     # Each on its own: the shorter answer keeps the whole prompt.
     assert [text(encoder, encoded.example) for encoded in found] == [
         ("pp", [("aaaa<eos>", "aaaa<eos>")]),
         ("pppp", [("c<eos>", "c<eos>")]),
     ]
     with pytest.raises(BadRow, match="two answers differ only beyond max_length=5") as caught:
-        feedback(Row("pp", ("aaab", "aaac")), encoder, limit=Limit(5, "keep_start"))
+        unpaired(ParsedRow("pp", ("aaab", "aaac")), encoder, limit=LengthLimit(5, "keep_start"))
     assert caught.value.kind == "identical after truncation"
 
 
 def test_an_answer_says_what_would_contradict_it(encoder) -> None:
-    [good] = feedback(Row("p", ("a",), judgment=True), encoder, limit=ANYTHING)
-    [bad] = feedback(Row("p", ("a",), judgment=False), encoder, limit=ANYTHING)
-    assert good.claim == bad.claim[::-1]
-    for other in (Row("p", ("c",), judgment=False), Row("pa", ("c",), judgment=False)):
-        [found] = feedback(other, encoder, limit=ANYTHING)
-        assert not set(good.claim) & set(found.claim)
+    [good] = unpaired(ParsedRow("p", ("a",), annotation=True), encoder, limit=ANYTHING)
+    [bad] = unpaired(ParsedRow("p", ("a",), annotation=False), encoder, limit=ANYTHING)
+    assert good.digests == bad.digests[::-1]
+    for other in (ParsedRow("p", ("c",), annotation=False), ParsedRow("pa", ("c",), annotation=False)):
+        [found] = unpaired(other, encoder, limit=ANYTHING)
+        assert not set(good.digests) & set(found.digests)
 
 
 def test_the_same_tokens_after_another_prompt_contradict_nothing(encoder) -> None:
     [short], [long] = (
-        feedback(Row(prompt, (answer,), judgment=True), encoder, limit=ANYTHING)
+        unpaired(ParsedRow(prompt, (answer,), annotation=True), encoder, limit=ANYTHING)
         for prompt, answer in (("p", "aa"), ("pa", "a"))
     )
     assert short.example.prompt + short.example.completions[0] == long.example.prompt + long.example.completions[0]
-    assert not set(short.claim) & set(long.claim)
+    assert not set(short.digests) & set(long.digests)
 
 
 STEPS = ("aa", "b b", "c")  # with the separator 3, 3 and 2 tokens: " b" is one
@@ -253,8 +259,8 @@ LABELS = [1.0, 0.25, 0.0]
 
 
 def steps(encoder, limit=ANYTHING, prompt="pp", completions=STEPS, separator="\n", last=False):
-    row = Row(prompt, completions, judgment=LABELS[: len(completions)])
-    return judged_steps(row, encoder, separator=separator, train_on_last_step_only=last, limit=limit)
+    row = ParsedRow(prompt, completions, annotation=LABELS[: len(completions)])
+    return stepwise(row, encoder, separator=separator, train_on_last_step_only=last, limit=limit)
 
 
 def judged(encoder, found) -> list[tuple[str, float]]:
@@ -262,7 +268,9 @@ def judged(encoder, found) -> list[tuple[str, float]]:
     (ids,), (trained,) = found.example.completions, found.example.trained
     ends = [position for position, train in enumerate(trained) if train]
     assert len(ids) == len(trained)
-    return [(encoder.tokenizer.decode(ids[: end + 1]), label) for end, label in zip(ends, found.judgment, strict=True)]
+    return [
+        (encoder.tokenizer.decode(ids[: end + 1]), label) for end, label in zip(ends, found.annotation, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("separator", ["\n", "\n\n", "<|im_end|>"])
@@ -289,31 +297,38 @@ def test_steps_may_answer_a_conversation(encoder) -> None:
 
 @pytest.mark.parametrize(("max_length", "kept"), [(11, 3), (10, 2), (9, 2), (8, 1), (7, 1), (6, 1)])
 def test_steps_beyond_max_length_are_left_out_with_their_labels(encoder, max_length, kept) -> None:
-    found = steps(encoder, Limit(max_length, "keep_start"))
+    found = steps(encoder, LengthLimit(max_length, "keep_start"))
     assert judged(encoder, found) == judged(encoder, steps(encoder))[:kept]
     assert found.example.trained[0][-1]  # nothing follows the last label
     assert found.truncated == (kept < 3)
 
 
 def test_the_end_of_a_solution_is_kept_at_the_cost_of_its_prompt(encoder) -> None:
-    found = steps(encoder, Limit(9, "keep_end"))
+    found = steps(encoder, LengthLimit(9, "keep_end"))
     assert text(encoder, found.example)[0] == "p"
     assert judged(encoder, found) == judged(encoder, steps(encoder))
 
 
 def test_the_last_step_alone_can_be_trained(encoder) -> None:
     assert judged(encoder, steps(encoder, last=True)) == judged(encoder, steps(encoder))[-1:]
-    assert judged(encoder, steps(encoder, Limit(9, "keep_end"), last=True)) == judged(encoder, steps(encoder))[-1:]
+    assert (
+        judged(encoder, steps(encoder, LengthLimit(9, "keep_end"), last=True)) == judged(encoder, steps(encoder))[-1:]
+    )
 
 
 @pytest.mark.parametrize(
     ("limit", "settings", "kind", "problem"),
     [
-        (Limit(5, "keep_start"), {}, "no step left", "the first step ends at token 6 and max_length is 5"),
-        (Limit(3, "keep_start"), {}, "prompt too long", "the prompt has 3 tokens and max_length is 3"),
-        (Limit(8, "keep_end"), {}, "answer too long", "an answer has 8 tokens and max_length is 8"),
-        (Limit(10, "error"), {}, "too long", "11 tokens and max_length is 10"),
-        (Limit(10, "keep_start"), {"last": True}, "last step too far", "the last step, the only one to train on, ends"),
+        (LengthLimit(5, "keep_start"), {}, "no step left", "the first step ends at token 6 and max_length is 5"),
+        (LengthLimit(3, "keep_start"), {}, "prompt too long", "the prompt has 3 tokens and max_length is 3"),
+        (LengthLimit(8, "keep_end"), {}, "answer too long", "an answer has 8 tokens and max_length is 8"),
+        (LengthLimit(10, "error"), {}, "too long", "11 tokens and max_length is 10"),
+        (
+            LengthLimit(10, "keep_start"),
+            {"last": True},
+            "last step too far",
+            "the last step, the only one to train on, ends",
+        ),
     ],
 )
 def test_a_solution_without_a_label_left_says_so(encoder, limit, settings, kind, problem) -> None:
@@ -323,11 +338,11 @@ def test_a_solution_without_a_label_left_says_so(encoder, limit, settings, kind,
 
 
 def test_steps_need_a_prompt_or_a_bos_token_before_them(encoder, byte_tokenizer) -> None:
-    assert text(encoder, solution(Row("", ("a",)), encoder, separator="\n"))[0] == "<bos>"
+    assert text(encoder, solution(ParsedRow("", ("a",)), encoder, separator="\n"))[0] == "<bos>"
     with pytest.raises(BadRow, match="the prompt is empty and there is no BOS token to put in its place"):
-        solution(Row("", ("a",)), Encoder(byte_tokenizer(bos_token=None)), separator="\n")
+        solution(ParsedRow("", ("a",)), Encoder(byte_tokenizer(bos_token=None)), separator="\n")
 
 
 def test_a_separator_without_tokens_is_refused(encoder) -> None:
     with pytest.raises(ValueError, match="separator: wanted text that the tokenizer has a token for, got ''"):
-        solution(Row("p", ("a",)), encoder, separator="")
+        solution(ParsedRow("p", ("a",)), encoder, separator="")

@@ -37,7 +37,7 @@ COUPLED = {
 
 def preference_loss(objectives, chosen, rejected, ref_chosen, ref_rejected, logp):
     """What a user compiles is a whole loss: DPO of another divergence + 0.2 nll."""
-    a, b = (objectives.f_score(x, divergence="js") for x in (chosen - ref_chosen, rejected - ref_rejected))
+    a, b = (objectives.f_divergence_score(x, divergence="js") for x in (chosen - ref_chosen, rejected - ref_rejected))
     preference, stats = objectives.dpo(a, b, torch.zeros_like(a), torch.zeros_like(b), beta=0.1)
     return preference.mean() + 0.2 * objectives.nll(logp)[0].mean(), stats["rewards/accuracies"].mean()
 
@@ -67,8 +67,7 @@ PLAIN = as_users_have_them()
 
 def objectives():
     """Everything exported that returns (loss, stats), by name."""
-    for name in PLAIN.__all__:
-        function = getattr(PLAIN, name)
+    for name, function in vars(PLAIN).items():
         returns = inspect.signature(function).return_annotation if inspect.isfunction(function) else None
         if typing.get_origin(returns) is tuple and typing.get_args(returns)[-1] == PLAIN.Stats:
             yield name, function
@@ -100,7 +99,7 @@ ELEMENTWISE = [case for case in CASES if case.values[0] not in COUPLED]
 def tensor(kind, seed):
     """Random float64 log-probabilities, labels or ids of the shape that the annotation names."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = {"vocabulary": 5, "tokens": UNITS, "sequences": UNITS, "pairs": UNITS, "answers": UNITS, "steps": UNITS}
+    sizes = {"vocabulary": 5, "tokens": UNITS, "sequences": UNITS, "pairs": UNITS, "completions": UNITS, "steps": UNITS}
     shape = [sizes[name.lstrip("*")] for name in kind.dim_str.split()]
     values = -3 * torch.rand(shape, generator=generator, dtype=torch.float64)
     if "bool" in kind.dtypes:

@@ -1,4 +1,4 @@
-"""Advantages against plain Python that knows one answer, its group and the batch; and what they must not depend on."""
+"""Advantages against plain Python that knows a completion, its group and the batch; and what they do not depend on."""
 
 import math
 import random
@@ -12,7 +12,7 @@ from burnish.objectives import advantage as adv
 from torch import Tensor
 
 NAN = math.nan
-# Groups: 7 has four answers, one of them unscored; -3 has equal rewards; 5 two answers; 40 one; 9 none scored; 0 one
+# Groups: 7 has four completions, one unscored; -3 has equal rewards; 5 two completions; 40 one; 9 none scored; 0 one
 # scored of two.
 GROUP = [7, -3, 7, 40, 9, -3, 0, 7, 0, 9, 7, -3, 5, 5]
 REWARD = [1.0, 0.1, -0.5, 2.5, NAN, 0.1, NAN, NAN, 0.3, NAN, 0.75, 0.1, 1.5, -0.25]
@@ -34,7 +34,7 @@ def z(x: list[float], eps: float = 1e-4) -> list[float]:
 
 
 def each(rule: Callable[[int, list[int], list[float], list[float]], float]) -> Callable[..., list[float]]:
-    """The rule for answer i, given the scored answers of its group (itself included), for every scored one."""
+    """The rule for completion i, given the scored completions of its group (itself included), for every scored one."""
 
     def apply(reward: list[float], group: list[int], length: list[float]) -> list[float]:
         scored = [i for i, r in enumerate(reward) if not math.isnan(r)]
@@ -72,7 +72,7 @@ def against_the_long(i: int, mates: list[int], r: list[float], length: list[floa
 
 
 def two_rewards(reward: Tensor, length: Tensor) -> Tensor:
-    """Reward and length as a second one, for the same answers."""
+    """Reward and length as a second one, for the same completions."""
     return torch.stack([reward, length.to(reward.dtype).where(~reward.isnan(), NAN)], 1)
 
 
@@ -84,7 +84,7 @@ def gdpo(reward: list[float], group: list[int], length: list[float]) -> list[flo
 
 
 def token_whitened(reward: list[float], group: list[int], length: list[float]) -> list[float]:
-    """REINFORCE++-baseline of answers of `length` tokens, of which the first is returned."""
+    """REINFORCE++-baseline of completions of `length` tokens, of which the first is returned."""
     deviation = [NAN if math.isnan(r) else d for r, d in zip(reward, centered(reward, group, length), strict=True)]
     tokens = [d for d, n in zip(deviation, length, strict=True) for _ in range(int(n))]
     first = [int(math.fsum(length[:i])) for i in range(len(length))]
@@ -95,7 +95,7 @@ def reinforce_baseline(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
     sequence = torch.repeat_interleave(torch.arange(len(length)), length)
     tokens = adv.reinforce_plus_plus_baseline(reward, group, sequence)
     first = length.cumsum(0) - length
-    assert torch.equal(tokens, tokens[first][sequence]), "all tokens of an answer have its advantage"
+    assert torch.equal(tokens, tokens[first][sequence]), "all tokens of a completion have its advantage"
     return tokens[first]
 
 
@@ -103,16 +103,16 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., list[float]]]] = {
     "group": (lambda r, g, n: adv.group_advantage(r, g), group_scaled),
     "batch": (lambda r, g, n: adv.group_advantage(r, g, scale="batch"), batch_scaled),
     "none": (lambda r, g, n: adv.group_advantage(r, g, scale="none"), centered),
-    "leave_one_out": (lambda r, g, n: adv.leave_one_out(r, g), against_the_others),
-    "optimal_baseline": (adv.optimal_baseline, against_the_long),
-    "normalize_then_sum": (
-        lambda r, g, n: adv.normalize_then_sum(two_rewards(r, n), g, torch.tensor([1.0, -0.5], dtype=r.dtype)),
+    "rloo_advantage": (lambda r, g, n: adv.rloo_advantage(r, g), against_the_others),
+    "opo_advantage": (adv.opo_advantage, against_the_long),
+    "gdpo_advantage": (
+        lambda r, g, n: adv.gdpo_advantage(two_rewards(r, n), g, torch.tensor([1.0, -0.5], dtype=r.dtype)),
         gdpo,
     ),
     "reinforce_plus_plus_baseline": (reinforce_baseline, token_whitened),
 }
 every = pytest.mark.parametrize("name", CASES)
-grouped_only = pytest.mark.parametrize("name", ["group", "none", "leave_one_out", "optimal_baseline"])
+grouped_only = pytest.mark.parametrize("name", ["group", "none", "rloo_advantage", "opo_advantage"])
 
 
 def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,16 +128,16 @@ def test_advantages_equal_their_equation(name: str) -> None:
 
 
 @every
-def test_unscored_and_lone_answers_have_advantage_exactly_zero(name: str) -> None:
+def test_unscored_and_lone_completions_have_advantage_exactly_zero(name: str) -> None:
     actual = CASES[name][0](*tensors())
     silent = [i for i, r in enumerate(REWARD) if math.isnan(r) or GROUP[i] in (-3, 40, 0)]
-    if name not in ("normalize_then_sum", "reinforce_plus_plus_baseline"):  # their last step centers over the batch
+    if name not in ("gdpo_advantage", "reinforce_plus_plus_baseline"):  # their last step centers over the batch
         assert all(actual[i] == 0 for i in silent)
     assert all(actual[i] == 0 for i in silent if math.isnan(REWARD[i]))
 
 
 @every
-def test_an_unscored_answer_changes_no_other(name: str) -> None:
+def test_an_unscored_completion_changes_no_other(name: str) -> None:
     function, _ = CASES[name]
     reward, group, length = tensors()
     scored = ~reward.isnan()
@@ -150,7 +150,7 @@ def test_an_unscored_answer_changes_no_other(name: str) -> None:
 
 
 @every
-def test_order_of_answers_and_names_of_groups_do_not_matter(name: str) -> None:
+def test_order_of_completions_and_names_of_groups_do_not_matter(name: str) -> None:
     function, _ = CASES[name]
     reward, group, length = tensors()
     order = torch.tensor(random.Random(0).sample(range(len(REWARD)), len(REWARD)))
@@ -206,7 +206,7 @@ def test_equal_rewards_are_no_signal_however_large(scale: Any, dtype: torch.dtyp
     reward = torch.full((7,), 1e7 / 3, dtype=dtype)
     group = torch.zeros(7, dtype=torch.int64)
     assert not adv.group_advantage(reward, group, scale=scale, eps=0.0).any()
-    assert not adv.leave_one_out(reward, group).any()
+    assert not adv.rloo_advantage(reward, group).any()
     assert not adv.whiten(reward).any()
     assert adv.group_stats(reward, group)["frac_reward_zero_std"] == 1
 
@@ -221,7 +221,7 @@ def test_epsilon_reaches_every_standard_deviation() -> None:
     reward, group = torch.tensor([1.0, 3.0, 0.0, 8.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     scores = [z([1.0, 3.0], eps=0.5), z([0.0, 8.0], eps=0.5)]
     one = torch.ones(1, dtype=torch.float64)
-    both = adv.normalize_then_sum(reward[:, None], group, one, eps=0.5)
+    both = adv.gdpo_advantage(reward[:, None], group, one, eps=0.5)
     assert both.tolist() == pytest.approx(z(scores[0] + scores[1], eps=0.5), rel=1e-12)
     baseline = adv.reinforce_plus_plus_baseline(reward, group, torch.arange(4), eps=0.5)
     assert baseline.tolist() == pytest.approx(z([-1.0, 1.0, -4.0, 4.0], eps=0.5), rel=1e-12)
@@ -238,9 +238,9 @@ def test_without_epsilon_group_advantages_have_unit_variance_whatever_the_scale(
     assert not adv.group_advantage((reward * 1e-30).float()[:4], group[:4], eps=0.0).any()
 
 
-def test_leave_one_out_sums_to_zero_and_is_a_scaled_deviation() -> None:
+def test_rloo_advantage_sums_to_zero_and_is_a_scaled_deviation() -> None:
     reward, group, _ = tensors()
-    advantage = adv.leave_one_out(reward, group)
+    advantage = adv.rloo_advantage(reward, group)
     for one in group.unique():
         assert advantage[group == one].sum().item() == pytest.approx(0, abs=1e-14)
     seven = torch.tensor([i for i, g in enumerate(GROUP) if g == 7])
@@ -250,32 +250,32 @@ def test_leave_one_out_sums_to_zero_and_is_a_scaled_deviation() -> None:
 def test_optimal_baseline_of_equal_lengths_is_the_mean_and_weighted_advantages_sum_to_zero() -> None:
     reward, group, length = tensors()
     plain = adv.group_advantage(reward, group, scale="none")
-    torch.testing.assert_close(adv.optimal_baseline(reward, group, torch.full_like(length, 5)), plain)
-    weighted = length * adv.optimal_baseline(reward, group, length)
+    torch.testing.assert_close(adv.opo_advantage(reward, group, torch.full_like(length, 5)), plain)
+    weighted = length * adv.opo_advantage(reward, group, length)
     assert weighted[group == 7].sum().item() == pytest.approx(0, abs=1e-13)
-    torch.testing.assert_close(adv.optimal_baseline(reward, group, torch.zeros_like(length)), plain)
-    empty = adv.optimal_baseline(torch.tensor([0.0, 4.0]), torch.tensor([0, 0]), torch.tensor([0, 1]))
+    torch.testing.assert_close(adv.opo_advantage(reward, group, torch.zeros_like(length)), plain)
+    empty = adv.opo_advantage(torch.tensor([0.0, 4.0]), torch.tensor([0, 0]), torch.tensor([0, 1]))
     assert empty.tolist() == [-4, 0]
 
 
 def test_total_reward_weighs_what_could_be_scored() -> None:
     reward = torch.tensor([[1.0, NAN, 3.0], [NAN, NAN, NAN], [0.0, 2.0, -1.0]], dtype=torch.float64)
-    total = adv.total_reward(reward, torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64))
+    total = adv.weighted_reward(reward, torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64))
     assert total[[0, 2]].tolist() == [3.5, 1.5]
     assert total[1].isnan()
 
 
 def test_gdpo_keeps_rewards_apart_that_their_sum_confuses() -> None:
-    # twice a right answer of bad form, or a wrong one of good form: the sum is the same
+    # twice a right completion of bad form, or a wrong one of good form: the sum is the same
     reward = torch.tensor([[1.0, 0.0], [0.0, 0.2], [0.2, 0.0], [0.0, 1.0]], dtype=torch.float64)
     group = torch.zeros(4, dtype=torch.int64)
     ones = torch.ones(2, dtype=torch.float64)
-    assert len(set(adv.group_advantage(adv.total_reward(reward, ones), group).tolist())) == 2
+    assert len(set(adv.group_advantage(adv.weighted_reward(reward, ones), group).tolist())) == 2
     rare = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     group = torch.zeros(6, dtype=torch.int64)
-    advantage = adv.normalize_then_sum(rare, group, ones)
+    advantage = adv.gdpo_advantage(rare, group, ones)
     assert advantage[3] > advantage[1], "right is rarer than well-formed, so it counts more"
-    assert adv.total_reward(rare, ones)[3] == adv.total_reward(rare, ones)[1]
+    assert adv.weighted_reward(rare, ones)[3] == adv.weighted_reward(rare, ones)[1]
 
 
 def test_gdpo_counts_a_missing_reward_as_the_mean_of_its_group() -> None:
@@ -284,7 +284,7 @@ def test_gdpo_counts_a_missing_reward_as_the_mean_of_its_group() -> None:
     group, weight = torch.zeros(4, dtype=torch.int64), torch.tensor([1.0, 1.0], dtype=torch.float64)
     z1, z2 = z([1.0, 3.0, 5.0]), z([0.0, NAN, 4.0])
     expected = [*z([a + b for a, b in zip(z1, z2, strict=True)]), 0.0]
-    assert adv.normalize_then_sum(reward, group, weight).tolist() == pytest.approx(expected, rel=1e-12)
+    assert adv.gdpo_advantage(reward, group, weight).tolist() == pytest.approx(expected, rel=1e-12)
     assert filled.mean() == reward[:3].nanmean(0).mean()
 
 
@@ -301,7 +301,7 @@ def test_whitening_leaves_zero_mean_and_unit_variance_and_skips_nan() -> None:
     assert adv.whiten(torch.zeros(0)).shape == (0,)
 
 
-LENGTHS = {0: 5, 2: 1, 3: 17, 7: 64, 8: 2}  # of the answers that have tokens
+LENGTHS = {0: 5, 2: 1, 3: 17, 7: 64, 8: 2}  # of the completions that have tokens
 SEQUENCE = torch.tensor([i for i, n in LENGTHS.items() for _ in range(n)])
 TOKENS = len(SEQUENCE)
 
@@ -310,7 +310,7 @@ def draw(seed: int) -> Tensor:
     return torch.randn(TOKENS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def answers(x: Tensor) -> list[list[float]]:
+def completions(x: Tensor) -> list[list[float]]:
     return [part.tolist() for part in x.split(list(LENGTHS.values()))]
 
 
@@ -328,7 +328,7 @@ def naive_return(r: list[float], gamma: float) -> list[float]:
 
 
 def naive_penalized(reward: list[float], kl: Tensor, beta: float) -> list[list[float]]:
-    parts = zip(LENGTHS, answers(kl), strict=True)
+    parts = zip(LENGTHS, completions(kl), strict=True)
     return [[-beta * k for k in part[:-1]] + [reward[i] - beta * part[-1]] for i, part in parts]
 
 
@@ -336,7 +336,7 @@ def naive_penalized(reward: list[float], kl: Tensor, beta: float) -> list[list[f
 def test_gae_equals_the_loop_over_tokens(gamma: float, lam: float) -> None:
     reward, value = draw(0), draw(1)
     advantage, returns = adv.gae(reward, value, SEQUENCE, gamma=gamma, lam=lam)
-    pairs = zip(answers(reward), answers(value), strict=True)
+    pairs = zip(completions(reward), completions(value), strict=True)
     expected = [a for r, v in pairs for a in naive_gae(r, v, gamma, lam)]
     assert advantage.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-13)
     torch.testing.assert_close(returns, advantage + value)
@@ -345,23 +345,23 @@ def test_gae_equals_the_loop_over_tokens(gamma: float, lam: float) -> None:
 def test_gae_at_lambda_1_is_return_minus_value_and_at_0_the_error_of_one_step() -> None:
     reward, value = draw(0), draw(1)
     advantage, returns = adv.gae(reward, value, SEQUENCE, gamma=0.9, lam=1.0)
-    to_go = torch.tensor([g for r in answers(reward) for g in naive_return(r, 0.9)], dtype=torch.float64)
+    to_go = torch.tensor([g for r in completions(reward) for g in naive_return(r, 0.9)], dtype=torch.float64)
     torch.testing.assert_close(returns, to_go)
     torch.testing.assert_close(advantage, to_go - value)
     advantage, returns = adv.gae(reward, value, SEQUENCE, gamma=0.9, lam=0.0)
-    following = torch.tensor([v for part in answers(value) for v in [*part[1:], 0.0]], dtype=torch.float64)
+    following = torch.tensor([v for part in completions(value) for v in [*part[1:], 0.0]], dtype=torch.float64)
     torch.testing.assert_close(returns, reward + 0.9 * following)
     torch.testing.assert_close(advantage, reward + 0.9 * following - value)
 
 
 def test_gae_of_the_true_value_is_zero() -> None:
     reward = draw(0)
-    value = torch.tensor([g for r in answers(reward) for g in naive_return(r, 0.9)], dtype=torch.float64)
+    value = torch.tensor([g for r in completions(reward) for g in naive_return(r, 0.9)], dtype=torch.float64)
     advantage, _ = adv.gae(reward, value, SEQUENCE, gamma=0.9, lam=0.7)
     assert advantage.abs().max() < 1e-13
 
 
-def test_a_cut_answer_is_bootstrapped_through_its_last_reward() -> None:
+def test_a_cut_completion_is_bootstrapped_through_its_last_reward() -> None:
     reward, value = torch.tensor([0.5, -1.0, 2.0, 0.25]), torch.tensor([0.1, 0.2, 0.3, 0.4])
     one = torch.zeros(4, dtype=torch.int64)
     whole, _ = adv.gae(reward, value, one, gamma=0.9, lam=0.0)
@@ -371,7 +371,7 @@ def test_a_cut_answer_is_bootstrapped_through_its_last_reward() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 255, 256, 257, 3000])
-def test_gae_reaches_to_the_end_of_an_answer_of_any_length(length: int) -> None:
+def test_gae_reaches_to_the_end_of_a_completion_of_any_length(length: int) -> None:
     reward = torch.zeros(length, dtype=torch.float64)
     reward[-1] = 1.0
     advantage, _ = adv.gae(
@@ -381,7 +381,7 @@ def test_gae_reaches_to_the_end_of_an_answer_of_any_length(length: int) -> None:
     assert advantage.tolist() == pytest.approx(expected, rel=1e-11)
 
 
-def test_answers_do_not_interact_in_gae() -> None:
+def test_completions_do_not_interact_in_gae() -> None:
     reward, value = draw(0), draw(1)
     for spoiled in (math.inf, 1e300):
         broken = torch.where(SEQUENCE == 3, spoiled, reward)
@@ -393,10 +393,10 @@ def test_answers_do_not_interact_in_gae() -> None:
             assert torch.equal(before[SEQUENCE != 3], after[SEQUENCE != 3])
 
 
-def test_gae_of_an_unscored_answer_is_zero_and_its_returns_are_its_values() -> None:
+def test_gae_of_an_unscored_completion_is_zero_and_its_returns_are_its_values() -> None:
     reward, value = draw(0), draw(1)
     unscored = reward.clone()
-    unscored[10] = NAN  # in the middle of answer 3
+    unscored[10] = NAN  # in the middle of completion 3
     advantage, returns = adv.gae(unscored, value, SEQUENCE, gamma=1.0, lam=0.95)
     other, _ = adv.gae(reward, value, SEQUENCE, gamma=1.0, lam=0.95)
     assert not advantage[SEQUENCE == 3].any()
@@ -404,7 +404,7 @@ def test_gae_of_an_unscored_answer_is_zero_and_its_returns_are_its_values() -> N
     assert torch.equal(advantage[SEQUENCE != 3], other[SEQUENCE != 3])
 
 
-def test_penalized_rewards_put_the_answers_reward_on_its_last_token() -> None:
+def test_penalized_rewards_put_the_completions_reward_on_its_last_token() -> None:
     reward = [0.5, 99.0, -2.0, 1.0, 9.0, 9.0, 9.0, NAN, 0.25]  # 1 and 4 to 6 have no tokens
     kl = draw(2)
     actual = adv.kl_penalized_reward(torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.1)
@@ -433,12 +433,12 @@ def test_reinforce_plus_plus_whitens_penalized_returns_over_tokens(gamma: float)
 
 def test_token_advantages_are_constants_and_exist_without_tokens() -> None:
     reward, value = draw(0).requires_grad_(), draw(1).requires_grad_()
-    answer = torch.ones(9, dtype=torch.float64, requires_grad=True)
+    completion = torch.ones(9, dtype=torch.float64, requires_grad=True)
     results = [
         *adv.gae(reward, value, SEQUENCE, gamma=1.0, lam=0.95),
-        adv.kl_penalized_reward(answer, value, SEQUENCE, beta=0.1),
-        adv.reinforce_plus_plus(answer, value, SEQUENCE, beta=0.1),
-        adv.total_reward(answer[:, None], answer[:1]),
+        adv.kl_penalized_reward(completion, value, SEQUENCE, beta=0.1),
+        adv.reinforce_plus_plus(completion, value, SEQUENCE, beta=0.1),
+        adv.weighted_reward(completion[:, None], completion[:1]),
     ]
     assert not any(x.requires_grad for x in results)
     none, nowhere = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
@@ -474,7 +474,7 @@ UNSORTED = torch.tensor([0, 2, 1])
 INFINITE = torch.tensor([1.0, math.inf, NAN])
 SHAPE = "must have the shape of {}, [{}], got [{}]"
 FINITE = "values must be finite, or NaN where there is none, got inf"
-SORTED = "sequence must be sorted: sort tokens by their answer"
+SORTED = "sequence must be sorted: sort tokens by their completion"
 
 
 @pytest.mark.parametrize(
@@ -492,22 +492,22 @@ SORTED = "sequence must be sorted: sort tokens by their answer"
             for eps in (-1e-9, NAN, math.inf)
         ),
         (call(adv.group_advantage, R, G, scale="batch", eps=-1.0), "group_advantage: eps must be >= 0, got -1.0"),
-        (call(adv.leave_one_out, R, G[:1]), f"leave_one_out: group {SHAPE.format('reward', 3, 1)}"),
-        (call(adv.leave_one_out, INFINITE, G), f"leave_one_out: {FINITE}"),
-        (call(adv.optimal_baseline, R, G, G[:1]), f"optimal_baseline: length {SHAPE.format('reward', 3, 1)}"),
-        (call(adv.optimal_baseline, R, G[:1], G), f"optimal_baseline: group {SHAPE.format('reward', 3, 1)}"),
+        (call(adv.rloo_advantage, R, G[:1]), f"rloo_advantage: group {SHAPE.format('reward', 3, 1)}"),
+        (call(adv.rloo_advantage, INFINITE, G), f"rloo_advantage: {FINITE}"),
+        (call(adv.opo_advantage, R, G, G[:1]), f"opo_advantage: length {SHAPE.format('reward', 3, 1)}"),
+        (call(adv.opo_advantage, R, G[:1], G), f"opo_advantage: group {SHAPE.format('reward', 3, 1)}"),
         (call(adv.gae, R[:2], R, S, gamma=1.0, lam=1.0), f"gae: reward {SHAPE.format('sequence', 3, 2)}"),
         (call(adv.whiten, INFINITE), f"whiten: {FINITE}"),
         (call(adv.whiten, R, eps=-1.0), "whiten: eps must be >= 0, got -1.0"),
         (
-            call(adv.total_reward, R[:, None], R),
-            "total_reward: reward must be [answers, rewards] with one weight per reward, got [3, 1] and [3]",
+            call(adv.weighted_reward, R[:, None], R),
+            "weighted_reward: reward must be [completions, rewards] with one weight per reward, got [3, 1] and [3]",
         ),
         (
-            call(adv.normalize_then_sum, R, G, R[:0]),
-            "normalize_then_sum: reward must be [answers, rewards] with one weight per reward, got [3] and [0]",
+            call(adv.gdpo_advantage, R, G, R[:0]),
+            "gdpo_advantage: reward must be [completions, rewards] with one weight per reward, got [3] and [0]",
         ),
-        (call(adv.normalize_then_sum, INFINITE[:, None], G, R[:1]), f"normalize_then_sum: {FINITE}"),
+        (call(adv.gdpo_advantage, INFINITE[:, None], G, R[:1]), f"gdpo_advantage: {FINITE}"),
         (call(adv.gae, R, R[:2], S, gamma=1.0, lam=1.0), f"gae: value {SHAPE.format('sequence', 3, 2)}"),
         (call(adv.gae, R, R, UNSORTED, gamma=1.0, lam=1.0), f"gae: {SORTED}"),
         *(

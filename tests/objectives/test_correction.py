@@ -10,7 +10,7 @@ from burnish.objectives import correction as co
 from torch import Tensor
 
 NAN, INF = math.nan, math.inf
-LENGTHS = {0: 3, 2: 1, 3: 5, 5: 4}  # answers 1 and 4 have no tokens
+LENGTHS = {0: 3, 2: 1, 3: 5, 5: 4}  # completions 1 and 4 have no tokens
 SEQUENCE = torch.tensor([i for i, n in LENGTHS.items() for _ in range(n)])
 TOKENS = len(SEQUENCE)
 ADVANTAGE = torch.tensor([-1.0, 0.0, 2.0, -0.5, 0.0, 0.0], dtype=torch.float64)
@@ -29,8 +29,8 @@ def differences(old: Tensor, behavior: Tensor) -> list[float]:
     return [0.0 if math.isnan(mu) else p - mu for p, mu in pairs]
 
 
-def of_answers(w: list[float], rule: Callable[[list[float]], float]) -> list[float]:
-    """The rule's value for a token's whole answer, at each token."""
+def of_completions(w: list[float], rule: Callable[[list[float]], float]) -> list[float]:
+    """The rule's value for a token's whole completion, at each token."""
     ids = SEQUENCE.tolist()
     return [rule([x for x, j in zip(w, ids, strict=True) if j == i]) for i in ids]
 
@@ -43,11 +43,11 @@ LOG_RATIOS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[list[f
     "token_log_ratio": (co.token_log_ratio, lambda w: [clamp(x) for x in w]),
     "sequence_log_ratio": (
         lambda old, mu: co.sequence_log_ratio(old, mu, SEQUENCE),
-        lambda w: of_answers(w, lambda y: clamp(math.fsum(y))),
+        lambda w: of_completions(w, lambda y: clamp(math.fsum(y))),
     ),
     "geometric_log_ratio": (
         lambda old, mu: co.geometric_log_ratio(old, mu, SEQUENCE),
-        lambda w: of_answers(w, lambda y: clamp(math.fsum(y) / len(y))),
+        lambda w: of_completions(w, lambda y: clamp(math.fsum(y) / len(y))),
     ),
 }
 log_ratios = pytest.mark.parametrize("name", LOG_RATIOS)
@@ -107,7 +107,7 @@ def test_log_ratios_are_clamped_to_20(name: str, dtype: torch.dtype) -> None:
 
 
 @log_ratios
-def test_an_answer_depends_on_no_other(name: str) -> None:
+def test_a_completion_depends_on_no_other(name: str) -> None:
     function, _ = LOG_RATIOS[name]
     old, behavior = logps()
     spoiled = old.detach().clone()
@@ -117,7 +117,7 @@ def test_an_answer_depends_on_no_other(name: str) -> None:
     assert (before[SEQUENCE == 3] != after[SEQUENCE == 3]).all()
 
 
-def test_the_geometric_mean_of_an_answer_twice_as_long_is_the_same_and_the_product_its_square() -> None:
+def test_the_geometric_mean_of_a_completion_twice_as_long_is_the_same_and_the_product_its_square() -> None:
     old, behavior = (x.detach()[:4] for x in logps())
     one, two = torch.zeros(4, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
     twice = old.repeat(2), behavior.repeat(2)
@@ -179,13 +179,13 @@ def test_decoupled_ratio_leaves_out_tokens_above_its_cap() -> None:
 
 
 def naive_off_policy(logp: Tensor, behavior: Tensor, threshold: float) -> list[float]:
-    drift = of_answers(differences(logp, behavior), lambda y: -math.fsum(y) / len(y))
+    drift = of_completions(differences(logp, behavior), lambda y: -math.fsum(y) / len(y))
     advantage = ADVANTAGE.tolist()
     return [float(advantage[i] >= 0 or d <= threshold) for i, d in zip(SEQUENCE.tolist(), drift, strict=True)]
 
 
 @pytest.mark.parametrize("threshold", [-0.5, 0.0, 0.1, 0.4, INF])
-def test_off_policy_mask_drops_bad_answers_that_drifted_away(threshold: float) -> None:
+def test_off_policy_mask_drops_bad_completions_that_drifted_away(threshold: float) -> None:
     masks = []
     for seed in range(8):
         logp, behavior = logps(seed)
@@ -211,7 +211,7 @@ def test_off_policy_mask_looks_at_the_direction_of_the_drift_and_includes_its_th
     assert torch.equal(known == 1, SEQUENCE == 3)
 
 
-def test_one_impossible_token_vetoes_its_answer() -> None:
+def test_one_impossible_token_vetoes_its_completion() -> None:
     old, behavior = logps()
     assert co.veto_mask(old, behavior, SEQUENCE, threshold=1e-4).tolist() == [1.0] * TOKENS
     for token in range(TOKENS):
@@ -267,7 +267,7 @@ def test_m2po_mask_has_the_paper_s_threshold_and_keeps_what_just_meets_it() -> N
 
 
 def test_m2po_mask_does_not_depend_on_the_order_of_tokens_even_among_equals() -> None:
-    # the first tokens of a group's answers are often the same: they must share their fate
+    # the first tokens of a group's completions are often the same: they must share their fate
     w = torch.tensor([0.1, 0.3, 0.3, 0.3, 0.05, -0.2, 0.3], dtype=torch.float64)
     zero = torch.zeros_like(w)
     mask = co.m2po_mask(w, zero, torch.ones_like(w))
@@ -295,7 +295,7 @@ def test_total_variation_mask_stops_tokens_that_moved_far_where_they_were_sent()
 
 def test_mismatch_equals_its_equations() -> None:
     old, behavior = logps()
-    stats = co.mismatch(old, behavior)
+    stats = co.sampler_mismatch(old, behavior)
     w = differences(old, behavior)
     expected = {
         "sampling/logp_difference": [abs(x) for x in w],
@@ -312,7 +312,7 @@ def test_mismatch_equals_its_equations() -> None:
 
 def test_mismatch_of_two_distributions_averages_to_their_divergences() -> None:
     p, mu = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
-    mean = {name: (mu * x).sum().item() for name, x in co.mismatch(p.log(), mu.log()).items()}
+    mean = {name: (mu * x).sum().item() for name, x in co.sampler_mismatch(p.log(), mu.log()).items()}
     kl = (mu * (mu / p).log()).sum().item()
     assert mean["sampling/importance_ratio"] == pytest.approx(1)
     assert mean["sampling/kl"] == pytest.approx(kl, rel=1e-6)
@@ -321,14 +321,14 @@ def test_mismatch_of_two_distributions_averages_to_their_divergences() -> None:
 
 
 def test_mismatch_is_finite_far_away_exact_close_by_and_loud_about_nan() -> None:
-    far = co.mismatch(torch.tensor([-2000.0, 0.0, 50.0]), torch.tensor([0.0, -2000.0, 0.0]))
+    far = co.sampler_mismatch(torch.tensor([-2000.0, 0.0, 50.0]), torch.tensor([0.0, -2000.0, 0.0]))
     assert all(x.isfinite().all() for x in far.values())
     assert far["sampling/logp_difference"].tolist() == [2000, 2000, 50]
     assert far["sampling/kl"].tolist() == [2000, -2000, -50]
-    close = co.mismatch(torch.tensor([1e-4]), torch.zeros(1))
+    close = co.sampler_mismatch(torch.tensor([1e-4]), torch.zeros(1))
     assert close["sampling/chi_square"].item() == pytest.approx(2e-4, rel=1e-3)
     assert (close["sampling/kl_k3"] >= 0).all()
-    assert all(x.isnan().all() for x in co.mismatch(torch.zeros(1), torch.tensor([NAN])).values())
+    assert all(x.isnan().all() for x in co.sampler_mismatch(torch.zeros(1), torch.tensor([NAN])).values())
 
 
 def test_bound_stats_tell_what_a_mask_took() -> None:
@@ -447,7 +447,7 @@ def shape(name: str, first: str) -> str:
             )
             for low, high, name, got in ((-0.1, 0.2, "low", -0.1), (0.2, 1.1, "high", 1.1), (NAN, 0.2, "low", NAN))
         ),
-        (call(co.mismatch, X, X[:2]), f"mismatch: {shape('behavior_logp', 'old_logp')}"),
+        (call(co.sampler_mismatch, X, X[:2]), f"sampler_mismatch: {shape('behavior_logp', 'old_logp')}"),
         *(
             (
                 call(co.effective_sample_size, torch.tensor([1.0, bad])),

@@ -299,7 +299,7 @@ def test_minillm_equals_its_equation() -> None:
     assert all(not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype for s in stats.values())
 
 
-def test_minillm_is_the_reverse_kl_of_whole_answers() -> None:
+def test_minillm_is_the_reverse_kl_of_whole_completions() -> None:
     first, first_teacher = logits(3)  # the first token's logits, and the second one's for each first token
     second, second_teacher = logits(3, 3, seed=1)
     leaves = [first, second]
@@ -331,7 +331,7 @@ def test_minillm_s_weight_undoes_the_mixture_and_is_bounded() -> None:
     assert alone.tolist() == [1.0] * 6
 
 
-def test_answers_do_not_interact_in_minillm() -> None:
+def test_completions_do_not_interact_in_minillm() -> None:
     tensors = tokens()
     other = SEQUENCE[:, None] != SEQUENCE
     for jacobian in torch.autograd.functional.jacobian(minillm, tuple(tensors)):

@@ -1,4 +1,4 @@
-"""Objectives on single answers: their equations in many digits, what they promise, and what they refuse."""
+"""Objectives on single completions: their equations in many digits, what they promise, and what they refuse."""
 
 import itertools
 import math
@@ -80,8 +80,8 @@ def four_hundred_digits() -> Any:
         yield
 
 
-def answers(count: int = 8, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Ordinary answers of tens of nats, both classes in turn; the log-probabilities as leaves."""
+def completions(count: int = 8, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Ordinary completions of tens of nats, both classes in turn; the log-probabilities as leaves."""
     draw = torch.Generator().manual_seed(0)
     logp, ref_logp = (-30 * torch.rand(2, count, generator=draw, dtype=dtype)).unbind()
     return logp.clone().requires_grad_(), ref_logp.clone().requires_grad_(), torch.arange(count) % 2 == 0
@@ -97,7 +97,7 @@ def rows(*tensors: Tensor) -> list[tuple[Any, ...]]:
 
 @every
 def test_loss_and_gradient_equal_the_equation(case: Case) -> None:
-    logp, ref_logp, desirable = answers()
+    logp, ref_logp, desirable = completions()
     loss, _ = case(logp, ref_logp, desirable)
     close(loss, [case.equation(label)(p, q) for p, q, label in rows(logp, ref_logp, desirable)])
     gradients = torch.autograd.grad(loss.sum(), (logp, ref_logp))
@@ -129,13 +129,13 @@ def test_loss_stats_and_gradient_are_finite_everywhere(case: Case, dtype: torch.
 
 @every
 def test_gradcheck(case: Case) -> None:
-    logp, ref_logp, desirable = answers()
+    logp, ref_logp, desirable = completions()
     assert torch.autograd.gradcheck(lambda p, q: case(p, q, desirable)[0], (logp, ref_logp))
 
 
 @every
-def test_answers_do_not_interact(case: Case) -> None:
-    logp, ref_logp, desirable = answers()
+def test_completions_do_not_interact(case: Case) -> None:
+    logp, ref_logp, desirable = completions()
     loss, _ = case(logp, ref_logp, desirable)
     for jacobian in torch.autograd.functional.jacobian(lambda p, q: case(p, q, desirable)[0], (logp, ref_logp)):
         assert torch.equal(jacobian, jacobian.diagonal().diag())
@@ -145,7 +145,7 @@ def test_answers_do_not_interact(case: Case) -> None:
 
 @every
 def test_stats_are_rewards_and_agreement_detached_and_shaped_like_the_loss(case: Case) -> None:
-    logp, ref_logp, desirable = answers()
+    logp, ref_logp, desirable = completions()
     loss, stats = case(logp, ref_logp, desirable)
     assert loss.requires_grad
     assert all(not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype for s in stats.values())
@@ -154,13 +154,13 @@ def test_stats_are_rewards_and_agreement_detached_and_shaped_like_the_loss(case:
     close(stats["rewards"], rewards)
     right = [(r > case.threshold) == label for r, label in zip(rewards, desirable.tolist(), strict=True)]
     assert stats["rewards/accuracies"].tolist() == [float(x) for x in right]
-    assert len(set(right)) == 2, "the draw must hold both kinds of answer"
+    assert len(set(right)) == 2, "the draw must hold both kinds of completion"
     for name, value in case.point.items():
         assert stats[name].tolist() == [value] * len(desirable)
 
 
 @every
-def test_an_answer_at_the_reference_point_is_not_accurate(case: Case) -> None:
+def test_a_completion_at_the_reference_point_is_not_accurate(case: Case) -> None:
     one = torch.tensor([0.0, 0.0])
     point = [torch.zeros(())] * len(case.point)
     _, stats = case.objective(one, one, torch.tensor([True, False]), *point, **case.hyper)
@@ -168,7 +168,7 @@ def test_an_answer_at_the_reference_point_is_not_accurate(case: Case) -> None:
 
 
 @every
-def test_no_answers_are_a_differentiable_zero(case: Case) -> None:
+def test_no_completions_are_a_differentiable_zero(case: Case) -> None:
     logp = torch.zeros(0, requires_grad=True)
     loss, _ = case(logp, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
     loss.sum().backward()
@@ -176,14 +176,14 @@ def test_no_answers_are_a_differentiable_zero(case: Case) -> None:
 
 
 @every
-def test_desirable_answers_are_raised_and_undesirable_ones_lowered(case: Case) -> None:
-    logp, ref_logp, desirable = answers()
+def test_desirable_completions_are_raised_and_undesirable_ones_lowered(case: Case) -> None:
+    logp, ref_logp, desirable = completions()
     (slope,) = torch.autograd.grad(case(logp, ref_logp, desirable)[0].sum(), logp)
     assert torch.equal(slope < 0, desirable)
 
 
 def test_no_gradient_passes_through_a_reference_point() -> None:
-    logp, ref_logp, desirable = answers()
+    logp, ref_logp, desirable = completions()
     for objective, name in ((fb.kto, "kl"), (fb.bco, "delta")):
         point = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
         loss, stats = objective(logp, ref_logp, desirable, point, beta=0.3)
@@ -192,7 +192,7 @@ def test_no_gradient_passes_through_a_reference_point() -> None:
 
 
 def test_a_reference_point_of_another_precision_does_not_change_the_loss_s() -> None:
-    logp, ref_logp, desirable = answers(dtype=torch.float32)
+    logp, ref_logp, desirable = completions(dtype=torch.float32)
     for objective in (fb.kto, fb.bco):
         loss, stats = objective(logp, ref_logp, desirable, torch.tensor(0.5, dtype=torch.float64), beta=0.3)
         assert {loss.dtype, *(s.dtype for s in stats.values())} == {torch.float32}
@@ -212,9 +212,9 @@ def test_kto_feels_gains_and_losses_most_at_the_reference_point() -> None:
         assert slope[1].item() == pytest.approx(slope[3].item())  # gains weigh as losses do
 
 
-def test_single_answers_add_up_to_the_objectives_on_pairs() -> None:
-    chosen, ref_chosen, _ = answers()
-    rejected, ref_rejected, _ = (t.flip(0) for t in answers())
+def test_single_completions_add_up_to_the_objectives_on_pairs() -> None:
+    chosen, ref_chosen, _ = completions()
+    rejected, ref_rejected, _ = (t.flip(0) for t in completions())
     good, bad = torch.ones(8, dtype=torch.bool), torch.zeros(8, dtype=torch.bool)
     zero = torch.zeros((), dtype=torch.float64)
     pairs: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
@@ -231,8 +231,8 @@ def test_single_answers_add_up_to_the_objectives_on_pairs() -> None:
 
 @pytest.mark.parametrize("delta", [-3.0, 0.0, 0.7, 5.0])
 def test_bco_bounds_dpo_from_above_whatever_the_shift(delta: float) -> None:
-    chosen, ref_chosen, _ = answers()
-    rejected, ref_rejected, _ = (t.flip(0) for t in answers())
+    chosen, ref_chosen, _ = completions()
+    rejected, ref_rejected, _ = (t.flip(0) for t in completions())
     point = torch.tensor(delta, dtype=torch.float64)
     up, _ = fb.bco(chosen, ref_chosen, torch.ones(8, dtype=torch.bool), point, beta=0.3)
     down, _ = fb.bco(rejected, ref_rejected, torch.zeros(8, dtype=torch.bool), point, beta=0.3)
@@ -240,7 +240,7 @@ def test_bco_bounds_dpo_from_above_whatever_the_shift(delta: float) -> None:
 
 
 def test_kto_kl_is_the_mean_log_ratio_never_below_zero() -> None:
-    logp, ref_logp, _ = answers()
+    logp, ref_logp, _ = completions()
     mean = math.fsum(p - q for p, q in rows(logp, ref_logp)) / 8
     kls = fb.kto_kl(logp, ref_logp), fb.kto_kl(ref_logp, logp)
     assert sorted(kl.item() for kl in kls) == pytest.approx([0, abs(mean)])
@@ -277,5 +277,5 @@ def test_hyper_parameters_out_of_range_are_named(case: Case) -> None:
     for name, value in itertools.product(names, [0.0, -0.1, math.nan, math.inf]):
         changed = Case(case.objective, case.point, case.hyper | {name: value}, sigma, sigma, 0)
         with pytest.raises(ValueError) as error:
-            changed(*answers())
+            changed(*completions())
         assert str(error.value) == f"{case.name}: {name} must be > 0, got {value}"

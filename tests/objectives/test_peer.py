@@ -58,7 +58,7 @@ def test_losses_against_a_reference_equal_dpo_trainer(name: str, objective: Any,
 def test_f_scores_equal_dpo_trainer(divergence: Any) -> None:
     tensors = logps(scale=5)
     zero = torch.zeros(PAIRS, dtype=torch.float64)
-    scores = (ob.f_score(tensors[i] - tensors[i + 2], divergence=divergence) for i in (0, 1))
+    scores = (ob.f_divergence_score(tensors[i] - tensors[i + 2], divergence=divergence) for i in (0, 1))
     ours, _ = ob.dpo(*scores, zero, zero, beta=0.3)
     theirs = {"js": "js_divergence"}.get(divergence, divergence)
     assert_same(ours.mean(), dpo_trainer_loss(tensors, f_divergence_type=theirs), tensors)

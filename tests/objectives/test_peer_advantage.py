@@ -23,7 +23,7 @@ rloo = pytest.importorskip("trl.trainer.rloo_trainer", reason="the peer is not i
 
 ROUNDING = {"rtol": 1e-7, "atol": 1e-14}  # the peer takes n/(n − 1) of a standard deviation in float32
 GENERATIONS, PROMPTS, TIMES = 4, 5, 7
-ANSWERS = GENERATIONS * PROMPTS
+COMPLETIONS = GENERATIONS * PROMPTS
 
 
 def statements(method: Callable[..., Any], first: str, after: str) -> str:
@@ -41,19 +41,19 @@ def run(source: str, module: Any, **names: Any) -> dict[str, Any]:
 
 
 def rewards(functions: int, seed: int = 0) -> Tensor:
-    """With gaps: rewards not given, answers not scored at all, and a group of equal rewards."""
+    """With gaps: rewards not given, completions not scored at all, and a group of equal rewards."""
     draw = torch.Generator().manual_seed(seed)
-    reward = torch.randn(ANSWERS, functions, dtype=torch.float64, generator=draw)
-    reward[torch.rand(ANSWERS, functions, generator=draw) < 0.15] = math.nan
+    reward = torch.randn(COMPLETIONS, functions, dtype=torch.float64, generator=draw)
+    reward[torch.rand(COMPLETIONS, functions, generator=draw) < 0.15] = math.nan
     reward[[2, 13]] = math.nan
     reward[4:8] = 0.25
     return reward
 
 
 def scattered(function: Callable[[Tensor, Tensor], Tensor], reward: Tensor) -> Tensor:
-    """Our function on the answers in another order and with other group names, its result in the peer's order."""
-    order = torch.randperm(ANSWERS, generator=torch.Generator().manual_seed(1))
-    group = (torch.arange(ANSWERS) // GENERATIONS * 17 - 20)[order]
+    """Our function on the completions in another order and with other group names, its result in the peer's order."""
+    order = torch.randperm(COMPLETIONS, generator=torch.Generator().manual_seed(1))
+    group = (torch.arange(COMPLETIONS) // GENERATIONS * 17 - 20)[order]
     return function(reward[order], group)[order.argsort()]
 
 
@@ -68,16 +68,16 @@ def test_group_advantages_of_weighted_rewards_equal_grpo_trainer(scale: Any) -> 
     reward, weight = rewards(3), torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
     settings = {"multi_objective_aggregation": "sum_then_normalize", "scale_rewards": scale}
     theirs = grpo_advantages(reward, weight, **settings)
-    ours = scattered(lambda r, g: adv.group_advantage(adv.total_reward(r, weight), g, scale=scale), reward)
+    ours = scattered(lambda r, g: adv.group_advantage(adv.weighted_reward(r, weight), g, scale=scale), reward)
     torch.testing.assert_close(ours, theirs["advantages"], **ROUNDING)
-    torch.testing.assert_close(adv.total_reward(reward, weight), theirs["rewards"], equal_nan=True)
+    torch.testing.assert_close(adv.weighted_reward(reward, weight), theirs["rewards"], equal_nan=True)
 
 
 def test_normalized_then_summed_rewards_equal_grpo_trainer() -> None:
     reward, weight = rewards(3), torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
-    settings = {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "group"}
+    settings = {"multi_objective_aggregation": "gdpo_advantage", "scale_rewards": "group"}
     theirs = grpo_advantages(reward, weight, **settings)["advantages"]
-    ours = scattered(lambda r, g: adv.normalize_then_sum(r, g, weight), reward)
+    ours = scattered(lambda r, g: adv.gdpo_advantage(r, g, weight), reward)
     torch.testing.assert_close(ours, theirs, **ROUNDING)
 
 
@@ -85,7 +85,7 @@ def test_group_stats_equal_what_grpo_trainer_logs() -> None:
     reward, weight = rewards(1), torch.ones(1, dtype=torch.float64)
     settings = {"multi_objective_aggregation": "sum_then_normalize", "scale_rewards": "group"}
     theirs = grpo_advantages(reward, weight, **settings)
-    stats = adv.group_stats(reward[:, 0], torch.arange(ANSWERS) // GENERATIONS)
+    stats = adv.group_stats(reward[:, 0], torch.arange(COMPLETIONS) // GENERATIONS)
     torch.testing.assert_close(stats["frac_reward_zero_std"], theirs["is_std_zero"].double().mean())
     torch.testing.assert_close(stats["reward"], theirs["rewards"].nanmean())
     torch.testing.assert_close(stats["reward_std"], grpo.nanstd(theirs["rewards"]), **ROUNDING)
@@ -93,7 +93,7 @@ def test_group_stats_equal_what_grpo_trainer_logs() -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("beta", [0.0, 0.05])
-def test_leave_one_out_equals_rloo_trainer(normalize: bool, beta: float) -> None:
+def test_rloo_advantage_equals_rloo_trainer(normalize: bool, beta: float) -> None:
     reward, weight = rewards(2), torch.tensor([1.0, 0.5], dtype=torch.float64)
     old, ref, mask = padded()
     block = statements(rloo.RLOOTrainer._generate_and_score_completions, "unscorable_mask =", "is_std_zero =")
@@ -103,20 +103,20 @@ def test_leave_one_out_equals_rloo_trainer(normalize: bool, beta: float) -> None
     names = {"old_per_token_logps": old, "ref_per_token_logps": ref, "completion_mask": mask, "gather": lambda x: x}
     theirs = run(block, rloo, self=trainer, rewards_per_func=reward, **names)["advantages"]
 
-    penalty = beta * sequence_sum((old - ref)[mask.bool()], ids(mask), ANSWERS)
-    ours = scattered(adv.leave_one_out, adv.total_reward(reward, weight) - penalty)
-    if normalize:  # an answer without a peer has a NaN there, and no part in the mean
+    penalty = beta * sequence_sum((old - ref)[mask.bool()], ids(mask), COMPLETIONS)
+    ours = scattered(adv.rloo_advantage, adv.weighted_reward(reward, weight) - penalty)
+    if normalize:  # a completion without a peer has a NaN there, and no part in the mean
         scored = ~reward.isnan().all(1)
         ours = adv.whiten(ours.where(scored, math.nan))
     torch.testing.assert_close(ours, theirs, **ROUNDING)
 
 
 def padded(seed: int = 3, spread: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-    """Old and other log-probabilities [answers, times], and the mask of their tokens."""
+    """Old and other log-probabilities [completions, times], and the mask of their tokens."""
     draw = torch.Generator().manual_seed(seed)
-    old = -3 * torch.rand(ANSWERS, TIMES, dtype=torch.float64, generator=draw)
-    other = old + spread * torch.randn(ANSWERS, TIMES, dtype=torch.float64, generator=draw)
-    length = torch.randint(1, TIMES + 1, (ANSWERS, 1), generator=draw)
+    old = -3 * torch.rand(COMPLETIONS, TIMES, dtype=torch.float64, generator=draw)
+    other = old + spread * torch.randn(COMPLETIONS, TIMES, dtype=torch.float64, generator=draw)
+    length = torch.randint(1, TIMES + 1, (COMPLETIONS, 1), generator=draw)
     return old, other, (torch.arange(TIMES) < length).to(torch.float64)
 
 
@@ -160,7 +160,7 @@ def test_importance_weights_equal_grpo_trainer(mode: str, low: float | None, hig
 def test_off_policy_mask_equals_grpo_trainer(threshold: float) -> None:
     now, sampled, mask = padded()
     sampled[4, 0] = math.nan
-    advantage = torch.randn(ANSWERS, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    advantage = torch.randn(COMPLETIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     advantage[3] = 0.0
     theirs = grpo.GRPOTrainer.get_off_policy_mask(advantage[:, None], now, sampled, mask, threshold)
     tokens = mask.bool()

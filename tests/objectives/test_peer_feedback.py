@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason="the peer is not installed")
 
-ANSWERS = 8
+COMPLETIONS = 8
 MIXED = [True, False, False, True, True, False, False, False]
 
 
@@ -42,7 +42,7 @@ def same_everywhere() -> SimpleNamespace:
 def kto_trainer(
     logp: Tensor, ref_logp: Tensor, desirable: Tensor, mismatched: list[Tensor] | None, **settings: Any
 ) -> tuple[Tensor, dict[str, list[float]]]:
-    """KTOTrainer's loss and metrics of answers of one token, whose log-probability is that of the whole answer."""
+    """KTOTrainer's loss and metrics of completions of one token, whose log-probability is the whole completion's."""
     from trl import KTOTrainer
 
     policy = logp.unsqueeze(1)
@@ -62,9 +62,9 @@ def kto_trainer(
         **{"beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.0, **settings},
     )
     inputs = {
-        "input_ids": torch.zeros(ANSWERS, 2, dtype=torch.int64),
-        "attention_mask": torch.ones(ANSWERS, 2, dtype=torch.int64),
-        "completion_mask": torch.tensor([[0, 1]]).expand(ANSWERS, 2),
+        "input_ids": torch.zeros(COMPLETIONS, 2, dtype=torch.int64),
+        "attention_mask": torch.ones(COMPLETIONS, 2, dtype=torch.int64),
+        "completion_mask": torch.tensor([[0, 1]]).expand(COMPLETIONS, 2),
         "label": desirable,
         "ref_logps": ref_logp,
         "ref_KL_logps": ref_kl_logp,
@@ -74,11 +74,11 @@ def kto_trainer(
 
 
 @pytest.mark.parametrize(
-    "labels", [MIXED, [True] * ANSWERS, [False] * ANSWERS], ids=["both", "desirable", "undesirable"]
+    "labels", [MIXED, [True] * COMPLETIONS, [False] * COMPLETIONS], ids=["both", "desirable", "undesirable"]
 )
 @pytest.mark.parametrize("direction", [1, -1], ids=["z0", "clamped"])
 def test_kto_equals_kto_trainer(labels: list[bool], direction: int) -> None:
-    logp, ref_logp, *mismatched = draws(4, ANSWERS, scale=30)
+    logp, ref_logp, *mismatched = draws(4, COMPLETIONS, scale=30)
     mismatched = mismatched[::direction]
     desirable = torch.tensor(labels)
     theirs, metrics = kto_trainer(
@@ -94,12 +94,12 @@ def test_kto_equals_kto_trainer(labels: list[bool], direction: int) -> None:
 
 
 def test_the_two_directions_of_kto_are_a_positive_and_a_clamped_reference_point() -> None:
-    _, _, *mismatched = draws(4, ANSWERS, scale=30)
+    _, _, *mismatched = draws(4, COMPLETIONS, scale=30)
     assert sorted(fb.kto_kl(*mismatched[::step]).item() > 0 for step in (1, -1)) == [False, True]
 
 
 def test_apo_zero_unpaired_equals_kto_trainer() -> None:
-    logp, ref_logp = draws(2, ANSWERS, scale=30)
+    logp, ref_logp = draws(2, COMPLETIONS, scale=30)
     desirable = torch.tensor(MIXED)
     theirs, _ = kto_trainer(logp, ref_logp, desirable, None, loss_type="apo_zero_unpaired")
     assert_same(fb.apo_zero_unpaired(logp, ref_logp, desirable, beta=0.3)[0].mean(), theirs, [logp, ref_logp])
@@ -110,7 +110,7 @@ def test_apo_zero_unpaired_equals_kto_trainer() -> None:
 def test_reward_losses_and_metrics_equal_reward_trainer(with_margin: bool, coefficient: float | None) -> None:
     from trl import RewardTrainer
 
-    chosen, rejected, margin = draws(3, ANSWERS, scale=5)
+    chosen, rejected, margin = draws(3, COMPLETIONS, scale=5)
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
         accelerator=same_everywhere(),
@@ -119,7 +119,7 @@ def test_reward_losses_and_metrics_equal_reward_trainer(with_margin: bool, coeff
         _total_train_tokens=0,
         _tp_size=1,
     )
-    inputs = {"attention_mask": torch.ones(2 * ANSWERS, 2), **({"margin": margin.detach()} if with_margin else {})}
+    inputs = {"attention_mask": torch.ones(2 * COMPLETIONS, 2), **({"margin": margin.detach()} if with_margin else {})}
     output = SimpleNamespace(logits=torch.cat([chosen, rejected]).unsqueeze(1))
     theirs = RewardTrainer.compute_loss(trainer, lambda **_: output, inputs)
 

@@ -17,25 +17,25 @@ from torch import Tensor
 pytest.importorskip("trl", reason="the peer is not installed")
 
 LENGTHS = torch.tensor([5, 1, 3, 4, 2, 5])
-ANSWERS, LONGEST, LIMIT = 6, 5, 8
+COMPLETIONS, LONGEST, LIMIT = 6, 5, 8
 MASK = torch.arange(LONGEST) < LENGTHS[:, None]
-SEQUENCE = torch.arange(ANSWERS)[:, None].expand(-1, LONGEST)[MASK]
+SEQUENCE = torch.arange(COMPLETIONS)[:, None].expand(-1, LONGEST)[MASK]
 ADVANTAGE = torch.tensor([1.5, -0.5, -2.0, 0.7, 0.0, -1.1], dtype=torch.float64)
 LOW, HIGH = 0.2, 0.28
 
-# What TRL's reduction gives each token of an answer; its "bnpo" divides by the tokens at hand, here all of them.
-EACH = torch.ones(ANSWERS, dtype=torch.float64)
+# What TRL's reduction gives each token of a completion; its "bnpo" divides by the tokens at hand, here all of them.
+EACH = torch.ones(COMPLETIONS, dtype=torch.float64)
 WEIGHT = {
-    "grpo": EACH / (ANSWERS * LENGTHS),
-    "sapo": EACH / (ANSWERS * LENGTHS),
-    "dr_grpo": EACH / (ANSWERS * LIMIT),
-    "luspo": EACH / ANSWERS,
+    "grpo": EACH / (COMPLETIONS * LENGTHS),
+    "sapo": EACH / (COMPLETIONS * LENGTHS),
+    "dr_grpo": EACH / (COMPLETIONS * LIMIT),
+    "luspo": EACH / COMPLETIONS,
     **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo"), EACH / LENGTHS.sum()),
 }
 
 
 def draw(seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(ANSWERS, LONGEST, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(COMPLETIONS, LONGEST, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 OLD = -1 - draw(0).abs()
@@ -59,7 +59,7 @@ def accelerator() -> SimpleNamespace:
 
 
 def inputs() -> dict[str, Tensor]:
-    ids = torch.zeros(ANSWERS, LONGEST, dtype=torch.int64)
+    ids = torch.zeros(COMPLETIONS, LONGEST, dtype=torch.int64)
     return {
         "prompt_ids": ids[:, :1],
         "prompt_mask": ids[:, :1] + 1,
@@ -143,14 +143,14 @@ def objective(loss_type: str, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[T
 
 
 def ours(loss_type: str, level: str, logp: Tensor) -> Tensor:
-    """One objective, weighed. On the level of answers it is that of their means; an answer weighs as its tokens do."""
+    """One objective, weighted. For completions it is that of their means; a completion weighs as its tokens do."""
     each = WEIGHT[loss_type]
     if loss_type == "vespo":
         return (each[SEQUENCE] * policy.vespo(logp, flat(OLD), ADVANTAGE, SEQUENCE)[0]).sum()
     if level == "token":
         loss, _ = objective(loss_type, (logp, flat(OLD), ADVANTAGE[SEQUENCE]))
         return (each[SEQUENCE] * loss).sum()
-    mean, old = (sequence_mean(x, SEQUENCE, ANSWERS) for x in (logp, flat(OLD)))
+    mean, old = (sequence_mean(x, SEQUENCE, COMPLETIONS) for x in (logp, flat(OLD)))
     return (each * LENGTHS * objective(loss_type, (mean, old, ADVANTAGE))[0]).sum()
 
 
@@ -166,7 +166,7 @@ def test_every_loss_type_at_both_levels_of_importance(loss_type: str, level: str
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "luspo", "dapo"])
-def test_gspo_is_the_surrogate_at_the_level_of_answers(loss_type: str) -> None:
+def test_gspo_is_the_surrogate_at_the_level_of_completions(loss_type: str) -> None:
     def mine(logp: Tensor) -> Tensor:
         loss, _ = policy.gspo(logp, flat(OLD), ADVANTAGE, SEQUENCE, clip_low=LOW, clip_high=HIGH)
         return (WEIGHT[loss_type] * LENGTHS * loss).sum()
@@ -181,8 +181,8 @@ def test_kl_in_the_loss_with_and_without_bias_correction(corrected: bool, level:
         kl, _ = policy.kl_estimate(logp, flat(REF), kind="k3")
         if corrected and level == "token":
             kl, _ = policy.corrected_kl_estimate(logp, flat(OLD), flat(REF), kind="k3")
-        elif corrected:  # each token's by the ratio of its answer: not unbiased, and so not a function of ours
-            kl = kl * sequence_mean(logp - flat(OLD), SEQUENCE, ANSWERS).exp()[SEQUENCE]
+        elif corrected:  # each token's by the ratio of its completion: not unbiased, and so not a function of ours
+            kl = kl * sequence_mean(logp - flat(OLD), SEQUENCE, COMPLETIONS).exp()[SEQUENCE]
         return ours("grpo", level, logp) + 0.3 * (WEIGHT["grpo"][SEQUENCE] * kl).sum()
 
     def peer(logp: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def test_entropy_mask(share: float) -> None:
 
 
 def test_off_policy_mask_multiplies_the_loss() -> None:
-    kept = (ADVANTAGE >= 0) | (sequence_mean(flat(OLD - LOGP), SEQUENCE, ANSWERS) <= 0.05)
+    kept = (ADVANTAGE >= 0) | (sequence_mean(flat(OLD - LOGP), SEQUENCE, COMPLETIONS) <= 0.05)
     assert not kept.all()
 
     def mine(logp: Tensor) -> Tensor:
@@ -222,13 +222,13 @@ def test_off_policy_mask_multiplies_the_loss() -> None:
     assert_same(mine, lambda logp: grpo(logp, off_policy_mask_threshold=0.05)[0])
 
 
-def test_rloo_is_the_surrogate_of_whole_answers() -> None:
+def test_rloo_is_the_surrogate_of_whole_completions() -> None:
     from trl import RLOOTrainer
 
     def mine(logp: Tensor) -> Tensor:
-        sums = (sequence_sum(x, SEQUENCE, ANSWERS) for x in (logp, flat(OLD)))
+        sums = (sequence_sum(x, SEQUENCE, COMPLETIONS) for x in (logp, flat(OLD)))
         loss, _ = policy.clipped_surrogate(*sums, ADVANTAGE, clip_low=LOW, clip_high=HIGH)
-        return loss.sum() / ANSWERS
+        return loss.sum() / COMPLETIONS
 
     assert_same(mine, lambda logp: theirs(RLOOTrainer, logp, {})[0])
 
@@ -238,7 +238,7 @@ def test_gmpo() -> None:
 
     def mine(logp: Tensor) -> Tensor:
         loss, _ = policy.gmpo(logp, flat(OLD), ADVANTAGE, SEQUENCE, clip_low=LOW, clip_high=HIGH)
-        return loss.sum() / ANSWERS
+        return loss.sum() / COMPLETIONS
 
     assert_same(mine, lambda logp: theirs(trainer, logp, {})[0])
 
@@ -269,5 +269,5 @@ def test_metrics_of_cispo_and_vespo() -> None:
 
     _, metrics = grpo(LOGP, loss_type="vespo")
     _, stats = policy.vespo(flat(LOGP), flat(OLD), ADVANTAGE, SEQUENCE)
-    one_of_each = stats["vespo/phi_seq"][LENGTHS.cumsum(0) - 1]  # TRL's is a mean over answers
+    one_of_each = stats["vespo/phi_seq"][LENGTHS.cumsum(0) - 1]  # TRL's is a mean over completions
     assert metrics["vespo/phi_seq_mean"] == mean(one_of_each)

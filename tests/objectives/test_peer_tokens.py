@@ -1,4 +1,4 @@
-"""The same numbers as the peer where tokens matter: lengths, weights of answers, mixes; TRL 1.16's own DPO loss."""
+"""The same numbers as the peer where tokens matter: lengths, weights of completions, mixes; TRL 1.16's own DPO loss."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ PAIRS, WIDTH = 6, 9
 BETA = 0.3
 
 
-class Answers:
+class Completions:
     """Padded log-probs as TRL has them, chosen above rejected, and the same flat as burnish has them."""
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class Answers:
         self.sequence = torch.arange(2 * PAIRS).repeat_interleave(length)
         self.logp, self.ref_logp, self.log_sum_squares = (x[self.mask] for x in (self.padded, self.ref, self.squares))
 
-    def pairs(self, answer: Any) -> list[Tensor]:
-        """chosen, rejected, ref_chosen, ref_rejected under ``answer(tokens, sequence, sequences)``."""
-        both = (answer(x, self.sequence, 2 * PAIRS).chunk(2) for x in (self.logp, self.ref_logp))
+    def pairs(self, completion: Any) -> list[Tensor]:
+        """chosen, rejected, ref_chosen, ref_rejected under ``completion(tokens, sequence, sequences)``."""
+        both = (completion(x, self.sequence, 2 * PAIRS).chunk(2) for x in (self.logp, self.ref_logp))
         return [half for value in both for half in value]
 
     def theirs(self, **settings: Any) -> Tensor:
@@ -94,63 +94,64 @@ class Answers:
 
 
 @pytest.fixture
-def answers() -> Answers:
-    return Answers()
+def completions() -> Completions:
+    return Completions()
 
 
-def test_ipo_and_dpo_on_means_equal_the_peers_normalized_losses(answers: Answers) -> None:
-    means = answers.pairs(ob.sequence_mean)
-    answers.assert_same(ob.ipo(*means, beta=BETA)[0].mean(), answers.theirs(loss_types=["ipo"]))
-    answers.assert_same(ob.dpo(*means, beta=BETA)[0].mean(), answers.theirs(loss_types=["sigmoid_norm"]))
+def test_ipo_and_dpo_on_means_equal_the_peers_normalized_losses(completions: Completions) -> None:
+    means = completions.pairs(ob.sequence_mean)
+    completions.assert_same(ob.ipo(*means, beta=BETA)[0].mean(), completions.theirs(loss_types=["ipo"]))
+    completions.assert_same(ob.dpo(*means, beta=BETA)[0].mean(), completions.theirs(loss_types=["sigmoid_norm"]))
 
 
-def test_nll_of_the_chosen_answers_equals_the_peers_sft_loss(answers: Answers) -> None:
-    chosen = answers.sequence < PAIRS
-    answers.assert_same(ob.nll(answers.logp[chosen])[0].mean(), answers.theirs(loss_types=["sft"]))
+def test_nll_of_the_chosen_completions_equals_the_peers_sft_loss(completions: Completions) -> None:
+    chosen = completions.sequence < PAIRS
+    completions.assert_same(ob.nll(completions.logp[chosen])[0].mean(), completions.theirs(loss_types=["sft"]))
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_ld_dpo_equals_the_peer(answers: Answers, alpha: float) -> None:
-    length = ob.sequence_length(answers.sequence, 2 * PAIRS)
+def test_ld_dpo_equals_the_peer(completions: Completions, alpha: float) -> None:
+    length = ob.sequence_length(completions.sequence, 2 * PAIRS)
     public = torch.minimum(*length.chunk(2)).repeat(2)
 
     def desensitized(x: Tensor, sequence: Tensor, sequences: int) -> Tensor:
         return ob.length_desensitized_sum(x, sequence, public, alpha=alpha)
 
-    ours = ob.dpo(*answers.pairs(desensitized), beta=BETA)[0].mean()
-    answers.assert_same(ours, answers.theirs(ld_alpha=alpha))
+    ours = ob.dpo(*completions.pairs(desensitized), beta=BETA)[0].mean()
+    completions.assert_same(ours, completions.theirs(ld_alpha=alpha))
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-def test_wpo_equals_the_peer(answers: Answers, loss_type: str) -> None:
-    weight = ob.wpo_weight(answers.logp, answers.log_sum_squares, answers.sequence, 2 * PAIRS)
+def test_wpo_equals_the_peer(completions: Completions, loss_type: str) -> None:
+    weight = ob.wpo_weight(completions.logp, completions.log_sum_squares, completions.sequence, 2 * PAIRS)
     chosen, rejected = weight.chunk(2)
-    sums, means = answers.pairs(ob.sequence_sum), answers.pairs(ob.sequence_mean)
+    sums, means = completions.pairs(ob.sequence_sum), completions.pairs(ob.sequence_mean)
     loss, _ = ob.dpo(*sums, beta=BETA) if loss_type == "sigmoid" else ob.ipo(*means, beta=BETA)
     ours = (chosen * rejected * loss).mean()
-    answers.assert_same(ours, answers.theirs(loss_types=[loss_type], use_weighting=True))
+    completions.assert_same(ours, completions.theirs(loss_types=[loss_type], use_weighting=True))
 
 
-def test_mpo_equals_the_peers_weighted_mix(answers: Answers) -> None:
-    sums = answers.pairs(ob.sequence_sum)
+def test_mpo_equals_the_peers_weighted_mix(completions: Completions) -> None:
+    sums = completions.pairs(ob.sequence_sum)
     dpo, bco = ob.dpo(*sums, beta=BETA)[0].mean(), ob.bco_pair(*sums, beta=BETA)[0].mean()
-    nll = ob.nll(answers.logp[answers.sequence < PAIRS])[0].mean()
-    theirs = answers.theirs(loss_types=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])
-    answers.assert_same(0.8 * dpo + 0.2 * bco + nll, theirs)
+    nll = ob.nll(completions.logp[completions.sequence < PAIRS])[0].mean()
+    theirs = completions.theirs(loss_types=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])
+    completions.assert_same(0.8 * dpo + 0.2 * bco + nll, theirs)
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.7])
 def test_the_alpha_divergence_is_the_peers_at_one_minus_alpha(alpha: float) -> None:
     """The peer's coefficient is the exponent of the f-divergence, ours the authors' alpha; it computes in float32."""
-    answers = Answers()
+    completions = Completions()
     for name in ("padded", "ref"):
-        setattr(answers, name, getattr(answers, name).detach().float())
-    answers.padded.requires_grad_()
-    answers.logp, answers.ref_logp = answers.padded[answers.mask], answers.ref[answers.mask]
-    chosen, rejected, ref_chosen, ref_rejected = answers.pairs(ob.sequence_sum)
+        setattr(completions, name, getattr(completions, name).detach().float())
+    completions.padded.requires_grad_()
+    completions.logp, completions.ref_logp = completions.padded[completions.mask], completions.ref[completions.mask]
+    chosen, rejected, ref_chosen, ref_rejected = completions.pairs(ob.sequence_sum)
     scores = (
-        ob.f_score(ratio, divergence="alpha", alpha=alpha) for ratio in (chosen - ref_chosen, rejected - ref_rejected)
+        ob.f_divergence_score(ratio, divergence="alpha", alpha=alpha)
+        for ratio in (chosen - ref_chosen, rejected - ref_rejected)
     )
     ours, _ = ob.dpo(*scores, torch.zeros(PAIRS), torch.zeros(PAIRS), beta=BETA)
-    theirs = answers.theirs(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=1 - alpha)
-    answers.assert_same(ours.mean(), theirs, tolerance=1e-5)
+    theirs = completions.theirs(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=1 - alpha)
+    completions.assert_same(ours.mean(), theirs, tolerance=1e-5)

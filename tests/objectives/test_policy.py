@@ -372,18 +372,18 @@ def test_no_silent_broadcast(case: Case, as_users_run_it: None) -> None:
         )
 
 
-# Three answers of 3, 1 and 4 tokens, and between them one of none.
+# Three completions of 3, 1 and 4 tokens, and between them one of none.
 LENGTHS = [3, 1, 0, 4]
 SEQUENCE = torch.tensor([0, 0, 0, 1, 3, 3, 3, 3])
 
 
 @dataclass(frozen=True)
-class AnswerCase:
-    """An objective on answers: the log-ratios of one, its log-probabilities and advantage, to its loss and slopes."""
+class CompletionCase:
+    """An objective on completions: from log-ratios, log-probabilities and advantage of one to its loss and slopes."""
 
     objective: Callable[..., tuple[Tensor, policy.Stats]]
     hyper: dict[str, float]
-    answer: Callable[[list[mpf], list[mpf], mpf], tuple[Any, list[mpf], dict[str, Any]]]
+    completion: Callable[[list[mpf], list[mpf], mpf], tuple[Any, list[mpf], dict[str, Any]]]
     per_token: bool
 
     @property
@@ -391,19 +391,19 @@ class AnswerCase:
         return self.objective.__name__
 
 
-def gspo_answer(w: list[mpf], _: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
+def gspo_completion(w: list[mpf], _: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
     mean = mp.fsum(w) / max(len(w), 1)
     stats = {name: equation(mean, mpf(0), a) for name, equation in clip_stats.items()}
     return surrogate(mean, mpf(0), a), [surrogate_slope(mean, mpf(0), a) / len(w) for _ in w], stats
 
 
-def gspo_token_answer(w: list[mpf], _: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
+def gspo_token_completion(w: list[mpf], _: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
     mean = mp.fsum(w) / max(len(w), 1)
     stats = {name: [equation(mean, mpf(0), a) for _ in w] for name, equation in clip_stats.items()}
     return [surrogate(mean, mpf(0), a) for _ in w], [surrogate_slope(mean, mpf(0), a) for _ in w], stats
 
 
-def gmpo_answer(w: list[mpf], _: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
+def gmpo_completion(w: list[mpf], _: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
     one = mpf(1) / max(len(w), 1)
     product = mp.fprod((min(mp.exp(x), mp.exp(HIGH)) if a > 0 else max(mp.exp(x), mp.exp(-LOW))) ** one for x in w)
     is_low, is_high = [x < -LOW and a < 0 for x in w], [x > HIGH and a > 0 for x in w]
@@ -416,7 +416,7 @@ def gmpo_answer(w: list[mpf], _: list[mpf], a: mpf) -> tuple[Any, list[mpf], dic
     return -a * product, slopes, {"ratio": product, **{f"clip_ratio/{name}": x for name, x in share.items()}}
 
 
-def vespo_answer(w: list[mpf], logp: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
+def vespo_completion(w: list[mpf], logp: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
     k, decay = (mpf(2.5), mpf(3.5)) if a >= 0 else (mpf(1.5), mpf(0.5))
     r = mp.exp(mp.fsum(w))
     phi = r**k * mp.exp(decay * (1 - r))
@@ -424,32 +424,35 @@ def vespo_answer(w: list[mpf], logp: list[mpf], a: mpf) -> tuple[Any, list[mpf],
 
 
 vespo_hyper = {"k_pos": 2.5, "lambda_pos": 3.5, "k_neg": 1.5, "lambda_neg": 0.5}
-ANSWER_CASES = [
-    AnswerCase(policy.gspo, clips, gspo_answer, per_token=False),
-    AnswerCase(policy.gspo_token, clips, gspo_token_answer, per_token=True),
-    AnswerCase(policy.gmpo, clips, gmpo_answer, per_token=False),
-    AnswerCase(policy.vespo, vespo_hyper, vespo_answer, per_token=True),
+COMPLETION_CASES = [
+    CompletionCase(policy.gspo, clips, gspo_completion, per_token=False),
+    CompletionCase(policy.gspo_token, clips, gspo_token_completion, per_token=True),
+    CompletionCase(policy.gmpo, clips, gmpo_completion, per_token=False),
+    CompletionCase(policy.vespo, vespo_hyper, vespo_completion, per_token=True),
 ]
-every_answer = pytest.mark.parametrize("case", ANSWER_CASES, ids=lambda c: c.name)
+every_completion = pytest.mark.parametrize("case", COMPLETION_CASES, ids=lambda c: c.name)
 
 
-def advantages(case: AnswerCase, advantage: Tensor) -> Tensor:
-    """As the objective takes them: per answer, or spread over its tokens."""
+def advantages(case: CompletionCase, advantage: Tensor) -> Tensor:
+    """As the objective takes them: per completion, or spread over its tokens."""
     return advantage[SEQUENCE] if case.objective is policy.gspo_token else advantage
 
 
-def by_answer(x: Tensor) -> list[list[mpf]]:
+def by_completion(x: Tensor) -> list[list[mpf]]:
     return [[mpf(value) for value in part.tolist()] for part in x.detach().split(LENGTHS)]
 
 
-def check_answers(case: AnswerCase, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> dict[str, Tensor]:
+def check_completions(case: CompletionCase, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> dict[str, Tensor]:
     logp = logp.clone().requires_grad_()
     loss, stats = case.objective(logp, old_logp, advantages(case, advantage), SEQUENCE, **case.hyper)
     (slope,) = torch.autograd.grad(loss.sum(), logp)
     ratios = [
-        [new - old for new, old in zip(*x, strict=True)] for x in zip(by_answer(logp), by_answer(old_logp), strict=True)
+        [new - old for new, old in zip(*x, strict=True)]
+        for x in zip(by_completion(logp), by_completion(old_logp), strict=True)
     ]
-    expected = [case.answer(*x) for x in zip(ratios, by_answer(logp), map(mpf, advantage.tolist()), strict=True)]
+    expected = [
+        case.completion(*x) for x in zip(ratios, by_completion(logp), map(mpf, advantage.tolist()), strict=True)
+    ]
 
     def flat(values: list[Any]) -> list[mpf]:
         return [v for value in values for v in value] if case.per_token else values
@@ -463,8 +466,8 @@ def check_answers(case: AnswerCase, logp: Tensor, old_logp: Tensor, advantage: T
     return stats
 
 
-@every_answer
-def test_answers_equal_the_equations_over_python_lists(case: AnswerCase) -> None:
+@every_completion
+def test_completions_equal_the_equations_over_python_lists(case: CompletionCase) -> None:
     seen: dict[str, list[float]] = {}
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
@@ -474,24 +477,24 @@ def test_answers_equal_the_equations_over_python_lists(case: AnswerCase) -> None
         )
         advantage = torch.randn(4, generator=generator, dtype=torch.float64)
         advantage[seed % 4] *= seed % 3 > 0  # some are zero
-        for name, stat in check_answers(case, old_logp + 0.7 * change.double(), old_logp, advantage).items():
+        for name, stat in check_completions(case, old_logp + 0.7 * change.double(), old_logp, advantage).items():
             seen.setdefault(name, []).extend(stat.tolist())
     assert all(0 < sum(v) < len(v) for name, v in seen.items() if "clip" in name), "the draws must hold both kinds"
 
 
-@every_answer
+@every_completion
 @pytest.mark.parametrize("scale", [50.0, 2000.0])
-def test_the_equations_of_answers_hold_far_from_the_ordinary(case: AnswerCase, scale: float) -> None:
+def test_the_equations_of_completions_hold_far_from_the_ordinary(case: CompletionCase, scale: float) -> None:
     far = scale * torch.tensor([1, 1, -1, 1, 1, 1, 1, 1], dtype=torch.float64)
     base = torch.full((8,), -3.0, dtype=torch.float64)
     for signs in itertools.product((-1.0, 1.0), repeat=2):
         for change in (far, -far):
-            check_answers(case, base + change, base, torch.tensor([signs[0], signs[1], 0.5, signs[0]]).double())
+            check_completions(case, base + change, base, torch.tensor([signs[0], signs[1], 0.5, signs[0]]).double())
 
 
-@every_answer
+@every_completion
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_answers_are_finite_everywhere(case: AnswerCase, dtype: torch.dtype) -> None:
+def test_completions_are_finite_everywhere(case: CompletionCase, dtype: torch.dtype) -> None:
     for new, old, sign in itertools.product((-2000.0, -50.0, 0.0), (-2000.0, -50.0, 0.0), (-100.0, 0.0, 100.0)):
         logp = torch.full((8,), new, dtype=dtype, requires_grad=True)
         advantage = advantages(case, torch.full((4,), sign, dtype=dtype))
@@ -500,8 +503,8 @@ def test_answers_are_finite_everywhere(case: AnswerCase, dtype: torch.dtype) -> 
         assert all(t.isfinite().all() and t.dtype == dtype for t in (loss, slope, *stats.values()))
 
 
-@every_answer
-def test_answers_do_not_interact(case: AnswerCase) -> None:
+@every_completion
+def test_completions_do_not_interact(case: CompletionCase) -> None:
     generator = torch.Generator().manual_seed(3)
     logp, old_logp = -torch.rand(2, 8, generator=generator, dtype=torch.float64)
     advantage = torch.tensor([1.0, -1.0, 1.0, -0.5], dtype=torch.float64)
@@ -518,8 +521,8 @@ def test_answers_do_not_interact(case: AnswerCase) -> None:
     torch.testing.assert_close(whole[: len(alone)], alone, rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("case", [c for c in ANSWER_CASES if not c.per_token], ids=lambda c: c.name)
-def test_gradcheck_of_answers(case: AnswerCase) -> None:
+@pytest.mark.parametrize("case", [c for c in COMPLETION_CASES if not c.per_token], ids=lambda c: c.name)
+def test_gradcheck_of_completions(case: CompletionCase) -> None:
     old_logp = -torch.rand(8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     logp = (old_logp + torch.linspace(-0.15, 0.14, 8, dtype=torch.float64)).requires_grad_()
     advantage = torch.tensor([1.0, -1.0, 1.0, -0.5], dtype=torch.float64)
@@ -528,8 +531,8 @@ def test_gradcheck_of_answers(case: AnswerCase) -> None:
     )
 
 
-@every_answer
-def test_no_answers_is_a_differentiable_zero(case: AnswerCase) -> None:
+@every_completion
+def test_no_completions_is_a_differentiable_zero(case: CompletionCase) -> None:
     logp = torch.zeros(0, requires_grad=True)
     none = torch.zeros(0, dtype=torch.int64)
     loss, _ = case.objective(logp, torch.zeros(0), torch.zeros(0), none, **case.hyper)
@@ -537,8 +540,8 @@ def test_no_answers_is_a_differentiable_zero(case: AnswerCase) -> None:
     loss.sum().backward()
 
 
-@every_answer
-def test_no_silent_broadcast_of_answers(case: AnswerCase, as_users_run_it: None) -> None:
+@every_completion
+def test_no_silent_broadcast_of_completions(case: CompletionCase, as_users_run_it: None) -> None:
     shapes = {"logp": 8, "old_logp": 8, "advantage": 8 if case.objective is policy.gspo_token else 4, "sequence": 8}
     for name in ("old_logp", "sequence", *(["advantage"] if case.objective is policy.gspo_token else [])):
         tensors = {k: torch.zeros(n) for k, n in shapes.items()} | {"sequence": SEQUENCE}
@@ -569,8 +572,8 @@ POSITIVE = [
 
 
 def one_token(objective: Callable[..., Any], **hyper: Any) -> Any:
-    answers = objective in (policy.gspo, policy.gspo_token, policy.gmpo, policy.vespo)
-    return objective(*[torch.zeros(1)] * 3, *([torch.zeros(1, dtype=torch.int64)] if answers else []), **hyper)
+    completions = objective in (policy.gspo, policy.gspo_token, policy.gmpo, policy.vespo)
+    return objective(*[torch.zeros(1)] * 3, *([torch.zeros(1, dtype=torch.int64)] if completions else []), **hyper)
 
 
 @pytest.mark.parametrize(("objective", "name", "others"), NOT_NEGATIVE)

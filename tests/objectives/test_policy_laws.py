@@ -24,7 +24,7 @@ OFF_POLICY: list[tuple[Callable[..., Any], dict[str, float]]] = [
     (policy.cispo, ppo),
     (policy.sapo, {"tau_pos": 0.5, "tau_neg": 3.0}),
 ]
-OF_ANSWERS: list[tuple[Callable[..., Any], dict[str, float]]] = [
+OF_COMPLETIONS: list[tuple[Callable[..., Any], dict[str, float]]] = [
     (policy.gspo, ppo),
     (policy.gspo_token, ppo),
     (policy.gmpo, {}),
@@ -57,8 +57,8 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient(objective: Any, hyper:
     torch.testing.assert_close(gradient, slope(lambda x: policy.reinforce(x, advantage)[0], LOGP), rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize(("objective", "hyper"), OF_ANSWERS, ids=lambda x: getattr(x, "__name__", ""))
-def test_at_ratio_one_answers_follow_the_policy_gradient_too(objective: Any, hyper: dict[str, float]) -> None:
+@pytest.mark.parametrize(("objective", "hyper"), OF_COMPLETIONS, ids=lambda x: getattr(x, "__name__", ""))
+def test_at_ratio_one_completions_follow_the_policy_gradient_too(objective: Any, hyper: dict[str, float]) -> None:
     advantage = ADVANTAGE[SEQUENCE] if objective is policy.gspo_token else ADVANTAGE
     gradient = slope(lambda x: objective(x, LOGP, advantage, SEQUENCE, **hyper)[0], LOGP)
     length = torch.bincount(SEQUENCE)[SEQUENCE]
@@ -190,7 +190,7 @@ def test_by_default_sapo_fades_faster_for_negative_advantages() -> None:
     assert loss.tolist() == pytest.approx([-4 / (1 + math.exp(-up)), 4 / 1.05 / (1 + math.exp(-1.05 * up)), 0])
 
 
-def test_one_token_answers_make_gspo_ppo() -> None:
+def test_one_token_completions_make_gspo_ppo() -> None:
     each = torch.arange(8)
     logp, advantage = LOGP + 0.5 * draw(8, seed=9), draw(8, seed=10)
     loss, stats = policy.clipped_surrogate(logp, LOGP, advantage, **ppo)
@@ -201,7 +201,7 @@ def test_one_token_answers_make_gspo_ppo() -> None:
         assert all(torch.equal(mine_stats[name], stats[name]) for name in stats if "clip" in name)
 
 
-def test_one_token_answers_make_gmpo_ppo_with_bounds_on_the_logarithm() -> None:
+def test_one_token_completions_make_gmpo_ppo_with_bounds_on_the_logarithm() -> None:
     old = -draw(64, seed=9).abs()
     logp, advantage = old + 0.6 * draw(64, seed=10), draw(64, seed=11)
     bounds = {"clip_low": 1 - math.exp(-0.4), "clip_high": math.exp(0.4) - 1}
@@ -211,7 +211,7 @@ def test_one_token_answers_make_gmpo_ppo_with_bounds_on_the_logarithm() -> None:
     assert stats["clip_ratio/low"].any() and stats["clip_ratio/high"].any()
 
 
-def test_gspo_token_with_one_advantage_per_answer_averages_to_gspo() -> None:
+def test_gspo_token_with_one_advantage_per_completion_averages_to_gspo() -> None:
     logp = LOGP + 0.3 * draw(8, seed=11)
 
     def averaged(x: Tensor) -> Tensor:
@@ -229,11 +229,11 @@ def test_gspo_token_follows_each_tokens_own_advantage() -> None:
     advantage = draw(8, seed=12)
     gradient = slope(lambda x: policy.gspo_token(x, LOGP, advantage, SEQUENCE, **ppo)[0], LOGP)
     torch.testing.assert_close(gradient, -advantage)
-    skipped, _ = policy.gspo_token(LOGP, LOGP, advantage, 5 * SEQUENCE, **ppo)  # answers without a token between
+    skipped, _ = policy.gspo_token(LOGP, LOGP, advantage, 5 * SEQUENCE, **ppo)  # completions without a token between
     torch.testing.assert_close(skipped, -advantage)
 
 
-def test_an_elementwise_objective_of_means_is_its_answer_level_form() -> None:
+def test_an_elementwise_objective_of_means_is_its_completion_level_form() -> None:
     logp = LOGP + 0.3 * draw(8, seed=11)
     means = [sequence_mean(x, SEQUENCE, 3) for x in (logp, LOGP)]
     torch.testing.assert_close(
@@ -256,7 +256,7 @@ def test_gmpo_is_moved_less_by_one_outlier_than_the_mean_of_ratios() -> None:
     torch.testing.assert_close(geometric, -ADVANTAGE * stats["ratio"])
 
 
-def test_vespo_weighs_an_answer_by_its_distance_and_most_at_k_over_lambda() -> None:
+def test_vespo_weighs_a_completion_by_its_distance_and_most_at_k_over_lambda() -> None:
     sequence = torch.arange(5)
     for advantage, k, decay in ((1.0, 2.0, 3.0), (0.0, 2.0, 3.0), (-1.0, 3.0, 2.0)):
         best = math.log(k / decay)

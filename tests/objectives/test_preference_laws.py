@@ -83,7 +83,7 @@ def test_hinge_leaves_pairs_alone_beyond_its_margin() -> None:
     assert slope.tolist() == pytest.approx([-0.3, -0.3, 0.0])
 
 
-def test_apo_zero_lifts_the_chosen_answer_and_apo_down_lowers_it() -> None:
+def test_apo_zero_lifts_the_chosen_completion_and_apo_down_lowers_it() -> None:
     for objective, sign in ((ob.apo_zero, -1), (ob.apo_down, 1)):
         chosen = torch.zeros(1, requires_grad=True)
         rejected = torch.full((1,), -2.0, requires_grad=True)
@@ -143,7 +143,7 @@ def test_alpha_po_keeps_the_order_of_summed_log_probabilities(dtype: torch.dtype
         assert (loss > 1) == wrong == (chosen.grad < 0) == (stats["rewards/accuracies"] == 0)
 
 
-def test_orpo_of_equal_answers_is_log_2_and_near_certainty_pushes_hard() -> None:
+def test_orpo_of_equal_completions_is_log_2_and_near_certainty_pushes_hard() -> None:
     rejected = torch.tensor([-1e-3, -0.0], requires_grad=True)
     loss, _ = ob.orpo(torch.full((2,), -1e-3), rejected)
     loss.sum().backward()

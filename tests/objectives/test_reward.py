@@ -1,4 +1,4 @@
-"""Objectives on scores of answers and of steps: their equations, their laws, and what they refuse."""
+"""Objectives on scores of completions and of steps: their equations, their laws, and what they refuse."""
 
 import itertools
 import math
@@ -144,7 +144,7 @@ def test_bradley_terry_asks_for_the_margin_and_knows_scores_up_to_a_constant() -
     assert (shifted > rw.centering(chosen - rejected, rejected - chosen)[0]).all()
 
 
-# Three groups, one of a single answer, in any order; ranks need not be consecutive.
+# Three groups, one of a single completion, in any order; ranks need not be consecutive.
 GROUP = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2])
 RANK = torch.tensor([2, 0, 3, 1, 0, 5, 0, 1])
 SCORE = torch.tensor([0.5, 3.0, -2.0, -1.0, 9.0, 1.0, 1.5, 2.5], dtype=torch.float64)
@@ -185,7 +185,7 @@ def test_plackett_luce_of_two_is_bradley_terry_and_its_order_of_rows_is_free() -
     torch.testing.assert_close(rw.plackett_luce(SCORE[mixed], GROUP[mixed], RANK[mixed])[0], straight[mixed])
 
 
-def test_tied_answers_are_all_left_when_either_is_chosen() -> None:
+def test_tied_completions_are_all_left_when_either_is_chosen() -> None:
     score = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64, requires_grad=True)
     loss, stats = rw.plackett_luce(score, torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1]))
     either = math.log(2 * math.e + math.exp(-1)) - 1
@@ -203,7 +203,7 @@ def test_groups_do_not_interact() -> None:
     assert torch.equal(rw.plackett_luce(far, GROUP, RANK)[0], rw.plackett_luce(SCORE, GROUP, RANK)[0])
 
 
-def test_the_accuracy_of_a_ranking_counts_the_answers_each_one_is_on_the_right_side_of() -> None:
+def test_the_accuracy_of_a_ranking_counts_the_completions_each_one_is_on_the_right_side_of() -> None:
     _, stats = rw.plackett_luce(SCORE.clone().requires_grad_(), GROUP, RANK)
     # 0 vs 3 is wrong in the first group; in the last, the worst-ranked is lowest, and the best-ranked not highest
     assert stats["accuracy"].tolist() == pytest.approx([2 / 3, 1, 1, 2 / 3, 0, 1, 1 / 2, 1 / 2], rel=1e-15)

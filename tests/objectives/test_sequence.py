@@ -18,7 +18,7 @@ def tokens(seed: int = 0) -> Tensor:
     return (-9 * torch.rand(len(SEQUENCE), generator=draw, dtype=torch.float64)).requires_grad_()
 
 
-def answers(x: Tensor) -> list[list[float]]:
+def completions(x: Tensor) -> list[list[float]]:
     return [part.tolist() for part in x.detach().split(LENGTHS)]
 
 
@@ -38,7 +38,7 @@ every = pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_equal_the_sums_over_python_lists(name: str) -> None:
     function, equation = FUNCTIONS[name]
     x = tokens()
-    expected = [equation(y, public) for y, public in zip(answers(x), PUBLIC.tolist(), strict=True)]
+    expected = [equation(y, public) for y, public in zip(completions(x), PUBLIC.tolist(), strict=True)]
     assert function(x).tolist() == pytest.approx(expected, rel=1e-15)
 
 
@@ -69,7 +69,7 @@ def test_no_tokens_at_all_is_a_differentiable_zero() -> None:
 def test_desensitizing_goes_from_a_common_length_to_the_plain_sum() -> None:
     x = tokens()
     plain = ob.sequence_sum(x, SEQUENCE, 5)
-    cut = [math.fsum(y[:public]) for y, public in zip(answers(x), PUBLIC.tolist(), strict=True)]
+    cut = [math.fsum(y[:public]) for y, public in zip(completions(x), PUBLIC.tolist(), strict=True)]
     assert torch.equal(ob.length_desensitized_sum(x, SEQUENCE, PUBLIC, alpha=1.0), plain)
     assert ob.length_desensitized_sum(x, SEQUENCE, PUBLIC, alpha=0.0).tolist() == pytest.approx(cut, rel=1e-15)
 
@@ -84,11 +84,11 @@ def test_wpo_weight_is_the_geometric_mean_of_likelihood_over_expected_likelihood
 
     rows = p.tolist()
     ratio = torch.tensor([rows[t][v] / math.fsum(q * q for q in rows[t]) for t, v in enumerate(target.tolist())])
-    expected = [math.prod(y) ** (1 / max(len(y), 1)) for y in answers(ratio)]
+    expected = [math.prod(y) ** (1 / max(len(y), 1)) for y in completions(ratio)]
     assert weight.tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_wpo_weighs_every_answer_of_a_uniform_policy_by_one() -> None:
+def test_wpo_weighs_every_completion_of_a_uniform_policy_by_one() -> None:
     uniform = torch.full((8,), -math.log(50_000.0))
     torch.testing.assert_close(ob.wpo_weight(uniform, uniform, SEQUENCE, 5), torch.ones(5))
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from burnish import kernels
 
-BACKENDS = {"torch": "tiled", "reference": "reference", "triton": "triton", "fused": "fused"}
+BACKENDS = {"torch": "torch", "reference": "reference", "triton": "triton", "fused": "fused"}
 MODES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "autocast": torch.float32}
 
 # A tuple of numbers is the shape of a tensor; one with a weight, below the first level, is a `Head`.
@@ -55,9 +55,11 @@ KERNELS = {
         "tiles": TWO | {"student_hidden": (1100, D), "teacher_hidden": (1100, 12), "student": {"weight": (1500, D)},
                         "teacher": {"weight": (1500, 12)}, "keep_bytes": 2**22},
     },
-    "linear_gather_logprob": {"several": {"hidden": (N, D), "head": HEAD, "ids": (N, 3), "temperature": (N,)}},
+    "linear_gather_logprob": {"several": {"hidden": (N, D), "head": HEAD, "target": (N, 3), "temperature": (N,)}},
     "linear_logits": {"head": {"hidden": (N, D), "head": HEAD, "vocab": 90}},
 }  # fmt: skip
+# Kernels of an older file.
+RENAMED = {"linear_gather_logprob": lambda **arguments: kernels.linear_logprob(**arguments).logprob}
 # Cases that are too large for the interpreter, or alike in all backends; kernels whose "fused" is "triton".
 ONLY_TORCH = ("tiles", "halves", "halves_of_all", "linear_logits")
 AS_TRITON = ("logits_logprob", "linear_divergence")
@@ -76,7 +78,7 @@ def run_kernels(only: str, rank: int | None) -> dict[str, dict[str, str]]:
             if alike or case.startswith("halves") != (rank is not None) or not re.search(only, name):
                 continue
             options = {} if kernel == "linear_logits" else {"backend": BACKENDS[backend]}
-            results[name] = outcome(getattr(kernels, kernel), cases[case], options, mode, rank)
+            results[name] = outcome(RENAMED.get(kernel) or getattr(kernels, kernel), cases[case], options, mode, rank)
     return results
 
 
@@ -87,6 +89,9 @@ def outcome(kernel: Any, case: dict[str, Any], options: dict[str, Any], mode: st
     if rank is not None:
         arguments = {name: half(value, rank) for name, value in arguments.items()}
         arguments["shard"] = kernels.Shard(dist.group.WORLD, rank * V // 2)
+    if "weight" in arguments:  # names are those of an older file, which had no `Head` at the first level
+        fields = [field for field in kernels.Head._fields if field in arguments]
+        arguments["head"] = kernels.Head(**{field: arguments.pop(field) for field in fields})
     with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
         try:
             outputs = dict(flattened(kernel(**arguments), "output"))
@@ -114,7 +119,7 @@ def made(value: Any, name: str, dtype: torch.dtype, leaves: dict[str, Any]) -> A
     if isinstance(value[0], tuple):
         return tuple(made(part, f"{name}{i}", dtype, leaves) for i, part in enumerate(value))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    if name in ("target", "ids"):
+    if name == "target":
         return torch.randint(90, value, generator=generator)
     tensor = torch.randn(value, generator=generator)
     tensor = tensor.exp() if name == "temperature" else tensor

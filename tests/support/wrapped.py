@@ -109,7 +109,8 @@ class Weights(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "burnish":
-            weight = args[1] if func._schema.arguments[1].name == "weight" else args[4]
+            names = [argument.name for argument in func._schema.arguments]
+            weight = args[names.index("weight")]
             self.seen.append((func._schema.name, tuple(weight.shape), weight.dtype))
         return func(*args, **(kwargs or {}))
 

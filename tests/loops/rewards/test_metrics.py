@@ -126,7 +126,7 @@ def test_a_reward_that_another_drowns_is_reported(scored):
     assert watch([A, B], quiet) == []
     (problem,) = watch([A, B], quiet)
     assert problem.startswith("reward b: varies by 0.353553 where a varies by 707.107")
-    assert "normalize_then_sum" in problem
+    assert "gdpo_advantage" in problem
     assert watch([A, B], quiet) == []
 
 

@@ -2,14 +2,14 @@ import math
 import re
 
 import pytest
-from burnish.data.layouts import (
-    FEEDBACK,
+from burnish.data.columns import (
     PREFERENCE,
     RANKING,
     SCORES,
     SOLUTION,
-    STEPS,
+    STEPWISE,
     SUPERVISED,
+    UNPAIRED,
     BadRow,
     find_layout,
     read_row,
@@ -31,8 +31,8 @@ SYSTEM = {"role": "system", "content": "s"}
         (["text"], SUPERVISED, ("text",)),
         (["prompt", "chosen", "rejected", "messages"], PREFERENCE, ("prompt", "chosen", "rejected")),
         (["margin", "chosen", "rejected"], PREFERENCE, ("chosen", "rejected")),
-        (["prompt", "completion", "label"], FEEDBACK, ("prompt", "completion", "label")),
-        (["prompt", "chosen", "rejected"], FEEDBACK, ("prompt", "chosen", "rejected")),
+        (["prompt", "completion", "label"], UNPAIRED, ("prompt", "completion", "label")),
+        (["prompt", "chosen", "rejected"], UNPAIRED, ("prompt", "chosen", "rejected")),
     ],
 )
 def test_the_layout_follows_from_the_columns(columns, accepted, layout) -> None:
@@ -48,9 +48,9 @@ def test_the_layout_follows_from_the_columns(columns, accepted, layout) -> None:
         (["chosen", "rejected"], SUPERVISED, "these are preference pairs, for a recipe such as dpo, kto or reward"),
         (["prompt", "completion", "label"], PREFERENCE, "these are answers with labels, for a recipe such as kto"),
         (["prompt", "completions", "labels"], PREFERENCE, "these are steps with labels, for a recipe such as prm"),
-        (["prompt", "completion", "score"], STEPS, "these are answers with scores, for a recipe such as reward"),
-        (["prompt", "completions", "ranks"], STEPS, "these are ranked answers, for a recipe such as reward"),
-        (["prompt", "completion", "lable"], FEEDBACK, "for a recipe such as sft; should 'lable' be 'label'?"),
+        (["prompt", "completion", "score"], STEPWISE, "these are answers with scores, for a recipe such as reward"),
+        (["prompt", "completions", "ranks"], STEPWISE, "these are ranked answers, for a recipe such as reward"),
+        (["prompt", "completion", "lable"], UNPAIRED, "for a recipe such as sft; should 'lable' be 'label'?"),
         (["text"], PREFERENCE, "these are demonstrations, for a recipe such as sft"),
         (["prompt", "completion", "images"], SUPERVISED, "column 'images': burnish trains on text only"),
         (["prompt", "chosen", "rejected", "image"], PREFERENCE, "column 'image': burnish trains on text only"),
@@ -123,18 +123,18 @@ def test_two_messages_of_the_user_in_a_row_are_left_to_the_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "record", "judgment"),
+    ("layout", "record", "annotation"),
     [
-        (*FEEDBACK[:1], {"prompt": "q", "completion": "a", "label": False}, False),
+        (*UNPAIRED[:1], {"prompt": "q", "completion": "a", "label": False}, False),
         (*SCORES, {"prompt": "q", "completion": "a", "score": -2}, -2.0),
-        (*STEPS, {"prompt": "q", "completions": ["a", "b", "c"], "labels": [True, 0.25, 0]}, [1.0, 0.25, 0.0]),
+        (*STEPWISE, {"prompt": "q", "completions": ["a", "b", "c"], "labels": [True, 0.25, 0]}, [1.0, 0.25, 0.0]),
         (*RANKING, {"prompt": "q", "completions": ["a", "b"], "ranks": [1.0, 0.0]}, [1, 0]),
         (*RANKING, {"prompt": [USER], "completions": [[ANSWER], [OTHER]], "ranks": [0, 1]}, [0, 1]),
     ],
 )
-def test_what_a_row_says_of_its_answers_is_its_judgment(layout, record, judgment) -> None:
+def test_what_a_row_says_of_its_answers_is_its_annotation(layout, record, annotation) -> None:
     row = read_row(record, layout)
-    assert repr(row.judgment) == repr(judgment)  # True is not 1
+    assert repr(row.annotation) == repr(annotation)  # True is not 1
     assert row.prompt == record["prompt"]
     assert row.completions == (tuple(record["completions"]) if "completions" in record else (record["completion"],))
 
@@ -143,7 +143,7 @@ def test_what_a_row_says_of_its_answers_is_its_judgment(layout, record, judgment
 def test_a_label_is_a_boolean_and_nothing_like_it(label) -> None:
     shown = "missing" if label is None else repr(label)
     with pytest.raises(BadRow, match=re.escape(f"'label' is {shown}, wanted true or false; convert it or")) as caught:
-        read_row({"prompt": "q", "completion": "a", "label": label}, FEEDBACK[0])
+        read_row({"prompt": "q", "completion": "a", "label": label}, UNPAIRED[0])
     assert caught.value.kind == "bad label"
 
 
@@ -164,15 +164,15 @@ def test_ranks_are_a_permutation(ranks) -> None:
 @pytest.mark.parametrize(
     ("record", "layout", "problem"),
     [
-        ({"labels": [True]}, STEPS[0], "'completions' has 2 steps and 'labels' has 1; give each step one"),
-        ({"labels": [True] * 3}, STEPS[0], "'completions' has 2 steps and 'labels' has 3"),
-        ({"labels": True}, STEPS[0], "'labels' is true or false, wanted a list with one for each step"),
-        ({"labels": [True, None]}, STEPS[0], "label 2 of 'labels' is missing, wanted true, false, or a probability"),
-        ({"labels": [0, 2]}, STEPS[0], "label 2 of 'labels' is 2, wanted"),
-        ({"labels": [-1, 1]}, STEPS[0], "label 1 of 'labels' is -1, wanted"),
-        ({"labels": [0.5, math.nan]}, STEPS[0], "label 2 of 'labels' is nan, wanted"),
-        ({"labels": ["yes", "no"]}, STEPS[0], "label 1 of 'labels' is 'yes', wanted"),
-        ({"completions": [], "labels": []}, STEPS[0], "'completions' is an empty list; fill it in"),
+        ({"labels": [True]}, STEPWISE[0], "'completions' has 2 steps and 'labels' has 1; give each step one"),
+        ({"labels": [True] * 3}, STEPWISE[0], "'completions' has 2 steps and 'labels' has 3"),
+        ({"labels": True}, STEPWISE[0], "'labels' is true or false, wanted a list with one for each step"),
+        ({"labels": [True, None]}, STEPWISE[0], "label 2 of 'labels' is missing, wanted true, false, or a probability"),
+        ({"labels": [0, 2]}, STEPWISE[0], "label 2 of 'labels' is 2, wanted"),
+        ({"labels": [-1, 1]}, STEPWISE[0], "label 1 of 'labels' is -1, wanted"),
+        ({"labels": [0.5, math.nan]}, STEPWISE[0], "label 2 of 'labels' is nan, wanted"),
+        ({"labels": ["yes", "no"]}, STEPWISE[0], "label 1 of 'labels' is 'yes', wanted"),
+        ({"completions": [], "labels": []}, STEPWISE[0], "'completions' is an empty list; fill it in"),
         ({"completions": "a b"}, SOLUTION, "'completions' is text, wanted a list"),
         ({"completions": ["a", " \n"]}, SOLUTION, "step 2 of 'completions' is empty; remove it and its label"),
         ({"completions": ["a", [ANSWER]]}, SOLUTION, "step 2 of 'completions' is a list, wanted text"),

@@ -1,0 +1,305 @@
+"""Column layouts: the columns that hold the prompt and its completions, and the checks of a row of each.
+
+    supervised   prompt, completion | messages | conversations | text
+    preference   prompt, chosen, rejected | chosen, rejected (they share their beginning, which is the prompt)
+    unpaired     prompt, completion, label (true or false) | those of preference
+    stepwise     prompt, completions (the steps of one solution), labels (of each step)
+    scores       prompt, completion, score
+    ranking      prompt, completions, ranks (of each completion, 0 the best)
+    prompts      prompt, which the policy completes; all other columns are for rewards
+
+Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list of {role, content});
+a step is plain.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+PlainOrChat = str | list[Message]
+ColumnLayout = tuple[str, ...]
+
+SUPERVISED: tuple[ColumnLayout, ...] = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
+PREFERENCE: tuple[ColumnLayout, ...] = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+UNPAIRED: tuple[ColumnLayout, ...] = (("prompt", "completion", "label"), *PREFERENCE)
+STEPWISE: tuple[ColumnLayout, ...] = (("prompt", "completions", "labels"),)
+SCORES: tuple[ColumnLayout, ...] = (("prompt", "completion", "score"),)
+RANKING: tuple[ColumnLayout, ...] = (("prompt", "completions", "ranks"),)
+PROMPTS: tuple[ColumnLayout, ...] = (("prompt",),)
+SOLUTION: ColumnLayout = ("prompt", "completions")  # steps without labels
+
+ANNOTATIONS = ("label", "labels", "score", "ranks")
+RECIPES: tuple[tuple[ColumnLayout, str], ...] = (
+    (PREFERENCE[1], "preference pairs, for a recipe such as dpo, kto or reward"),
+    (UNPAIRED[0], "answers with labels, for a recipe such as kto"),
+    (STEPWISE[0], "steps with labels, for a recipe such as prm"),
+    (SCORES[0], "answers with scores, for a recipe such as reward"),
+    (RANKING[0], "ranked answers, for a recipe such as reward"),
+    *((layout, "demonstrations, for a recipe such as sft") for layout in SUPERVISED),
+)
+TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
+OPTION_COLUMNS = ("tools", "chat_template_kwargs")
+
+ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT}
+IDENTICAL = "'chosen' and 'rejected' are identical, so there is no preference; remove the row"
+
+
+class BadRow(ValueError):
+    """A row that can't be trained on: its kind, for counting, and the problem, for the message."""
+
+    def __init__(self, kind: str, problem: str) -> None:
+        super().__init__(kind, problem)
+        self.kind, self.problem = kind, problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+@dataclass(frozen=True)
+class ParsedRow:
+    """A prompt and its completions, or the steps of one completion, and their annotation.
+
+    ``prompt`` is None where one value holds everything: `messages`, `text`. ``annotation`` is a bool for `label`, a
+    float for `score`, and one number per completion or step for `ranks` and `labels`.
+    """
+
+    prompt: PlainOrChat | None
+    completions: tuple[PlainOrChat, ...]
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    annotation: Any = None
+
+
+def find_layout(columns: Sequence[str], accepted: Sequence[ColumnLayout]) -> ColumnLayout:
+    """The first accepted layout whose columns are all there.
+
+    Raises:
+        ValueError: if there is none, or if the rows carry images.
+    """
+    for name in ("images", "image"):
+        if name in columns:
+            raise ValueError(f"column '{name}': burnish trains on text only; remove the column to train without images")
+    for layout in accepted:
+        if set(layout) <= set(columns):
+            return layout
+    wanted = " or ".join("(" + ", ".join(layout) + ")" for layout in accepted)
+    message = f"found the columns ({', '.join(columns)}), wanted {wanted}"
+    message += next((f"; these are {rows}" for layout, rows in RECIPES if set(layout) <= set(columns)), "")
+    for name in sorted({name for layout in accepted for name in layout} - set(columns)):
+        near = difflib.get_close_matches(name, columns, n=1, cutoff=0.75)
+        if near:
+            message += f"; should '{near[0]}' be '{name}'?"
+    raise ValueError(message)
+
+
+def read_row(record: Mapping[str, Any], layout: ColumnLayout) -> ParsedRow:
+    """Check a record, and take it apart into prompt, completions and annotation.
+
+    Raises:
+        BadRow: if a field is missing, is neither text nor messages, is empty, or has its roles in a wrong order; or if
+            the annotation has another type, or is of another number of completions.
+    """
+    options = _template_options(record)
+    values = {name: _value(record.get(name), name) for name in layout if name not in ("completions", *ANNOTATIONS)}
+    several = _several(record.get("completions")) if "completions" in layout else []
+    annotation = _annotation(record.get(layout[-1]), layout[-1], len(several)) if layout[-1] in ANNOTATIONS else None
+    if values.get("prompt") == []:
+        raise BadRow("no prompt", "'prompt' has no messages; give it at least one")
+    if layout in (SOLUTION, *STEPWISE):
+        return ParsedRow(values["prompt"], _steps(several), options, annotation)
+    values |= {f"completions {number}": _value(v, f"completions {number}") for number, v in enumerate(several, 1)}
+    if layout[0] in ("messages", "conversations", "text"):
+        (value,) = values.values()
+        if layout == ("text",) and not isinstance(value, str):
+            raise BadRow("not text", "'text' is a list; name the column 'messages' if it holds messages")
+        if layout != ("text",) and isinstance(value, str):
+            wanted = "wanted a list of {role, content}; name the column 'text' if it is plain"
+            raise BadRow("not text", f"'{layout[0]}' is text, {wanted}")
+        if isinstance(value, list):
+            _check_completion(layout[0], [], value)
+        return ParsedRow(None, (value,), options)
+    prompt = values.pop("prompt", None)
+    if layout in PROMPTS:
+        assert prompt is not None
+        _check_prompt(prompt)
+    if prompt is None or (
+        isinstance(prompt, str) and all(isinstance(v, list) for v in values.values()) and "chosen" in values
+    ):
+        # A plain prompt beside conversational completions repeats what they begin with.
+        prompt, values = _split_shared(values)
+    if len({type(value) for value in (prompt, *values.values())}) > 1:
+        kinds = ", ".join(f"'{name}' is {_kind(value)}" for name, value in {"prompt": prompt, **values}.items())
+        raise BadRow("mixed", f"{kinds}; give all of them as text or all as messages")
+    for name, value in values.items():
+        _check_completion(name, prompt, value)
+    if "chosen" in values and values["chosen"] == values["rejected"]:
+        raise BadRow("identical", IDENTICAL)
+    return ParsedRow(prompt, tuple(values.values()), options, annotation)
+
+
+def read_number(value: Any, name: str) -> float:
+    """A finite number; BadRow if it is missing, NaN, infinite, or no number."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise BadRow(f"bad {name}", f"'{name}' is {_shown(value)}, wanted a finite number; fix it or remove the row")
+    return float(value)
+
+
+def _annotation(value: Any, name: str, count: int) -> Any:
+    """The label or score of a completion, or the labels or ranks of ``count`` steps or completions."""
+    kind = f"bad {name}"
+    if name == "score":
+        return read_number(value, name)
+    if name == "label":
+        if not isinstance(value, bool):
+            raise BadRow(kind, f"'label' is {_shown(value)}, wanted true or false; convert it or remove the row")
+        return value
+    unit = "step" if name == "labels" else "answer"
+    if not isinstance(value, list):
+        raise BadRow(kind, f"'{name}' is {_kind(value)}, wanted a list with one for each {unit}; convert it")
+    if len(value) != count:
+        counts = f"'completions' has {count} {unit}s and '{name}' has {len(value)}"
+        raise BadRow(kind, f"{counts}; give each {unit} one, or remove the row")
+    if name == "ranks":
+        if not all(type(rank) in (int, float) for rank in value) or sorted(value) != list(range(count)) or count < 2:
+            wanted = "wanted each of 0 (best), 1, ... once, for at least two answers"
+            raise BadRow(kind, f"'ranks' is {value}, {wanted}; break ties, number them so, or remove the row")
+        return [int(rank) for rank in value]  # where one row has a fraction, Arrow makes floats of all
+    for number, label in enumerate(value, 1):
+        if not isinstance(label, int | float) or not 0 <= label <= 1:
+            wanted = "wanted true, false, or a probability in [0, 1] that the step is right"
+            found = f"label {number} of 'labels' is {_shown(label)}"
+            raise BadRow(kind, f"{found}, {wanted}; convert it or remove the row")
+    return [float(label) for label in value]
+
+
+def _several(completions: Any) -> list[Any]:
+    _require_type("'completions'", completions, list, "a list")
+    if not completions:
+        raise BadRow("empty", "'completions' is an empty list; fill it in or remove the row")
+    return list(completions)
+
+
+def _steps(steps: list[Any]) -> tuple[str, ...]:
+    for number, step in enumerate(steps, 1):
+        at = f"step {number} of 'completions'"
+        _require_type(at, step, str, "text")
+        if not step.strip():
+            raise BadRow("empty", f"{at} is empty; remove it and its label, or remove the row")
+    return tuple(steps)
+
+
+def _value(value: Any, name: str) -> PlainOrChat:
+    if value is None:
+        raise BadRow("missing", f"'{name}' is missing; fill it in or remove the row")
+    if isinstance(value, list):
+        return [_message(message, f"'{name}' message {number}") for number, message in enumerate(value, 1)]
+    _require_type(f"'{name}'", value, str, "text or a list of {role, content}")
+    return str(value)
+
+
+def _message(record: Any, at: str) -> Message:
+    _require_type(at, record, Mapping, "{role, content}")
+    # Arrow gives every message the keys of all others.
+    message: Message = {key: value for key, value in record.items() if value is not None}
+    if "from" in message and "role" not in message:
+        role = message.pop("from")
+        message = {"role": SHAREGPT_ROLES.get(role, role), "content": message.pop("value", None), **message}
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise BadRow("roles", f"{at} has the role {role!r}, wanted one of {', '.join(ROLES)}; rename it")
+    if content is None and not message.get("tool_calls"):
+        raise BadRow("missing", f"{at} has no content; fill it in or remove the row")
+    if content is not None:
+        _require_type(f"the content of {at}", content, str, "text")
+    return message
+
+
+def _check_prompt(prompt: PlainOrChat) -> None:
+    if not prompt:
+        raise BadRow("no prompt", "'prompt' is empty, so nothing predicts the first token; fill it in")
+    if isinstance(prompt, str):
+        return
+    role, content = prompt[-1]["role"], prompt[-1].get("content") or ""
+    if role not in ("user", "tool"):
+        wanted = "wanted a user's or a tool's, which is to be answered; add it, or remove what comes after it"
+        raise BadRow("roles", f"'prompt' ends with a message of the role {role}, {wanted}")
+    if role == "user" and not content.strip():
+        raise BadRow("empty", f"'prompt' message {len(prompt)}, the user's, is empty; fill it in or remove the row")
+
+
+def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> None:
+    if not value:
+        problem = "is empty" if isinstance(value, str) else "has no messages"
+        raise BadRow("empty", f"'{name}' {problem}; fill it in or remove the row")
+    if isinstance(value, str):
+        return
+    all_roles = [message["role"] for message in (*prompt, *value)]
+    roles = all_roles[len(prompt) :]
+    first, last = roles[0], roles[-1]
+    problems = {
+        ": a system message comes later than first; move it to the start": {"system", "developer"} & {*all_roles[1:]},
+        " has no assistant message, so there is nothing to learn; add it or remove the row": ASSISTANT not in roles,
+        f" ends with a {last} message, wanted the assistant's; remove what is unanswered": last != ASSISTANT,
+        f" begins with a {first} message, wanted the assistant's; move it to the prompt": prompt and first != ASSISTANT,
+        " begins with the assistant, wanted a prompt before it; add one or remove the row": all_roles[0] == ASSISTANT,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise BadRow("roles", f"'{name}'{problem}")
+    for number, message in enumerate(value, 1):
+        if message["role"] == ASSISTANT and not any(
+            message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking")
+        ):
+            raise BadRow("empty", f"'{name}' message {number} is empty; fill it in or remove the row")
+
+
+def _split_shared(values: Mapping[str, PlainOrChat]) -> tuple[PlainOrChat, dict[str, PlainOrChat]]:
+    """The prompt that chosen and rejected share: whole messages, or characters up to a space, as TRL splits them."""
+    chosen, rejected = values["chosen"], values["rejected"]
+    if type(chosen) is not type(rejected):
+        kinds = f"'chosen' is {_kind(chosen)}, 'rejected' is {_kind(rejected)}"
+        raise BadRow("mixed", f"{kinds}; give both in the same form")
+    if chosen == rejected:
+        raise BadRow("identical", IDENTICAL)
+    shorter = min(len(chosen), len(rejected))
+    shared = next((i for i in range(shorter) if chosen[i] != rejected[i]), None)
+    if shared is None:  # one is the beginning of the other: leave it something
+        shared = max(shorter - 1, 0)
+    elif shared and chosen[shared - 1] == " ":
+        shared -= 1
+    if not shared:
+        fix = "give the 'prompt' in a column of its own"
+        raise BadRow("no prompt", f"'chosen' and 'rejected' share no beginning; {fix}")
+    return chosen[:shared], {"chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+
+def _template_options(record: Mapping[str, Any]) -> dict[str, Any]:
+    tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError as error:
+            raise BadRow("not text", f"'tools' is not JSON: {error}; fix it or remove the row") from None
+    if tools is not None:
+        _require_type("'tools'", tools, list, "a list of JSON schemas", fix="convert it")
+    _require_type("'chat_template_kwargs'", options, Mapping, "a mapping of names to values", fix="convert it")
+    return {"tools": tools or None, **{key: value for key, value in options.items() if value is not None}}
+
+
+def _require_type(at: str, value: Any, kind: type, wanted: str, fix: str = "convert it or remove the row") -> None:
+    if not isinstance(value, kind):
+        raise BadRow("not text", f"{at} is {_kind(value)}, wanted {wanted}; {fix}")
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else repr(value)
+
+
+def _kind(value: Any) -> str:
+    names = {str: "text", list: "a list", dict: "a mapping", type(None): "missing", bool: "true or false"}
+    return names.get(type(value), f"a number ({value!r})" if isinstance(value, int | float) else type(value).__name__)

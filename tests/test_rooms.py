@@ -1,0 +1,116 @@
+"""The rooms of the library: what may import what, how large each may grow, and one meaning for each name."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A budget is looked at, not obeyed: a capability may raise it in the commit that adds it, saying by how much and why.
+LINES = {"objectives": 2300, "kernels": 3200, "data": 1600, "loops": 9500, "benchmarks": 2700}
+TYPES = 170
+SHIPPED = {"benchmarks": lambda path: not {"experiments", "docs"} & set(path.parts)}
+
+# The floors of loops/, lowest first. A room imports from lower floors only, and a recipe from no other recipe.
+FLOORS = [
+    {"batch", "config", "registry", "rollouts"},
+    {"models", "rewards", "rollouts/vllm"},
+    {"train", "environments", "rollouts/local"},
+    {"runs"},
+    {"rl"},
+    {"recipes"},
+    {"cli"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def files(room: str) -> list[Path]:
+    paths = [path.relative_to(ROOT) for path in sorted((ROOT / room).rglob("*.py"))]
+    return [path for path in paths if SHIPPED.get(room, lambda path: True)(path)]
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
+
+
+def room_of(path: Path) -> str:
+    """The room of a file or folder of loops/, such as rollouts/local."""
+    names = path.with_suffix("").parts[1:]
+    return next(room for room in ("/".join(names[:2]), names[0]) if room in FLOOR)
+
+
+def imported(path: Path, module: ast.Module) -> Iterator[Path]:
+    """Files and folders of loops/ that a file imports from, relative to the root; not the package itself."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = path.parents[node.level - 1]
+            source = above.joinpath(*(node.module or "").split("."))
+            for alias in node.names:
+                target = source / alias.name
+                exists = (ROOT / target).is_dir() or (ROOT / target).with_suffix(".py").exists()
+                target = target if exists else source
+                if target.parts[:1] == ("loops",) and target != Path("loops"):
+                    yield target
+
+
+def arrows(path: Path, module: ast.Module) -> list[str]:
+    """The imports of a file of loops/ that go up, sideways, or from recipe to recipe."""
+    here, wrong = room_of(path), []
+    for target in imported(path, module):
+        there = room_of(target)
+        recipe = here == there == "recipes" and target.with_suffix("").name != "settings" and path.name != "demo.py"
+        if (here != there and FLOOR[there] >= FLOOR[here]) or recipe:
+            wrong.append(f"{path} imports {target}")
+    return wrong
+
+
+def test_rooms_of_loops_import_from_lower_floors_only() -> None:
+    paths = [path for path in files("loops") if path != Path("loops/__init__.py")]
+    assert [arrow for path in paths for arrow in arrows(path, tree(path))] == []
+    assert len(FLOOR) <= 14 and len(FLOORS) <= 8
+    assert {room_of(path) for path in paths} == set(FLOOR)
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("loops/models/policy.py", "from ..train.losses import Term"),
+        ("loops/rollouts/source.py", "from .vllm.server import VLLMServer"),
+        ("loops/rewards/scoring.py", "def f():\n    from ..environments import Tools"),
+        ("loops/recipes/grpo.py", "from .sft import run_sft"),
+        ("loops/train/step.py", "from .. import runs"),
+    ],
+)
+def test_an_arrow_up_or_sideways_is_seen(path: str, code: str) -> None:
+    assert len(arrows(Path(path), ast.parse(code))) == 1
+
+
+@pytest.mark.parametrize("room", LINES)
+def test_a_room_keeps_its_budget_of_lines(room: str) -> None:
+    lines = sum(len((ROOT / path).read_text().splitlines()) for path in files(room))
+    assert lines <= LINES[room], f"{room}/ has {lines} lines, and a budget of {LINES[room]}"
+
+
+def named_types(module: ast.Module) -> Iterator[str]:
+    """Classes, and aliases such as ``Row = Mapping[str, Any]``."""
+    for node in module.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name):
+            alias = isinstance(node.value, ast.Subscript | ast.BinOp)
+            if alias and target.id.lstrip("_")[:1].isupper() and not target.id.isupper():
+                yield target.id
+
+
+def test_types_are_few_and_a_public_name_has_one_meaning() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for room in LINES:
+        for path in files(room):
+            for name in named_types(tree(path)):
+                homes[name].append(str(path))
+    doubled = {name: paths for name, paths in homes.items() if len(paths) > 1 and not name.startswith("_")}
+    assert doubled == {}
+    assert sum(map(len, homes.values())) <= TYPES
