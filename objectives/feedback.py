@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .checks import positive, require, same_shape
+from .checks import require, same_shape, within
 from .types import PerSequence, Positive, Stats
 
 Labels = Bool[Tensor, " sequences"]
@@ -44,7 +44,7 @@ def kto(
 
     Paper: Ethayarajh et al. 2024, arXiv:2402.01306.
     """
-    positive("kto", desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    within("kto", Positive, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     _check_scalar("kto", kl=kl)
     x, stats = _signed_reward("kto", logp, ref_logp, desirable, beta * kl, beta)
     regret = (-x).sigmoid()
@@ -107,7 +107,7 @@ def _signed_reward(
     """s (βr − shift), positive where reward and label agree, and the statistics, after the checks all share."""
     same_shape(who, logp=logp, ref_logp=ref_logp, desirable=desirable)
     require(who, desirable.dtype == torch.bool, "desirable must be a Bool tensor, got {}", desirable.dtype)
-    positive(who, beta=beta)
+    within(who, Positive, beta=beta)
     reward = beta * (logp - ref_logp)
     above = reward - shift.detach()
     x = torch.where(desirable, above, -above)

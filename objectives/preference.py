@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import positive, require, same_shape
+from .checks import require, same_shape, within
 from .numerics import power_score
-from .types import LabelNoise, PerPair, Positive, Range, Stats
+from .types import Noise, PerPair, Positive, Range, Stats
 
 
 def dpo(
@@ -32,7 +32,7 @@ def dpo(
     ref_rejected: PerPair,
     *,
     beta: Positive,
-    label_smoothing: LabelNoise = 0.0,
+    label_smoothing: Noise = 0.0,
 ) -> tuple[PerPair, Stats]:
     """Direct preference optimization: logistic regression on the margin.
 
@@ -54,7 +54,7 @@ def robust_dpo(
     ref_rejected: PerPair,
     *,
     beta: Positive,
-    label_smoothing: LabelNoise,
+    label_smoothing: Noise,
 ) -> tuple[PerPair, Stats]:
     """Robust DPO: over pairs of which a share ε is flipped, its mean is that of DPO over the clean pairs.
 
@@ -66,7 +66,7 @@ def robust_dpo(
     Paper: Chowdhury et al. 2024, arXiv:2403.00409.
     """
     a, b, stats = log_ratios("robust_dpo", chosen, rejected, ref_chosen, ref_rejected, beta)
-    _check_label_smoothing("robust_dpo", label_smoothing)
+    within("robust_dpo", Noise, label_smoothing=label_smoothing)
     x = beta * (a - b)
     clean, flipped = -F.logsigmoid(x), -F.logsigmoid(-x)
     return ((1 - label_smoothing) * clean - label_smoothing * flipped) / (1 - 2 * label_smoothing), stats
@@ -232,7 +232,7 @@ def aot(
     ref_rejected: PerPair,
     *,
     beta: Positive,
-    label_smoothing: LabelNoise = 0.0,
+    label_smoothing: Noise = 0.0,
 ) -> tuple[PerPair, Stats]:
     """Alignment via optimal transport: the policy's preferences should dominate the reference's, quantile by quantile.
 
@@ -259,7 +259,7 @@ def aot_unpaired(
     ref_rejected: PerPair,
     *,
     beta: Positive,
-    label_smoothing: LabelNoise = 0.0,
+    label_smoothing: Noise = 0.0,
 ) -> tuple[PerPair, Stats]:
     """Alignment via optimal transport between the rewards of all chosen and of all rejected completions.
 
@@ -316,14 +316,14 @@ def log_ratios(
 ) -> tuple[Tensor, Tensor, Stats]:
     """a, b and the statistics of the rewards βa and βb, after the checks that all objectives share."""
     same_shape(who, chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    positive(who, beta=beta)
+    within(who, Positive, beta=beta)
     a, b = chosen - ref_chosen, rejected - ref_rejected
     return a, b, reward_stats(beta * a, beta * b)
 
 
 def logistic(who: str, x: Tensor, label_smoothing: float) -> Tensor:
     """−(1 − ε) log σ(x) − ε log σ(−x)."""
-    _check_label_smoothing(who, label_smoothing)
+    within(who, Noise, label_smoothing=label_smoothing)
     return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
 
 
@@ -336,10 +336,6 @@ def reward_stats(chosen_reward: Tensor, rejected_reward: Tensor) -> Stats:
         "rewards/margins": margin,
         "rewards/accuracies": (margin > 0).to(margin.dtype),
     }
-
-
-def _check_label_smoothing(who: str, label_smoothing: float) -> None:
-    require(who, 0 <= label_smoothing < 0.5, "label_smoothing must be in [0, 0.5), got {}", label_smoothing)
 
 
 def _same_rank(x: Tensor, y: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ class Range(NamedTuple):
     holds: Callable[[float, Mapping[str, float]], bool]
 
 
+Share = Annotated[float, Range("in [0, 1]", lambda x, _: 0 <= x <= 1)]
 Positive = Annotated[float, Range("> 0", lambda x, _: 0 < x < math.inf)]
-NonNegative = Annotated[float, Range(">= 0", lambda x, _: x >= 0)]  # a bound: infinity is none
-LabelNoise = Annotated[float, Range("in [0, 0.5)", lambda x, _: 0 <= x < 0.5)]
+Margin = Annotated[float, Range(">= 0", lambda x, _: 0 <= x < math.inf)]
+Bound = Annotated[float, Range(">= 0", lambda x, _: x >= 0)]  # of a clip; infinity is none
+Noise = Annotated[float, Range("in [0, 0.5)", lambda x, _: 0 <= x < 0.5)]  # share of labels that are wrong

@@ -24,7 +24,7 @@ from ...objectives import (
     sampler_mismatch,
     sequence_sum,
 )
-from ...objectives.types import NonNegative
+from ...objectives.types import Bound
 from ..batch import Batch
 from ..models.policy import Policy
 from ..recipes.sft import TOKEN_LOSSES
@@ -58,8 +58,8 @@ def completion_surrogate(
     old_logp: PerSequence,
     advantage: PerSequence,
     *,
-    clip_low: NonNegative = 0.2,
-    clip_high: NonNegative = 0.2,
+    clip_low: Bound = 0.2,
+    clip_high: Bound = 0.2,
 ) -> tuple[PerSequence, Stats]:
     """`clipped_surrogate` of whole answers: the ratio is the product of those of its tokens. TRL's RLOO.
 
