@@ -1,4 +1,4 @@
-"""Clock, power and temperature of the GPU while something is measured: a figure without them can't be compared."""
+"""Clock, power and temperature of the GPU during a measurement: a figure without them can't be compared."""
 
 import subprocess
 import threading
@@ -11,13 +11,13 @@ QUERY = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--fo
 
 
 class Clocks:
-    """In this context nvidia-smi is asked again and again, in a thread; what it said is in ``found``.
+    """Asks nvidia-smi again and again while the context is open, in a thread.
 
-    ``{"mhz", "watts", "celsius", "samples"}``, medians and the highest temperature; ``{"absent": why}`` if it said
-    nothing; None where there is no GPU.
+    ``result`` is ``{"mhz", "watts", "celsius", "samples"}``, medians and the highest temperature; ``{"absent": why}``
+    if nvidia-smi failed; None where there is no GPU.
     """
 
-    found: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
 
     def __init__(self, device: torch.device, pause: float = 0.2) -> None:
         self._device, self._pause = device, pause
@@ -33,14 +33,14 @@ class Clocks:
     def __exit__(self, *_: object) -> None:
         self._over.set()  # an answer that is still under way is not waited for: it may be of an idle GPU
         if self._device.type == "cuda":
-            self.found = summary(list(self._samples), self._absent)
+            self.result = summarize(list(self._samples)) if self._samples else {"absent": self._absent}
 
     def _watch(self) -> None:
-        command = [*QUERY, *which(self._device)]
+        command = [*QUERY, *_which(self._device)]
         while not self._over.is_set():
             try:
-                said = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-                sample = tuple(float(value) for value in said.splitlines()[0].split(","))
+                answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+                sample = tuple(map(float, answer.splitlines()[0].split(",")))
             except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
                 self._absent = f"{type(error).__name__}: {error}"
                 return
@@ -49,22 +49,20 @@ class Clocks:
             self._over.wait(self._pause)
 
 
-def summary(samples: list[tuple[float, ...]], absent: str) -> dict[str, Any]:
-    if not samples:
-        return {"absent": absent}
+def summarize(samples: list[tuple[float, ...]]) -> dict[str, Any]:
     mhz, watts, celsius = zip(*samples, strict=True)
     return {"mhz": median(mhz), "watts": median(watts), "celsius": max(celsius), "samples": len(samples)}
 
 
-def shown(found: dict[str, Any] | None) -> str:
+def shown(clocks: dict[str, Any] | None) -> str:
     """As in a table: MHz / W / °C."""
-    if not found:
+    if not clocks:
         return ""
-    return "unknown" if "absent" in found else f"{found['mhz']:.0f} / {found['watts']:.0f} / {found['celsius']:.0f}"
+    return "unknown" if "absent" in clocks else f"{clocks['mhz']:.0f} / {clocks['watts']:.0f} / {clocks['celsius']:.0f}"
 
 
-def which(device: torch.device) -> list[str]:
-    """The option by which nvidia-smi knows the device; torch may count only some of them, and otherwise."""
+def _which(device: torch.device) -> list[str]:
+    """The option that names the device to nvidia-smi; torch may see only some of them, and number them otherwise."""
     try:
         return [f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]
     except (RuntimeError, AssertionError, AttributeError):

@@ -1,26 +1,24 @@
 """Time, memory and error of the divergence of two language-model heads: ``burnish bench divergence``.
 
-Of student and teacher, straight from their hidden states, with the gradients of the student: forward KL (``--beta 0``),
-reverse KL (1) and the mixture between. The gate and the rules are those of ``burnish bench kernels``; the floor is the
-matrix products alone, with the logits of both heads computed once, and as often as without keeping any. In its name
-D is the mean of the two widths.
+From student's and teacher's hidden states, with the gradients of the student: forward KL (``--beta 0``), reverse KL (1)
+and the mixture between. The gate and the rules are those of ``burnish bench kernels``; the floor is the matrix products
+alone, with the logits of both heads computed once, and as often as without keeping any. In its name D is the mean of
+the two widths.
 """
 
-import functools
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels import Head, linear_divergence
-from ..kernels.backend import Backend
-from . import harness, ours
-from .inputs import per_token_upstream, random_head
-from .operation import Inputs, Operation, Outputs, Products, Provider, Settings, needs
-from .providers import recompiling
+from . import harness
+from .kernels import our_provider, our_providers, per_token_upstream, random_head, recompiling
+from .operation import Compute, Inputs, Operation, Outputs, Products, Provider, Settings, needs
 
 OUTPUTS = ("loss", "divergence")
 PASSES = {"forward": (), "train": ("student_hidden", "student_weight"), "frozen": ("student_hidden",)}
@@ -33,11 +31,6 @@ class Shape(NamedTuple):
     student: int
     teacher: int
     vocab: int
-
-
-def shape(sizes: tuple[int, ...]) -> Shape:
-    """Of three sizes the second is both widths."""
-    return Shape(sizes[0], sizes[1], sizes[1], sizes[2]) if len(sizes) == 3 else Shape(*sizes)
 
 
 NAMED = {
@@ -66,18 +59,9 @@ def random_inputs(
     return Inputs(Shape(*shape), tensors, ("student_hidden", "teacher_hidden"), upstream, settings or {"beta": 0.0})
 
 
-def naive(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    outputs: Outputs,
-    *,
-    beta: float,
-) -> tuple[Tensor, ...]:
-    """Two log_softmax: the logits in the dtype of the model, the rest in float32."""
-    heads = (student_hidden, student_weight), (teacher_hidden, teacher_weight)
-    logits = [hidden @ weight.t() for hidden, weight in heads]
+def naive(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Outputs, *, beta: float) -> tuple[Tensor, ...]:
+    """Two log_softmax of student and teacher: the logits in the dtype of the model, the rest in float32."""
+    logits = [hs @ ws.t(), ht @ wt.t()]
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
     s, t = (x.log_softmax(-1, dtype=dtype) for x in logits)
     if beta == 0:
@@ -92,55 +76,25 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-compiled = recompiling(naive)
-
-
-def adapter(options: dict[str, Any]) -> Callable[..., tuple[Tensor, ...]]:
+def adapter(**options: Any) -> Compute:
     """``linear_divergence`` with these keyword arguments."""
 
-    def compute(
-        student_hidden: Tensor,
-        student_weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        outputs: Outputs,
-        *,
-        beta: float,
-    ) -> tuple[Tensor, ...]:
-        student, teacher = Head(student_weight), Head(teacher_weight)
-        return (linear_divergence(student_hidden, student, teacher_hidden, teacher, beta=beta, **options),)
+    def compute(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Outputs, *, beta: float) -> tuple[Tensor]:
+        return (linear_divergence(hs, Head(ws), ht, Head(wt), beta=beta, **options),)
 
     return compute
 
 
-def trl(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    outputs: Outputs,
-    *,
-    beta: float,
-) -> tuple[Tensor, ...]:
+def trl(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Outputs, *, beta: float) -> tuple[Tensor]:
     function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
-    found, _ = function.apply(student_hidden, student_weight, None, teacher_hidden, teacher_weight, None, beta)
-    return (found,)
+    divergence, _ = function.apply(hs, ws, None, ht, wt, None, beta)
+    return (divergence,)
 
 
-def liger(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    outputs: Outputs,
-    *,
-    beta: float,
-    accumulate: torch.dtype | None,
-) -> tuple[Tensor, ...]:
+def liger(*tensors: Any, beta: float, accumulate: torch.dtype | None) -> tuple[Tensor]:
     """Only the mean over tokens; by default it adds up the gradient of the head in the dtype of the head."""
     function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_jsd
-    heads = student_hidden, student_weight, teacher_hidden, teacher_weight
-    return (function(*heads, jsd_beta=beta, accum_dtype=accumulate),)
+    return (function(*tensors[:-1], jsd_beta=beta, accum_dtype=accumulate),)
 
 
 _LIGER = needs("liger_kernel.ops.fused_linear_jsd", gpu=True)
@@ -149,11 +103,11 @@ PROVIDERS: dict[str, Provider] = {
     provider.name: provider
     for provider in (
         Provider("naive", naive, OUTPUTS[1:]),
-        Provider("compiled", compiled, OUTPUTS[1:]),
-        *ours.providers(linear_divergence, Backend, adapter, OUTPUTS[1:]),
+        Provider("compiled", recompiling(naive), OUTPUTS[1:]),
+        *our_providers(adapter, OUTPUTS[1:]),
         Provider("trl", trl, OUTPUTS[1:], needs("trl.kernels.chunked_divergence", gpu=False)),
-        Provider("liger", functools.partial(liger, accumulate=None), ("loss",), _LIGER),
-        Provider("liger-float32", functools.partial(liger, accumulate=torch.float32), ("loss",), _LIGER),
+        Provider("liger", partial(liger, accumulate=None), ("loss",), _LIGER),
+        Provider("liger-float32", partial(liger, accumulate=torch.float32), ("loss",), _LIGER),
     )
 }
 
@@ -182,24 +136,19 @@ def products(inputs: Inputs, kind: str, dtype: torch.dtype) -> Products:
     return Products({name: steps[name] for name in wanted}, flops, floors)
 
 
-def find_more(name: str) -> Provider | None:
-    return ours.with_budget(name, linear_divergence, Backend, adapter, OUTPUTS[1:])
-
-
 OPERATION = Operation(
     name="divergence",
     providers=PROVIDERS,
-    find_more=find_more,
-    definition=naive,
+    parse_provider=lambda name: our_provider(name, adapter, OUTPUTS[1:]),
     baseline="naive",
     outputs=OUTPUTS,
     alone=("loss",),
-    asked=lambda gpu: [*(["loss"] if gpu else []), "divergence"],
+    default_outputs=("divergence",),
     mean=("divergence", 1),
     passes=PASSES,
     shapes=NAMED,
     sizes="tokens x width x vocabulary, or tokens x student's x teacher's width x vocabulary",
-    shape=shape,
+    shape=lambda sizes: Shape(sizes[0], sizes[1], sizes[1], sizes[2]) if len(sizes) == 3 else Shape(*sizes),
     inputs={"random": random_inputs},
     products=products,
     settings={"beta": (0.0, 0.5)},

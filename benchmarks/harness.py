@@ -12,22 +12,21 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
 from . import measure
 from .clocks import Clocks
-from .isolation import Failure, LostDevice, Notice, Room, check_device
-from .operation import Inputs, Operation, Outputs, Settings, first_line, named
+from .operation import Inputs, Operation, Outputs, first_line, named
 from .real_model import Unavailable
-from .report import Case, Report, machine, plot, save, show, summary
+from .report import Case, Report, machine, merged, plot, save, say, show, summary
+from .worker import START, Call, Failure, Lost, LostDevice, Worker, blameless, call_here, check_device
 
 Row = dict[str, Any]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Asked(NamedTuple):
-    """One case before it is measured; all of it travels to another process."""
+class Plan(NamedTuple):
+    """A case before it is measured; all of it travels to another process."""
 
     operation: str
     inputs: str
@@ -45,7 +44,7 @@ class Asked(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What is measured, in one line; each pass of it is a case."""
+        """One line; each pass is a case of the report."""
         parts = [self.operation, "x".join(map(str, self.shape)), self.dtype, "+".join(self.outputs)]
         parts += [f"{name}={value:g}" for name, value in (*self.settings, ("dead_rows", self.dead_rows)) if value]
         return " ".join(parts)
@@ -57,46 +56,39 @@ def parser(operation: Operation, description: str | None) -> argparse.ArgumentPa
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = f"some of {', '.join(operation.providers)}, or your module:object"
-    outputs = f"what is asked for, of {', '.join(operation.outputs)}; joined by +"
-    add = parser.add_argument
-    on_gpu = torch.cuda.is_available()
-    add("--providers", nargs="+", metavar="NAME", help=known)
+    providers = f"some of {', '.join(operation.providers)}, or your module:object"
+    add, on_gpu = parser.add_argument, torch.cuda.is_available()
+    add("--providers", nargs="+", metavar="NAME", help=providers)
     add("--shapes", nargs="+", metavar="SHAPE", help=f"{operation.sizes}; or {', '.join(operation.shapes)}")
     add("--dtypes", nargs="+", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
-    add("--outputs", nargs="+", metavar="A+B", help=outputs)
-    add("--passes", nargs="+", choices=operation.passes, default=list(operation.passes), help="what is timed")
-    add("--inputs", choices=operation.inputs, default=next(iter(operation.inputs)), help="where tensors come from")
+    add("--outputs", nargs="+", metavar="A+B", help=f"some of {', '.join(operation.outputs)}; joined by +")
+    add("--passes", nargs="+", choices=operation.passes, default=list(operation.passes), help="timed")
+    add("--inputs", choices=operation.inputs, default=next(iter(operation.inputs)), help="source of the tensors")
     add("--dead_rows", nargs="+", type=float, default=[0.0], help="share of the rows whose upstream gradients are 0")
     for name, values in operation.settings.items():
-        add(f"--{name}", nargs="+", type=float, default=list(values), help=f"{values} unless something else is said")
-    add("--rounds", type=int, default=5, help="in each, everyone runs once")
-    seconds = "how long one runs in a round, step after step; 0: one step. 0.3 on a GPU"
+        add(f"--{name}", nargs="+", type=float, default=list(values), help=f"default: {values}")
+    add("--rounds", type=int, default=5, help="in each, every provider runs once")
+    seconds = "time of a provider in a round, step after step; 0: one step. 0.3 on a GPU"
     add("--seconds", type=float, default=0.3 if on_gpu else 0.0, help=seconds)
     add("--device", default="cuda" if on_gpu else "cpu")
     add("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory")
-    add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; so on a GPU")
-    add("--patience", type=float, default=600, help="seconds for one provider at a time, if isolated")
-    add("--output", type=Path, default=Path("runs/bench"), help="where the JSON, the Markdown and the plot go")
+    add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; default on a GPU")
+    add("--patience", type=float, default=600, help="seconds for one provider in a case, if isolated")
+    add("--output", type=Path, default=Path("runs/bench"), help="directory of the JSON, the Markdown and the plot")
     return parser
 
 
 def main(operation: Operation, arguments: Sequence[str] | None, description: str | None) -> int:
     """Returns 0; 1 if one of ours has failed, or nothing could be measured; 2 for a mistake in the arguments."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser(operation, description).parse_args(given)
-    command = shlex.join(["burnish", "bench", operation.name, *given])
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser(operation, description).parse_args(arguments)
     try:
-        report = new_report(command, options.device)
-        bench(operation, options, report, operation.name)
+        report = new_report(shlex.join(["burnish", "bench", operation.name, *arguments]), options.device)
+        bench(operation, options, report)
         plot(report, options.output / f"{operation.name}.png")
     except (ValueError, Unavailable, LostDevice, Failure) as error:
         print(f"burnish bench {operation.name}: {error}", file=sys.stderr)
         return 2
-    return status(report)
-
-
-def status(report: Report) -> int:
     rows = [row for case in report["cases"] for row in case["rows"]]
     bad = [row for row in rows if row["status"] in ("failed", "lost") and row["provider"].startswith("burnish")]
     return 1 if bad or not any(row["status"] == "measured" for row in rows) else 0
@@ -108,195 +100,193 @@ def new_report(command: str, device: str) -> Report:
     return {"command": command, "machine": machine(torch.device(device)), "unavailable": {}, "cases": []}
 
 
-def bench(operation: Operation, options: argparse.Namespace, report: Report, name: str) -> None:
-    """Measures case by case, each added to the report, shown and saved as ``name.json`` when it is done.
+def bench(operation: Operation, options: argparse.Namespace, report: Report) -> None:
+    """Measures case by case; each is added to the report, shown and saved when it is done.
 
     Raises:
         ValueError: for what is wrong with the options, before anything is measured.
     """
-    console = wide_console()
     isolate = options.device.startswith("cuda") if options.isolate is None else options.isolate
-    with closing(Room(options.patience)) as room:
-        gone, cases = plan(operation, options, room if isolate else None)
-        report["unavailable"] |= gone
-        for who, reason in gone.items():
-            console.print(f"{who} is not measured: {reason}", markup=False, highlight=False, soft_wrap=True)
-        for asked, able in cases:
-            lost: dict[str, str] = {}
-            if isolate:
-                try:
-                    found, lost = room(measured, (asked,), able)
-                except Failure as error:
-                    console.print(f"{asked.title} is not measured: {error}", markup=False, soft_wrap=True)
-                    report["unavailable"][asked.title] = str(error)
-                    continue
-            else:
-                found = measured(asked, able, lambda name: None)
-            for case in found:
-                case["rows"] += [lost_row(who, why) for who, why in lost.items()]
-                report["cases"].append(case)
-                show(case, console)
-            save(report, options.output, name)
+    with closing(Worker()) as worker:
+        absent, plans = plan(operation, options, worker.call if isolate else call_here)
+        report["unavailable"] |= absent
+        for name, reason in absent.items():
+            say(f"{name} is not measured: {reason}")
+        for each, names in plans:
+            try:
+                cases = _isolated(each, names, worker, options.patience) if isolate else measured(each, names)
+            except Failure as error:
+                say(f"{each.title} is not measured: {error}")
+                report["unavailable"][each.title] = str(error)
+                continue
+            report["cases"] += cases
+            for case in cases:
+                show(case)
+            save(report, options.output, operation.name)
 
 
-def lost_row(name: str, reason: str) -> Row:
-    return {"provider": name, "status": "lost", "reason": reason, "errors": {}}
-
-
-def wide_console() -> Console:
-    console = Console()
-    console.width = max(console.width, 132)  # a table that wraps can still be read, one that is cut can't
-    return console
+def _isolated(plan: Plan, names: list[str], worker: Worker, patience: float) -> list[Case]:
+    """In another process each provider takes turns with the floor alone, so that the one that ends it is known."""
+    parts, lost = [], []
+    for name in names:
+        blameless(worker.call, prepare, (plan,), START)
+        try:
+            parts.append({"found": worker.call(measured, (plan, [name]), patience)})
+        except Lost as error:
+            lost.append({"provider": name, "status": "lost", "reason": str(error), "errors": {}})
+    cases: list[Case] = merged(parts or [{"found": blameless(worker.call, measured, (plan, []), START)}])
+    for case in cases:
+        case["rows"] += lost
+    return cases
 
 
 class Unmeasurable(ValueError):
-    """There is nothing here that providers could be held to."""
+    """There is no truth to hold providers to."""
 
 
-def missing(operation: Operation, names: Sequence[str], device: str, room: Room | None) -> dict[str, str]:
-    """Who can't run here, and why; asked in the room if there is one, for an import, too, may hang or crash.
+def missing(operation: Operation, names: Sequence[str], device: str, call: Call, patience: float) -> dict[str, str]:
+    """Providers that can't run here, and why; an import, too, may hang or crash.
 
     Raises:
-        Failure: if the room can't be opened.
+        Failure: if no process can be started.
     """
-    if room is None:
-        return absent(operation.name, device, names, lambda name: None)
-    found, lost = room(absent, (operation.name, device), list(names))
-    return {**found, **lost}
-
-
-def absent(operation_name: str, device: str, names: Sequence[str], notice: Notice) -> dict[str, str]:
-    found = {}
+    reasons = {}
     for name in names:
-        notice(name)
-        if reason := named(operation_name).find(name).missing(torch.device(device)):
-            found[name] = reason
-    return found
+        blameless(call, _import, (operation.name,), START)
+        try:
+            reason = call(_missing, (operation.name, device, name), patience)
+        except Lost as error:
+            reason = str(error)
+        if reason:
+            reasons[name] = reason
+    return reasons
+
+
+def _import(operation_name: str) -> None:
+    named(operation_name)
+
+
+def _missing(operation_name: str, device: str, name: str) -> str | None:
+    return named(operation_name).find(name).missing(torch.device(device))
 
 
 def plan(
-    operation: Operation, options: argparse.Namespace, room: Room | None
-) -> tuple[dict[str, str], list[tuple[Asked, list[str]]]]:
-    """Who can't run here and why, and the cases, each with those who can take part.
+    operation: Operation, options: argparse.Namespace, call: Call
+) -> tuple[dict[str, str], list[tuple[Plan, list[str]]]]:
+    """Providers that can't run here and why, and the cases, each with the providers that take part.
 
     Raises:
-        Failure: if the room can't be opened.
-        Unmeasurable: if the definition needs a package that is not there.
+        Failure: if no process can be started.
+        Unmeasurable: if the baseline needs a package that is not there.
         ValueError: for what is wrong with the options.
     """
     if options.rounds < 1 or options.seconds < 0 or not all(0 <= share < 1 for share in options.dead_rows):
         raise ValueError("--rounds must be >= 1, --seconds >= 0, and --dead_rows in [0, 1)")
     on_gpu = options.device.startswith("cuda")
     providers = {name: operation.find(name) for name in options.providers or operation.providers}
-    outputs = [operation.parse_outputs(text) for text in options.outputs or operation.asked(on_gpu)]
+    defaults = [*(["loss"] if on_gpu and operation.mean[1] else []), *operation.default_outputs]
+    outputs = [operation.parse_outputs(text) for text in options.outputs or defaults]
     dtypes = options.dtypes or (["bfloat16"] if on_gpu else ["float32"])
-    shapes = operation.parse_shapes(options.shapes or [("large" if on_gpu else "small")])
-    needed = [operation.needed] if operation.needed else []
-    gone = missing(operation, list(dict.fromkeys([*providers, *needed])), options.device, room)
-    if reason := gone.get(operation.needed or ""):
-        raise Unmeasurable(f"{reason}, and everyone is held to it")
+    shapes = operation.parse_shapes(options.shapes or ["large" if on_gpu else "small"])
+    names = list(dict.fromkeys([*providers, operation.baseline]))
+    reasons = missing(operation, names, options.device, call, options.patience)
+    if reason := reasons.get(operation.baseline):
+        raise Unmeasurable(f"{reason}, and every provider is held to it")
     values = product(*(getattr(options, setting) for setting in operation.settings))
     settings = [tuple(zip(operation.settings, each, strict=True)) for each in values]
     cases = []
     for shape, dtype, dead_rows, each, wanted in product(shapes, dtypes, options.dead_rows, settings, outputs):
         if dead_rows and wanted[0] in operation.alone:  # it has one upstream gradient for all rows
             continue
-        able = [n for n, p in providers.items() if n not in gone and operation.can_give(p, wanted)]
-        asked = Asked(
+        able = [n for n, p in providers.items() if n not in reasons and operation.can_give(p, wanted)]
+        case = Plan(
             operation.name, options.inputs, tuple(shape), dtype, options.device, dead_rows, each, wanted,
             tuple(options.passes), options.rounds, options.seconds, options.memory, torch.get_num_threads(),
         )  # fmt: skip
-        cases.append((asked, able))
-    return gone, cases
-
-
-def estimate(asked: Asked, name: str) -> tuple[float, float]:
-    """Seconds for a provider, and before it for inputs and truth: a guess, from operations and plausible rates."""
-    tokens, *widths, vocab = asked.shape
-    work = tokens * vocab * sum(widths)
-    rate, exact = (3e14, 2e13) if asked.device.startswith("cuda") else (5e10, 5e9)
-    step = 8 * work / rate
-    each = asked.rounds * 4 * max(asked.seconds, step) + 8 * step + (40 if name == "compiled" else 2)
-    return 1 + len(asked.passes) * each, 5 + 20 * work / exact
+        cases.append((case, able))
+    return reasons, cases
 
 
 @lru_cache(1)
-def _inputs(asked: Asked) -> Inputs:
-    make = named(asked.operation).inputs[asked.inputs]
-    return make(asked.shape, DTYPES[asked.dtype], torch.device(asked.device), asked.dead_rows, dict(asked.settings))
+def _inputs(plan: Plan) -> Inputs:
+    make = named(plan.operation).inputs[plan.inputs]
+    return make(plan.shape, DTYPES[plan.dtype], torch.device(plan.device), plan.dead_rows, dict(plan.settings))
 
 
 @lru_cache(1)
-def _truth(asked: Asked) -> tuple[measure.Outcome, dict[str, float]]:
-    """What everyone is held to, and how far one may be from it."""
-    operation, inputs = named(asked.operation), _inputs(asked._replace(outputs=()))
-    truth = measure.exact(operation, inputs, asked.outputs)
-    return truth, measure.limits(operation, inputs, asked.outputs, truth)
+def _truth(plan: Plan) -> tuple[measure.Outcome, dict[str, float]]:
+    """The outcome in float64, and how far a provider may be from it."""
+    operation, inputs = named(plan.operation), _inputs(plan._replace(outputs=()))
+    truth = measure.exact(operation, inputs, plan.outputs)
+    return truth, measure.limits(operation, inputs, plan.outputs, truth)
 
 
-def measured(asked: Asked, names: Sequence[str], notice: Notice) -> list[Case]:
-    """A case for each pass, with a row for each provider: judged, and timed unless it has failed."""
-    torch.set_num_threads(asked.threads)
-    operation, outputs = named(asked.operation), asked.outputs
-    same = asked._replace(passes=(), rounds=0, seconds=0.0, memory=False)
-    inputs, truth = _inputs(same._replace(outputs=())), _truth(same)
-    judged = judge(operation, names, inputs, outputs, asked.passes, *truth, notice)
+def prepare(plan: Plan) -> None:
+    """Makes inputs and truth of a case, which are kept for the calls that follow."""
+    _prepared(plan)
+
+
+def _prepared(plan: Plan) -> tuple[Inputs, measure.Outcome, dict[str, float]]:
+    torch.set_num_threads(plan.threads)
+    key = plan._replace(passes=(), rounds=0, seconds=0.0, memory=False)
+    return _inputs(key._replace(outputs=())), *_truth(key)
+
+
+def measured(plan: Plan, names: Sequence[str]) -> list[Case]:
+    """A case for each pass, with a row for each provider: gated, and timed unless it has failed."""
+    operation, (inputs, truth, limits) = named(plan.operation), _prepared(plan)
+    rows: dict[str, dict[str, Row]] = {kind: {} for kind in plan.passes}
+    for kind, name in product(plan.passes, names):
+        rows[kind][name] = gated(operation, name, inputs, plan.outputs, kind, truth, limits)
     if inputs.device.type == "cuda":
-        torch.cuda.empty_cache()  # what made the truth is not for providers to find
-    cases = []
-    for kind, rows in judged.items():
-        case = timing(operation, rows, inputs, outputs, kind, asked.rounds, asked.seconds, notice)
-        settings: Settings = dict(asked.settings)
-        cases.append(
-            {
-                "operation": asked.operation,
-                "shape": list(asked.shape),
-                "dtype": asked.dtype,
-                "inputs": asked.inputs,
-                "dead_rows": asked.dead_rows,
-                "settings": settings,
-                "rounds": asked.rounds,
-                **case,
-            }
-        )
-    for name in names if asked.memory else []:
-        notice(name)
-        passed = [kind for kind, rows in judged.items() if rows[name]["status"] == "measured"]
-        for kind, size in measure.extra_bytes(operation, name, inputs, outputs, passed, asked.dead_rows).items():
-            judged[kind][name]["extra_bytes"] = size
+        torch.cuda.empty_cache()  # memory of the truth is not for providers to reuse
+    cases = [
+        {
+            "operation": plan.operation,
+            "shape": list(plan.shape),
+            "dtype": plan.dtype,
+            "inputs": plan.inputs,
+            "dead_rows": plan.dead_rows,
+            "settings": dict(plan.settings),
+            "rounds": plan.rounds,
+            "outputs": list(plan.outputs),
+            "pass": kind,
+            **timing(operation, rows[kind], inputs, plan, kind),
+        }
+        for kind in plan.passes
+    ]
+    for name in names if plan.memory else []:
+        passed = [kind for kind in plan.passes if rows[kind][name]["status"] == "measured"]
+        peaks = measure.extra_bytes(operation, name, inputs, plan.outputs, passed, plan.dead_rows)
+        for kind, size in peaks.items():
+            rows[kind][name]["extra_bytes"] = size
     return cases
 
 
-def judge(
+def gated(
     operation: Operation,
-    names: Sequence[str],
+    name: str,
     inputs: Inputs,
     outputs: Outputs,
-    passes: Sequence[str],
+    kind: str,
     truth: measure.Outcome,
     limits: dict[str, float],
-    notice: Notice,
-) -> dict[str, dict[str, Row]]:
-    """For each pass, each provider's errors, and the reason if it has failed."""
-    judged: dict[str, dict[str, Row]] = {kind: {} for kind in passes}
-    for kind, name in product(passes, names):
-        notice(name)
-        row: Row = {"provider": name, "status": "measured", "errors": {}}
-        gradients = {f"d_{x}" for x in operation.passes[kind]}
-        try:
-            found = measure.run(operation, operation.find(name), inputs, outputs, kind)
-            found = found._replace(gradients=operation.collect(inputs, found.gradients))
-            row["errors"] = measure.errors(found, truth)
-            if reason := measure.gate(row["errors"], limits, gradients):
-                row |= {"status": "failed", "reason": reason}
-        except Exception as error:  # a provider may raise whatever it likes, and the others go on
-            row |= failure(error, inputs.device)
-        judged[kind][name] = row
-    return judged
+) -> Row:
+    """A provider's errors in a pass, and the reason if it has failed."""
+    row: Row = {"provider": name, "status": "measured", "errors": {}}
+    try:
+        outcome = measure.run(operation, operation.find(name), inputs, outputs, kind)
+        outcome = outcome._replace(gradients=operation.collect(inputs, outcome.gradients))
+        row["errors"] = measure.errors(outcome, truth)
+        if reason := measure.gate(row["errors"], limits, {f"d_{x}" for x in operation.passes[kind]}):
+            row |= {"status": "failed", "reason": reason}
+    except Exception as error:  # a provider may raise anything, and the others go on
+        row |= failure(error, inputs.device)
+    return row
 
 
 def failure(error: Exception, device: torch.device) -> Row:
-    """What is said of a provider who has raised; `LostDevice` if nobody can run any more."""
+    """The status of a provider that has raised; `LostDevice` if no other can run any more."""
     reason = first_line(error)
     if isinstance(error, torch.OutOfMemoryError):
         return {"status": "out of memory", "reason": reason}
@@ -307,49 +297,41 @@ def failure(error: Exception, device: torch.device) -> Row:
     return {"status": "failed", "reason": reason}
 
 
-def timing(
-    operation: Operation,
-    rows: dict[str, Row],
-    inputs: Inputs,
-    outputs: Outputs,
-    kind: str,
-    rounds: int,
-    each: float,
-    notice: Notice,
-) -> Case:
-    """One pass: what can't be avoided alone, and the figures of those who have not failed, added to their rows."""
+def timing(operation: Operation, rows: dict[str, Row], inputs: Inputs, plan: Plan, kind: str) -> Case:
+    """The floors of a pass; seconds and ratios of the providers that passed the gate are added to their rows."""
     passed = [name for name, row in rows.items() if row["status"] == "measured"]
     dtype = measure.fastest_dtype(inputs.dtype, inputs.device)
-    alone = operation.products(inputs, kind, dtype)
+    products = operation.products(inputs, kind, dtype)
+    step = partial(measure.step, operation, inputs, plan.outputs, kind)
+    steps = {name: partial(step, operation.find(name)) for name in passed}
 
-    steps = {name: partial(measure.step, operation, operation.find(name), inputs, outputs, kind) for name in passed}
-
-    def stumbled(name: str, error: Exception) -> None:
+    def on_error(name: str, error: Exception) -> None:
         rows[name] |= failure(error, inputs.device)
 
     with Clocks(inputs.device) as clocks:
-        spans = measure.interleave(alone.steps | steps, rounds, inputs.device, notice, stumbled, each)
-    seconds = {name: [sum(span) for span in found] for name, found in spans.items()}
-    floors = measure.floors(alone, seconds)
+        all_steps = products.steps | steps
+        spans = measure.interleave(all_steps, plan.rounds, inputs.device, on_error, plan.seconds)
+    seconds = {name: [sum(span) for span in each] for name, each in spans.items()}
+    floors = measure.floors(products, seconds)
     against = {name: floor["rounds"] for name, floor in floors.items()}
     if operation.baseline in seconds:
         against[operation.baseline] = seconds[operation.baseline]
     flops = next(iter(floors.values()))["flops"]
+
+    def rates(rounds: list[float], flops: int) -> Row:
+        return {"seconds": summary(rounds), "tflops": flops / median(rounds) / 1e12 if flops else None}
+
     for name in seconds.keys() & set(passed):
         rows[name] |= {
-            "seconds": summary(seconds[name]),
+            **rates(seconds[name], flops),
             "backward": summary([span[1] for span in spans[name]]) if operation.passes[kind] else None,
-            "tflops": flops / median(seconds[name]) / 1e12 if flops else None,
-            "ratio": {other: measure.ratio(seconds[name], theirs) for other, theirs in against.items()},
+            "ratio": {other: measure.ratio(seconds[name], rounds) for other, rounds in against.items()},
             "extra_bytes": None,
-            "clocks": clocks.found,
+            "clocks": clocks.result,
         }
-    floor = {
-        name: {
-            "seconds": summary(found["rounds"]),
-            "tflops": found["flops"] / median(found["rounds"]) / 1e12 if found["flops"] else None,
-        }
-        for name, found in floors.items()
+    return {
+        "products_in": str(dtype).removeprefix("torch."),
+        "baseline": operation.baseline,
+        "floor": {name: rates(floor["rounds"], floor["flops"]) for name, floor in floors.items()},
+        "rows": list(rows.values()),
     }
-    shown = {"outputs": list(outputs), "pass": kind, "products_in": str(dtype).removeprefix("torch.")}
-    return {**shown, "baseline": operation.baseline, "floor": floor, "rows": list(rows.values())}

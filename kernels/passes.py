@@ -188,7 +188,7 @@ def gradients(
                 span.logits(rows, tile)
             column, moment = target[rows] - columns.start, None if moments is None else moments[rows]
             rest = softmax.shift[rows], arriving.rows(rows), transform.rows(rows)
-            if tiling.backend == "triton":
+            if tiling.backend != "torch":  # backward of "fused" is Triton's, too
                 from . import triton_softmax
 
                 source, top = shifted or (tile, None)

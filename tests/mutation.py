@@ -119,6 +119,7 @@ def _apply(node: ast.AST, change: int) -> str:
 UNCOMPILED = "not compiled_tiles and not without_a_compiler and not fullgraph_compile"
 QUIET = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 UNTYPED = ["-o", "addopts=--import-mode=importlib"]
+TYPED = ["--numprocesses=0", "-m", ""]
 
 
 def caught(room: str, name: str, source: str, tree: Path) -> bool:
@@ -152,7 +153,7 @@ def passes(tests: list[str], target: Path, tree: Path, *, plugins: bool = True) 
         sys.path.insert(0, str(tree))
         try:
             os.environ |= {} if plugins else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-            status = int(pytest.main([*QUIET, *([] if plugins else UNTYPED), *tests]))
+            status = int(pytest.main([*QUIET, *(TYPED if plugins else UNTYPED), *tests]))
         finally:
             os._exit(status)  # never back into the caller, whose temporary directory it would remove
     return os.waitpid(child, 0)[1] == 0

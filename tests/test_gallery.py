@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from burnish import objectives
-from burnish.benchmarks import gallery
-from burnish.benchmarks.panels import PANELS, UNDRAWN, Axis, Panel, trace
+from burnish.benchmarks.docs import gallery
+from burnish.benchmarks.docs.panels import PANELS, UNDRAWN, Axis, Panel, trace
 from PIL import Image
 
 REMEDY = f"objectives/GALLERY.md is not what the code says; run: {gallery.COMMAND}"
@@ -69,7 +69,7 @@ def test_every_loss_has_a_panel_or_a_reason_to_have_none():
     assert PANELS.keys() <= ENTRIES.keys()
     assert PANELS.keys() & UNDRAWN.keys() == set()
     missing = LOSSES - PANELS.keys() - UNDRAWN.keys()
-    assert not missing, f"add them to benchmarks/panels.py, then run: {gallery.COMMAND}"
+    assert not missing, f"add them to benchmarks/docs/panels.py, then run: {gallery.COMMAND}"
 
 
 def test_losses_are_drawn_with_their_gradients_and_all_curves_are_finite():

@@ -1,10 +1,11 @@
 """The peer's trainer and ours on the same pairs in the same order: the same losses, step by step."""
 
 import pytest
-from burnish.benchmarks.trainers import AGREEMENT, train_burnish, train_trl
+from burnish.benchmarks.peer.trainers import AGREEMENT, train_burnish, train_trl
 from tiny import save_model, sums, write_rows
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the peer's own
 def test_dpo_losses_equal_those_of_trl(tmp_path):
     model = save_model(tmp_path / "model")

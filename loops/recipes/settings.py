@@ -250,11 +250,11 @@ class Demo:
     """Directory of the demonstration; a number is appended if it is taken."""
     seed: int = 0
     """Seed of questions, weights and samples."""
-    sft_steps: int = 220
+    sft_steps: int = 300
     """Optimizer steps of SFT, 128 sums each."""
-    dpo_steps: int = 100
+    dpo_steps: int = 150
     """Optimizer steps of DPO, 128 pairs each."""
     questions: int = 4000
     """Questions that the model answers to make pairs, four times each."""
-    grpo_steps: int = 150
+    grpo_steps: int = 120
     """Optimizer steps of GRPO, three on 8 answers to each of 128 questions."""

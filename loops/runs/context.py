@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -10,18 +10,17 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..config import ReferenceKind
 from ...data import Accounting, Batches, Example, Tokenization, load, token_cost
-from ..models.backbone import Backbone
 from ..batch import Batch
-from ..config import Common
-from .feed import Feed, Prepare
+from ..config import Common, ReferenceKind
+from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer
-from ..train.step import Objective
 from ..models.policy import Policy
+from ..train.step import Objective
+from ..train.weighting import Weightings
+from .feed import Feed, Prepare
 from .reference import Reference, adapters_off, column, frozen_copy, precompute
 from .run import Run, StepMemory
-from ..train.weighting import Weightings
 
 Encode = Callable[..., tuple[Dataset, Accounting]]
 PerToken = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]

@@ -24,15 +24,15 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
-from . import checkpoint
-from ..models.backbone import Backbone
 from ..batch import Batch
 from ..config import Common
-from .curves import draw_curves
+from ..models.backbone import Backbone
 from ..models.io import save_model
 from ..train.step import Objective, evaluate, optimize
-from .progress import progress
 from ..train.weighting import Weightings
+from . import checkpoint
+from .curves import draw_curves
+from .progress import progress
 
 log = logging.getLogger(__name__)
 

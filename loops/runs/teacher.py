@@ -35,9 +35,7 @@ def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
     return divergence, {}
 
 
-def open_teacher(
-    recipe: Recipe[Policy], config: Teacher, *, needed: bool
-) -> tuple[TeacherFn | None, PerTokenColumns]:
+def open_teacher(recipe: Recipe[Policy], config: Teacher, *, needed: bool) -> tuple[TeacherFn | None, PerTokenColumns]:
     """The teacher of a configuration, and the columns that it reads where its tokens are stored before training.
 
     Raises:

@@ -1,6 +1,8 @@
 """Fixtures of the benchmark tests."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,5 +35,20 @@ def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         status = main([benchmark, *fixed, *arguments])
         (found,) = tmp_path.glob("*.json")
         return {**json.loads(found.read_text()), "status": status}
+
+    return run
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """``python -m burnish.benchmarks`` in a process that finds the modules of tests/support."""
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        places = [str(Path(__file__).parents[1] / "support"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+        command = [sys.executable, "-W", "ignore", "-m", "burnish.benchmarks", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done
 
     return run

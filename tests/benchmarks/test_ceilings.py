@@ -1,4 +1,4 @@
-"""What the machine gives: the lines that run on a GPU, at sizes for a CPU."""
+"""Rates of the machine: the lines that run on a GPU, at sizes for a CPU."""
 
 import importlib
 import os
@@ -7,25 +7,22 @@ import time
 
 import pytest
 import torch
-from burnish.benchmarks import ceilings, clocks
+from burnish.benchmarks import clocks
 from burnish.benchmarks.clocks import Clocks, shown
+from burnish.benchmarks.gpu import ceilings
 from burnish.kernels import passes
 
 SHAPE = (40, 32, 257)
 
 
-def quiet(name):
-    pass
-
-
 def test_a_rate_is_the_work_of_a_step_over_its_seconds(monkeypatch):
     given = []
     monkeypatch.setattr(ceilings, "timed", lambda step, *_, **__: given.append(step(lambda: None)) or [1e-3])
-    assert ceilings.copy("cpu", 5000, 0.1, quiet) == {"TB/s": pytest.approx(1e4 / 1e9)}
+    assert ceilings.copy("cpu", 5000, 0.1) == {"TB/s": pytest.approx(1e4 / 1e9)}
     assert given[0].numel() == 5000 and given[0].any()
-    rates = ceilings.square("cpu", 16, 0.1, quiet)
+    rates = ceilings.square("cpu", 16, 0.1)
     assert rates == dict.fromkeys(("burst of ten", "sustained"), pytest.approx(2 * 16**3 / 1e9))
-    rates = ceilings.products("cpu", 6, 10, 4, 0.1, quiet)
+    rates = ceilings.products("cpu", 6, 10, 4, 0.1)
     assert list(rates) == ["z f32", "z bf16", "dh += f32", "dW += f32", "dW bf16"]
     assert rates == dict.fromkeys(rates, pytest.approx(2 * 6 * 10 * 4 / 1e9))
 
@@ -44,7 +41,7 @@ def test_the_products_are_those_of_a_tile_forward_and_backward(monkeypatch):
     outs = []
     multiply = ceilings._multiply
     monkeypatch.setattr(ceilings, "_multiply", lambda a, b, out, beta: multiply(a, b, out, beta) or outs.append(out))
-    ceilings.products("cpu", 6, 10, 4, 0.1, quiet)
+    ceilings.products("cpu", 6, 10, 4, 0.1)
     h, w, dc = (x.float() for x in made)
     expected = [h @ w.t(), dc @ w, dc.t() @ h]
     for out, product in zip(outs, expected, strict=True):
@@ -63,11 +60,11 @@ def test_a_sum_adds_to_what_is_there():
 
 
 def test_a_product_that_is_cut_off_is_seen_to_err_toward_zero(monkeypatch):
-    found = ceilings.truncation("cpu", 64, 32, 48, quiet)
+    found = ceilings.truncation("cpu", 64, 32, 48)
     assert float(found["largest error"]) < 1e-4 and abs(float(found["toward 0 on average"])) < 1e-7
     exact = ceilings._float32_product
     monkeypatch.setattr(ceilings, "_float32_product", lambda h, w: exact(h, w) * (1 - 2**-10))
-    assert float(ceilings.truncation("cpu", 64, 32, 48, quiet)["toward 0 on average"]) > 1e-4
+    assert float(ceilings.truncation("cpu", 64, 32, 48)["toward 0 on average"]) > 1e-4
 
 
 def test_log_probs_are_held_to_float64_and_cublas_beside_them():
@@ -76,7 +73,7 @@ def test_log_probs_are_held_to_float64_and_cublas_beside_them():
     hidden, weight, target = (inputs.tensors[name] for name in ("hidden", "weight", "target"))
     expected = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().t(), target, reduction="none")
     torch.testing.assert_close(exact, -expected)
-    found = {name: ceilings.logprobs("cpu", SHAPE, name, quiet) for name in ("cublas", "naive", "burnish-torch")}
+    found = {name: ceilings.logprobs("cpu", SHAPE, name) for name in ("cublas", "naive", "burnish-torch")}
     assert max(float(found[name]["largest"]) for name in ("cublas", "burnish-torch")) < 1e-5
     assert float(found["naive"]["largest"]) > 1e-3  # its logits are bfloat16
 
@@ -86,18 +83,15 @@ def test_tiles_of_another_size_are_really_used_and_put_back(monkeypatch):
     module = importlib.import_module("burnish.kernels.linear_logprob")
     plan = module.plan
     monkeypatch.setattr(module, "plan", lambda *a, **k: seen.append(plan(*a, **k)) or seen[-1])
-    found = ceilings.tiles("cpu", SHAPE, 16, 64, 0.001, quiet)
+    found = ceilings.tiles("cpu", SHAPE, 16, 64, 0.001)
     assert list(found) == ["ms recompute", "ms", "ms 4GiB"] and all(value > 0 for value in found.values())
     assert {(plan["rows"], plan["columns"]) for plan in seen} == {(16, 64)}
     assert {plan["keep_bytes"] for plan in seen} >= {0, 2**32}
     assert before == (passes.ROWS, passes.COLUMNS, passes.GPU_ROWS, passes.GPU_COLUMNS)
-    with ceilings._tiles_of(torch.device("cuda"), 5, 6):
-        assert (passes.GPU_ROWS, passes.GPU_COLUMNS) == (5, 6)
-    assert before == (passes.ROWS, passes.COLUMNS, passes.GPU_ROWS, passes.GPU_COLUMNS)
 
 
 def test_the_profile_names_the_operators_of_a_step():
-    text = ceilings.profile("cpu", SHAPE, quiet)["text"]
+    text = ceilings.profile("cpu", SHAPE)["text"]
     assert "linear_logprob_backward" in text and "aten::addmm" in text
 
 
@@ -113,14 +107,14 @@ def test_clocks_are_what_nvidia_smi_says_meanwhile(tmp_path, monkeypatch):
     smi.write_text(SMI.format(python=sys.executable))
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(clocks, "which", lambda device: [])
+    monkeypatch.setattr(clocks, "_which", lambda device: [])
     with Clocks(torch.device("cuda"), pause=0.01) as asked:
         end = time.monotonic() + 30
         while not asked._samples and time.monotonic() < end:
             time.sleep(0.01)
-    assert asked.found.pop("samples") >= 1
-    assert asked.found == {"mhz": 1755, "watts": 690.5, "celsius": 61}
-    assert shown(asked.found) == "1755 / 690 / 61"
+    assert asked.result.pop("samples") >= 1
+    assert asked.result == {"mhz": 1755, "watts": 690.5, "celsius": 61}
+    assert shown(asked.result) == "1755 / 690 / 61"
 
 
 @pytest.mark.parametrize(
@@ -140,15 +134,15 @@ def test_clocks_that_are_not_to_be_had_are_said_to_be_absent(tmp_path, monkeypat
         end = time.monotonic() + 30
         while "in time" in asked._absent and time.monotonic() < end:
             time.sleep(0.01)
-    assert why in asked.found["absent"] and shown(asked.found) == "unknown"
+    assert why in asked.result["absent"] and shown(asked.result) == "unknown"
 
 
 def test_on_a_cpu_there_are_no_clocks():
     with Clocks(torch.device("cpu")) as asked:
         pass
-    assert asked.found is None and shown(asked.found) == ""
+    assert asked.result is None and shown(asked.result) == ""
 
 
 def test_the_clocks_are_medians_and_the_highest_temperature():
-    found = clocks.summary([(1000, 500, 50), (1700, 700, 60), (1800, 690, 55)], "")
+    found = clocks.summarize([(1000, 500, 50), (1700, 700, 60), (1800, 690, 55)])
     assert found == {"mhz": 1700, "watts": 690, "celsius": 60, "samples": 3}

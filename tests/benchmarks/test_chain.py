@@ -1,11 +1,12 @@
-"""Measurements in order: what fits into the time, what is not done twice, and who is left out."""
+"""Measurements in order: as many as fit into the time, none twice, and none of a provider that was given up."""
 
 import json
+import time
 
 import pytest
-from burnish.benchmarks import chain as chains
-from burnish.benchmarks.chain import Book, Unit, attempted, chain, version
-from burnish.benchmarks.isolation import Lost, Room
+from burnish.benchmarks.gpu import chain as chains
+from burnish.benchmarks.gpu.chain import Book, Unit, attempted, chain, version
+from burnish.benchmarks.worker import Lost, Worker, call_here
 from tasks import no_memory, returns, sleeps
 
 
@@ -24,17 +25,17 @@ def run(tmp_path):
     """Runs units, each of which takes the seconds in its arguments, with a fresh book of the same file."""
 
     def run(units, minutes, attempt=None):
-        time, order = Time(), []
+        clock, order = Time(), []
 
         def take(unit, limit):
             order.append((unit.case, unit.provider))
             seconds = unit.arguments[0]
-            time.now += min(seconds, limit)
+            clock.now += min(seconds, limit)
             status = "done" if seconds <= limit else "cut"
             return {"status": status, "found": {}, "took": min(seconds, limit), "reason": "too long"}
 
         book = Book(tmp_path / "gpu.jsonl", "cpu")
-        rest = chain(units, book, lambda: 60 * minutes - time(), attempt or take, lambda record: None)
+        rest = chain(units, book, lambda: 60 * minutes - clock(), attempt or take, lambda record: None)
         return order, [(unit.case, unit.provider) for unit in rest], book
 
     return run
@@ -63,7 +64,7 @@ def test_no_time_measures_nothing_and_leaves_all(run):
     assert run([unit("a", "x", 1)], 0)[:2] == ([], [("a", "x")])
 
 
-def test_who_takes_longer_than_guessed_is_cut_and_gets_more_time_later(run):
+def test_a_unit_that_takes_longer_than_guessed_is_cut_and_gets_more_time_later(run):
     units = [unit("a", "x", 50, guess=10)]
     order, rest, book = run(units, 0.5)
     assert order == rest == [("a", "x")]
@@ -79,13 +80,13 @@ def test_guesses_are_corrected_by_what_the_others_took(run):
 
 
 def test_new_code_of_ours_is_measured_again_and_the_peers_are_not(run, tmp_path, monkeypatch):
-    for room in ("benchmarks", "kernels", "objectives"):
+    for room in ("benchmarks/gpu", "kernels", "objectives"):
         (tmp_path / "tree" / room).mkdir(parents=True)
-    for name in ("measure", "inputs", "ceilings"):
+    for name in ("measure", "kernels", "gpu/ceilings"):
         (tmp_path / "tree" / "benchmarks" / f"{name}.py").write_text(name)
     kernel = tmp_path / "tree" / "kernels" / "passes.py"
     kernel.write_text("old")
-    monkeypatch.setattr(chains, "SOURCES", tmp_path / "tree" / "benchmarks")
+    monkeypatch.setattr(chains, "ROOT", tmp_path / "tree")
     version.cache_clear()
     units = [unit("a", "burnish-torch", 1), unit("a", "naive", 1)]
     assert len(run(units, 1)[0]) == 2
@@ -118,7 +119,7 @@ def test_a_line_that_was_cut_off_is_measured_again_and_spoils_no_other(run, tmp_
     assert [json.loads(line)["provider"] for line in path.read_text().splitlines()] == ["x", "y", "z"]
 
 
-def test_who_hangs_once_or_crashes_twice_costs_no_more_time(run):
+def test_a_provider_that_hangs_once_or_crashes_twice_costs_no_more_time(run):
     def attempt(unit, limit):
         if unit.provider == "fine":
             return {"status": "done", "found": {}, "took": 1}
@@ -144,11 +145,13 @@ def test_an_error_is_tried_again_by_the_next_call_and_a_row_that_failed_too(run)
     assert run(units, 1)[0] == []
 
 
-def test_each_way_to_end_is_a_record(monkeypatch):
-    room, time = Room(1.5, 60), Time()
+@pytest.mark.slow
+def test_each_way_to_end_is_a_record():
+    worker = Worker()
 
-    def record(function, *arguments, room=room, limit=60.0):
-        found = attempted(room, Unit("head", "a", "x", 1, 1, function, arguments), limit, clock=time)
+    def record(function, *arguments, call=worker.call, limit=60.0):
+        measured = Unit("head", "a", "x", 0.5, 1, function, arguments)
+        found = attempted(call, measured, limit, patience=1.5, clock=time.monotonic)
         return found["status"], found.get("found", found.get("reason"))
 
     try:
@@ -156,10 +159,13 @@ def test_each_way_to_end_is_a_record(monkeypatch):
         assert record(no_memory) == ("failed", "RuntimeError: no room for the truth")
         assert record(sleeps) == ("lost", "no answer in 1.5 s")
         assert record(returns, 8) == ("done", 8)
-        assert record(sleeps, limit=0.5) == ("cut", "not done after 0 s")
+        assert record(sleeps, limit=1.0) == ("cut", "not done after 1 s")
     finally:
-        room.close()
-    assert record(returns, 9, room=None) == ("done", 9)
-    assert record(no_memory, room=None) == ("failed", "RuntimeError('no room for the truth')")
-    monkeypatch.setattr(room, "once", lambda *_: (_ for _ in ()).throw(Lost("gone", "x", silent=False)))
-    assert record(returns, 1) == ("lost", "gone")
+        worker.close()
+    assert record(returns, 9, call=call_here) == ("done", 9)
+    assert record(no_memory, call=call_here) == ("failed", "RuntimeError('no room for the truth')")
+
+    def lost(*_):
+        raise Lost("gone")
+
+    assert record(returns, 1, call=lost) == ("lost", "gone")

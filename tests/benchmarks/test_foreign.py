@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from burnish.benchmarks import divergence, providers
-from burnish.benchmarks.inputs import random_inputs
+from burnish.benchmarks import divergence, kernels
+from burnish.benchmarks.kernels import random_inputs
 
 N, D, V = 6, 4, 11
 
@@ -28,7 +28,7 @@ def source(module):
 
 
 def signature(module, path):
-    """Of ``function``, or of ``Class.method``, as it is written; decorators aside."""
+    """The signature of ``function`` or ``Class.method`` as it is written; decorators aside."""
     body = ast.parse(source(module)).body
     for name in path.split("."):
         node = next(node for node in body if getattr(node, "name", None) == name)
@@ -78,8 +78,8 @@ HEAD = tuple(random_inputs((N, D, V), torch.float32, torch.device("cpu")).tensor
 def test_liger(monkeypatch, outputs, reduction):
     found = signature("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
     stub = Stub(found, NLL)
-    install(monkeypatch, providers, "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy", stub)
-    (value,) = providers.liger(*HEAD, outputs)
+    install(monkeypatch, kernels, "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy", stub)
+    (value,) = kernels.liger(*HEAD, outputs)
     assert stub.given["reduction"] == reduction
     assert [stub.given[name] is x for name, x in zip(("input", "weight", "target"), HEAD, strict=True)] == [True] * 3
     assert torch.equal(value, NLL if outputs == ("loss",) else -NLL)
@@ -90,19 +90,19 @@ def test_liger_scaled(monkeypatch):
     assert name in source("liger_kernel.ops")
     found = signature("liger_kernel.ops.fused_linear_scaled_cross_entropy", f"{name}.apply")
     stub = Stub(found, (NLL, ENTROPY))
-    install(monkeypatch, providers, "liger_kernel.ops", name, stub)
-    assert providers.liger_scaled(*HEAD, ("entropy", "logprob"))[0] is ENTROPY
+    install(monkeypatch, kernels, "liger_kernel.ops", name, stub)
+    assert kernels.liger_scaled(*HEAD, ("entropy", "logprob"))[0] is ENTROPY
     assert stub.given["return_entropy"] is True and stub.given["_input"] is HEAD[0]
     stub.answer = NLL
-    assert torch.equal(providers.liger_scaled(*HEAD, ("logprob",))[0], -NLL)
+    assert torch.equal(kernels.liger_scaled(*HEAD, ("logprob",))[0], -NLL)
     assert "return_entropy" not in stub.given
 
 
 def test_liger_scaled_on_this_machine_gives_what_it_says():
     """Without a GPU it is a formula in torch, of which only the meaning of its outputs is of interest here."""
     pytest.importorskip("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-    found = providers.liger_scaled(*HEAD, ("logprob", "entropy"))
-    for value, expected in zip(found, providers.naive(*HEAD, ("logprob", "entropy")), strict=True):
+    found = kernels.liger_scaled(*HEAD, ("logprob", "entropy"))
+    for value, expected in zip(found, kernels.naive(*HEAD, ("logprob", "entropy")), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -110,8 +110,8 @@ def test_liger_scaled_on_this_machine_gives_what_it_says():
 def test_cut_cross_entropy(monkeypatch, exact):
     found = signature("cut_cross_entropy.linear_cross_entropy", "linear_cross_entropy")
     stub = Stub(found, NLL)
-    install(monkeypatch, providers, "cut_cross_entropy", "linear_cross_entropy", stub)
-    assert torch.equal(providers.cut_cross_entropy(*HEAD, ("logprob",), exact=exact)[0], -NLL)
+    install(monkeypatch, kernels, "cut_cross_entropy", "linear_cross_entropy", stub)
+    assert torch.equal(kernels.cut_cross_entropy(*HEAD, ("logprob",), exact=exact)[0], -NLL)
     assert [stub.given[name] is x for name, x in zip(("e", "c", "targets"), HEAD, strict=True)] == [True] * 3
     newer = "accum_e_fp32" in found.parameters
     assert stub.given["impl"] == ("cce_exact" if exact and newer else "cce")
@@ -121,19 +121,19 @@ def test_cut_cross_entropy(monkeypatch, exact):
 def test_quack(monkeypatch):
     found = signature("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
     stub = Stub(found, NLL.mean())
-    install(monkeypatch, providers, "quack.linear_cross_entropy", "chunked_linear_cross_entropy", stub)
-    assert torch.equal(providers.quack(*HEAD, ("loss",))[0], NLL.mean())
+    install(monkeypatch, kernels, "quack.linear_cross_entropy", "chunked_linear_cross_entropy", stub)
+    assert torch.equal(kernels.quack(*HEAD, ("loss",))[0], NLL.mean())
     assert [stub.given[name] is x for name, x in zip(("x", "weight", "target"), HEAD, strict=True)] == [True] * 3
 
 
 def test_trl(monkeypatch):
     found = without_ctx(signature("trl.kernels.chunked_logprob", "ChunkedLogProbFunction.forward"))
     stub = Stub(found, (NLL, ENTROPY, None, None, None))
-    install(monkeypatch, providers, "trl.kernels.chunked_logprob", "ChunkedLogProbFunction", stub)
-    assert providers.trl(*HEAD, ("logprob", "entropy")) == (NLL, ENTROPY)
+    install(monkeypatch, kernels, "trl.kernels.chunked_logprob", "ChunkedLogProbFunction", stub)
+    assert kernels.trl(*HEAD, ("logprob", "entropy")) == (NLL, ENTROPY)
     given = {"temperature": 1.0, "final_logit_softcapping": None, "logit_scale": 1.0, "outputs": ("entropy",)}
     assert given.items() <= stub.given.items() and stub.given["targets"] is HEAD[2]
-    providers.trl(*HEAD, ("logprob",))
+    kernels.trl(*HEAD, ("logprob",))
     assert stub.given["outputs"] == ()
 
 

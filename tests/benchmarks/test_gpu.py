@@ -1,19 +1,20 @@
 """`burnish bench gpu`: parts in one report, and the figures that the head is to meet."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
-from burnish.benchmarks import gpu
 from burnish.benchmarks.__main__ import main
-from burnish.benchmarks.chain import version
-from burnish.benchmarks.gpu import PARTS, Options
+from burnish.benchmarks.gpu import run as gpu
+from burnish.benchmarks.gpu.chain import version
+from burnish.benchmarks.gpu.run import PARTS, Options
+from burnish.benchmarks.gpu.targets import targets
+from burnish.benchmarks.kernels import PROVIDERS
 from burnish.benchmarks.operation import Provider
-from burnish.benchmarks.providers import PROVIDERS
 from burnish.benchmarks.report import merged
-from burnish.benchmarks.targets import targets
 
 H200 = {"gpu": "NVIDIA H200"}
 TINY = ["gpu", "--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--seconds", "0.001", "--no-memory"]
@@ -151,7 +152,7 @@ def test_a_call_says_what_is_left_and_how_long_it_takes(tmp_path, capsys):
     assert "ceilings  copy  torch: TB/s" in out and "left: ceilings, 3 measurements" in out
 
 
-def test_who_is_missing_broken_or_wrong_is_named_and_the_others_are_measured(tmp_path, capsys, monkeypatch):
+def test_a_missing_broken_or_wrong_provider_is_named_and_the_others_are_measured(tmp_path, capsys, monkeypatch):
     def off(*arguments):
         return tuple(2 * x for x in PROVIDERS["naive"].compute(*arguments))
 
@@ -176,41 +177,17 @@ def test_who_is_missing_broken_or_wrong_is_named_and_the_others_are_measured(tmp
     assert main([*arguments, "--providers", "burnish-torch", "naive"]) == 1  # one of ours
 
 
-DANGER = """
-import os, time
-from burnish.benchmarks.operation import Provider
-from burnish.benchmarks.providers import naive
-
-def dies(hidden, weight, target):
-    os._exit(7)
-
-def hangs(hidden, weight, target):
-    time.sleep(1000)
-
-def _exit(device):
-    os._exit(5)
-
-broken = Provider("danger:broken", naive, missing=_exit)
-stuck = Provider("danger:stuck", naive, missing=lambda device: time.sleep(1000))
-
-def well(hidden, weight, target):
-    return naive(hidden, weight, target, ("logprob",))[0]
-"""
-
-
-def test_who_dies_or_hangs_loses_a_row_and_the_chain_goes_on(tmp_path):
-    (tmp_path / "danger.py").write_text(DANGER)
+@pytest.mark.slow
+def test_a_provider_that_dies_or_hangs_loses_a_row_and_the_chain_goes_on(tmp_path, cli):
     names = ["danger:broken", "danger:stuck", "danger:hangs", "danger:dies", "danger:well"]
-    command = [sys.executable, "-W", "ignore", "-m", "burnish.benchmarks", *TINY, "--isolate", "--patience", "4"]
-    command += ["--parts", "logprob", "dead_rows", "--outputs", "logprob", "--providers", *names, "--output", "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (tmp_path / "out" / "gpu.jsonl").read_text().splitlines()]
+    arguments = [*TINY, "--isolate", "--patience", "20", "--outputs", "logprob", "--output", str(tmp_path)]
+    done = cli(*arguments, "--parts", "logprob", "dead_rows", "--providers", *names)
+    records = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     assert [(r["part"], r["provider"], r["status"], r.get("reason")) for r in records] == [
-        ("logprob", "danger:hangs", "lost", "no answer in 4 s"),
-        ("logprob", "danger:dies", "lost", "ended its process with status 7"),
+        ("logprob", "danger:hangs", "lost", "no answer in 20 s"),
+        ("logprob", "danger:dies", "lost", "ended its process with status -11"),
         ("logprob", "danger:well", "done", None),
-        ("dead_rows", "danger:dies", "lost", "ended its process with status 7"),
+        ("dead_rows", "danger:dies", "lost", "ended its process with status -11"),
         ("dead_rows", "danger:well", "done", None),
     ]
     for line in (
@@ -230,12 +207,12 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
             monkeypatch.setitem(operation.providers, key, present)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     missing = {}
-    options = Options("cuda", None, None, [], None)
+    options = Options("cuda", None, None, [])
     units = {part: list(PARTS[part](part, options, missing)) for part in PARTS}
     assert missing == {} and all(units.values())
     assert [unit.provider for unit in units["compiled"]] == ["compiled"]
-    slow = {"burnish-reference", "burnish-torch", "compiled"}
-    assert not slow & {unit.provider for part, each in units.items() if part != "compiled" for unit in each}
+    unwanted = {"burnish-reference", "burnish-torch", "compiled"}
+    assert not unwanted & {unit.provider for part, each in units.items() if part != "compiled" for unit in each}
     guesses = {part: sum(unit.seconds + unit.setup for unit in each) for part, each in units.items()}
     assert all(unit.seconds + unit.setup < 120 for each in units.values() for unit in each)
     assert guesses["ceilings"] + guesses["head"] < 9 * 60
@@ -245,11 +222,12 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
     assert sizes == [(rows, columns, 4096) for rows in (4096, 8192) for columns in (4096, 8192, 16384)]
 
 
-def test_digits_are_asked_of_cublas_and_of_who_is_named():
-    units = PARTS["digits"]("digits", Options("cpu", ["tiny"], ["burnish", "naive"], [], None), {})
+def test_digits_are_asked_of_cublas_and_of_the_named_providers():
+    units = PARTS["digits"]("digits", Options("cpu", ["tiny"], ["burnish", "naive"], []), {})
     assert [unit.provider for unit in units if unit.case == "log-probs"] == ["cublas", "naive"]
 
 
+@pytest.mark.slow
 def test_without_trl_datasets_and_matplotlib_the_rest_is_measured(tmp_path):
     code = "import sys; sys.modules.update(dict.fromkeys(['trl', 'datasets', 'matplotlib', 'liger_kernel']))\n"
     arguments = [*TINY, "--parts", "ceilings", "logprob", "objectives", "--minutes", "5", "--output", str(tmp_path)]
@@ -264,7 +242,7 @@ def test_without_trl_datasets_and_matplotlib_the_rest_is_measured(tmp_path):
 
 def test_a_version_is_that_of_the_package_of_a_peer(monkeypatch):
     seen = []
-    distributions = gpu.chain.__globals__["importlib"].metadata.distributions
+    distributions = importlib.metadata.distributions
     monkeypatch.setattr("importlib.metadata.distributions", lambda name: seen.append(name) or distributions(name=name))
     version.cache_clear()
     version("liger-scaled", "cpu")

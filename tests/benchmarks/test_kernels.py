@@ -1,4 +1,4 @@
-"""`burnish bench kernels`: who is measured, who is not and why, and what it says."""
+"""`burnish bench kernels`: which providers are measured, which are not and why, and its messages."""
 
 import dataclasses
 from statistics import median
@@ -6,9 +6,8 @@ from statistics import median
 import pytest
 import torch
 from burnish.benchmarks.__main__ import main
-from burnish.benchmarks.inputs import NAMED
+from burnish.benchmarks.kernels import NAMED, PROVIDERS, naive
 from burnish.benchmarks.operation import Provider, with_triton
-from burnish.benchmarks.providers import PROVIDERS, naive
 from burnish.benchmarks.report import cells as report_rows
 
 CPU = torch.device("cpu")
@@ -121,7 +120,7 @@ def test_to_need_more_memory_than_there_is_is_no_mistake(bench, monkeypatch, cap
     assert report["status"] == 0
 
 
-def test_who_is_not_available_is_named_with_the_reason(bench, register, capsys, tmp_path):
+def test_a_provider_that_is_not_available_is_named_with_the_reason(bench, register, capsys, tmp_path):
     name = register("absent", Provider("absent", naive, missing=lambda device: f"no license for this {device}"))
     report = bench("--providers", name, "quack", "naive", *LOGPROB)
     assert report["unavailable"] == {name: "no license for this cpu", "quack": "quack is not installed"}
@@ -132,11 +131,11 @@ def test_who_is_not_available_is_named_with_the_reason(bench, register, capsys, 
     assert list(rows(report)) == ["naive"]
 
 
-def test_if_nobody_can_be_measured_the_command_fails(bench):
+def test_if_no_provider_can_be_measured_the_command_fails(bench):
     assert bench("--providers", "quack", *LOGPROB)["status"] == 1
 
 
-def test_everyone_here_passes_the_gate_in_everything_it_gives(bench):
+def test_every_provider_here_passes_the_gate_in_everything_it_gives(bench):
     names = [name for name, p in PROVIDERS.items() if p.missing(CPU) is None and name not in SLOW]
     assert {"naive", "burnish-torch", "burnish-reference", "burnish-logits", "trl"} <= set(names)
     outputs = ["loss", "logprob", "logprob+entropy", "logprob+entropy+logsumexp"]
@@ -149,6 +148,7 @@ def test_everyone_here_passes_the_gate_in_everything_it_gives(bench):
     assert "trl" not in by_outputs["logprob", "entropy", "logsumexp"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(with_triton(CPU) is not None, reason="Triton is not interpreted here")
 def test_our_triton_backends_pass_the_gate_in_every_mode(bench):
     names = sorted(SLOW - {"compiled"})
@@ -158,6 +158,7 @@ def test_our_triton_backends_pass_the_gate_in_every_mode(bench):
     assert {name: row["status"] for name, row in rows(report).items()} == dict.fromkeys(names, "measured")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 def test_the_compiled_formula_is_measured(bench):
     report = bench("--providers", "compiled", "--outputs", "logprob", "--passes", "forward")
@@ -199,7 +200,7 @@ def test_dead_rows_are_measured_where_rows_have_gradients_of_their_own(bench):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--providers", "burnish-toch"], "no provider 'burnish-tild', did you mean 'burnish-torch'?"),
+        (["--providers", "burnish-toch"], "no provider 'burnish-toch', did you mean 'burnish-torch'?"),
         (["--providers", "nowhere:at_all"], "'nowhere:at_all' can't be loaded: ModuleNotFoundError"),
         (["--providers", "math:nothing"], "'math:nothing' can't be loaded: AttributeError"),
         (["--providers", "math:pi"], "'math:pi' must be a Provider or a function, got float"),

@@ -6,15 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from burnish.benchmarks import trainers
 from burnish.benchmarks.__main__ import main
-from burnish.benchmarks.trainers import RECIPES
+from burnish.benchmarks.peer import trainers
+from burnish.benchmarks.peer.trainers import RECIPES
 from matplotlib.image import imread
 
 
 def measured(factor, steps, **rest):
     seconds = {name: [scale * factor] * (steps - 1) for name, scale in (("seconds", 8), ("processor_seconds", 15))}
-    return {"losses": [0.0] * steps, "whole": True, "imported_mib": 100, "peak_mib": 1000 * factor, **seconds, **rest}
+    return {
+        "losses": [0.0] * steps,
+        "full_length": True,
+        "imported_mib": 100,
+        "peak_mib": 1000 * factor,
+        **seconds,
+        **rest,
+    }
 
 
 @pytest.fixture
@@ -50,7 +57,7 @@ def test_time_and_memory_are_shares_of_the_peers(processes, tmp_path, capsys):
     assert imread(tmp_path / "loops.png").size > 0
 
 
-def test_whose_losses_are_not_the_peers_has_failed_and_is_not_compared(processes, tmp_path, capsys):
+def test_a_side_whose_losses_are_not_the_peers_has_failed_and_is_not_compared(processes, tmp_path, capsys):
     assert bench(tmp_path) == 1
     assert ["burnish", "precompute", "1e-03", "failed"] in [x.split() for x in capsys.readouterr().out.splitlines()]
 
@@ -71,7 +78,7 @@ def samplers(monkeypatch):
                 (directory / provider / "samples.jsonl").write_text("\n".join(lines))
             else:
                 assert any(directory.glob("*/samples.jsonl"))  # ours draw before the peer is given the answers
-        return measured(1.0, steps, whole=cut[provider])
+        return measured(1.0, steps, full_length=cut[provider])
 
     monkeypatch.setattr(trainers, "in_own_process", run)
     grpo = replace(RECIPES["grpo"], model=lambda given, directory: given, rows=lambda pairs: pairs)
@@ -84,7 +91,7 @@ def differences(directory):
     return {name: (figure["difference"], figure["agrees"]) for name, figure in figures.items()}
 
 
-def test_who_draws_answers_agrees_by_the_gradient_of_one_step_on_the_same(samplers, tmp_path):
+def test_recipes_that_sample_agree_by_the_gradient_of_one_step_on_the_same_completions(samplers, tmp_path):
     assert bench(tmp_path, "--recipe", "grpo") == 0
     assert differences(tmp_path) == {
         "trl": (0.0, True),
@@ -97,16 +104,16 @@ def test_who_draws_answers_agrees_by_the_gradient_of_one_step_on_the_same(sample
     assert differences(tmp_path)["burnish"] == (pytest.approx(6e-5, rel=0.1), False)
 
 
-def test_who_draws_fewer_tokens_than_the_others_has_failed(samplers, tmp_path):
+def test_a_side_that_draws_fewer_tokens_than_the_others_has_failed(samplers, tmp_path):
     samplers.cut["trl without checkpointing"] = False
     assert bench(tmp_path, "--recipe", "grpo") == 1
     assert [agrees for _, agrees in differences(tmp_path).values()] == [True, False, True, True]
 
 
-def test_ours_are_to_draw_the_same_answers(samplers, tmp_path, capsys):
+def test_ours_must_draw_the_same_completions(samplers, tmp_path, capsys):
     samplers.answers["burnish by groups"] = [[5, 6], [8]]
     assert bench(tmp_path, "--recipe", "grpo") == 1
-    assert "burnish and burnish by groups did not draw the same answers" in capsys.readouterr().err
+    assert "burnish and burnish by groups did not draw the same completions" in capsys.readouterr().err
 
 
 def test_a_mistake_is_named_with_the_fix(processes, tmp_path, capsys):
@@ -119,7 +126,7 @@ def test_a_mistake_is_named_with_the_fix(processes, tmp_path, capsys):
     assert processes == []
 
 
-def test_both_sides_are_given_the_same_answers():
+def test_both_sides_are_given_the_same_completions():
     pairs = [
         {"prompt": [f"{i}?"], "chosen": [f"right {i}"], "rejected": [f"wrong {i}"]} for i in range(3)
     ]  # as conversations, of which only the order of the parts matters here

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from burnish.benchmarks import objectives
-from burnish.benchmarks.objectives import OURS, PROVIDERS, random_inputs
-from burnish.benchmarks.peer_losses import LOSSES, Tensors
+from burnish.benchmarks.peer import objectives
+from burnish.benchmarks.peer.objectives import OURS, PROVIDERS, THEIRS, Tensors, random_inputs
 
 pytest.importorskip("trl", reason="the peer is not installed")
 
@@ -22,7 +21,7 @@ def inputs():
 def test_losses_and_gradients_are_the_peers_in_float64(inputs, name):
     tensors = Tensors(*inputs.tensors.values())
     flat, padded = (x.clone().requires_grad_() for x in (tensors.logp, tensors.padded))
-    ours, theirs = OURS[name](tensors._replace(logp=flat)), LOSSES[name](tensors._replace(padded=padded))
+    ours, theirs = OURS[name](tensors._replace(logp=flat)), THEIRS[name](tensors._replace(padded=padded))
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     (mine,), (other,) = torch.autograd.grad(ours, flat), torch.autograd.grad(theirs, padded)
     assert mine.any()
@@ -37,7 +36,7 @@ def test_both_layouts_hold_the_same_numbers(inputs):
     assert torch.equal(t.ref_sum, t.padded_ref.sum(1)) and torch.equal(t.row_mask[:, 1:], t.mask.long())
 
 
-def test_everyone_passes_the_gate(bench):
+def test_both_sides_pass_the_gate(bench):
     report = bench("--providers", "trl", "burnish", "--rounds", "1", benchmark="objectives")
     assert [(case["outputs"][0], case["pass"]) for case in report["cases"]] == [
         (name, kind) for name in OURS for kind in ("forward", "train")
@@ -64,10 +63,10 @@ def test_without_the_peer_there_is_nothing_to_hold_them_to(bench, monkeypatch, c
     from burnish.benchmarks.__main__ import main
 
     assert main(arguments) == 2
-    assert "trl is not installed, and everyone is held to it" in capsys.readouterr().err
+    assert "trl is not installed, and every provider is held to it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shape", [(7, 100), (8, 15)])
 def test_answers_that_can_not_be_paired_or_have_no_tokens_are_refused(shape):
-    with pytest.raises(ValueError, match="an even number of answers and 2 tokens for each"):
+    with pytest.raises(ValueError, match="an even number of completions, 2 tokens for each"):
         random_inputs(shape, torch.float32, CPU)

@@ -1,11 +1,11 @@
-"""`burnish.benchmarks.online`: what its runs are given, and how the distance to a teacher is measured."""
+"""`burnish.benchmarks.experiments.online`: what its runs are given, and how the distance to a teacher is measured."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from burnish.benchmarks import online
+from burnish.benchmarks.experiments import online
 from burnish.loops.recipes import demo
 from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,6 +28,7 @@ def runs(monkeypatch, tmp_path):
     monkeypatch.setattr(online, "run_distill", run)
     monkeypatch.setattr(online, "nearness", lambda *models: {"accuracy": 0.5, "own: KL": 0.25})
     monkeypatch.setattr(online.demo, "teach", lambda directory, *_, **__: (directory / "sft/model").mkdir(parents=True))
+    monkeypatch.setattr(online, "TRAINED", 300)
     monkeypatch.setattr(online, "RESULTS", tmp_path / "online.json")
     monkeypatch.chdir(tmp_path)
     return found
@@ -61,7 +62,7 @@ def test_all_recipes_begin_with_one_model_and_differ_in_nothing_that_decides_how
 
 def test_distillation_differs_in_the_share_of_own_answers_alone(runs):
     online.main(["distill"])
-    teacher, *students = runs  # which grpo makes where nobody has
+    teacher, *students = runs  # which grpo makes if there is none
     assert (type(teacher).__name__, teacher.seed) == ("GRPO", 0)
     assert {config.teacher.model for config in students} == {f"{teacher.output}/model"}
     assert {config.model for config in students} == {teacher.model}
@@ -100,7 +101,7 @@ def test_a_model_is_at_no_distance_from_itself(models):
 
 @torch.no_grad()
 def test_the_distance_is_the_mean_over_tokens_up_to_the_end_of_each_answer(models):
-    questions = [f"{a}+{b}=" for a in range(20, 28) for b in range(30, 38)]
+    questions = [f"{a}+{b}=" for a in range(20, 24) for b in range(30, 34)]
     student, teacher = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in reversed(models))
     found = online.nearness(models[1], models[0], questions)
     tokenizer = AutoTokenizer.from_pretrained(models[0])

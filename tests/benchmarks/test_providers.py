@@ -1,18 +1,14 @@
-"""Who can be asked, and for what."""
+"""Providers: how they are found, and what they can be asked for."""
 
 import sys
-from typing import Literal
-from unittest import mock
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
-from burnish.benchmarks import ours
-from burnish.benchmarks.inputs import random_inputs
-from burnish.benchmarks.kernels import OPERATION
+from burnish.benchmarks.__main__ import main
+from burnish.benchmarks.kernels import OPERATION, PROVIDERS, naive, our_provider, our_providers, random_inputs
 from burnish.benchmarks.operation import Provider, needs
-from burnish.benchmarks.providers import PROVIDERS, naive
-from burnish.kernels import linear_logprob
-from burnish.kernels.backend import Backend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -38,7 +34,7 @@ def test_a_package_that_is_broken_or_wants_a_gpu_says_so(tmp_path, monkeypatch):
     assert needs("json", gpu=False)(CPU) is None
 
 
-def test_whoever_gives_logprob_can_be_asked_for_the_loss_and_nothing_more():
+def test_a_provider_of_logprob_can_be_asked_for_the_loss_and_nothing_more():
     provider = Provider("naive", naive)
     assert OPERATION.can_give(provider, ("loss",)) and OPERATION.can_give(provider, ("logprob",))
     assert not OPERATION.can_give(provider, ("logprob", "entropy"))
@@ -53,28 +49,37 @@ def test_an_output_of_the_wrong_shape_is_an_error_not_a_broadcast():
 
 
 def test_every_backend_of_ours_is_measured_and_the_one_that_keeps_logits_in_each_mode():
-    backends = Literal["auto", "triton", "fused", "torch"]
-
-    def function(hidden, *, backend, keep_bytes=None):
-        raise NotImplementedError
-
-    found = ours.providers(function, backends, lambda options: lambda *_: options, ("logprob",))
+    found = our_providers(lambda **options: lambda *_: options, ("logprob",))
     assert {provider.name: provider.compute() for provider in found} == {
         "burnish-triton": {"backend": "triton"},
         "burnish-triton-recompute": {"backend": "triton", "keep_bytes": 0},
         "burnish-triton-4GiB": {"backend": "triton", "keep_bytes": 2**32},
         "burnish-fused": {"backend": "fused"},
         "burnish-torch": {"backend": "torch"},
+        "burnish-reference": {"backend": "reference"},
     }
 
 
 def test_any_budget_of_ours_can_be_named():
     def options(name):
-        adapter = mock.Mock(side_effect=lambda options: lambda *_: options)
-        found = ours.with_budget(name, linear_logprob, Backend, adapter, ("logprob",))
+        found = our_provider(name, lambda **options: lambda *_: options, ("logprob",))
         return found and found.compute()
 
     assert options("burnish-torch-3MiB") == {"backend": "torch", "keep_bytes": 3 * 2**20}
     assert options("burnish-torch-recompute") == {"backend": "torch", "keep_bytes": 0}
     assert options("burnish-quick-3MiB") is None and options("burnish-torch-3") is None
     assert OPERATION.find("burnish-torch-3MiB").name == "burnish-torch-3MiB"
+
+
+def test_the_wheel_has_the_benchmarks_that_need_no_peer():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    shipped = {name for name in project["tool"]["setuptools"]["packages"] if name.startswith("burnish.benchmarks")}
+    assert shipped == {"burnish.benchmarks", "burnish.benchmarks.gpu"}
+
+
+def test_a_benchmark_that_the_wheel_has_not_says_so(monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("burnish.benchmarks.peer")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "burnish.benchmarks.peer", None)
+    assert main(["objectives"]) == 2
+    assert "burnish bench objectives: needs a checkout of the repository" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from burnish.benchmarks import reasoning
+from burnish.benchmarks.experiments import reasoning
 from burnish.loops.rewards import resolve
 from burnish.loops.rollouts import Sample, SampleWriter, VersionSpan
 from tiny import save_model
@@ -73,6 +73,7 @@ def test_rewards_of_a_step_are_those_of_all_answers_that_were_drawn_for_it(tmp_p
     assert second == {"step": 2, "rewards/right/mean": pytest.approx(0.2)}
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_figures_and_a_picture_of_them(tmp_path, monkeypatch):
     monkeypatch.setattr(reasoning, "smollm2", lambda: save_model(tmp_path / "model"))
     monkeypatch.setattr(reasoning, "RESULTS", tmp_path)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from burnish.benchmarks import report
+from burnish.benchmarks.gpu.run import grid
 from matplotlib.image import imread
 
 RESULTS = Path(report.__file__).parent / "results"
@@ -55,7 +56,7 @@ def test_a_row_shows_milliseconds_megabytes_and_the_worst_errors():
 
 
 def test_a_table_has_the_columns_of_all_its_rows():
-    head, cells = report.grid({"copy": {"TB/s": 4.2345}, "square": {"burst": 790.4, "state": "1755"}})
+    head, cells = grid({"copy": {"TB/s": 4.2345}, "square": {"burst": 790.4, "state": "1755"}})
     assert head == ["", "TB/s", "burst", "state"]
     assert cells == [["copy", "4.23", "", ""], ["square", "", "790", "1755"]]
 
@@ -78,7 +79,7 @@ def test_a_title_says_what_was_asked_of_whom():
     assert report.title(other) == "divergence 64x32x257 bfloat16, divergence, beta 0.5, train"
 
 
-def test_there_is_a_plot_even_if_everyone_fails(bench, register, tmp_path):
+def test_there_is_a_plot_even_if_every_provider_fails(bench, register, tmp_path):
     wrong = register("zero", lambda hidden, weight, target: (hidden @ weight.t())[:, 0] * 0)
     assert bench("--providers", wrong, "--outputs", "logprob")["status"] == 1
     assert imread(tmp_path / "kernels.png").size > 0

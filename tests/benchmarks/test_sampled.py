@@ -1,11 +1,20 @@
-"""What GRPO is compared on, and a step of both sides on the same answers."""
+"""The prompts and models on which GRPO is compared, and a step of both sides on the same completions."""
 
 import json
 
 import pytest
 import torch
-from burnish.benchmarks.sampled import SAMPLES, Answers, distance, drawn, questions, talkative, vowels, whole
-from burnish.benchmarks.trainers import run_provider
+from burnish.benchmarks.peer.sampled import (
+    SAMPLES,
+    Completions,
+    distance,
+    full_length,
+    questions,
+    read_tokens,
+    talkative,
+    vowels,
+)
+from burnish.benchmarks.peer.trainers import run_provider
 from tiny import save_model, sums, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,7 +33,7 @@ def test_each_question_follows_others_that_are_answered():
 
 @pytest.fixture
 def model(tmp_path):
-    """Whose end token is not the last of its special ones."""
+    """A model whose end token is not the last of its special ones."""
     given = save_model(tmp_path / "given" / "small")
     tokenizer = AutoTokenizer.from_pretrained(given)
     tokenizer.unk_token = "Z"
@@ -45,20 +54,23 @@ def test_the_reward_is_the_share_of_vowels():
     assert vowels([[{"content": "A b, e!"}], [{"content": "12"}]]) == [2 / 3, 0.0]
 
 
-def test_answers_are_whole_if_hardly_one_has_ended_early():
+def test_completions_have_their_length_if_hardly_one_has_ended_early():
     lines = [{"completions/mean_length": mean} for mean in (64.0, 63.0)]
-    assert whole(lines, Answers(8, 64)) and not whole([*lines, {"completions/mean_length": 62.0}], Answers(8, 64))
+    assert full_length(lines, Completions(8, 64)) and not full_length(
+        [*lines, {"completions/mean_length": 62.0}], Completions(8, 64)
+    )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the peer's own
-def test_grpo_and_trl_take_the_same_step_on_the_same_answers(model, tmp_path):
+def test_grpo_and_trl_take_the_same_step_on_the_same_completions(model, tmp_path):
     target = talkative(model, tmp_path)
     data, evidence = write_rows(tmp_path / "rows.jsonl", questions(iter(sums(4)))), tmp_path / "evidence"
     evidence.mkdir()
     ours, theirs = (run_provider("grpo", name, target, data, 2, 1, evidence) for name in ("burnish", "trl"))
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
     assert distance(evidence / "burnish.pt", evidence / "trl.pt") < 1e-5
-    answers = drawn(evidence / "burnish" / SAMPLES)
+    answers = read_tokens(evidence / "burnish" / SAMPLES)
     assert len(answers) == 16 and len(set(answers)) == 16
 
     # On other answers the gradient is another one.

@@ -36,6 +36,7 @@ PAIRS = sums(6)
 MESSAGES = [{"messages": pair["prompt"] + pair["chosen"]} for pair in PAIRS]
 
 
+@pytest.mark.drawn
 def test_dpo_writes_everything_that_a_run_directory_promises(run, tmp_path):
     flags = ["--steps", "4", "--batch_size", "3", "--eval_data", str(tmp_path / "data.jsonl"), "--save_every", "2"]
     status, said = run("dpo", PAIRS, *flags, "--report_to", "tensorboard")
@@ -143,7 +144,7 @@ def test_an_unknown_recipe_is_named_with_the_nearest(capsys):
         (["--loss", "dop"], "'dop' is not one of"),
         (["--loss", "exo"], "exo: label_smoothing"),
         (["--loss", "simpo"], "simpo needs gamma"),
-        (["--hyper", "{gama: 1.0}"], "no loss of this mix has 'gama'"),
+        (["--loss_kwargs", "{gama: 1.0}"], "no loss of this mix has 'gama'"),
         (["--loss", "{dpo: {coefficient: 1.0, alpha: 2.0}}"], "dpo has no 'alpha'"),
         (["--loss", "aot"], "couples all pairs of a step"),
         (["--quantize", "4bit"], "quantized weights can't be trained"),

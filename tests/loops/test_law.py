@@ -1,41 +1,38 @@
 """The law: loss, gradient and every metric are the same for every split of a step and every layout of its rows."""
 
-import json
+import functools
+import itertools
 
 import pytest
 import torch
-from law import RECIPES, assert_same, one_step, run_ranks
+from grids import grid
+from law import KINDS, RECIPES, assert_same, one_step
 
-ON_RANKS = ["shared:", "packed:60", "padded:1"]
+SPLITS = list(itertools.product(["padded", "packed", "shared"], [None, 60, 1]))[1:]  # the first one is the whole
 
 
-@pytest.fixture(scope="module", params=RECIPES)
-def whole(request):
-    """The recipe's step in one piece, padded."""
+@pytest.fixture(scope="module", autouse=True)
+def in_double_precision():
     torch.set_default_dtype(torch.float64)
-    try:
-        yield request.param, one_step(request.param, "padded", None)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    output = tmp_path_factory.mktemp("law") / "results.json"
-    run_ranks(2, output, "offline", *ON_RANKS)
-    return json.loads(output.read_text())
+@functools.cache
+def whole(recipe):
+    """The recipe's step in one piece, padded."""
+    return one_step(recipe, "padded", None)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
-@pytest.mark.parametrize("micro_tokens", [None, 60, 1])
-def test_a_step_does_not_depend_on_layout_or_micro_batches(whole, layout, micro_tokens):
-    name, expected = whole
-    result = one_step(name, layout, micro_tokens)
+@grid(strength=1, recipe=RECIPES, split=SPLITS)  # pairwise with those on ranks
+def test_a_step_does_not_depend_on_layout_or_micro_batches(recipe, split):
+    result, (_, micro_tokens) = one_step(recipe, *split), split
     assert result["micro_batches"] == {None: 1, 1: 9}.get(micro_tokens, result["micro_batches"])
-    assert_same(result, expected)
+    assert_same(result, whole(recipe))
 
 
-def test_a_step_does_not_depend_on_the_number_of_ranks(whole, on_two_ranks):
-    name, expected = whole
-    for setting in ON_RANKS:
-        assert_same(on_two_ranks[f"{name}:{setting}"], expected)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_does_not_depend_on_the_number_of_ranks(recipe, law_on_ranks):
+    on_two_ranks, _ = law_on_ranks
+    for split in KINDS["offline"][2]:
+        assert_same(on_two_ranks[recipe, split], whole(recipe))

@@ -1,24 +1,14 @@
 """The law in bfloat16: splits agree as far as the rounding of the whole step goes, which is no more than it must be."""
 
-import json
-
 import pytest
 import torch
-from law import IN_BFLOAT16, assert_rounded_once, assert_same_in_bfloat16, numbers, one_step, run_ranks
+from law import IN_BFLOAT16, KINDS, assert_rounded_once, assert_same_in_bfloat16, numbers, one_step
 
 SPLITS = [("packed", 60), ("shared", None), ("shared", 40), ("padded", 1)]
-ON_RANKS = ["shared:", "padded:30"]
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    output = tmp_path_factory.mktemp("law") / "results.json"
-    run_ranks(2, output, "bfloat16", *ON_RANKS)
-    return json.loads(output.read_text())
 
 
 @pytest.mark.parametrize("name", IN_BFLOAT16)
-def test_a_step_under_autocast_does_not_depend_on_layout_micro_batches_or_ranks(name, on_two_ranks):
+def test_a_step_under_autocast_does_not_depend_on_layout_micro_batches_or_ranks(name, law_bfloat16_on_ranks):
     with numbers(torch.float64):
         exact = one_step(name, "padded", None)
     with numbers(torch.bfloat16):
@@ -26,5 +16,6 @@ def test_a_step_under_autocast_does_not_depend_on_layout_micro_batches_or_ranks(
         parts = {setting: one_step(name, *setting) for setting in SPLITS}
     assert all(parts[setting]["micro_batches"] > 1 for setting in (("shared", 40), ("padded", 1)))
     assert_rounded_once(whole, exact)
-    for result in (*parts.values(), *(on_two_ranks[f"{name}:{setting}"] for setting in ON_RANKS)):
+    on_two_ranks, _ = law_bfloat16_on_ranks
+    for result in (*parts.values(), *(on_two_ranks[name, split] for split in KINDS["bfloat16"][2])):
         assert_same_in_bfloat16(result, whole, exact)

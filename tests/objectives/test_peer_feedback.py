@@ -4,12 +4,12 @@ Its KTO estimates z₀ from one micro-batch and averages that over ranks; on one
 process rewards and MiniLLM are no longer in it.
 """
 
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from burnish.benchmarks.peer.trl_losses import fake_trainer, kto_loss, make_rows
 from burnish.objectives import distillation as ds
 from burnish.objectives import feedback as fb
 from burnish.objectives import reward as rw
@@ -17,7 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason="the peer is not installed")
 
-COMPLETIONS = 8
+ANSWERS = 8
 MIXED = [True, False, False, True, True, False, False, False]
 
 
@@ -34,51 +34,19 @@ def assert_same(ours: Tensor, theirs: Tensor, tensors: list[Tensor]) -> None:
         torch.testing.assert_close(mine, peer, rtol=1e-12, atol=1e-12)
 
 
-def same_everywhere() -> SimpleNamespace:
-    """An accelerator of one process."""
-    return SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x, device="cpu")
-
-
 def kto_trainer(
     logp: Tensor, ref_logp: Tensor, desirable: Tensor, mismatched: list[Tensor] | None, **settings: Any
 ) -> tuple[Tensor, dict[str, list[float]]]:
-    """KTOTrainer's loss and metrics of completions of one token, whose log-probability is the whole completion's."""
-    from trl import KTOTrainer
-
-    policy = logp.unsqueeze(1)
-    nothing = torch.zeros_like(policy)
-    output = SimpleNamespace(log_probs=policy, entropy=nothing, mean_logits=nothing)
-    kl_logp, ref_kl_logp = mismatched or [None, None]
-    trainer = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=same_everywhere(),
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
-        calculate_KL=mismatched is not None,
-        _compute_kl_logps=lambda model, batch: kl_logp,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
-        **{"beta": 0.3, "desirable_weight": 1.0, "undesirable_weight": 1.0, **settings},
-    )
-    inputs = {
-        "input_ids": torch.zeros(COMPLETIONS, 2, dtype=torch.int64),
-        "attention_mask": torch.ones(COMPLETIONS, 2, dtype=torch.int64),
-        "completion_mask": torch.tensor([[0, 1]]).expand(COMPLETIONS, 2),
-        "label": desirable,
-        "ref_logps": ref_logp,
-        "ref_KL_logps": ref_kl_logp,
-    }
-    loss: Tensor = KTOTrainer._compute_loss(trainer, lambda **_: output, inputs, return_outputs=False)
-    return loss, trainer._metrics["train"]
+    """KTOTrainer's loss and metrics of completions of one token."""
+    return kto_loss(make_rows(logp.unsqueeze(1)), ref_logp, desirable, mismatched, beta=0.3, **settings)
 
 
 @pytest.mark.parametrize(
-    "labels", [MIXED, [True] * COMPLETIONS, [False] * COMPLETIONS], ids=["both", "desirable", "undesirable"]
+    "labels", [MIXED, [True] * ANSWERS, [False] * ANSWERS], ids=["both", "desirable", "undesirable"]
 )
 @pytest.mark.parametrize("direction", [1, -1], ids=["z0", "clamped"])
 def test_kto_equals_kto_trainer(labels: list[bool], direction: int) -> None:
-    logp, ref_logp, *mismatched = draws(4, COMPLETIONS, scale=30)
+    logp, ref_logp, *mismatched = draws(4, ANSWERS, scale=30)
     mismatched = mismatched[::direction]
     desirable = torch.tensor(labels)
     theirs, metrics = kto_trainer(
@@ -94,12 +62,12 @@ def test_kto_equals_kto_trainer(labels: list[bool], direction: int) -> None:
 
 
 def test_the_two_directions_of_kto_are_a_positive_and_a_clamped_reference_point() -> None:
-    _, _, *mismatched = draws(4, COMPLETIONS, scale=30)
+    _, _, *mismatched = draws(4, ANSWERS, scale=30)
     assert sorted(fb.kto_kl(*mismatched[::step]).item() > 0 for step in (1, -1)) == [False, True]
 
 
 def test_apo_zero_unpaired_equals_kto_trainer() -> None:
-    logp, ref_logp = draws(2, COMPLETIONS, scale=30)
+    logp, ref_logp = draws(2, ANSWERS, scale=30)
     desirable = torch.tensor(MIXED)
     theirs, _ = kto_trainer(logp, ref_logp, desirable, None, loss_type="apo_zero_unpaired")
     assert_same(fb.apo_zero_unpaired(logp, ref_logp, desirable, beta=0.3)[0].mean(), theirs, [logp, ref_logp])
@@ -110,16 +78,9 @@ def test_apo_zero_unpaired_equals_kto_trainer() -> None:
 def test_reward_losses_and_metrics_equal_reward_trainer(with_margin: bool, coefficient: float | None) -> None:
     from trl import RewardTrainer
 
-    chosen, rejected, margin = draws(3, COMPLETIONS, scale=5)
-    trainer = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=same_everywhere(),
-        args=SimpleNamespace(center_rewards_coefficient=coefficient),
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
-    inputs = {"attention_mask": torch.ones(2 * COMPLETIONS, 2), **({"margin": margin.detach()} if with_margin else {})}
+    chosen, rejected, margin = draws(3, ANSWERS, scale=5)
+    trainer = fake_trainer(args=SimpleNamespace(center_rewards_coefficient=coefficient))
+    inputs = {"attention_mask": torch.ones(2 * ANSWERS, 2), **({"margin": margin.detach()} if with_margin else {})}
     output = SimpleNamespace(logits=torch.cat([chosen, rejected]).unsqueeze(1))
     theirs = RewardTrainer.compute_loss(trainer, lambda **_: output, inputs)
 

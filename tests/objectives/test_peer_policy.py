@@ -3,13 +3,12 @@
 TRL holds padded rows and reduces inside; the weights that its reductions amount to stand here by hand, one to a token.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from burnish.benchmarks.peer.trl_losses import make_rows, policy_loss
 from burnish.objectives import policy
 from burnish.objectives.sequence import sequence_mean, sequence_sum
 from torch import Tensor
@@ -17,25 +16,25 @@ from torch import Tensor
 pytest.importorskip("trl", reason="the peer is not installed")
 
 LENGTHS = torch.tensor([5, 1, 3, 4, 2, 5])
-COMPLETIONS, LONGEST, LIMIT = 6, 5, 8
+ANSWERS, LONGEST, LIMIT = 6, 5, 8
 MASK = torch.arange(LONGEST) < LENGTHS[:, None]
-SEQUENCE = torch.arange(COMPLETIONS)[:, None].expand(-1, LONGEST)[MASK]
+SEQUENCE = torch.arange(ANSWERS)[:, None].expand(-1, LONGEST)[MASK]
 ADVANTAGE = torch.tensor([1.5, -0.5, -2.0, 0.7, 0.0, -1.1], dtype=torch.float64)
 LOW, HIGH = 0.2, 0.28
 
-# What TRL's reduction gives each token of a completion; its "bnpo" divides by the tokens at hand, here all of them.
-EACH = torch.ones(COMPLETIONS, dtype=torch.float64)
+# What TRL's reduction gives each token of an answer; its "bnpo" divides by the tokens at hand, here all of them.
+EACH = torch.ones(ANSWERS, dtype=torch.float64)
 WEIGHT = {
-    "grpo": EACH / (COMPLETIONS * LENGTHS),
-    "sapo": EACH / (COMPLETIONS * LENGTHS),
-    "dr_grpo": EACH / (COMPLETIONS * LIMIT),
-    "luspo": EACH / COMPLETIONS,
+    "grpo": EACH / (ANSWERS * LENGTHS),
+    "sapo": EACH / (ANSWERS * LENGTHS),
+    "dr_grpo": EACH / (ANSWERS * LIMIT),
+    "luspo": EACH / ANSWERS,
     **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo"), EACH / LENGTHS.sum()),
 }
 
 
 def draw(seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(COMPLETIONS, LONGEST, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(ANSWERS, LONGEST, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 OLD = -1 - draw(0).abs()
@@ -48,22 +47,9 @@ def flat(padded: Tensor) -> Tensor:
     return padded[MASK]
 
 
-def accelerator() -> SimpleNamespace:
-    return SimpleNamespace(
-        num_processes=1,
-        gather=lambda x: x,
-        gather_for_metrics=lambda x: x,
-        pad_across_processes=lambda x, **_: x,
-        reduce=lambda x, **_: x,
-    )
-
-
-def inputs() -> dict[str, Tensor]:
-    ids = torch.zeros(COMPLETIONS, LONGEST, dtype=torch.int64)
-    return {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1] + 1,
-        "completion_ids": ids,
+def theirs(trainer: Any, logp: Tensor, args: dict[str, Any], **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
+    """The trainer's own loss and metrics, of a policy whose log-probabilities are given."""
+    inputs = {
         "completion_mask": MASK.long(),
         "advantages": ADVANTAGE,
         "old_per_token_logps": OLD,
@@ -71,50 +57,8 @@ def inputs() -> dict[str, Tensor]:
         "ref_per_token_logps": REF,
         "num_items_in_batch": LENGTHS.sum(),
     }
-
-
-def theirs(trainer: Any, logp: Tensor, args: dict[str, Any], **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
-    """The trainer's own loss and metrics, of a policy whose log-probabilities are given."""
-    defaults = {
-        "loss_type": "grpo",
-        "importance_sampling_level": "token",
-        "beta": 0.0,
-        "epsilon_low": LOW,
-        "epsilon_high": HIGH,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-    }
-    grpo = {
-        "delta": None,
-        "use_bias_correction_kl": False,
-        "steps_per_generation": 1,
-        "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.05,
-        "vespo_k_pos": 2.0,
-        "vespo_lambda_pos": 3.0,
-        "vespo_k_neg": 3.0,
-        "vespo_lambda_neg": 2.0,
-    }
-    metrics: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    fake = SimpleNamespace(
-        **(defaults | settings),
-        args=SimpleNamespace(**(grpo | args)),
-        accelerator=accelerator(),
-        aux_loss_enabled=False,
-        current_gradient_accumulation_steps=1,
-        max_completion_length=LIMIT,
-        model=SimpleNamespace(training=True),
-        use_vllm=False,
-        vllm_importance_sampling_correction=False,
-        _entropy_bonus_enabled=False,
-        _metrics=metrics,
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logp, ENTROPY, None),
-    )
-    for name in ("get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"):
-        if function := vars(trainer).get(name):
-            setattr(fake, name, function.__get__(fake))
-    loss: Tensor = trainer._compute_loss(fake, None, inputs())
-    return loss, metrics["train"]
+    settings = {"epsilon_low": LOW, "epsilon_high": HIGH, "max_completion_length": LIMIT} | settings
+    return policy_loss(trainer, make_rows(logp, MASK), inputs, ENTROPY, args, **settings)
 
 
 def grpo(logp: Tensor, args: dict[str, Any] | None = None, **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
@@ -143,14 +87,14 @@ def objective(loss_type: str, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[T
 
 
 def ours(loss_type: str, level: str, logp: Tensor) -> Tensor:
-    """One objective, weighted. For completions it is that of their means; a completion weighs as its tokens do."""
+    """One objective, weighed. On the level of answers it is that of their means; an answer weighs as its tokens do."""
     each = WEIGHT[loss_type]
     if loss_type == "vespo":
         return (each[SEQUENCE] * policy.vespo(logp, flat(OLD), ADVANTAGE, SEQUENCE)[0]).sum()
     if level == "token":
         loss, _ = objective(loss_type, (logp, flat(OLD), ADVANTAGE[SEQUENCE]))
         return (each[SEQUENCE] * loss).sum()
-    mean, old = (sequence_mean(x, SEQUENCE, COMPLETIONS) for x in (logp, flat(OLD)))
+    mean, old = (sequence_mean(x, SEQUENCE, ANSWERS) for x in (logp, flat(OLD)))
     return (each * LENGTHS * objective(loss_type, (mean, old, ADVANTAGE))[0]).sum()
 
 
@@ -166,7 +110,7 @@ def test_every_loss_type_at_both_levels_of_importance(loss_type: str, level: str
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "luspo", "dapo"])
-def test_gspo_is_the_surrogate_at_the_level_of_completions(loss_type: str) -> None:
+def test_gspo_is_the_surrogate_at_the_level_of_answers(loss_type: str) -> None:
     def mine(logp: Tensor) -> Tensor:
         loss, _ = policy.gspo(logp, flat(OLD), ADVANTAGE, SEQUENCE, clip_low=LOW, clip_high=HIGH)
         return (WEIGHT[loss_type] * LENGTHS * loss).sum()
@@ -181,8 +125,8 @@ def test_kl_in_the_loss_with_and_without_bias_correction(corrected: bool, level:
         kl, _ = policy.kl_estimate(logp, flat(REF), kind="k3")
         if corrected and level == "token":
             kl, _ = policy.corrected_kl_estimate(logp, flat(OLD), flat(REF), kind="k3")
-        elif corrected:  # each token's by the ratio of its completion: not unbiased, and so not a function of ours
-            kl = kl * sequence_mean(logp - flat(OLD), SEQUENCE, COMPLETIONS).exp()[SEQUENCE]
+        elif corrected:  # each token's by the ratio of its answer: not unbiased, and so not a function of ours
+            kl = kl * sequence_mean(logp - flat(OLD), SEQUENCE, ANSWERS).exp()[SEQUENCE]
         return ours("grpo", level, logp) + 0.3 * (WEIGHT["grpo"][SEQUENCE] * kl).sum()
 
     def peer(logp: Tensor) -> Tensor:
@@ -212,7 +156,7 @@ def test_entropy_mask(share: float) -> None:
 
 
 def test_off_policy_mask_multiplies_the_loss() -> None:
-    kept = (ADVANTAGE >= 0) | (sequence_mean(flat(OLD - LOGP), SEQUENCE, COMPLETIONS) <= 0.05)
+    kept = (ADVANTAGE >= 0) | (sequence_mean(flat(OLD - LOGP), SEQUENCE, ANSWERS) <= 0.05)
     assert not kept.all()
 
     def mine(logp: Tensor) -> Tensor:
@@ -222,13 +166,13 @@ def test_off_policy_mask_multiplies_the_loss() -> None:
     assert_same(mine, lambda logp: grpo(logp, off_policy_mask_threshold=0.05)[0])
 
 
-def test_rloo_is_the_surrogate_of_whole_completions() -> None:
+def test_rloo_is_the_surrogate_of_whole_answers() -> None:
     from trl import RLOOTrainer
 
     def mine(logp: Tensor) -> Tensor:
-        sums = (sequence_sum(x, SEQUENCE, COMPLETIONS) for x in (logp, flat(OLD)))
+        sums = (sequence_sum(x, SEQUENCE, ANSWERS) for x in (logp, flat(OLD)))
         loss, _ = policy.clipped_surrogate(*sums, ADVANTAGE, clip_low=LOW, clip_high=HIGH)
-        return loss.sum() / COMPLETIONS
+        return loss.sum() / ANSWERS
 
     assert_same(mine, lambda logp: theirs(RLOOTrainer, logp, {})[0])
 
@@ -238,7 +182,7 @@ def test_gmpo() -> None:
 
     def mine(logp: Tensor) -> Tensor:
         loss, _ = policy.gmpo(logp, flat(OLD), ADVANTAGE, SEQUENCE, clip_low=LOW, clip_high=HIGH)
-        return loss.sum() / COMPLETIONS
+        return loss.sum() / ANSWERS
 
     assert_same(mine, lambda logp: theirs(trainer, logp, {})[0])
 
@@ -269,5 +213,5 @@ def test_metrics_of_cispo_and_vespo() -> None:
 
     _, metrics = grpo(LOGP, loss_type="vespo")
     _, stats = policy.vespo(flat(LOGP), flat(OLD), ADVANTAGE, SEQUENCE)
-    one_of_each = stats["vespo/phi_seq"][LENGTHS.cumsum(0) - 1]  # TRL's is a mean over completions
+    one_of_each = stats["vespo/phi_seq"][LENGTHS.cumsum(0) - 1]  # TRL's is a mean over answers
     assert metrics["vespo/phi_seq_mean"] == mean(one_of_each)

@@ -1,12 +1,11 @@
 """The same numbers as the peer where tokens matter: lengths, weights of completions, mixes; TRL 1.16's own DPO loss."""
 
-from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from burnish import objectives as ob
+from burnish.benchmarks.peer.trl_losses import dpo_loss, make_rows
 from torch import Tensor
 
 pytest.importorskip("trl", reason="the peer is not installed")
@@ -35,56 +34,13 @@ class Completions:
         return [half for value in both for half in value]
 
     def theirs(self, **settings: Any) -> Tensor:
-        from trl import DPOTrainer
-
-        alone = SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x, device="cpu")
-        defaults = {
-            "loss_types": ["sigmoid"],
-            "loss_weights": [1.0],
-            "label_smoothing": 0.0,
-            "f_divergence_type": "reverse_kl",
-            "ld_alpha": None,
-            "use_weighting": False,
-        }
-        trainer = SimpleNamespace(
-            model=SimpleNamespace(training=True),
-            accelerator=alone,
-            args=SimpleNamespace(discopop_tau=0.05),
-            aux_loss_enabled=False,
-            beta=BETA,
-            precompute_ref_logps=True,
-            _metrics=defaultdict(lambda: defaultdict(list)),
-            _total_train_tokens=0,
-            _tp_size=1,
-            **{**defaults, **settings},
-        )
-        shared = 1.0 if trainer.ld_alpha is None else trainer.ld_alpha
-        length = self.mask.sum(1)
-        public = torch.minimum(*length.chunk(2)).repeat(2)[:, None]
-        position = torch.arange(1, WIDTH + 1)
-        beyond = torch.tensor(shared, dtype=self.ref.dtype)
-        weight = torch.where(position <= public, 1.0, beyond) * self.mask
-        ref_chosen, ref_rejected = (self.ref * weight).sum(1).chunk(2)
-        zero = torch.zeros_like(self.padded)
-        output = SimpleNamespace(
-            # what is outside the mask is never read, but it is multiplied by zero
-            log_probs=self.padded * self.mask,
-            entropy=zero,
-            mean_logits=zero,
-            is_top1=zero.bool(),
-            log_sum_sq_probs=self.squares,
-        )
-        before = torch.zeros(2 * PAIRS, 1, dtype=torch.int64)
-        ids = torch.zeros(2 * PAIRS, 1 + WIDTH, dtype=torch.int64)
-        inputs = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "completion_mask": torch.cat([before, self.mask.long()], 1),
-            "ref_chosen_logps": ref_chosen,
-            "ref_rejected_logps": ref_rejected,
-        }
-        loss: Tensor = DPOTrainer._compute_loss(trainer, lambda **_: output, inputs, return_outputs=False)
-        return loss
+        shared = settings.get("ld_alpha")
+        public = torch.minimum(*self.mask.sum(1).chunk(2)).repeat(2)[:, None]
+        beyond = torch.tensor(1.0 if shared is None else shared, dtype=self.ref.dtype)
+        weight = torch.where(torch.arange(1, WIDTH + 1) <= public, 1.0, beyond) * self.mask
+        # what is outside the mask is never read, but it is multiplied by zero
+        rows = make_rows(self.padded * self.mask, self.mask)
+        return dpo_loss(rows, (self.ref * weight).sum(1), self.squares, beta=BETA, **settings)
 
     def assert_same(self, ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> None:
         torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=tolerance, atol=tolerance)

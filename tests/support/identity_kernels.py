@@ -55,11 +55,11 @@ KERNELS = {
         "tiles": TWO | {"student_hidden": (1100, D), "teacher_hidden": (1100, 12), "student": {"weight": (1500, D)},
                         "teacher": {"weight": (1500, 12)}, "keep_bytes": 2**22},
     },
-    "linear_gather_logprob": {"several": {"hidden": (N, D), "head": HEAD, "target": (N, 3), "temperature": (N,)}},
+    "linear_gather_logprob": {"several": {"hidden": (N, D), "head": HEAD, "ids": (N, 3), "temperature": (N,)}},
     "linear_logits": {"head": {"hidden": (N, D), "head": HEAD, "vocab": 90}},
 }  # fmt: skip
 # Kernels of an older file.
-RENAMED = {"linear_gather_logprob": lambda **arguments: kernels.linear_logprob(**arguments).logprob}
+RENAMED = {"linear_gather_logprob": lambda ids, **rest: kernels.linear_logprob(target=ids, **rest).logprob}
 # Cases that are too large for the interpreter, or alike in all backends; kernels whose "fused" is "triton".
 ONLY_TORCH = ("tiles", "halves", "halves_of_all", "linear_logits")
 AS_TRITON = ("logits_logprob", "linear_divergence")
@@ -119,7 +119,7 @@ def made(value: Any, name: str, dtype: torch.dtype, leaves: dict[str, Any]) -> A
     if isinstance(value[0], tuple):
         return tuple(made(part, f"{name}{i}", dtype, leaves) for i, part in enumerate(value))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    if name == "target":
+    if name in ("target", "ids"):
         return torch.randint(90, value, generator=generator)
     tensor = torch.randn(value, generator=generator)
     tensor = tensor.exp() if name == "temperature" else tensor

@@ -1,12 +1,8 @@
-"""Train in child processes that are killed with SIGKILL as told, until one finishes; prints what happened as JSON.
+"""Train in child processes that are killed with SIGKILL as ordered, until one finishes.
 
-    python killed.py <recipe> <config.json> <how> ...
-
-    random:<count>     kill <count> children, at moments spread over the run at random; some of them while they start
-    write:<n>          kill a child in the middle of writing its n-th file of a checkpoint
-    truncate           cut the newest checkpoint in half
-
-Children are forked from this process, which has imported everything and computed nothing.
+random:<count>     kill <count> children, at moments spread over the run at random; some of them while they start
+write:<n>          kill a child in the middle of writing its n-th file of a checkpoint
+truncate           cut the newest checkpoint in half
 """
 
 import dataclasses
@@ -15,8 +11,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from functools import partial
@@ -30,25 +24,18 @@ from burnish.loops.recipes.ppo import run_ppo
 from burnish.loops.recipes.settings import DPO, GRPO, PPO, SFT
 from burnish.loops.recipes.sft import sft
 from burnish.loops.runs import checkpoint
+from forked import run_forked
 
 RECIPES = {"dpo": (DPO, dpo), "sft": (SFT, sft), "grpo": (GRPO, run_grpo), "ppo": (PPO, run_ppo)}
 
 
 def kill_and_resume(recipe, config, *orders, timeout=600):
-    """What happened, by kind of order, and what the children printed; see the top of the file."""
-    path = Path(config["output"]).with_suffix(".json")
-    path.write_text(json.dumps(config))
-    done = subprocess.run(
-        [sys.executable, __file__, recipe, path, *orders],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    """Obey the orders; returns how many kills there were of each kind, and what the children printed."""
+    ((status, printed),) = run_forked(1, "killed", recipe, config, *orders, timeout=timeout)
     log = Path(config["output"]).with_suffix(".log")
-    printed = log.read_text() if log.exists() else ""
-    assert done.returncode == 0, done.stderr[-2000:] + printed[-2000:]
-    return json.loads(done.stdout.splitlines()[-1]), printed
+    log = log.read_text() if log.exists() else ""
+    assert status == 0, printed[-2000:] + log[-2000:]
+    return json.loads(printed.splitlines()[-1]), log
 
 
 def assert_undisturbed(config):
@@ -174,9 +161,7 @@ def kill_at_random(recipe, config, rng, upto):
     return wait(child)
 
 
-def main():
-    recipe, path, *orders = sys.argv[1:]
-    config = json.loads(Path(path).read_text())
+def be_rank(recipe, config, *orders):
     rng = random.Random(0)
     happened = {"random": 0, "write": 0, "truncate": 0}
     if not config.get("max_staleness"):  # above, no two runs are alike
@@ -197,7 +182,3 @@ def main():
     while wait(train(recipe, config)):
         pass
     print(json.dumps(happened))
-
-
-if __name__ == "__main__":
-    main()

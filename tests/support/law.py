@@ -1,14 +1,8 @@
-"""One optimizer step of a recipe's objective under a given split; run on its own it is one rank of several.
+"""One optimizer step of a recipe's objective under a given split: loss, metrics and a flat gradient, float64."""
 
-Prints a JSON object: loss, metrics and a flat gradient, float64.
-"""
-
-import json
 import math
 import os
 import random
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -383,32 +377,17 @@ def rounding_of_the_loss(exact):
     return UNIT * float((exact["gradient"] * exact["weight"]).norm())
 
 
-def run_ranks(ranks, output, kind, *settings):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*command, __file__, str(output), kind, *settings],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+KINDS = {  # by kind: recipes, their dtype, and the splits of a step that two ranks take
+    "offline": (RECIPES, torch.float64, (("shared", None), ("packed", 60), ("padded", 1))),
+    "online": (tuple(ONLINE), torch.float64, (("shared", None), ("padded", 1))),
+    "bfloat16": (IN_BFLOAT16, torch.bfloat16, (("shared", None), ("padded", 30))),
+}
 
 
-if __name__ == "__main__":
-    output, kind, *settings = sys.argv[1:]
-    names, dtype = {
-        "offline": (RECIPES, torch.float64),
-        "online": (tuple(ONLINE), torch.float64),
-        "bfloat16": (IN_BFLOAT16, torch.bfloat16),
-    }[kind]
-    results = {}
+def be_rank(output, kind):
+    """Take the step of every recipe of this kind under each split, as one of several ranks; rank 0 saves them."""
+    names, dtype, splits = KINDS[kind]
     with numbers(dtype):
-        for name in names:
-            for setting in settings:
-                layout, micro_tokens = setting.split(":")
-                result = one_step(name, layout, int(micro_tokens) if micro_tokens else None)
-                results[f"{name}:{setting}"] = {**result, **{k: result[k].tolist() for k in ("gradient", "weight")}}
-    if result["rank"] == 0:
-        with open(output, "w") as file:
-            json.dump(results, file)
+        results = {(name, split): one_step(name, *split) for name in names for split in splits}
+    if int(os.environ["RANK"]) == 0:
+        torch.save(results, output)

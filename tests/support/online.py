@@ -64,10 +64,10 @@ def prepare(directory):
     }
 
 
-def on_ranks(count, fields, timeout):
+def under_torchrun(count, fields, timeout):
     """The process of ``fields`` on so many ranks over gloo, after its end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     return subprocess.run(
         [*command, json.dumps(fields)], capture_output=True, text=True, timeout=timeout, env=environment
     )
@@ -113,16 +113,16 @@ class Loaded:
         return even(row, sample)
 
 
-def run_rank(fields):
-    """What ends it is told beside the run's directory, too."""
+def be_rank(fields):
+    """Train as one rank of several; what ends it is written beside the run's directory, too."""
     fields["vllm"] = VLLM(**fields.pop("vllm", {}))
     try:
-        run_grpo(GRPO(**fields))
+        with patch("burnish.loops.runs.run.draw_curves"):
+            run_grpo(GRPO(**fields))
     except Exception as error:
         Path(f"{fields['output']}-rank{os.environ['RANK']}.txt").write_text(str(error))
         raise
 
 
 if __name__ == "__main__":
-    with patch("burnish.loops.runs.run.draw_curves"):
-        run_rank(json.loads(sys.argv[1]))
+    be_rank(json.loads(sys.argv[1]))

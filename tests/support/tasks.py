@@ -1,17 +1,15 @@
-"""What a process is given to do, in a module that it can import: return, fail, or hang."""
+"""Functions for another process, in a module that it can import: return, fail, or hang."""
 
 import time
 
 
-def returns(value, notice):
-    notice("it")
+def returns(value):
     return value
 
 
-def no_memory(notice):
+def no_memory():
     raise RuntimeError("no room for the truth")
 
 
-def sleeps(notice):
-    notice("sleeper")
+def sleeps():
     time.sleep(60)

@@ -1,15 +1,9 @@
-"""A policy on several ranks, under each of the wrappers that people put around it; run on its own it is one rank.
+"""A policy on several ranks, under each of the wrappers that people put around it.
 
-Saves what rank 0 finds: log-probs and entropies in order of the examples, gradients by name, what was seen on the way.
+Rank 0 saves its results: log-probs and entropies in order of the examples, gradients by name, what was seen on the way.
 """
 
-import os
-import signal
-import socket
-import sys
 import tempfile
-import traceback
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -301,44 +295,11 @@ SCENARIOS = {
 }
 
 
-def be_rank(rank, output):
-    dist.init_process_group("gloo")
-    found = {name: scenario() for name, scenario in SCENARIOS.items()}
-    if rank == 0:
-        torch.save(found, output)
-    dist.destroy_process_group()
-
-
-def main():
-    """Fork the ranks from this process, which has imported everything and computed nothing."""
-    output, ranks = sys.argv[1], int(sys.argv[2])
+def be_rank(output):
     for name, size in TILES.items():
         setattr(passes, name, size)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-    children = []
-    for rank in range(ranks):
-        child = os.fork()
-        if child == 0:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            status = 1
-            try:
-                be_rank(rank, output)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(child)
-    _, status = os.wait()  # the other would wait for ever for one that failed
-    if status == 0:
-        _, status = os.wait()
-    for child in children if status else []:
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-    sys.exit(int(status != 0))
-
-
-if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    found = {name: scenario() for name, scenario in SCENARIOS.items()}
+    if dist.get_rank() == 0:
+        torch.save(found, output)
+    dist.destroy_process_group()

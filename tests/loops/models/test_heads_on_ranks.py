@@ -1,9 +1,5 @@
 """The fused head on several ranks: whoever wraps it, log-probs, entropies and gradients are the plain model's."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import transformers
@@ -18,18 +14,10 @@ FULL = [(f"burnish::linear_logprob{part}", (VOCABULARY, 32)) for part in ("", "_
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What two ranks found in every scenario."""
-    output = tmp_path_factory.mktemp("ranks") / "found.pt"
-    done = subprocess.run(
-        [sys.executable, wrapped.__file__, str(output), str(RANKS)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {"warnings": done.stderr, **torch.load(output, weights_only=False)}
+def found(heads_on_ranks):
+    """What two ranks found in every scenario, and what they printed."""
+    results, printed = heads_on_ranks
+    return {"warnings": printed, **results}
 
 
 @pytest.fixture(scope="module")

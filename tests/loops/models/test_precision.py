@@ -9,8 +9,6 @@ from online import prepare
 from tiny import save_model, sums, write_rows
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 class Passes:
     """What is asked of the kernels: whether it has gradients, and that it is what rounded factors give in float64.

@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 from tiny import save_model, sums, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 def opinionated(directory):
     """A random model knows nothing, and is near to every other one."""

@@ -3,14 +3,10 @@
 import asyncio
 import gc
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from math import exp, isfinite
 from pathlib import Path
 
-import online
 import pytest
 import torch
 from accelerate import Accelerator
@@ -24,10 +20,11 @@ from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rl.mismatch import MismatchMetrics
 from burnish.loops.rl.policy_gradient import corrections, rollout_tensors
 from burnish.objectives import effective_sample_size
-from online import Killed, dying_in_step, lines, prepare, stored
+from forked import run_forked
+from grids import slow
+from online import Killed, dying_in_step, lines, prepare, stored, under_torchrun
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 LOGGED = {
     "loss", "grad_norm", "learning_rate", "tokens", "seconds", "skipped", "entropy", "reward", "reward_std",
     "frac_reward_zero_std", "rewards/even/mean", "rewards/even/std", "completions/mean_length",
@@ -316,20 +313,23 @@ def test_answers_drawn_while_training_are_of_bounded_age_and_on_record_once(comm
     assert [sample["task"] for sample in stored(tmp_path / "run")][::4] == list(range(16))
 
 
-def test_two_ranks_end_with_the_weights_of_one(common, tmp_path):
+def by_forks(fields):
+    outcomes = run_forked(2, "online", fields)
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+
+
+def by_torchrun(fields):
+    done = under_torchrun(2, fields, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("launch", [by_forks, slow(by_torchrun)])
+def test_two_ranks_end_with_the_weights_of_one(launch, common, tmp_path):
     """One of them samples and judges; held-out answers too."""
     fields = {**common, "dtype": "float64", "epochs_per_rollout": 2, "old": "recomputed", "beta": 0.1, "steps": 4}
     fields |= {"eval_data": common["data"], "micro_tokens": 60}
     run_grpo(GRPO(**fields, output=str(tmp_path / "one")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", online.__file__]
-    done = subprocess.run(
-        [*command, json.dumps({**fields, "output": str(tmp_path / "two")})],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch({**fields, "output": str(tmp_path / "two")})
     one, two = (load_file(tmp_path / name / "model/model.safetensors") for name in ("one", "two"))
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-6, atol=1e-6)

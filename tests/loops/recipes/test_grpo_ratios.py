@@ -16,7 +16,6 @@ from burnish.loops.rollouts.replay import ReplaySource, read_samples
 from burnish.loops.runs.context import open_reference
 from online import lines, prepare, stored
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 NOISE = 0.02  # of a token's log-prob, between two ways to compute it in bfloat16
 WARNING = "clipped in the first step on a rollout"
 SUMS = sys.modules["burnish.loops.train.step"].Sums  # the package has a function of that name

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from grids import slow
 from killed import assert_each_answer_once, assert_undisturbed, kill_and_resume
 from online import prepare, stored
 
@@ -13,7 +14,6 @@ def config(tmp_path):
     return {
         **prepare(tmp_path),
         "output": str(tmp_path / "run"),
-        "steps": 36,
         "epochs_per_rollout": 2,
         "minibatches": 2,
         "old": "recomputed",
@@ -23,16 +23,18 @@ def config(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("recipe", "kills"), [("grpo", 8), ("ppo", 4)])
+@pytest.mark.parametrize(("recipe", "kills"), [("grpo", 0), ("ppo", 0), slow("grpo", 8), slow("ppo", 4)])
 def test_a_run_that_samples_by_itself_ends_with_the_same_weights(recipe, kills, config):
+    config["steps"] = 36 if kills else 12
     happened, _ = kill_and_resume(recipe, config, "write:4", "write:2", f"random:{kills}")
     assert (happened["random"], happened["write"]) == (kills, 2)
     assert_undisturbed(config)
     assert stored(Path(config["output"])) == stored(Path(config["output"] + "-undisturbed"))
 
 
-def test_a_run_that_samples_while_it_trains_has_each_answer_once(config):
-    config |= {"max_staleness": 2, "epochs_per_rollout": 1, "minibatches": 1}
-    happened, _ = kill_and_resume("grpo", config, "write:4", "random:6")
-    assert (happened["random"], happened["write"]) == (6, 1)
+@pytest.mark.parametrize("kills", [0, slow(6)])
+def test_a_run_that_samples_while_it_trains_has_each_answer_once(kills, config):
+    config |= {"max_staleness": 2, "epochs_per_rollout": 1, "minibatches": 1, "steps": 36 if kills else 12}
+    happened, _ = kill_and_resume("grpo", config, "write:4", f"random:{kills}")
+    assert (happened["random"], happened["write"]) == (kills, 1)
     assert assert_each_answer_once(config)[2] > 0

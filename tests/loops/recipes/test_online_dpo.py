@@ -10,7 +10,6 @@ from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample
 from online import lines, prepare
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 NAN = float("nan")
 NEED = {"simpo": {"gamma": 0.5}, "alpha_po": {"gamma": 0.5, "alpha": 0.25}, "exo": {"label_smoothing": 0.1}}
 NEED |= {

@@ -17,7 +17,6 @@ from burnish.loops.runs.reference import frozen_copy
 from online import Killed, dying_in_step, lines, prepare, stored
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 CONFIG = PPO(model="", data="", output="", beta=0.5, gamma=0.9, lam=0.8, missing_eos_penalty=0.25)
 
 

@@ -6,6 +6,7 @@ from burnish.loops.models.scorer import Scorer
 from burnish.loops.recipes.prm import step_scores
 from burnish.loops.recipes.reward import reward_scores
 from burnish.objectives import step_aggregate
+from grids import slow
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 from worlds import chains, demonstrations, feedback, save_start, successors, train
 
@@ -38,7 +39,7 @@ def test_kto_tells_right_answers_from_wrong_ones_by_their_reward(taught, tmp_pat
 
 @pytest.mark.parametrize(
     ("recipe", "flags"),
-    [("orpo", []), ("cpo", []), ("cpo", ["--loss", "simpo"]), ("cpo", ["--loss", "alpha_po"])],
+    [("orpo", []), slow("cpo", []), ("cpo", ["--loss", "simpo"]), slow("cpo", ["--loss", "alpha_po"])],
     ids=["orpo", "cpo", "simpo", "alpha_po"],
 )
 def test_one_stage_preference_training_learns_the_answer_from_nothing(start, tmp_path, recipe, flags):
@@ -49,7 +50,7 @@ def test_one_stage_preference_training_learns_the_answer_from_nothing(start, tmp
     assert after["eval/nll"] < 0.3 * before["eval/nll"]
 
 
-@pytest.mark.parametrize("adapters", [[], ["--lora.r", "8", "--learning_rate", "5e-3"]], ids=["whole", "lora"])
+@pytest.mark.parametrize("adapters", [[], slow(["--lora.r", "8", "--learning_rate", "5e-3"])], ids=["whole", "lora"])
 def test_a_reward_model_tells_unseen_answers_apart_and_loads_as_a_sequence_classifier(taught, tmp_path, adapters):
     flags = ["--steps", "60", "--learning_rate", "2e-3", "--centering", "0.01", *adapters]
     before, after, place = train("reward", tmp_path / "x", taught, TRAINING, HELD_OUT, *flags)
@@ -66,6 +67,7 @@ def test_a_reward_model_tells_unseen_answers_apart_and_loads_as_a_sequence_class
     torch.testing.assert_close(score[:6], plain.detach(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_process_reward_model_finds_the_first_wrong_step(start, tmp_path):
     solved = [row for row in chains(4000, seed=5) if all(row["labels"])]
     text = [{"prompt": row["prompt"], "completion": "=".join([*row["completions"], ""])} for row in solved]
@@ -89,7 +91,9 @@ def test_a_process_reward_model_finds_the_first_wrong_step(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "teacher", [[], ["--teacher.divergence", "jsd"], ["--teacher.top_k", "3"]], ids=["forward_kl", "jsd", "top_k"]
+    "teacher",
+    [[], slow(["--teacher.divergence", "jsd"]), slow(["--teacher.top_k", "3"])],
+    ids=["forward_kl", "jsd", "top_k"],
 )
 def test_distillation_halves_the_divergence_from_the_teacher(start, taught, tmp_path, teacher):
     data, held_out = demonstrations(TRAINING), demonstrations(HELD_OUT)

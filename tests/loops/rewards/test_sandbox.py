@@ -127,11 +127,11 @@ def test_a_judge_masks_what_was_killed(functions, groups, judging):
     reward = RewardFunction("slow", isolated(functions.by_index), timeout=30)
     rows, samples = groups
     judging([reward], rows[:1], samples[:1])  # starting a process takes longer than what follows
-    reward.timeout = 0.5
+    reward.timeout = 1.0
     begun = time.monotonic()
     assert judging([reward], rows[:2], samples[:2]) == {("slow", "timeout"): 1}
     assert [sample.rewards["slow"] for sample in samples[:2]] == [0.0, "timeout"]
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
 
 
 def test_its_process_starts_without_torch(functions, answer, judging):

@@ -24,7 +24,7 @@ from vllm_fake import Fake, choice
 
 
 @pytest.fixture
-def fields(tmp_path, undrawn):
+def fields(tmp_path):
     return {**prepare(tmp_path), "output": str(tmp_path / "run")}
 
 

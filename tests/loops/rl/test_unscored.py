@@ -1,19 +1,14 @@
 """Rewards that give no score, from the command line to what a run leaves behind."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 
-import online
 import pytest
 import torch
 from burnish.loops.cli import main
 from burnish.loops.recipes import grpo
+from forked import run_forked
 from online import Killed, dying_in_step, lines, prepare, stored
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 MATH = {"judges:math": {"weight": 1.0, "timeout": 0.3}, "judges:form": 0.2}
 
 
@@ -147,26 +142,9 @@ def test_one_that_works_for_an_answer_of_the_first_rollout_goes_on(function, fai
 
 def test_every_rank_is_told_why_the_run_ends(common, tmp_path):
     """Two processes that nobody else ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     fields = {**common, "rewards": {"judges:broken": 1.0}, "output": str(tmp_path / "run")}
-    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, online.__file__, json.dumps(fields)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **ranks, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=120)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert all(process.returncode == 1 for process in started)
+    statuses, said = zip(*run_forked(2, "online", fields), strict=True)
+    assert statuses == (1, 1)
     for text in said:
         last = text[text.rindex("Error: reward broken: it raised in every one of its calls") :]
         assert "KeyError: 'solution'" in last

@@ -1,6 +1,7 @@
 """Checkpoints: whole or not there. (That a resumed run is the unbroken run is shown in test_resume.)"""
 
 import errno
+import hashlib
 import json
 import os
 
@@ -29,6 +30,18 @@ def test_what_is_saved_comes_back(tmp_path, parts):
     assert checkpoint.load_newest(tmp_path, **parts) == 7
     assert torch.equal(parts["policy"].weight, weight)
     assert torch.equal(torch.rand(3), following)
+
+
+def test_what_was_written_is_not_read_again_for_its_sha256(tmp_path, parts, monkeypatch):
+    read = []
+    monkeypatch.setattr(checkpoint, "_sha256", read.append)
+    path = checkpoint.save(tmp_path, 1, **parts)
+    assert read == []
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest.keys() == {"state.pt", "random-0.pt"}
+    for name, entry in manifest.items():
+        content = (path / name).read_bytes()
+        assert entry == {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
 
 
 def test_only_the_newest_are_kept(tmp_path, parts):

@@ -42,3 +42,9 @@ def test_a_run_without_metrics_has_no_picture(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_single_points_are_no_curve(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.7, "grad_norm": 1.0}) + "\n")
+    draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()

@@ -5,7 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from online import on_ranks, prepare
+from forked import run_forked
+from online import prepare
 from transformers import AutoTokenizer
 from vllm_fake import Fake
 
@@ -31,10 +32,10 @@ def wedged(tmp_path_factory):
     fields |= {"output": str(directory / "run"), "source": "vllm", "rewards": {"online:Loaded": {"note": "loaded"}}}
     fields["rewards"]["online:Loaded"]["note"] = str(directory / "loaded")
     fields["vllm"] = {"url": fake.url, "timeout": 2.5, "patience": PATIENCE}
-    done = on_ranks(2, fields, timeout=300)
+    outcomes = run_forked(2, "online", fields)
     seconds = time.monotonic() - since[0]
     fake.close()
-    return SimpleNamespace(directory=directory, url=fake.url, done=done, seconds=seconds)
+    return SimpleNamespace(directory=directory, url=fake.url, outcomes=outcomes, seconds=seconds)
 
 
 def test_a_server_that_is_healthy_and_answers_nothing_ends_the_run_on_all_ranks_by_its_name(wedged):
@@ -43,9 +44,10 @@ def test_a_server_that_is_healthy_and_answers_nothing_ends_the_run_on_all_ranks_
         f"vllm: the server at {wedged.url} has given nothing of what it was asked for in 6 s; see"
     )
     assert said[1] == f"rank 1: the main process failed: SourceError: {said[0]}"
-    assert wedged.done.returncode != 0 and wedged.seconds < PATIENCE + 60
-    assert "task 0 could not be answered in attempt 1 of 8: " in wedged.done.stderr
-    assert "/inference/v1/generate: no answer in 2.5 s" in wedged.done.stderr
+    assert [status for status, _ in wedged.outcomes] == [1, 1] and wedged.seconds < PATIENCE + 60
+    printed = wedged.outcomes[0][1]
+    assert "task 0 could not be answered in attempt 1 of 8: " in printed
+    assert "/inference/v1/generate: no answer in 2.5 s" in printed
 
 
 def test_rewards_are_loaded_when_the_run_is_open_on_the_main_process_alone_and_on_its_device(wedged):

@@ -1,6 +1,7 @@
 """kill -9 at any moment and resume: the same weights, bit for bit, and one line per step."""
 
 import pytest
+from grids import slow
 from killed import assert_undisturbed, kill_and_resume
 from tiny import save_model, sums, write_rows
 
@@ -12,7 +13,6 @@ def config(tmp_path):
         "model": str(save_model(tmp_path / "start")),
         "data": str(write_rows(tmp_path / "pairs.jsonl", sums(50))),
         "output": str(tmp_path / "run"),
-        "steps": 80,
         "batch_size": 8,
         "micro_tokens": 150,
         "learning_rate": 1e-3,
@@ -22,19 +22,25 @@ def config(tmp_path):
     }
 
 
-def test_dpo_with_adapters_and_dropout_survives_kills_at_random_moments(config):
-    happened, _ = kill_and_resume(
-        "dpo", {**config, "lora": {"r": 4, "dropout": 0.1}}, "write:4", "write:2", "random:10"
-    )
-    assert happened["random"] == 10
-    assert happened["write"] == 2
+def kills(count):
+    """So many kills at random moments, where slow tests run; without them a fourth of the run is enough."""
+    return pytest.mark.parametrize("kills", [0, slow(count)])
+
+
+@kills(10)
+def test_dpo_with_adapters_and_dropout_survives_kills(kills, config):
+    config |= {"lora": {"r": 4, "dropout": 0.1}, "steps": 80 if kills else 20}
+    happened, _ = kill_and_resume("dpo", config, "write:4", "write:2", f"random:{kills}")
+    assert (happened["random"], happened["write"]) == (kills, 2)
     assert_undisturbed(config)
 
 
-def test_sft_survives_a_truncated_newest_checkpoint_and_says_so(config, tmp_path):
+@kills(3)
+def test_sft_survives_a_truncated_newest_checkpoint_and_says_so(kills, config, tmp_path):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(50)]
     config["data"] = str(write_rows(tmp_path / "messages.jsonl", rows))
-    happened, log = kill_and_resume("sft", config, "write:7", "truncate", "random:3")
+    config["steps"] = 80 if kills else 20
+    happened, log = kill_and_resume("sft", config, "write:7", "truncate", f"random:{kills}")
     assert happened["truncate"] == 1
     assert "is damaged and passed over: state.pt has another size" in log
     assert_undisturbed(config)

@@ -18,6 +18,7 @@ from burnish.loops.rollouts.local.slots import KVCache, _Layer
 from burnish.loops.rollouts.local.source import DetachedSource, LocalSource, free_share
 from burnish.loops.rollouts.source import SourceError
 from conformance import Conformance, Subject, ask
+from grids import grid
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, VOCABULARY, make_model
 from transformers import AutoModelForCausalLM, MambaConfig
@@ -30,7 +31,8 @@ PRECISIONS = {
     "bfloat16_autocast": (torch.bfloat16, AUTOCAST),
 }
 in_every_precision = pytest.mark.parametrize("precision", PRECISIONS)
-in_16_bits = pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "float32"])
+SIXTEEN_BITS = [name for name in PRECISIONS if name != "float32"]
+in_16_bits = pytest.mark.parametrize("precision", SIXTEEN_BITS)
 
 
 @functools.cache
@@ -112,11 +114,13 @@ class TestEmbeddedUnderAutocast(Conformance):
         return replace(in_autocast(LocalSource, model), before_publish=model.load_state_dict)
 
 
+@pytest.mark.slow
 class TestDetachedUnderAutocast(Conformance):
     async def open(self):
         return in_autocast(DetachedSource, make_model(seed=1).float())
 
 
+@pytest.mark.slow
 class TestOnePromptAtATimeUnderAutocast(Conformance):
     async def open(self):
         model = make_model(seed=1).float()
@@ -126,6 +130,7 @@ class TestOnePromptAtATimeUnderAutocast(Conformance):
         return subject
 
 
+@pytest.mark.slow
 class TestEmbeddedInBfloat16(Conformance):
     """Weights of bfloat16, against the same ones in float64."""
 
@@ -250,8 +255,7 @@ def check_precision(policy, samples, context):
 WIDE = ["llama", "qwen2", "qwen3", "mistral_windowed", "gemma2", "gemma3", "granite", "gpt2", "cohere"]
 
 
-@pytest.mark.parametrize("family", WIDE)
-@in_every_precision
+@grid(strength=1, precision=PRECISIONS, family=WIDE)
 def test_log_probs_are_as_exact_as_the_forward_pass_in_every_precision(family, precision, caplog):
     dtype, context = PRECISIONS[precision]
     policy = Policy(make_wide(family).to(dtype))
@@ -260,8 +264,7 @@ def test_log_probs_are_as_exact_as_the_forward_pass_in_every_precision(family, p
     assert not caplog.text
 
 
-@pytest.mark.parametrize("family", WIDE)
-@in_every_precision
+@grid(strength=1, precision=PRECISIONS, family=WIDE)
 def test_eight_prompts_of_eight_answers_take_one_forward_pass_a_token(family, precision):
     dtype, context = PRECISIONS[precision]
     policy = Policy(make_wide(family).to(dtype))
@@ -311,8 +314,7 @@ def test_keys_values_and_mask_are_held_in_what_attention_multiplies(precision, a
     assert set.union(*held) == {torch.float32 if precision == "float32" else torch.bfloat16}
 
 
-@in_16_bits
-@pytest.mark.parametrize("source_of", [LocalSource, DetachedSource])
+@grid(strength=1, source_of=[LocalSource, DetachedSource], precision=SIXTEEN_BITS)
 def test_adapters_on_weights_of_16_bits(precision, source_of):
     dtype, context = PRECISIONS[precision]
     torch.manual_seed(0)
@@ -336,8 +338,7 @@ def test_a_recurrence_in_16_bits(precision):
     check_precision(policy, completions_of(source, requests(8, max_tokens=12)), context)
 
 
-@in_16_bits
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+@grid(strength=1, family=["llama", "gemma2", "cohere"], precision=SIXTEEN_BITS)
 def test_kernels_that_round_otherwise_are_not_taken_for_a_wrong_mask_or_position(family, precision):
     """Batches of another shape get other kernels; here, each product is rounded once more, at random."""
     dtype, context = PRECISIONS[precision]
@@ -374,9 +375,12 @@ def as_the_longest(positions, mask):
     return torch.full_like(positions, int(positions.max())), mask
 
 
-@pytest.mark.parametrize("wrong", [seen_too_much, seen_too_little, too_late, too_early, as_the_longest])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "cohere"])
-@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+@grid(
+    strength=2,
+    precision=["float32", "autocast", "bfloat16"],
+    family=["llama", "gemma2", "gpt2", "cohere"],
+    wrong=[seen_too_much, seen_too_little, too_late, too_early, as_the_longest],
+)
 def test_a_mask_or_position_that_is_wrong_is_found_out(wrong, family, precision, monkeypatch, caplog):
     """Some change the states by 1 %, less than 16 bits do in a deep model."""
     dtype, context = PRECISIONS[precision]
@@ -423,8 +427,7 @@ def test_finished_answers_leave_and_others_take_their_place():
     assert len(steps) < 6 * 19, "answers were waited for that had left room for others"
 
 
-@in_every_precision
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@grid(strength=1, family=["llama", "gpt2"], precision=PRECISIONS)
 def test_what_is_cached_never_takes_more_than_cache_bytes(family, precision, monkeypatch):
     """Short answers leave wide batches, and long ones long rows: neither may stay when the others come."""
     dtype, context = PRECISIONS[precision]

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 import torch
 import vllm_model
 from burnish.loops.rollouts.sample import Request, SamplingParams
@@ -10,6 +11,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from vllm_servers import TOLERANCE, VOCABULARY, connect, furthest, start
 
 
+@pytest.mark.slow
 def test_adapters_come_under_names_of_their_own_and_answers_under_way_keep_theirs(tmp_path):
     base = vllm_model.make_model(VOCABULARY)
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))

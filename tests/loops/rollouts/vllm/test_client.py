@@ -304,11 +304,11 @@ class TestAnswers:
 
     def test_a_server_that_hangs_is_lost_in_time(self, connect, fake):
         source = connect(timeout=0.3)
-        fake.odd["/inference/v1/generate"] = lambda body: (None, 5)
+        fake.odd["/inference/v1/generate"] = lambda body: (None, 60)
         started = time.monotonic()
         with pytest.raises(SourceLost, match=r"no answer in 0\.3 s"):
             published(source, ask())
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 30
 
     def test_giving_up_a_request_tells_the_server(self, connect, fake):
         source = connect()
@@ -504,7 +504,7 @@ class TestSilence:
 
         def answer(body):
             tried = body["sampling_params"]["max_tokens"] == 1
-            return usual(body) if tried or not stuck.is_set() else (None, 5)
+            return usual(body) if tried or not stuck.is_set() else (None, 60)
 
         fake.odd["/inference/v1/generate"] = answer
         return stuck
@@ -529,18 +529,18 @@ class TestSilence:
         return asyncio.run(run())
 
     def test_attempts_that_come_too_late_share_one_patience(self, connect, stuck):
-        source = connect(timeout=0.4, patience=1.0)
+        source = connect(timeout=0.8, patience=2.0)
         began = time.monotonic()
         *late, last = self.attempts(source)
-        assert time.monotonic() - began < 3 and len(late) == 2
-        assert all("no answer in 0.4 s" in str(error) for error in late)
-        assert "has given nothing of what it was asked for in 1 s" in str(last) and source._http.url in str(last)
+        assert time.monotonic() - began < 30 and len(late) == 2
+        assert all("no answer in 0.8 s" in str(error) for error in late)
+        assert "has given nothing of what it was asked for in 2 s" in str(last) and source._http.url in str(last)
 
     def test_no_attempt_takes_longer_than_the_patience(self, connect, stuck):
         began = time.monotonic()
         (last,) = self.attempts(connect(timeout=60.0, patience=0.5))
         assert "has given nothing" in str(last) or "no answer in 0.5 s" in str(last)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 30
 
     def test_a_completion_may_take_longer_than_the_patience_while_others_come(self, connect, fake):
         usual = fake.do_inference_v1_generate
@@ -563,11 +563,11 @@ class TestSilence:
 
     def test_weights_that_are_never_taken_end_with_the_patience(self, connect, fake):
         source = connect(timeout=0.2, patience=0.8)
-        fake.odd["/update_weights"] = lambda body: (None, 5)
+        fake.odd["/update_weights"] = lambda body: (None, 60)
         began = time.monotonic()
         with pytest.raises(SourceError, match=r"has given nothing|no answer in 0\.8 s"):
             asyncio.run(source.publish(weights(), 1))
-        assert 0.7 < time.monotonic() - began < 3, "new weights may take longer than a completion"
+        assert 0.7 < time.monotonic() - began < 30, "new weights may take longer than a completion"
 
 
 class TestNccl:

@@ -27,11 +27,12 @@ def test_without_vllm_it_says_what_to_install(monkeypatch, tmp_path):
         start_engine(tmp_path, dtype="float32")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this environment has vLLM")
 def test_the_contract_holds_in_the_environment_that_has_it(tmp_path):
     (tmp_path / "burnish").symlink_to(Path(burnish.__file__).parent)
     settings = tmp_path / "pytest.ini"  # ours makes errors of warnings, which are vLLM's there
-    settings.write_text("[pytest]\naddopts = -qx --import-mode=importlib -p no:cacheprovider")
+    settings.write_text("[pytest]\naddopts = -qx --import-mode=importlib --noconftest -p no:cacheprovider")
     done = subprocess.run(
         [vllm_python(), "-m", "pytest", "-c", settings, __file__, "-k", "TestEngine"],
         capture_output=True,

@@ -18,10 +18,12 @@ from burnish.loops.rollouts.vllm.server import VLLMServer
 from burnish.loops.rollouts.vllm.weights import Adapters, Files
 from conformance import Conformance, Subject
 from killed import assert_each_answer_once, assert_undisturbed, kill_and_resume
-from online import Killed, lines, on_ranks, prepare, stored
+from online import Killed, lines, prepare, stored, under_torchrun
 from peft import LoraConfig
 from transformers import AutoConfig, AutoTokenizer
 from vllm_servers import CONTEXT, ENVIRONMENT, TOLERANCE, VOCABULARY, connect, furthest, start, vllm_python
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +154,7 @@ def test_a_run_on_two_ranks_starts_a_server_of_its_own(tmp_path):
     options = {"max_model_len": CONTEXT, "max_num_seqs": 32, "enforce_eager": True}
     fields |= {"output": str(tmp_path / "run"), "source": "vllm"}
     fields["vllm"] = {"python": vllm_python(), "options": options, "environment": ENVIRONMENT}
-    done = on_ranks(2, fields, timeout=900)
+    done = under_torchrun(2, fields, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
     samples = stored(tmp_path / "run")

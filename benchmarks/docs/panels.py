@@ -1,4 +1,4 @@
-"""What the gallery draws: for each objective its natural axis, and a few curves along it.
+"""The curves of the gallery: for each objective its natural axis, and a few curves along it.
 
 A curve calls the function itself on a grid, every point a unit of its own; the gradient is autograd's. Arguments that
 are not named in the table stay at 0 and hyper-parameters at their defaults. β, where there is one, is 1.
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import objectives as o
+from ... import objectives as o
 
 Curve = Callable[[Tensor], Tensor]
 
@@ -38,7 +38,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Panel:
-    """Named curves on one axis, ``of`` a loss or of what the function has instead; ``bottom`` and ``top`` cut it."""
+    """Named curves on one axis, ``of`` a loss or another result of the function; ``bottom`` and ``top`` cut it."""
 
     axis: Axis
     curves: dict[str, Curve]
@@ -91,7 +91,7 @@ def _margin(function: Callable[..., Any], **loss_kwargs: Any) -> Curve:
     return curve(function, chosen=_x, beta=1.0, **loss_kwargs)
 
 
-def _each_answer(function: Callable[..., Any], other: float = 0.0) -> dict[str, Curve]:
+def _each_side(function: Callable[..., Any], other: float = 0.0) -> dict[str, Curve]:
     at = f"{other:g}".replace("-", "−")
     return {
         f"along a, b = {at}": curve(function, chosen=_x, rejected=other, beta=1.0),
@@ -142,7 +142,7 @@ def _ranking(place: int) -> Curve:
 
 
 def _of_sixteen(advantage: Callable[[Tensor, Tensor], Tensor], which: str) -> Curve:
-    """The advantage of a right (reward 1) or a wrong answer (0) among 16, against how many of them are right."""
+    """The advantage of a right (reward 1) or a wrong completion (0) among 16, by how many of them are right."""
 
     def along(x: Tensor) -> Tensor:
         rewards = [(torch.arange(16) < right).to(x.dtype) for right in x.tolist()]
@@ -165,8 +165,8 @@ def _before_the_end(lam: float) -> Curve:
     return along
 
 
-def _answer_of_length(alpha: float) -> Curve:
-    """LD-DPO's log-likelihood of an answer whose tokens all have log p = −1, beside another one of 32 tokens."""
+def _completion_of_length(alpha: float) -> Curve:
+    """LD-DPO's log-likelihood of a completion whose tokens all have log p = −1, beside another one of 32 tokens."""
 
     def along(x: Tensor) -> Tensor:
         lengths = x.round().long()
@@ -188,9 +188,9 @@ _M = Axis("mean log-prob m of chosen, rejected: −1", -4, -1e-3)
 _P = Axis("probability p", -6, 6, torch.sigmoid)
 _RATIO = Axis("ratio ρ", -5, math.log(2.7), torch.exp)
 _RATIO_AT = Axis("ratio ρ, log π$_{old}$ = −1", -5, math.log(2.7), torch.exp)
-_S = Axis("ratio s of the answer", math.log(0.5), math.log(1.6), torch.exp)
+_S = Axis("ratio s of the completion", math.log(0.5), math.log(1.6), torch.exp)
 _D = Axis("log-ratio d", -3, 3)
-_RIGHT = Axis("right answers among 16", 1, 15, points=15)
+_RIGHT = Axis("right completions among 16", 1, 15, points=15)
 _W = Axis("log-ratio w", -3, 2)
 _PI = Axis("probability π, before: 0.3", -6, 6, torch.sigmoid)
 _Q = Axis("student's q, teacher's p = 0.2", -6, 6, torch.sigmoid)
@@ -218,8 +218,8 @@ PANELS = {
     ),
     # sequence
     "length_desensitized_sum": Panel(
-        Axis("length |y|, the other answer's: 32", 1, 96, points=96),
-        {f"α = {alpha:g}": _answer_of_length(alpha) for alpha in (1.0, 0.5, 0.0)},
+        Axis("length |y|, the other completion's: 32", 1, 96, points=96),
+        {f"α = {alpha:g}": _completion_of_length(alpha) for alpha in (1.0, 0.5, 0.0)},
         of="sum",
     ),
     "wpo_weight": Panel(Axis("mean of log p − log Σ p²", -3, 0.5), {"": curve(o.wpo_weight, logp=_x)}, of="weight"),
@@ -229,11 +229,11 @@ PANELS = {
     "ipo": Panel(_MARGIN, {"": _margin(o.ipo)}, top=10),
     "hinge": Panel(_MARGIN, {"": _margin(o.hinge)}),
     "exo": Panel(_MARGIN, {f"ε = {ε:g}": _margin(o.exo, label_smoothing=ε) for ε in (0.01, 0.2)}),
-    "nca": Panel(_A_OR_B, _each_answer(o.nca)),
-    "bco_pair": Panel(_A_OR_B, _each_answer(o.bco_pair)),
-    "sppo_hard": Panel(_A_OR_B, _each_answer(o.sppo_hard), top=10),
-    "apo_zero": Panel(_A_OR_B, _each_answer(o.apo_zero), top=2.2),
-    "apo_down": Panel(_A_OR_B, _each_answer(o.apo_down, other=-1.0), top=1.9),
+    "nca": Panel(_A_OR_B, _each_side(o.nca)),
+    "bco_pair": Panel(_A_OR_B, _each_side(o.bco_pair)),
+    "sppo_hard": Panel(_A_OR_B, _each_side(o.sppo_hard), top=10),
+    "apo_zero": Panel(_A_OR_B, _each_side(o.apo_zero), top=2.2),
+    "apo_down": Panel(_A_OR_B, _each_side(o.apo_down, other=-1.0), top=1.9),
     "discopop": Panel(_MARGIN, {f"τ = {tau:g}": _margin(o.discopop, tau=tau) for tau in (0.05, 1.0)}),
     "aot": Panel(Axis("Δ", -5, 5), {"": _margin(o.aot)}),
     "aot_unpaired": Panel(Axis("Δ", -5, 5), {"": _margin(o.aot_unpaired)}),

@@ -1,7 +1,6 @@
 """Measurements in order, as many as fit into a time, none of them twice: what ``burnish bench gpu`` is made of."""
 
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -11,28 +10,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .isolation import Failure, Lost, Room
+from .. import harness
+from ..report import versions
+from ..worker import Call, Failure, Lost, blameless
 
 Record = dict[str, Any]
-SOURCES = Path(__file__).parent
+ROOT = Path(__file__).parents[2]  # of the checkout
 PEERS = {"trl": "trl", "liger": "liger-kernel", "cce": "cut-cross-entropy", "quack": "quack-kernels"}
+START = 150.0  # seconds for a process, or for inputs and their truth: imports of a fresh machine take their time
 
 
 class Unit(NamedTuple):
-    """One measurement: of one provider in one case of a part.
-
-    Args:
-        seconds: estimated, and ``setup`` before it unless the same case was measured last.
-        function: ``function(*arguments, notice)`` measures it, and returns what json can hold.
-    """
+    """One measurement: of one provider in one case of a part."""
 
     part: str
     case: str
     provider: str
-    seconds: float
-    setup: float
-    function: Callable[..., Any]
+    seconds: float  # estimated
+    setup: float  # seconds before it, estimated, unless the same case was measured last
+    function: Callable[..., Any]  # returns what JSON can hold
     arguments: tuple[Any, ...]
+    plan: harness.Plan | None = None  # whose inputs and truth are made first
 
     def guess(self, before: str) -> float:
         """Seconds after the case ``before``."""
@@ -55,21 +53,21 @@ class Book:
         if record["version"] == version(record["provider"], self.device):
             self.records[record["part"], record["case"], record["provider"]] = record
 
-    def add(self, unit: Unit, guess: float, found: Record) -> Record:
-        """``found`` as a record of this unit, written to the file."""
+    def add(self, unit: Unit, guess: float, outcome: Record) -> Record:
+        """``outcome`` as a record of this unit, written to the file."""
         names = {"part": unit.part, "case": unit.case, "provider": unit.provider, "estimated": guess}
-        record = {**names, "version": version(unit.provider, self.device), **found}
+        record = {**names, "version": version(unit.provider, self.device), **outcome}
         with self.path.open("a") as file:
             file.write(json.dumps(json.loads(json.dumps(record), parse_constant=str)) + "\n")
         self._enter(record)
         return record
 
-    def of(self, unit: Unit) -> Record | None:
+    def record_of(self, unit: Unit) -> Record | None:
         return self.records.get((unit.part, unit.case, unit.provider))
 
     def done(self, unit: Unit) -> bool:
-        """Not so is what failed by an error, which may have been mended where no version tells."""
-        match self.of(unit):
+        """False after an error, which may have been mended where no version tells."""
+        match self.record_of(unit):
             case {"status": "done", "found": list(cases)}:
                 return all(row["status"] != "failed" for case in cases for row in case["rows"])
             case {"status": "done" | "lost"}:
@@ -77,7 +75,7 @@ class Book:
         return False
 
     def given_up(self) -> dict[str, str]:
-        """Who has once not answered, or twice ended the process, and so costs no more time; and where."""
+        """Providers that ran out of time once or ended the process twice, and so cost no more time; and where."""
         lost: dict[str, list[Record]] = {}
         for record in self.records.values():
             if record["status"] == "lost":
@@ -90,23 +88,22 @@ class Book:
 
     def estimate(self, unit: Unit, guess: float) -> float:
         """Seconds: the guess, corrected by the others so far; half as much again as what once was not enough."""
-        taken = [r["took"] / r["estimated"] for r in self.records.values() if r["status"] == "done"]
-        pace = min(4.0, max(0.25, median(taken))) if len(taken) > 3 else 1.0
-        record = self.of(unit)
+        shares = [r["took"] / r["estimated"] for r in self.records.values() if r["status"] == "done"]
+        pace = min(4.0, max(0.25, median(shares))) if len(shares) > 3 else 1.0
+        record = self.record_of(unit)
         cut = 1.5 * float(record["took"]) if record and record["status"] == "cut" else 0.0
         return max(pace * guess, cut)
 
 
 @cache
 def version(provider: str, device: str) -> str:
-    """Of all that a figure depends on: device, rules, and the code of the provider, or the version of its package."""
-    files = [SOURCES / f"{name}.py" for name in ("measure", "inputs", "ceilings")]
+    """A hash of all that a figure depends on: device, rules, and the provider's code, or the version of its package."""
+    files = [ROOT / "benchmarks" / f"{name}.py" for name in ("measure", "kernels", "gpu/ceilings")]
     if provider.startswith("burnish"):
-        files += sorted(path for room in ("kernels", "objectives") for path in (SOURCES.parent / room).glob("*.py"))
+        files += sorted(path for room in ("kernels", "objectives") for path in (ROOT / room).glob("*.py"))
     packages = ["torch", "triton", *[package for name, package in PEERS.items() if provider.startswith(name)]]
-    found = {package: [d.version for d in importlib.metadata.distributions(name=package)][:1] for package in packages}
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    parts = [json.dumps([gpu, found]).encode(), *(path.read_bytes() for path in files)]
+    parts = [json.dumps([gpu, versions(packages)]).encode(), *(path.read_bytes() for path in files)]
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
 
 
@@ -115,7 +112,7 @@ def chain(
     book: Book,
     left: Callable[[], float],
     attempt: Callable[[Unit, float], Record],
-    tell: Callable[[Record], None],
+    on_record: Callable[[Record], None],
 ) -> list[Unit]:
     """Measures what was not measured and fits into what is ``left()``, in order; returns what does not fit."""
     rest, before = [], ""
@@ -128,26 +125,27 @@ def chain(
             continue
         before = unit.case
         record = book.add(unit, guess, attempt(unit, left()))
-        tell(record)
+        on_record(record)
         if record["status"] == "cut":
             rest.append(unit)
     return rest
 
 
-def attempted(room: Room | None, unit: Unit, limit: float, *, clock: Callable[[], float]) -> Record:
-    """What it gave: "done" with what was found, "lost" or "failed" with the reason, "cut" after ``limit`` seconds."""
+def attempted(call: Call, unit: Unit, limit: float, *, patience: float, clock: Callable[[], float]) -> Record:
+    """Measures a unit: "done" with the result, "lost" or "failed" with the reason, "cut" after ``limit`` seconds."""
     began = clock()
-    found: Record
+    outcome: Record
     try:
-        if room is None:
-            content = unit.function(*unit.arguments, lambda name: None)
-        else:
-            content = room.once(unit.function, unit.arguments, limit)
-        found = {"status": "done", "found": content}
-    except TimeoutError:
-        found = {"status": "cut", "reason": f"not done after {limit:.0f} s"}
-    except Lost as error:
-        found = {"status": "lost", "reason": str(error), "silent": error.silent}
+        if unit.plan is not None:
+            blameless(call, harness.prepare, (unit.plan,), min(START, limit))
+        seconds = max(patience, 2 * unit.seconds)
+        content = call(unit.function, unit.arguments, min(seconds, limit - (clock() - began)))
+        outcome = {"status": "done", "found": content}
     except Exception as error:  # a mistake in one part is no reason to lose the others
-        found = {"status": "failed", "reason": str(error) if isinstance(error, Failure) else repr(error)}
-    return found | {"took": clock() - began}
+        if isinstance(error, Lost):
+            outcome = {"status": "lost", "reason": str(error), "silent": error.silent}
+        else:
+            outcome = {"status": "failed", "reason": str(error) if isinstance(error, Failure) else repr(error)}
+        if isinstance(error, Lost | Failure) and clock() - began >= limit:
+            outcome = {"status": "cut", "reason": f"not done after {limit:.0f} s"}
+    return outcome | {"took": clock() - began}

@@ -1,10 +1,10 @@
-"""What recipes are compared on that draw answers of their own, and how it is known that they do the same.
+"""Agreement and fairness of recipes that sample their own completions.
 
-No two sides draw the same answers, so losses of steps can't be compared. Instead our recipe takes one step on what it
-draws, the peer takes that step on the very same answers, through rewards, advantages and loss, and the gradients that
-reach the optimizers are compared: ‖ours − theirs‖ / ‖theirs‖ must be within 1e-5, and so must the losses. While they
-are timed, both draw as many tokens: the end token is one that the model does not say, and the mean length of answers
-must be within 2% of the longest in every step.
+No two sides draw the same completions, so losses of steps can't be compared. Instead our recipe takes one step on what
+it draws, the peer takes that step on the very same completions, through rewards, advantages and loss, and the gradients
+that reach the optimizers are compared: ‖ours − theirs‖ / ‖theirs‖ must be within 1e-5, and so must the losses. While
+they are timed, both draw as many tokens: the end token is one that the model does not say, and the mean length of
+completions must be within 2% of the longest in every step.
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .real_model import smollm2
+from ..real_model import smollm2
 
 AGREEMENT, CUT = 1e-5, 0.02
 SAMPLES = "samples.jsonl"
@@ -29,8 +29,8 @@ _TINY: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidd
 _TINY |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
 
 
-class Answers(NamedTuple):
-    """To every prompt so many, of so many tokens."""
+class Completions(NamedTuple):
+    """So many to each prompt, of so many tokens."""
 
     group: int
     tokens: int
@@ -42,8 +42,8 @@ def questions(pairs: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     short = [text for text in solved if len(text) < _LONG] or solved
     for i in range(len(solved)):
         *shots, last = (short[(i + k) % len(short)] for k in range(_SHOTS + 1))
-        asked = last[: last.rindex("Answer:") + len("Answer:")]
-        yield {"prompt": [{"role": "user", "content": "".join(shots) + asked}]}
+        question = last[: last.rindex("Answer:") + len("Answer:")]
+        yield {"prompt": [{"role": "user", "content": "".join(shots) + question}]}
 
 
 def talkative(given: Path | None, directory: Path) -> Path:
@@ -78,12 +78,10 @@ def talkative(given: Path | None, directory: Path) -> Path:
 
 
 def vowels(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """The reward of both: the share of vowels among the letters of an answer."""
-    rewards = []
-    for completion in completions:
-        letters = [letter for letter in completion[0]["content"].lower() if letter in string.ascii_lowercase]
-        rewards.append(sum(letter in "aeiou" for letter in letters) / max(len(letters), 1))
-    return rewards
+    """The reward of both: the share of vowels among the letters of a completion."""
+    texts = (completion[0]["content"].lower() for completion in completions)
+    letters = ([letter for letter in text if letter in string.ascii_lowercase] for text in texts)
+    return [sum(letter in "aeiou" for letter in each) / max(len(each), 1) for each in letters]
 
 
 @contextmanager
@@ -102,32 +100,32 @@ def gradient_kept(path: Path) -> Iterator[None]:
         hook.remove()
 
 
-def whole(metrics: Sequence[dict[str, Any]], answers: Answers) -> bool:
-    """Whether hardly an answer ended before it was cut."""
-    return all(line["completions/mean_length"] >= (1 - CUT) * answers.tokens for line in metrics)
+def full_length(metrics: Sequence[dict[str, Any]], wanted: Completions) -> bool:
+    """True if hardly a completion ended before it was cut."""
+    return all(line["completions/mean_length"] >= (1 - CUT) * wanted.tokens for line in metrics)
 
 
 def replay(samples: Path) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
-    """For the peer's trainer: the answers that were drawn on our side, to the prompts that it asks for in turn."""
+    """For the peer's trainer: the completions that were drawn on our side, to the prompts that it asks for in turn."""
     lines = map(json.loads, samples.read_text().splitlines())
 
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        found = list(islice(lines, len(prompts)))
+        drawn = list(islice(lines, len(prompts)))
         tokenized = trainer.processing_class.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)
-        if [sample["prompt"] for sample in found] != tokenized["input_ids"]:
+        if [sample["prompt"] for sample in drawn] != tokenized["input_ids"]:
             raise RuntimeError("the two sides ask other prompts, or in another order")
         names = {"prompt_ids": "prompt", "completion_ids": "tokens", "logprobs": "logprobs"}
-        return {theirs: [sample[ours] for sample in found] for theirs, ours in names.items()}
+        return {theirs: [sample[ours] for sample in drawn] for theirs, ours in names.items()}
 
     return rollout
 
 
-def drawn(samples: Path) -> tuple[tuple[int, ...], ...]:
-    """The tokens of all answers."""
+def read_tokens(samples: Path) -> tuple[tuple[int, ...], ...]:
+    """The tokens of all completions."""
     return tuple(tuple(json.loads(line)["tokens"]) for line in samples.read_text().splitlines())
 
 
 def distance(gradient: Path, peer: Path) -> float:
-    """Of two gradients, relative to the peer's."""
+    """Between two gradients, relative to the peer's."""
     ours, theirs = (torch.load(path).double() for path in (gradient, peer))
     return float((ours - theirs).norm() / theirs.norm())

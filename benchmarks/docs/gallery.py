@@ -1,6 +1,6 @@
-"""The gallery of objectives: what each is for, what it takes, its formula, its paper, and its curves.
+"""The gallery of objectives: purpose, arguments, formula, paper and curves of each.
 
-    python -m burnish.benchmarks.gallery
+    python -m burnish.benchmarks.docs.gallery
 
 writes objectives/GALLERY.md and one picture per module under objectives/gallery. The words come from docstrings and
 signatures, the curves from calls of the functions, see `panels`. A picture carries samples of the curves it shows, in
@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from .. import objectives
+from ... import objectives
+from ..report import figure
 from .panels import PANELS, UNDRAWN, Panel, trace
 
-HOME = Path(__file__).parents[1] / "objectives"
-COMMAND = "python -m burnish.benchmarks.gallery"
+HOME = Path(__file__).parents[2] / "objectives"
+COMMAND = "python -m burnish.benchmarks.docs.gallery"
 SAMPLES = "curves"  # the key of a picture's text
 
 _COLORS = ("#1f62a8", "#d2601a", "#2f8f5b", "#8457a6")
@@ -37,8 +37,12 @@ _INK = "#444444"
 _WIDTH, _HEIGHT = 2.8, 2.25  # inches, of one panel
 _EVERY = 32  # of so many points one is sampled
 
-_UNITS = {"sequences": "completion", "": "batch"}  # other units are the singular of their dimension
-# What an objective needs beside what the policy says, by the names of its arguments.
+_UNITS = {
+    "sequences": "completion",
+    "answers": "completion",
+    "": "batch",
+}  # other units are the singular of their dimension
+# Data an objective needs beside the policy's log-probs, by the names of its arguments.
 _NEEDS = {
     "old_logp": "log-probs of π_old",
     "proximal_logp": "log-probs of a proximal policy",
@@ -77,7 +81,7 @@ class Entry:
 
     @property
     def is_loss(self) -> bool:
-        """Whether it returns ``(loss, stats)``."""
+        """True if it returns ``(loss, stats)``."""
         returned = self.signature.return_annotation
         return get_origin(returned) is tuple and get_origin(get_args(returned)[1]) is dict
 
@@ -116,7 +120,7 @@ class Entry:
 
     @property
     def unit(self) -> str:
-        """What there is one entry of, in and out: a token, a completion, a pair."""
+        """The unit of its entries, in and out: a token, a completion, a pair."""
         units = [_unit(parameter.annotation) for parameter in self.signature.parameters.values()]
         read = ", ".join(dict.fromkeys(unit for unit in units if unit not in ("", "batch"))) or "any shape"
         returned = self.signature.return_annotation
@@ -186,7 +190,7 @@ hyper-parameters have their defaults unless a curve names them.
 
 
 def samples(module: str) -> dict[str, Any]:
-    """Of each panel of a module: its words, and some points of its curves."""
+    """The words of each panel of a module, and some points of its curves."""
     return {
         name: {
             "axis": panel.axis.label,
@@ -209,9 +213,8 @@ def draw(module: str, picture: Path) -> None:
     panels = panels_of(module)
     columns = min(len(panels), min((4, 3), key=lambda columns: -len(panels) % columns))  # the fewest gaps
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows + 0.25), layout="constrained")
-    FigureCanvasAgg(figure)
-    all_axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    drawing = figure(_WIDTH * columns, _HEIGHT * rows + 0.25)
+    all_axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
     for axes, (name, panel) in zip(all_axes, panels.items(), strict=False):
         _draw_panel(axes, name, panel)
     for axes in all_axes[len(panels) :]:
@@ -221,14 +224,14 @@ def draw(module: str, picture: Path) -> None:
             Line2D([], [], color=_INK, linewidth=2),
             Line2D([], [], color=_INK, linewidth=1, linestyle=(0, (4, 2))),
         ]
-        figure.legend(lines, ["loss", "gradient"], loc="outside upper right", ncols=2, frameon=False, fontsize=8)
-    _save(figure, picture, json.dumps(samples(module)))
+        drawing.legend(lines, ["loss", "gradient"], loc="outside upper right", ncols=2, frameon=False, fontsize=8)
+    _save(drawing, picture, json.dumps(samples(module)))
 
 
-def _save(figure: Figure, picture: Path, note: str) -> None:
+def _save(drawing: Figure, picture: Path, note: str) -> None:
     """As a PNG of 64 colors, which is a third as large and looks the same."""
     drawn = BytesIO()
-    figure.savefig(drawn, dpi=130)
+    drawing.savefig(drawn, dpi=130)
     words = PngInfo()
     words.add_text(SAMPLES, note, zip=True)
     Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(picture, pnginfo=words, optimize=True)

@@ -1,6 +1,6 @@
 """Every offline recipe once on SmolLM2-135M-Instruct: what each moves on held-out data, from reasoning-gym questions.
 
-    python -m burnish.benchmarks.recipes [recipe ...]       writes benchmarks/results/smollm2_recipes.json
+    python -m burnish.benchmarks.experiments.recipes [recipe ...]       writes benchmarks/results/smollm2_recipes.json
 
 The teacher of ``distill`` is the model that ``sft`` makes here; the process reward model judges chains of additions.
 """
@@ -11,17 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+from ...loops.cli import main as burnish
+from ..real_model import conversations, preference_pairs, smollm2, write_jsonl
+from . import common
 
-from ..loops.cli import main as burnish
-from .real_model import conversations, preference_pairs, smollm2, write_jsonl
-
-RESULTS = Path(__file__).parent / "results" / "smollm2_recipes.json"
+RESULTS = common.RESULTS / "smollm2_recipes.json"
 TRAINED, HELD_OUT = 160, 64
 STEPS = 16
 
@@ -37,8 +34,8 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-def feedback(pairs: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
-    """One answer of each pair, and whether it is the right one."""
+def unpaired(pairs: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
+    """One completion of each pair, and whether it is the right one."""
     rng = random.Random(seed)
     for pair in pairs:
         kind = rng.choice(["chosen", "rejected"])
@@ -66,7 +63,7 @@ def rows(recipe: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
         case "sft" | "distill":
             return conversations(pairs)
         case "kto":
-            return feedback(pairs, seed)
+            return unpaired(pairs, seed)
         case "prm":
             return chains(count, seed)
     return pairs
@@ -77,30 +74,24 @@ def run(recipe: str, directory: Path, *flags: str) -> dict[str, Any]:
     trained = 12 * TRAINED if recipe == "prm" else TRAINED  # its rows are short
     data = write_jsonl(directory / "data.jsonl", rows(recipe, trained, seed=0))
     held_out = write_jsonl(directory / "held_out.jsonl", rows(recipe, HELD_OUT, seed=1_000_000))
-    own, metrics = RUNS[recipe]
+    own_flags, metrics = RUNS[recipe]
     arguments = [recipe, "--model", str(smollm2()), "--data", str(data), "--eval_data", str(held_out)]
     arguments += ["--output", str(directory / "run"), "--batch_size", "8", "--micro_tokens", "2048"]
-    arguments += ["--steps", str(STEPS), *own, *flags]
+    arguments += ["--steps", str(STEPS), *own_flags, *flags]
     began = time.perf_counter()
     if burnish(arguments) != 0:
         raise RuntimeError(f"{recipe} failed")
-    lines = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = common.read_metrics(directory / "run")
     before, after = ({name: line[f"eval/{name}"] for name in metrics} for line in (lines[0], lines[-1]))
-    return {"flags": own, "before": before, "after": after, "minutes": (time.perf_counter() - began) / 60}
+    return {"flags": own_flags, "before": before, "after": after, "minutes": (time.perf_counter() - began) / 60}
 
 
 def main(recipes: list[str]) -> None:
-    unknown = [recipe for recipe in recipes if recipe not in RUNS]
-    if unknown:
-        raise SystemExit(f"no recipe {unknown[0]!r}; wanted some of {', '.join(RUNS)}")
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results |= {
-        "date": date.today().isoformat(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "rows": {"trained": TRAINED, "held out": HELD_OUT, "steps": STEPS, "batch size": 8},
-    }
+    recipes = common.chosen(recipes, RUNS)
+    rows = {"trained": TRAINED, "held out": HELD_OUT, "steps": STEPS, "batch size": 8}
+    results = common.earlier(RESULTS) | {"rows": rows}
     with tempfile.TemporaryDirectory() as name:
-        for recipe in recipes or RUNS:
+        for recipe in recipes:
             directory = Path(name) / recipe
             flags = []
             if recipe == "distill":
@@ -109,7 +100,7 @@ def main(recipes: list[str]) -> None:
                 flags = ["--teacher.model", str(Path(name) / "sft" / "run" / "model")]
             results[recipe] = run(recipe, directory, *flags)
             print(recipe, json.dumps(results[recipe]), flush=True)
-            RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+            common.write(RESULTS, results)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""What sampling is worth: ``grpo``, ``rloo`` and ``ppo`` from one SFT start, and distillation on the student's answers.
+"""The worth of sampling: ``grpo``, ``rloo`` and ``ppo`` from one SFT start, and distillation on the student's answers.
 
-    python -m burnish.benchmarks.online [recipe ...]     writes benchmarks/results/online.json and online.png
+    python -m burnish.benchmarks.experiments.online [recipe ...]    writes benchmarks/results/online.json and .png
 
 The model, its SFT and the sums of two-digit numbers are the demo's. Every run has a seed of its own for the order of
-its data, for its samples, and for which of the questions it trains on; none trains on a question that is held out.
-The teacher of ``distill`` is what grpo made with the first seed, and its students begin where that began; both models
-are kept in ``runs/online``.
+its data, for its samples, and for the questions it trains on; none trains on a question that is held out. The teacher
+of ``distill`` is the model of grpo's first seed, and its students begin where that began; both models are kept in
+``runs/online``.
 """
 
-import json
 import os
 import platform
 import random
@@ -16,24 +15,23 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..loops.config import Teacher
-from ..loops.recipes import demo
-from ..loops.recipes.distill import run_distill
-from ..loops.recipes.grpo import run_grpo
-from ..loops.recipes.ppo import run_ppo
-from ..loops.recipes.settings import GRPO, PPO, RLOO, Distill
+from ...loops.config import Teacher
+from ...loops.recipes import demo
+from ...loops.recipes.distill import run_distill
+from ...loops.recipes.grpo import run_grpo
+from ...loops.recipes.ppo import run_ppo
+from ...loops.recipes.settings import GRPO, PPO, RLOO, Distill
+from ..report import figure
+from . import common
 
-RESULTS = Path(__file__).parent / "results" / "online.json"
+RESULTS = common.RESULTS / "online.json"
 SEEDS = {"grpo": 3, "rloo": 3, "ppo": 3, "distill": 6}  # students differ by less, and from seed to seed by more
 TRAINED = 6000  # questions of a run
 
@@ -62,8 +60,9 @@ DISTILLED: dict[str, Any] = {**SHORT, "steps": 100, "learning_rate": 5e-4, "warm
 SHARES = (0.0, 0.5, 1.0)  # of the steps of distillation that learn from the student's own answers
 
 
+@cache
 def questions() -> tuple[list[str], list[str], list[str]]:
-    """Those that are held out, those that SFT teaches, and the others."""
+    """Held-out questions, those that SFT teaches, and the others."""
     every = demo.questions(random.Random(0), 10 ** (2 * demo.TERM))
     taught = every[demo.HELD_OUT :][: demo.TAUGHT]
     return every[: demo.HELD_OUT], taught, every[demo.HELD_OUT + demo.TAUGHT :]
@@ -95,15 +94,14 @@ def learn(recipe: str, seed: int, directory: Path) -> dict[str, Any]:
     )
     seconds, cpu = time.perf_counter(), time.process_time()
     run(make(str(model), asked, str(out), eval_data=held_out, seed=seed, **settings))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    curve = {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
+    curve = {line["step"]: line["eval/reward"] for line in common.read_metrics(out) if "eval/reward" in line}
     before, *_, after = curve.values()
     took = {"seconds": time.perf_counter() - seconds, "cpu_seconds": time.process_time() - cpu}
     return {"before": before, "after": after, "points": 100 * (after - before), **took, "accuracy": curve}
 
 
 def distill(share: float, seed: int, directory: Path) -> dict[str, Any]:
-    """Where the student is after learning from its own answers in this share of the steps."""
+    """`nearness` of the student after learning from its own completions in this share of the steps."""
     student, teacher = start(directory), directory / "grpo-0" / "model"
     out = directory / f"distill-{share}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
@@ -119,34 +117,33 @@ def distill(share: float, seed: int, directory: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def nearness(student: Path, teacher: Path, asked: Sequence[str]) -> dict[str, float]:
-    """The student's accuracy, and how far it is from its teacher: means over the tokens of answers, in nats.
+    """The student's accuracy, and its distance from its teacher: means over the tokens of completions, in nats.
 
-    own     answers that the student samples
-    right   the right answers, which the data has
+    own     completions that the student samples
+    right   the right completions, which the data has
     """
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(student)
+    tokenizer: Any = AutoTokenizer.from_pretrained(student)
     models: Any = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student, teacher)]
     prompts = torch.tensor(tokenizer(list(asked))["input_ids"])
     ends = torch.full((len(asked), 1), tokenizer.eos_token_id)
     torch.manual_seed(0)
-    how: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": demo.TERM + 3}
-    own = models[0].generate(prompts, attention_mask=torch.ones_like(prompts), **how)
+    sampling: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": demo.TERM + 3}
+    own = models[0].generate(prompts, attention_mask=torch.ones_like(prompts), **sampling)
     right = torch.cat([torch.tensor(tokenizer([q + demo.solve(q) for q in asked])["input_ids"]), ends], 1)
-    found = {"accuracy": demo.score(student, asked)}
+    distances = {"accuracy": demo.score(student, asked)}
     for answers, ids in (("own", own), ("right", right)):
         end = (ids[:, prompts.shape[1] :] == tokenizer.eos_token_id).long()
-        said = end.cumsum(1) - end == 0  # up to the first end
-        mine, yours = (model(ids).logits[:, prompts.shape[1] - 1 : -1][said].log_softmax(-1) for model in models)
-        found[f"{answers}: KL(teacher||student)"] = float((yours.exp() * (yours - mine)).sum(-1).mean())
-        found[f"{answers}: KL(student||teacher)"] = float((mine.exp() * (mine - yours)).sum(-1).mean())
-    return found
+        kept = end.cumsum(1) - end == 0  # up to the first end
+        s, t = (model(ids).logits[:, prompts.shape[1] - 1 : -1][kept].log_softmax(-1) for model in models)
+        distances[f"{answers}: KL(teacher||student)"] = float((t.exp() * (t - s)).sum(-1).mean())
+        distances[f"{answers}: KL(student||teacher)"] = float((s.exp() * (s - t)).sum(-1).mean())
+    return distances
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Accuracy by step of every run; and how far students are from their teacher, by share of own answers."""
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    curves, near = figure.subplots(1, 2)
+    picture = figure(10, 3.4)
+    curves, near = picture.subplots(1, 2)
     for i, recipe in enumerate(RECIPES):
         for seed, run in results.get(recipe, {}).items():
             steps, label = [int(step) for step in run["accuracy"]], None if seed != "0" else recipe
@@ -163,26 +160,18 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
         if axis.has_data():
             axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    picture.savefig(path, dpi=110)
 
 
 def main(recipes: Sequence[str]) -> None:
-    known = [*SEEDS]
-    if unknown := [recipe for recipe in recipes if recipe not in known]:
-        raise SystemExit(f"no recipe {unknown[0]!r}; wanted some of {', '.join(known)}")
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results |= {
-        "date": date.today().isoformat(),
+    recipes = common.chosen(recipes, SEEDS)
+    learned = {name: settings for name, (_, _, settings) in RECIPES.items()}
+    results = common.earlier(RESULTS) | {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "settings": {
-            "held out": demo.HELD_OUT,
-            **{name: row[2] for name, row in RECIPES.items()},
-            "distill": DISTILLED,
-        },
+        "settings": {"held out": demo.HELD_OUT, **learned, "distill": DISTILLED},
     }
     directory = Path("runs/online")
-    for recipe in recipes or known:
+    for recipe in recipes:
         runs: dict[str, Any] = results.setdefault(recipe, {})
         for seed in range(SEEDS[recipe]):
             if recipe == "distill":
@@ -190,7 +179,7 @@ def main(recipes: Sequence[str]) -> None:
                     runs.setdefault(str(share), {})[str(seed)] = distill(share, seed, directory)
             else:
                 runs[str(seed)] = learn(recipe, seed, directory)
-            RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+            common.write(RESULTS, results)
         draw(results, RESULTS.with_suffix(".png"))
 
 

@@ -1,52 +1,47 @@
-"""What the machine itself gives, in the run in which providers are measured, and where the time of our step goes.
+"""The rates of the machine itself, in the run in which providers are measured, and where the time of our step goes.
 
-Each function returns one row of a table, numbers by column; products are TFLOP/s unless something else is said. On a
-CPU they run the same lines, at sizes that are given, in products of float32.
+Each function returns one row of a table, numbers by column; products are TFLOP/s unless another unit is named. On a CPU
+they run the same lines, at given sizes, in products of float32.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from ..kernels import passes
-from . import measure
-from .clocks import Clocks, shown
-from .inputs import SPREAD, Shape, random_inputs
-from .isolation import Notice
-from .kernels import OPERATION
-from .measure import timed
-from .operation import Inputs, Outputs, Step
+from ...kernels import passes
+from .. import measure
+from ..clocks import Clocks, shown
+from ..kernels import OPERATION, SPREAD, Shape, random_inputs
+from ..measure import timed
+from ..operation import Inputs, Step
 
 Row = dict[str, Any]
-BOTH: Outputs = ("logprob", "entropy")
-ROWS = 512  # of these the log-probs are compared
+ROWS = 512  # whose log-probs are compared
 
 
-def copy(device: str, size: int, seconds: float, notice: Notice) -> Row:
+def copy(device: str, size: int, seconds: float) -> Row:
     """A copy of ``size`` bytes, each read and written once."""
     x = torch.randint(255, (size,), dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    return _rates({"TB/s": (lambda _: y.copy_(x), 2 * size)}, x.device, seconds, notice)
+    return _rates({"TB/s": (lambda _: y.copy_(x), 2 * size)}, x.device, seconds)
 
 
-def square(device: str, side: int, seconds: float, notice: Notice) -> Row:
+def square(device: str, side: int, seconds: float) -> Row:
     """A product of two square matrices: ten at once, and for so long that power sets the clock."""
     a, b = _random(device, (side, side), (side, side))
     out, flops = torch.empty_like(a), 2 * side**3
     product: Step = lambda _: torch.mm(a, b, out=out)  # noqa: E731
-    notice("burst of ten")
     timed(product, a.device, count=3)
     burst = flops / timed(product, a.device, count=10)[0] / 1e12
-    return {"burst of ten": burst, **_rates({"sustained": (product, flops)}, a.device, seconds, notice)}
+    return {"burst of ten": burst, **_rates({"sustained": (product, flops)}, a.device, seconds)}
 
 
-def products(device: str, rows: int, columns: int, width: int, seconds: float, notice: Notice) -> Row:
+def products(device: str, rows: int, columns: int, width: int, seconds: float) -> Row:
     """The products of a tile: logits into float32 and bfloat16, sums of gradients, and a gradient in one product."""
     h, w, dc = _random(device, (rows, width), (columns, width), (rows, columns))
     z, dh, dw = (torch.zeros(size, device=device) for size in ((rows, columns), (rows, width), (columns, width)))
@@ -59,12 +54,11 @@ def products(device: str, rows: int, columns: int, width: int, seconds: float, n
         "dW bf16": lambda _: torch.mm(dc.t(), h, out=dw16),
     }
     flops = 2 * rows * columns * width
-    return _rates({name: (step, flops) for name, step in steps.items()}, h.device, seconds, notice)
+    return _rates({name: (step, flops) for name, step in steps.items()}, h.device, seconds)
 
 
-def truncation(device: str, width: int, rows: int, columns: int, notice: Notice) -> Row:
+def truncation(device: str, width: int, rows: int, columns: int) -> Row:
     """Errors of logits in a product of bfloat16 into float32, whose sums a tensor core may cut off, not round."""
-    notice("cublas")
     h, w = _random(device, (rows, width), (columns, width))
     w *= SPREAD / math.sqrt(width)
     exact = h.double() @ w.double().t()
@@ -73,19 +67,16 @@ def truncation(device: str, width: int, rows: int, columns: int, notice: Notice)
     return {"largest error": _small(error.abs().max()), "toward 0 on average": _small(toward_zero)}
 
 
-def logprobs(device: str, shape: tuple[int, ...], provider: str, notice: Notice) -> Row:
-    """Errors of log-probs in nats; of the provider "cublas" with its logits from one product into float32."""
+def logprobs(device: str, shape: tuple[int, ...], provider: str) -> Row:
+    """Errors of log-probs in nats; those of the provider "cublas" have their logits from one product into float32."""
     inputs, exact = _exact(device, shape)
-    hidden, weight, target = inputs.tensors.values()
-    notice(provider)
+    hidden, weight, target = inputs.tensors["hidden"][:ROWS], inputs.tensors["weight"], inputs.tensors["target"][:ROWS]
     with torch.no_grad():
         if provider == "cublas":
-            logp = _float32_product(hidden[:ROWS], weight).log_softmax(-1)
-            found = logp.gather(1, target[:ROWS, None])[:, 0]
+            logp = _float32_product(hidden, weight).log_softmax(-1).gather(1, target[:, None])[:, 0]
         else:
-            compute = OPERATION.find(provider).compute
-            found = compute(hidden[:ROWS], weight, target[:ROWS], ("logprob",))[0]
-    error = found.double() - exact
+            (logp,) = OPERATION.find(provider).compute(hidden, weight, target, ("logprob",))
+    error = logp.double() - exact
     kinds = {"largest": error.abs().max(), "root mean square": error.square().mean().sqrt(), "mean": error.mean()}
     return {name: _small(value) for name, value in kinds.items()}
 
@@ -95,54 +86,41 @@ def _exact(device: str, shape: tuple[int, ...]) -> tuple[Inputs, Tensor]:
     """Inputs, and the log-probs of their first rows in float64."""
     inputs = _inputs(device, shape)
     hidden, weight, target = inputs.tensors.values()
-    wide, found = weight.double(), []
+    wide, parts = weight.double(), []
     for h, t in zip(*(torch.split(x[:ROWS], 128) for x in (hidden, target)), strict=True):
-        found.append((h.double() @ wide.t()).log_softmax(-1).gather(1, t[:, None])[:, 0])
-    return inputs, torch.cat(found)
+        parts.append((h.double() @ wide.t()).log_softmax(-1).gather(1, t[:, None])[:, 0])
+    return inputs, torch.cat(parts)
 
 
-def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds: float, notice: Notice) -> Row:
+def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds: float) -> Row:
     """Milliseconds of our forward and backward with tiles of that size, for three budgets of kept logits."""
-    inputs, found = _inputs(device, shape), {}
-    with Clocks(inputs.device) as clocks, _tiles_of(inputs.device, rows, columns):
-        for budget in ("-recompute", "", "-4GiB"):
-            notice("burnish")
-            found[f"ms{budget.replace('-', ' ')}"] = 1000 * sum(timed(_ours(inputs, budget), inputs.device, seconds))
-    return found | _state(clocks)
+    inputs = _inputs(device, shape)
+    names = ("GPU_ROWS", "GPU_COLUMNS") if inputs.device.type == "cuda" else ("ROWS", "COLUMNS")
+    sizes: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
+    with Clocks(inputs.device) as clocks, mock.patch.multiple(passes, **sizes):
+        milliseconds = {
+            f"ms{budget.replace('-', ' ')}": 1000 * sum(timed(_ours(inputs, budget), inputs.device, seconds))
+            for budget in ("-recompute", "", "-4GiB")
+        }
+    return milliseconds | _state(clocks)
 
 
-@contextmanager
-def _tiles_of(device: torch.device, rows: int, columns: int) -> Iterator[None]:
-    names = ("GPU_ROWS", "GPU_COLUMNS") if device.type == "cuda" else ("ROWS", "COLUMNS")
-    before = [getattr(passes, name) for name in names]
-    try:
-        for name, value in zip(names, (rows, columns), strict=True):
-            setattr(passes, name, value)
-        yield
-    finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(passes, name, value)
-
-
-def profile(device: str, shape: tuple[int, ...], notice: Notice) -> Row:
+def profile(device: str, shape: tuple[int, ...]) -> Row:
     """The kernels of one step of ours, log-prob and entropy, forward and backward, with all logits kept."""
     inputs = _inputs(device, shape)
-    notice("burnish")
     on_gpu = inputs.device.type == "cuda"
     step = _ours(inputs, "-4GiB")
     timed(step, inputs.device, count=3)
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    with torch.profiler.profile(activities=activities, acc_events=True) as found:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         timed(step, inputs.device)
     by = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
-    return {"text": found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70)}
+    return {"text": profiler.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70)}
 
 
 def _ours(inputs: Inputs, budget: str) -> Step:
-    backend = "triton" if inputs.device.type == "cuda" else "torch"
-    return partial(
-        measure.step, OPERATION, OPERATION.find(f"burnish-{backend}{budget}"), inputs, BOTH, "train"
-    )  # fmt: skip
+    provider = OPERATION.find(f"burnish-{'triton' if inputs.device.type == 'cuda' else 'torch'}{budget}")
+    return partial(measure.step, OPERATION, inputs, ("logprob", "entropy"), "train", provider)
 
 
 def _inputs(device: str, shape: tuple[int, ...]) -> Inputs:
@@ -168,18 +146,15 @@ def _float32_product(hidden: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _rates(steps: dict[str, tuple[Step, float]], device: torch.device, seconds: float, notice: Notice) -> Row:
-    """Of each step its operations, or bytes, in 10¹² a second."""
-    found = {}
+def _rates(steps: dict[str, tuple[Step, float]], device: torch.device, seconds: float) -> Row:
+    """The operations, or bytes, of each step in 10¹² a second."""
     with Clocks(device) as clocks:
-        for name, (step, work) in steps.items():
-            notice(name)
-            found[name] = work / timed(step, device, seconds)[0] / 1e12
-    return found | _state(clocks)
+        rates = {name: work / timed(step, device, seconds)[0] / 1e12 for name, (step, work) in steps.items()}
+    return rates | _state(clocks)
 
 
 def _state(clocks: Clocks) -> Row:
-    return {"MHz / W / °C": shown(clocks.found)} if clocks.found else {}
+    return {"MHz / W / °C": shown(clocks.result)} if clocks.result else {}
 
 
 def _small(value: Tensor) -> str:

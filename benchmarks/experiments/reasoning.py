@@ -1,9 +1,9 @@
 """GRPO on SmolLM2-135M-Instruct: sums of reasoning-gym, and how many it gets right of those it never trained on.
 
-    python -m burnish.benchmarks.reasoning [directory]      writes benchmarks/results/smollm2_grpo.json and .png
+    python -m burnish.benchmarks.experiments.reasoning [directory]    writes results/smollm2_grpo.json and .png
 
-The question is all that the model is given, and its whole answer is what the task's verifier scores. The run is kept in
-the directory, if one is named.
+The prompt is the question alone, and the task's verifier scores the whole completion. The run is kept in the directory,
+if one is named.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from ..loops.recipes.grpo import run_grpo
-from ..loops.recipes.settings import GRPO
-from ..loops.rewards.reasoning_gym import reasoning_gym_rows
-from ..loops.rollouts.replay import read_samples
-from ..loops.runs.curves import draw_curves
-from .real_model import smollm2, write_jsonl
-from .report import load, machine
+from ...loops.recipes.grpo import run_grpo
+from ...loops.recipes.settings import GRPO
+from ...loops.rewards.reasoning_gym import reasoning_gym_rows
+from ...loops.rollouts.replay import read_samples
+from ...loops.runs.curves import draw_curves
+from ..real_model import smollm2, write_jsonl
+from ..report import load, machine
+from .common import RESULTS, read_metrics
 
-RESULTS = Path(__file__).parent / "results"
 TASK = {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 TRAINED, HELD_OUT = 2048, 192
 # The verifier alone is learned from; it gives a part of 1 where the right number stands in a longer text.
@@ -78,12 +78,12 @@ def best_constant(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def train(directory: Path) -> dict[str, Any]:
-    """The run, in ``directory``; returns what is to be reported of it."""
+    """Trains in ``directory``; returns the report."""
     trained, held_out = questions(TRAINED, HELD_OUT)
     config = GRPO(
         model=str(smollm2()),
-        data=str(write_jsonl(directory / "data.jsonl", iter(trained))),
-        eval_data=str(write_jsonl(directory / "held_out.jsonl", iter(held_out))),
+        data=str(write_jsonl(directory / "data.jsonl", trained)),
+        eval_data=str(write_jsonl(directory / "held_out.jsonl", held_out)),
         output=str(directory / "run"),
         **SETTINGS,
     )
@@ -109,9 +109,8 @@ def train(directory: Path) -> dict[str, Any]:
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
-    """Metrics of every step; rewards are those of all answers, of groups that were passed over too."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    steps = [{name: value for name, value in line.items() if name in KEPT} for line in lines]
+    """Metrics of every step; rewards are those of all completions, of groups that were passed over too."""
+    steps = [{name: value for name, value in line.items() if name in KEPT} for line in read_metrics(run)]
     rewards: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for sample in read_samples(run / "samples.jsonl"):
         for name, score in sample.rewards.items():

@@ -6,16 +6,16 @@
     dead_rows    the head with 80 % of the rows without a gradient
     profile      the kernels of one of our steps, into profile.txt
     tiles        our step with tiles of other sizes
-    logprob      the head, log-prob alone, with those who give nothing else
+    logprob      the head, log-prob alone, with providers that give nothing else
     divergence   of heads of the same width
-    objectives   512 answers of 200,000 tokens, against the peer's loss code
+    objectives   512 completions of 200,000 tokens, against the peer's loss code
     grid         tokens x width x vocabulary of real models
     compiled     the naive formula through inductor, once
 
 A call measures, in this order, what fits into --minutes, and says what is left and how long that would take: call it
 again. Every measurement is a line of gpu.jsonl in --output, and is not done again unless the code or package that it
-measures has changed, or its line is deleted. Who hangs, crashes or is missing loses rows, with the reason. At the end,
-and in gpu.md, stand the figures that our head is to meet, as far as they were measured.
+measures has changed, or its line is deleted. A provider that hangs, crashes or is missing loses rows, with the reason.
+At the end, and in gpu.md, stand the figures that our head is to meet, as far as they were measured.
 """
 
 import argparse
@@ -24,69 +24,77 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from .. import harness
+from ..clocks import shown
+from ..kernels import OPERATION
+from ..operation import Operation, named
+from ..report import Report, merged, plot, save, say, show_table
+from ..worker import Call, Failure, Worker, call_here
+from . import ceilings
+from .chain import START, Book, Record, Unit, attempted, chain
+from .targets import HEADER, Row, cells, ours, targets
 
-from . import ceilings, harness
-from .chain import Book, Record, Unit, attempted, chain
-from .clocks import shown
-from .isolation import Failure, Room
-from .kernels import OPERATION
-from .operation import named
-from .report import TARGET_HEADER, Report, grid, merged, plot, save, target_cells
-from .targets import ours, targets
-
-Row = dict[str, Any]
-START = 150.0  # seconds for a process, its inputs and the truth about them: imports of a fresh machine take their time
+Missing = dict[str, str]
 
 
 class Options(NamedTuple):
-    """What was given: ``more`` are further flags of the benchmarks."""
-
     device: str
     shapes: list[str] | None
     providers: list[str] | None
-    more: list[str]
-    room: Room | None
+    more: list[str]  # further flags of the benchmarks
+    call: Call = call_here
+    patience: float = 60.0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the head."""
+        """The shape of the head."""
         return OPERATION.parse_shapes(self.shapes or ["large"])[0]
 
 
-Missing = dict[str, str]
 Part = Callable[[str, Options, Missing], Iterator[Unit]]
 
 
-def benchmark(operation_name: str, own: str, part: str, options: Options, missing: Missing) -> Iterator[Unit]:
-    """Of ``burnish bench operation_name`` with these flags, each provider in each case."""
-    operation = named(operation_name)
+def benchmark(operation_name: str, flags: str, part: str, options: Options, missing: Missing) -> Iterator[Unit]:
+    """``burnish bench operation_name`` with these flags, each provider in each case."""
+    try:
+        operation = named(operation_name)
+    except ModuleNotFoundError as error:
+        missing[part] = f"{error.name} is not installed"
+        return
     shapes = ["--shapes", *options.shapes] if options.shapes else []
-    flags = [*ROUNDS.split(), *own.split(), *shapes, *options.more, "--device", options.device]
-    asked = harness.parser(operation, None).parse_args(flags)
-    known = [who for who in options.providers or asked.providers if operation.knows(who)]
-    asked.providers = [who for who in known if who not in missing]  # one whose import hangs is not asked again
-    if not asked.providers:
+    arguments = [*ROUNDS.split(), *flags.split(), *shapes, *options.more, "--device", options.device]
+    parsed = harness.parser(operation, None).parse_args(arguments)
+    known = [name for name in options.providers or parsed.providers if operation.knows(name)]
+    parsed.providers = [name for name in known if name not in missing]  # one whose import hangs is not asked again
+    parsed.patience = options.patience
+    if not parsed.providers:
         return
     try:
-        absent, cases = harness.plan(operation, asked, options.room)
+        absent, plans = harness.plan(operation, parsed, options.call)
     except harness.Unmeasurable as error:
         missing[part] = str(error)
         return
     missing |= absent
-    for case, names in cases:
+    for plan, names in plans:
         for name in names:
-            estimate = harness.estimate(case, name)
-            yield Unit(
-                part, f"{case.title}, {' '.join(case.passes)}", name, *estimate, harness.measured, (case, [name])
-            )
+            title = f"{plan.title}, {' '.join(plan.passes)}"
+            yield Unit(part, title, name, *estimate(plan, name), harness.measured, (plan, [name]), plan)
+
+
+def estimate(plan: harness.Plan, name: str) -> tuple[float, float]:
+    """Seconds for a provider, and before it for inputs and truth: a guess, from operations and plausible rates."""
+    tokens, *widths, vocab = plan.shape
+    work = tokens * vocab * sum(widths)
+    rate, exact = (3e14, 2e13) if plan.device.startswith("cuda") else (5e10, 5e9)
+    step = 8 * work / rate
+    each = plan.rounds * 4 * max(plan.seconds, step) + 8 * step + (40 if name == "compiled" else 2)
+    return 1 + len(plan.passes) * each, 5 + 20 * work / exact
 
 
 def measure_ceilings(part: str, options: Options, missing: Missing) -> Iterator[Unit]:
@@ -107,7 +115,7 @@ def measure_digits(part: str, options: Options, missing: Missing) -> Iterator[Un
         yield Unit(part, f"product, K = {width}", "cublas", 1, 10, ceilings.truncation, (options.device, *sizes))
     known = [name for name in options.providers or DIGITS.split() if OPERATION.knows(name)]
     names = [name for name in known if name not in missing]
-    missing |= harness.missing(OPERATION, names, options.device, options.room)
+    missing |= harness.missing(OPERATION, names, options.device, options.call, options.patience)
     for name in ("cublas", *(name for name in names if name not in missing)):
         yield Unit(part, "log-probs", name, 4, 10, ceilings.logprobs, (options.device, options.shape, name))
 
@@ -149,7 +157,7 @@ PARTS: dict[str, Part] = {
 }
 
 
-def arguments() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="burnish bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -160,62 +168,67 @@ def arguments() -> argparse.ArgumentParser:
     add("--providers", nargs="+", metavar="NAME", help="in place of each part's own; each where it is known")
     add("--device", default="cuda")
     add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; so on a GPU")
-    add("--patience", type=float, default=60.0, help="seconds for one provider at a time, if isolated")
+    add("--patience", type=float, default=60.0, help="seconds for one measurement, or twice its estimate, if isolated")
     add("--output", type=Path, default=Path("runs/bench"), help="where the measurements and the report are")
     return parser
 
 
-def main(given: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
+def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
     """Returns 0; 1 if one of ours has failed, or nothing was measured yet; 2 for a mistake in the arguments."""
     began = clock()
-    given = list(sys.argv[1:] if given is None else given)
-    options, more = arguments().parse_known_args(given)
-    console = harness.wide_console()
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    isolate = options.device.startswith("cuda") if options.isolate is None else options.isolate
-
-    def left() -> float:
-        return 60 * float(options.minutes) - (clock() - began)
-
-    with closing(Room(options.patience, start=START)) as opened:
-        room = opened if isolate else None
-        what = Options(options.device, options.shapes, options.providers, more, room)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    flags, more = parser().parse_known_args(arguments)
+    isolate = flags.device.startswith("cuda") if flags.isolate is None else flags.isolate
+    with closing(Worker(START)) as worker:
+        call = worker.call if isolate else call_here
+        options = Options(flags.device, flags.shapes, flags.providers, more, call, flags.patience)
         try:
-            report = harness.new_report(shlex.join(["burnish", "bench", "gpu", *given]), options.device)
-            units = planned(options.parts, what, report["unavailable"])
+            report = harness.new_report(shlex.join(["burnish", "bench", "gpu", *arguments]), flags.device)
+            units = planned(flags.parts, options, report["unavailable"])
         except (ValueError, Failure) as error:
             print(f"burnish bench gpu: {error}", file=sys.stderr)
             return 2
-        for who, reason in report["unavailable"].items():
-            say(f"{who} is not measured: {reason}")
-        options.output.mkdir(parents=True, exist_ok=True)
-        book = Book(options.output / "gpu.jsonl", options.device)
-        attempt = partial(attempted, room, clock=clock)
-        rest = chain(units, book, left, attempt, lambda record: write(record, book, report, options.output, say))
-    finish(report, book, options.output)
-    show(report, console)
-    tell_what_is_left(rest, book, say)
+        for name, reason in report["unavailable"].items():
+            say(f"{name} is not measured: {reason}")
+        flags.output.mkdir(parents=True, exist_ok=True)
+        book = Book(flags.output / "gpu.jsonl", flags.device)
+        attempt = partial(attempted, call, patience=flags.patience, clock=clock)
+
+        def left() -> float:
+            return 60 * float(flags.minutes) - (clock() - began)
+
+        rest = chain(units, book, left, attempt, lambda record: write(record, book, report, flags.output))
+    finish(report, book, flags.output)
+    for name, rows in report["tables"].items():
+        show_table(*grid(rows), name)
+    show_table(HEADER, cells(report["targets"]), "targets", wrap=True)
+    say_what_is_left(rest, book)
     return status(book, report)
 
 
+def operations() -> Iterator[Operation]:
+    for name in ("kernels", "divergence", "objectives"):
+        with suppress(ModuleNotFoundError):
+            yield named(name)
+
+
 def planned(parts: Sequence[str], options: Options, missing: Missing) -> list[Unit]:
-    """Of all parts; in ``missing`` who can't take part, and why.
+    """The units of all parts; providers that can't take part go into ``missing``, with the reason.
 
     Raises:
         ValueError: for a mistake in the arguments.
         Failure: if no process can be started.
     """
-    for who in options.providers or []:
-        if not any(named(name).knows(who) for name in ("kernels", "divergence", "objectives")):
-            OPERATION.find(who)
+    for name in options.providers or []:
+        if not any(operation.knows(name) for operation in operations()):
+            OPERATION.find(name)
     return [unit for part in parts for unit in PARTS[part](part, options, missing)]
 
 
-def write(record: Record, book: Book, report: Report, output: Path, say: Callable[[str], None]) -> None:
-    """Says what was found in a line, and saves the report so far."""
-    head = f"{record['part']}  {record['case']}  {record['provider']}"
+def write(record: Record, book: Book, report: Report, output: Path) -> None:
+    """Prints a line for each figure, and saves the report so far."""
     for text in lines(record):
-        say(f"{head}: {text}  [{record['took']:.0f} s]")
+        say(f"{record['part']}  {record['case']}  {record['provider']}: {text}  [{record['took']:.0f} s]")
     finish(report, book, output, plots=False)
 
 
@@ -239,14 +252,14 @@ def in_a_line(row: Row) -> str:
 
 
 def finish(report: Report, book: Book, output: Path, *, plots: bool = True) -> None:
-    """The report of all that the book holds, as gpu.json, gpu.md, gpu.png and profile.txt."""
+    """Writes the report of all records as gpu.json, gpu.md, gpu.png and profile.txt."""
     order = {part: i for i, part in enumerate(PARTS)}
     records = sorted(book.records.values(), key=lambda record: order.get(record["part"], len(order)))
     report["cases"], report["tables"] = merged(records), {}
     for record in records:
         if record["status"] != "done":
-            who = f"{record['part']}, {record['case']}: {record['provider']}"
-            report["unavailable"][who] = f"{record['status']}, {record['reason']}"
+            name = f"{record['part']}, {record['case']}: {record['provider']}"
+            report["unavailable"][name] = f"{record['status']}, {record['reason']}"
         elif isinstance(record["found"], dict) and "text" in record["found"]:
             (output / "profile.txt").write_text(record["found"]["text"])
         elif isinstance(record["found"], dict):
@@ -256,9 +269,22 @@ def finish(report: Report, book: Book, output: Path, *, plots: bool = True) -> N
         if "absent" in (row.get("clocks") or {}):
             report["unavailable"]["clock, power and temperature"] = row["clocks"]["absent"]
     report["targets"] = list(targets(report["cases"], report["machine"]))
-    save(report, output, "gpu")
+    sections = [(name, *grid(rows)) for name, rows in report["tables"].items()]
+    save(report, output, "gpu", [("", HEADER, list(cells(report["targets"]))), *sections])
     if plots:
         plot(report, output / "gpu.png")
+
+
+def grid(rows: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of rows that may have different columns."""
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    return ["", *names], [[label, *(_cell(row.get(name)) for name in names)] for label, row in rows.items()]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "" if value is None else str(value)
 
 
 def status(book: Book, report: Report) -> int:
@@ -270,20 +296,9 @@ def status(book: Book, report: Report) -> int:
     return 1 if bad or wrong or not any(record["status"] == "done" for record in records) else 0
 
 
-def show(report: Report, console: Any) -> None:
-    tables = [(name, *grid(rows)) for name, rows in report["tables"].items()]
-    for name, head, cells in [*tables, ("targets", TARGET_HEADER, target_cells(report["targets"]))]:
-        table = Table(title=name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        for column in head:
-            table.add_column(column, no_wrap=name != "targets")
-        for row in cells:
-            table.add_row(*row)
-        console.print(table)
-
-
-def tell_what_is_left(rest: list[Unit], book: Book, say: Callable[[str], None]) -> None:
-    for who, where in book.given_up().items():
-        say(f"{who} is not asked again: {where}")
+def say_what_is_left(rest: list[Unit], book: Book) -> None:
+    for name, where in book.given_up().items():
+        say(f"{name} is not asked again: {where}")
     seconds: dict[str, list[float]] = {}
     for unit, before in zip(rest, ["", *(unit.case for unit in rest)], strict=False):
         seconds.setdefault(unit.part, []).append(book.estimate(unit, unit.guess(before)))

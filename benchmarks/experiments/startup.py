@@ -1,0 +1,136 @@
+"""Seconds until the command line answers, of a one-step run, and of the demo: ``burnish bench startup``.
+
+    command    wall and processor seconds of ``burnish --version``, ``--help``, a wrong flag, and ``burnish dpo --help``
+    one step   of ``burnish dpo`` and ``burnish grpo`` on --model, over loading it, one step and saving it by themselves
+    demo       wall and processor seconds of ``burnish demo``, and of its first training line
+
+Every measurement is a process of its own; commands are medians over --rounds.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..real_model import preference_pairs, write_jsonl
+from ..report import machine, say
+
+SCRIPT = Path(sys.executable).with_name("burnish")
+BURNISH = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "burnish"]
+SIDES = ("chosen", "rejected")
+COMMANDS = {
+    "burnish --version": ["--version"],
+    "burnish --help": ["--help"],
+    "burnish dpo --bta 0.1": ["dpo", "--model", "m", "--data", "d", "--output", "o", "--bta", "0.1"],
+    "burnish dpo --help": ["dpo", "--help"],
+}
+# The work that no run of one step avoids, in transformers alone.
+ALONE = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+recipe, model, output, *texts = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(model)
+policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6)
+for text in texts:
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    if recipe == "grpo":
+        ids = policy.generate(ids, do_sample=True, max_new_tokens=8, num_return_sequences=4)
+    else:
+        with torch.no_grad():  # the reference
+            policy(ids)
+    policy(ids, labels=ids).loss.backward()
+optimizer.step()
+policy.save_pretrained(output)
+tokenizer.save_pretrained(output)
+"""
+
+
+def timed(command: Sequence[str], first: str = "", allowed: tuple[int, ...] = (0,)) -> dict[str, float]:
+    """Wall and processor seconds of a process, and the seconds until it prints a line that matches ``first``."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    seconds: dict[str, float] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if first and "first line" not in seconds and re.search(first, line):
+                seconds["first line"] = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if process.returncode not in allowed:
+        raise RuntimeError(
+            f"{' '.join(command)[:200]} ended with status {process.returncode}:\n{''.join(lines)[-2000:]}"
+        )
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": time.perf_counter() - began, "cpu_seconds": cpu, **seconds}
+
+
+def answers(rounds: int) -> dict[str, Any]:
+    figures = {}
+    for name, flags in COMMANDS.items():
+        runs = [timed([*BURNISH, *flags], allowed=(0, 1, 2)) for _ in range(rounds)]
+        figures[name] = {key: median(run[key] for run in runs) for key in runs[0]}
+    return figures
+
+
+def one_step(model: Path, directory: Path) -> dict[str, Any]:
+    """DPO on 8 pairs, GRPO on 4 completions of 8 tokens to each of 2 prompts; and the same work alone."""
+    pairs = list(preference_pairs(8, seed=0))
+    prompts = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in pairs]
+    data = {
+        "dpo": write_jsonl(directory / "pairs.jsonl", pairs),
+        "grpo": write_jsonl(directory / "prompts.jsonl", prompts),
+    }
+    questions = [pair["prompt"][0]["content"] for pair in pairs]
+    both = [
+        question + pair[side][0]["content"] for question, pair in zip(questions, pairs, strict=True) for side in SIDES
+    ]
+    texts = {"dpo": both, "grpo": questions[:2]}
+    grpo = ["--batch_size", "2", "--group_size", "4", "--max_tokens", "8", "--rewards", "{exact_match: 1.0}"]
+    flags = {"dpo": ["--batch_size", "8"], "grpo": [*grpo, "--show_every", "0"]}
+    figures: dict[str, Any] = {}
+    for recipe, rows in data.items():
+        places = ["--model", str(model), "--data", str(rows), "--output", str(directory / recipe)]
+        run = timed([*BURNISH, recipe, *places, "--steps", "1", *flags[recipe]])
+        arguments = [recipe, str(model), str(directory / f"{recipe}-alone"), *texts[recipe]]
+        alone = timed([sys.executable, "-c", ALONE, *arguments])
+        figures[f"{recipe}: load, step, save"] = alone
+        figures[f"burnish {recipe}, one step"] = {**run, "ratio": run["seconds"] / alone["seconds"]}
+    return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="burnish bench startup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path, help="directory of a model; without it no run of one step is measured")
+    parser.add_argument("--demo", action=argparse.BooleanOptionalAction, default=False, help="run the demo, too")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="directory of startup.json")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    report = {"machine": machine(torch.device("cpu")), "figures": answers(options.rounds)}
+    with tempfile.TemporaryDirectory() as name:
+        if options.model:
+            report["figures"] |= one_step(options.model, Path(name))
+        if options.demo:
+            report["figures"]["burnish demo"] = timed(
+                [*BURNISH, "demo", "--output", f"{name}/demo"], first=r"step +\d+/"
+            )
+    for name, figures in report["figures"].items():
+        say(f"{name:24}" + "".join(f"  {key} {value:.2f}" for key, value in figures.items()))
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "startup.json").write_text(json.dumps(report, indent=1) + "\n")
+    return 0

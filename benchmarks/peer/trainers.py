@@ -1,0 +1,432 @@
+"""Our recipe against the peer's trainer, on the same model, examples and steps: ``burnish bench loops``.
+
+SmolLM2-135M-Instruct, or the model of a directory, learns from conversations in float32; for grpo a new model of 17M
+parameters completes prompts of some 256 tokens with 64, 8 times each. Both sides take the same examples in the same
+order, with AdamW (0.9, 0.999, 1e-8, no decay), a constant rate and clipping at 1.0, each in its own process. Agreement
+first: a side that is not within 1e-4 of the peer's losses, or for grpo within 1e-5 of its gradient on the same
+completions, is shown as failed, and its time and memory are not compared. A step is all that happens between two calls
+of the optimizer, so that the first one is not timed. Time is that of the wall and of all processors; memory is the peak
+of the process, beside which stands what it takes before it has loaded a model.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..measure import resident_bytes
+from ..operation import unknown_name
+from ..real_model import preference_pairs, smollm2, write_jsonl
+from ..report import figure, load, show_table, table, versions
+from . import sampled
+
+PEER = "trl"
+AGREEMENT = 1e-4
+HEADER = ["provider", "difference", "s per step", "min–max", "÷peer", "CPU s", "÷peer"]
+HEADER += ["peak MB", "÷peer", "imports MB"]
+_MEGABYTES = 2**20 / 1e6  # of a MiB
+Rows = Iterator[dict[str, Any]]
+Metrics = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One of our recipes beside the trainer that does the same."""
+
+    rows: Callable[[Rows], Rows]  # examples from preference pairs; as many as there are
+    ours: dict[str, Any]  # fields of its configuration
+    trainer: str  # name of the peer's trainer
+    theirs: dict[str, Any]  # fields of its configuration
+    providers: dict[str, dict[str, Any]] = field(default_factory=dict)  # further ones, with the fields that they change
+    sampling: sampled.Completions | None = None  # where each side samples; None where both are given completions
+    model: Callable[[Path | None, Path], Path] = lambda given, directory: given or smollm2()  # written to the directory
+
+    def names(self) -> tuple[str, ...]:
+        return (PEER, "trl without checkpointing", "burnish", *self.providers)
+
+    def changes(self, provider: str) -> dict[str, Any]:
+        return {"trl without checkpointing": {"gradient_checkpointing": False}, **self.providers}.get(provider, {})
+
+
+def completions(pairs: Rows) -> Rows:
+    """The chosen side, as prompt and completion: loss is on the completion, here and there."""
+    for pair in pairs:
+        yield {"prompt": pair["prompt"], "completion": pair["chosen"]}
+
+
+def labeled(pairs: Rows) -> Rows:
+    """Alternately the right answer to a question, and the wrong one to the next."""
+    for i, pair in enumerate(pairs):
+        kind = ("chosen", "rejected")[i % 2]
+        yield {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
+
+
+_PRECOMPUTED = {"burnish precompute": {"reference": "precompute"}}
+RECIPES = {
+    "dpo": Recipe(lambda pairs: pairs, {"reference": "copy"}, "DPO", {"beta": 0.1}, _PRECOMPUTED),
+    "sft": Recipe(completions, {}, "SFT", {}),
+    # Not with the loss `kto`: each side pairs prompts with other completions of its own for z0.
+    "kto": Recipe(
+        labeled,
+        {"reference": "copy", "loss": "apo_zero_unpaired"},
+        "KTO",
+        {"beta": 0.1, "loss_type": "apo_zero_unpaired"},
+        _PRECOMPUTED,
+    ),
+    "grpo": Recipe(
+        sampled.questions,
+        {
+            "old": "recomputed",
+            "group_size": 8,
+            "max_tokens": 64,
+            "max_length": None,
+            "rewards": {f"{sampled.__name__}:vowels": 1.0},
+        },
+        "GRPO",
+        {
+            "per_device_train_batch_size": 8,  # its default; without a GPU it makes logits of every token of these rows
+            "num_generations": 8,
+            "max_completion_length": 64,
+            "loss_type": "grpo",
+            "shuffle_dataset": False,
+        },
+        {"burnish by groups": {"micro_tokens": 1024}},
+        sampled.Completions(group=8, tokens=64),
+        sampled.talkative,
+    ),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="burnish bench loops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--recipe", choices=RECIPES, default="dpo")
+    names = "; ".join(f"{name}: {', '.join(recipe.names())}" for name, recipe in RECIPES.items())
+    add("--providers", nargs="+", metavar="NAME", help=f"the peer, and some of the recipe's: {names}")
+    add("--model", type=Path, help="directory of another model")
+    add("--steps", type=int, default=6, help="the first is not timed")
+    add("--batch_size", type=int, default=8, help="examples a step, or prompts")
+    add("--rounds", type=int, default=2, help="in each, every provider runs once, in a process of its own")
+    add("--output", type=Path, default=Path("runs/bench"), help="directory of loops.json, loops.md and loops.png")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0; 1 if ours does not agree with the peer, or one could not run; 2 for a mistake in the arguments."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(arguments)
+    known = RECIPES[options.recipe].names()
+    wanted = options.providers or known
+    try:
+        for name in wanted:
+            if name not in known:
+                raise unknown_name("provider", name, known, f"Known are {', '.join(map(repr, known))}")
+        if options.steps < 2 or options.rounds < 1 or options.batch_size < 1:
+            raise ValueError("--steps must be >= 2, --rounds and --batch_size >= 1")
+    except ValueError as error:
+        print(f"burnish bench loops: {error}", file=sys.stderr)
+        return 2
+    names = (PEER, *(name for name in known if name in wanted and name != PEER))
+    try:
+        report = compare(options.recipe, options.steps, options.batch_size, options.rounds, names, options.model)
+    except (RuntimeError, ImportError) as error:
+        print(f"burnish bench loops: {error}", file=sys.stderr)
+        return 1
+    report = {"command": shlex.join(["burnish", "bench", "loops", *arguments])} | report
+    show_table(HEADER, cells(report))
+    save(report, options.output)
+    return 0 if all(figures["agrees"] for figures in report["figures"].values()) else 1
+
+
+def compare(
+    recipe: str, steps: int, batch_size: int, rounds: int, names: tuple[str, ...], model: Path | None = None
+) -> dict[str, Any]:
+    """Figures of every provider, over ``rounds`` interleaved processes each."""
+    before, chosen = load(), RECIPES[recipe]
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        model = chosen.model(model, directory)
+        data = write_jsonl(directory / "rows.jsonl", chosen.rows(preference_pairs(steps * batch_size, seed=0)))
+        differences = gradient_differences(recipe, names, model, data) if chosen.sampling else {}
+        for _ in range(rounds):
+            for name in names:
+                results[name].append(in_own_process(recipe, name, model, data, batch_size, steps))
+    if not chosen.sampling:
+        differences = {name: loss_difference(runs[0], results[PEER][0]) for name, runs in results.items()}
+    return {
+        "recipe": recipe,
+        "model": model.name,
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load": {"before": before, "after": load()},
+        "versions": versions(("torch", "transformers", "trl", "accelerate")),
+        "steps": steps,
+        "batch_size": batch_size,
+        "answers": chosen.sampling and chosen.sampling._asdict(),
+        "rounds": rounds,
+        "figures": {name: summarize(runs, differences.get(name), chosen.sampling) for name, runs in results.items()},
+    }
+
+
+def loss_difference(ours: dict[str, Any], peer: dict[str, Any]) -> float:
+    """The largest over all steps."""
+    return float(max(abs(a - b) for a, b in zip(ours["losses"], peer["losses"], strict=True)))
+
+
+def gradient_differences(recipe: str, names: Iterable[str], model: Path, data: Path) -> dict[str, float]:
+    """Ours from the peer's, in a step on the same completions: in the loss or the gradient, whichever is more."""
+    ours = [name for name in names if not name.startswith(PEER)] or ["burnish"]
+    with tempfile.TemporaryDirectory() as directory:
+        evidence = Path(directory)
+        setting = (model, data, sampled.COMPARED, 1, evidence)
+        losses = {name: float(in_own_process(recipe, name, *setting)["losses"][0]) for name in (*ours, PEER)}
+        if len({sampled.read_tokens(evidence / name / sampled.SAMPLES) for name in ours}) > 1:
+            raise RuntimeError(f"{' and '.join(ours)} did not draw the same completions")
+        return {
+            name: max(abs(loss - losses[PEER]), sampled.distance(evidence / f"{name}.pt", evidence / f"{PEER}.pt"))
+            for name, loss in losses.items()
+        }
+
+
+def summarize(
+    runs: list[dict[str, Any]], difference: float | None, sampling: sampled.Completions | None
+) -> dict[str, Any]:
+    """Figures of the runs of one provider; the ``difference`` from the peer is None for the peer in another setting."""
+    agrees = difference is None or difference <= (sampled.AGREEMENT if sampling else AGREEMENT)
+    seconds = [s for run in runs for s in run["seconds"]]
+    return {
+        "losses": runs[0]["losses"],
+        "difference": difference,
+        "agrees": agrees and all(run["full_length"] for run in runs),
+        "seconds_median": median(seconds),
+        "seconds_min": min(seconds),
+        "seconds_max": max(seconds),
+        "processor_seconds_median": median(s for run in runs for s in run["processor_seconds"]),
+        "imported_mib": max(run["imported_mib"] for run in runs),
+        "peak_mib": max(run["peak_mib"] for run in runs),
+    }
+
+
+def cells(report: dict[str, Any]) -> Iterator[list[str]]:
+    """The rows of the table as text."""
+    peer = report["figures"][PEER]
+    for name, figures in report["figures"].items():
+        difference = "" if figures["difference"] is None else f"{figures['difference']:.0e}"
+        if not figures["agrees"]:
+            yield [name, difference, "failed", *[""] * (len(HEADER) - 3)]
+            continue
+        seconds, ratio = _share(figures, peer, "seconds_median")
+        span = f"{figures['seconds_min']:.3g}–{figures['seconds_max']:.3g}"
+        processors = _share(figures, peer, "processor_seconds_median")
+        memory = _share(figures, peer, "peak_mib", _MEGABYTES, ".0f")
+        imports = f"{figures['imported_mib'] * _MEGABYTES:.0f}"
+        yield [name, difference, seconds, span, ratio, *processors, *memory, imports]
+
+
+def _share(
+    figures: dict[str, Any], peer: dict[str, Any], key: str, unit: float = 1.0, digits: str = ".3g"
+) -> list[str]:
+    return [f"{figures[key] * unit:{digits}}", f"{figures[key] / peer[key]:.2f}"]
+
+
+def save(report: dict[str, Any], directory: Path) -> None:
+    """``loops.json``, ``loops.md`` and ``loops.png``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "loops.json").write_text(json.dumps(report, indent=1) + "\n")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    load = "load {before} before, {after} after".format_map(report["load"])
+    setting = f"{report['model']}, {report['steps']} steps of {report['batch_size']}, {report['rounds']} rounds, {load}"
+    if report["answers"]:
+        setting += ", {group} completions of {tokens} tokens to a prompt".format_map(report["answers"])
+    machine = report["gpu"] or report["machine"]
+    lines = [f"# `{report['command']}`", "", f"{machine}; {versions}; {report['date']}; {setting}.", ""]
+    (directory / "loops.md").write_text("\n".join([*lines, *table(HEADER, cells(report))]) + "\n")
+    plot(report, directory / "loops.png")
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Time and memory over the peer's, of those that agree."""
+    agreeing = {name: figures for name, figures in report["figures"].items() if figures["agrees"]}
+    picture = figure(9, 1 + 0.4 * len(agreeing))
+    both = [("seconds_median", "time"), ("peak_mib", "peak memory")]
+    for axes, (key, label) in zip(picture.subplots(1, 2, sharey=True), both, strict=True):
+        axes.barh(list(agreeing), [figures[key] / report["figures"][PEER][key] for figures in agreeing.values()])
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xlabel(f"{label} ÷ {PEER}'s")
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.invert_yaxis()
+    picture.savefig(path, dpi=120)
+
+
+def in_own_process(
+    recipe: str, provider: str, model: Path, data: Path, batch_size: int, steps: int, *evidence: Path
+) -> dict[str, Any]:
+    """`run_provider`, in another process."""
+    arguments = (recipe, provider, model, data, batch_size, steps, *evidence)
+    command = [sys.executable, "-m", __name__, *map(str, arguments)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{provider} failed:\n{done.stderr[-4000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def run_provider(
+    recipe: str, provider: str, model: Path, data: Path, batch_size: int, steps: int, evidence: Path | None = None
+) -> dict[str, Any]:
+    """Train; the gradient of the first step and its completions are kept in ``evidence``, if it is given."""
+    chosen = RECIPES[recipe]
+    fields, train = chosen.changes(provider), train_trl if provider.startswith(PEER) else train_burnish
+    if train is train_trl:
+        getattr(importlib.import_module("trl"), f"{chosen.trainer}Trainer")
+    else:
+        from ...loops.cli import main as _  # noqa: F401  its memory counts before the model's
+    imported = _peak_mib()
+    if evidence is not None and train is train_trl:
+        samples = next(evidence.glob(f"*/{sampled.SAMPLES}"))
+        fields = fields | {"rollout": sampled.replay(samples), "max_grad_norm": 0.0}
+    elif evidence is not None:
+        fields = fields | {"output": str(evidence / provider), "max_grad_norm": float("inf")}
+    with clock() as marks, sampled.gradient_kept(evidence / f"{provider}.pt") if evidence else nullcontext():
+        metrics = train(model, data, batch_size, steps, recipe=recipe, **fields)
+    wall, processors = ([b - a for a, b in pairwise(times)] for times in zip(*marks, strict=True))
+    return {
+        "losses": [line["loss"] for line in metrics],
+        "full_length": chosen.sampling is None or sampled.full_length(metrics, chosen.sampling),
+        "seconds": wall,
+        "processor_seconds": processors,
+        "imported_mib": imported,
+        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else _peak_mib(),
+    }
+
+
+@contextmanager
+def clock() -> Iterator[list[tuple[float, float]]]:
+    """Wall-clock and processor seconds after each call of an optimizer."""
+    marks: list[tuple[float, float]] = []
+    hook = register_optimizer_step_post_hook(lambda *call: marks.append((time.perf_counter(), time.process_time())))
+    try:
+        yield marks
+    finally:
+        hook.remove()
+
+
+def _peak_mib() -> float:
+    """The peak of this process; `resource` would begin a child's at its parent's."""
+    if Path("/proc/self/status").exists():
+        return resident_bytes("VmHWM") / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def train_burnish(
+    model: Path,
+    data: Path,
+    batch_size: int,
+    steps: int,
+    learning_rate: float = 1e-6,
+    recipe: str = "dpo",
+    **fields: Any,
+) -> Metrics:
+    """Metrics of each step."""
+    from ...loops.recipes.dpo import dpo
+    from ...loops.recipes.grpo import run_grpo
+    from ...loops.recipes.kto import run_kto
+    from ...loops.recipes.settings import DPO, GRPO, KTO, SFT
+    from ...loops.recipes.sft import sft
+
+    recipes: dict[str, Any] = {"dpo": (DPO, dpo), "sft": (SFT, sft), "kto": (KTO, run_kto), "grpo": (GRPO, run_grpo)}
+    make, run = recipes[recipe]
+    with tempfile.TemporaryDirectory() as directory:
+        common = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate}
+        fixed = {"schedule": "constant", "shuffle": False, "output": directory}
+        config = make(model=str(model), data=str(data), **(common | fixed | RECIPES[recipe].ours | fields))
+        run(config)
+        return [json.loads(line) for line in (Path(config.output) / "metrics.jsonl").read_text().splitlines()]
+
+
+def train_trl(
+    model: Path,
+    data: Path,
+    batch_size: int,
+    steps: int,
+    learning_rate: float = 1e-6,
+    recipe: str = "dpo",
+    rollout: Callable[..., Any] | None = None,
+    **fields: Any,
+) -> Metrics:
+    """Metrics of each step of the peer's trainer, with its defaults where nothing is said.
+
+    Args:
+        rollout: gives it completions, which it samples itself otherwise.
+    """
+    import trl
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    peer = RECIPES[recipe]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    rows = batch_size * (peer.sampling.group if peer.sampling else 1)
+    more: dict[str, Any] = {"reward_funcs": sampled.vowels, "rollout_func": rollout} if peer.sampling else {}
+    with tempfile.TemporaryDirectory() as output:
+        settings = {
+            "output_dir": output,
+            "per_device_train_batch_size": rows,
+            "max_steps": steps,
+            "learning_rate": learning_rate,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 1.0,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+            "adam_epsilon": 1e-8,
+            "weight_decay": 0.0,
+            "train_sampling_strategy": "sequential",
+            "bf16": False,
+            "use_cpu": not torch.cuda.is_available(),
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            **peer.theirs,
+            **fields,
+        }
+        settings["gradient_accumulation_steps"] = rows // settings["per_device_train_batch_size"]
+        trainer = getattr(trl, f"{peer.trainer}Trainer")(
+            model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            processing_class=tokenizer,
+            train_dataset=load_dataset("json", data_files=str(data), split="train"),
+            args=getattr(trl, f"{peer.trainer}Config")(**settings),
+            **more,
+        )
+        trainer.train()
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+if __name__ == "__main__":
+    recipe, provider, model, data, batch_size, steps, *evidence = sys.argv[1:]
+    sizes = int(batch_size), int(steps)
+    print(json.dumps(run_provider(recipe, provider, Path(model), Path(data), *sizes, *map(Path, evidence))))
