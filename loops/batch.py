@@ -1,4 +1,4 @@
-"""One micro-batch as objectives see it: ragged, one entry per trained token, no padding anywhere."""
+"""A micro-batch as objectives see it: ragged, one entry per trained token, no padding."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,21 +8,22 @@ from torch import Tensor
 
 from ..data import Example
 
-Of = int | str | None  # which answers: those of this index in their example, those a bool column names, or all
+# Completions: those of this index in their example, those of examples that a bool column marks, or all.
+CompletionSelector = int | str | None
 
 
 @dataclass(frozen=True)
 class Batch:
     """Whole examples, and the flat tensors of their trained tokens.
 
-    Trained tokens are ordered by example, then completion, then position, whatever rows the model is given.
+    Trained tokens are ordered by example, then completion, then position, in every layout of the model's input.
 
     Attributes:
-        examples: the examples themselves; `rows` makes model input of them.
+        examples: the examples; `arrange` makes model input of them.
         target: int64 [tokens], the id of each trained token.
         sequence: int64 [tokens], sorted: the completion each trained token belongs to, counted over the batch.
         completion: int64 [sequences], the index of each completion in its example (of a pair: 0 chosen, 1 rejected).
-        columns: further tensors by name: per token (reference log-probs), per answer (ranks), per example (margins,
+        columns: further tensors by name: per token (reference log-probs), per completion (ranks), per example (margins,
             labels), or one number for the whole step (KTO's z0).
     """
 
@@ -41,14 +42,14 @@ class Batch:
         """int64 [sequences]: the example that each completion belongs to."""
         return (self.completion == 0).cumsum(0) - 1
 
-    def completions_of(self, of: Of) -> Tensor:
-        """Bool [sequences]: the completions of this index in their example, or of the examples that a column names."""
+    def completions_of(self, of: CompletionSelector) -> Tensor:
+        """Bool [sequences]: completions of this index in their example, or of the examples that a column marks."""
         if of is None:
             return torch.ones_like(self.completion, dtype=torch.bool)
         return self.columns[of].bool()[self.example] if isinstance(of, str) else self.completion == of
 
-    def tokens_of(self, of: Of) -> Tensor:
-        """Bool [tokens]: which trained tokens belong to those completions."""
+    def tokens_of(self, of: CompletionSelector) -> Tensor:
+        """Bool [tokens]: trained tokens of those completions."""
         return self.completions_of(of)[self.sequence]
 
 
@@ -57,7 +58,7 @@ def collate(
     columns: Mapping[str, Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """The batch of these examples, its tensors on ``device``. No examples make an empty batch, which still trains."""
+    """The batch of these examples, with its tensors on ``device``; without examples, an empty batch, which trains."""
     target: list[int] = []
     lengths: list[int] = []
     completion: list[int] = []

@@ -17,8 +17,6 @@ if TYPE_CHECKING:  # a number in a range is a number to a type checker
     OpenUnitInterval = float
     PositiveShare = float
     NoiseShare = float
-    PositiveNoiseShare = float
-    ShareBelowOne = float
 else:
     from jsonargparse.typing import (
         ClosedUnitInterval,
@@ -32,8 +30,6 @@ else:
 
     PositiveShare = restricted_number_type("PositiveShare", float, [(">", 0), ("<=", 1)])
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
-    PositiveNoiseShare = restricted_number_type("PositiveNoiseShare", float, [(">", 0), ("<", 0.5)])
-    ShareBelowOne = restricted_number_type("ShareBelowOne", float, [(">=", 0), ("<", 1)])
 
 
 ReferenceKind = Literal["auto", "copy", "adapters_off", "precompute"]

@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .checks import require, same_shape, unit_interval
-from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Stats
+from .checks import require, same_shape, within
+from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Share, Stats
 
 Groups = Int[Tensor, " sequences"]  # the prompt each completion belongs to, as any integer
 
@@ -187,7 +187,7 @@ def gae(
     Paper: Schulman et al. 2015, arXiv:1506.02438.
     """
     _check_tokens("gae", sequence, reward=reward, value=value)
-    unit_interval("gae", gamma=gamma, lam=lam)
+    within("gae", Share, gamma=gamma, lam=lam)
     following = _shifted(value, sequence, 1)
     advantage = _discounted_sum(reward + gamma * following - value, sequence, gamma * lam)
     unscored = torch.isin(sequence, sequence[reward.isnan()])
@@ -216,7 +216,7 @@ def reinforce_plus_plus(
 
     Paper: Hu et al. 2025, arXiv:2501.03262.
     """
-    unit_interval("reinforce_plus_plus", gamma=gamma)
+    within("reinforce_plus_plus", Share, gamma=gamma)
     return whiten(_discounted_sum(kl_penalized_reward(reward, kl, sequence, beta=beta), sequence, gamma), eps=eps)
 
 

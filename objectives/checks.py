@@ -1,6 +1,6 @@
 """Checks of arguments: tensors must fit together, and hyper-parameters must be in range."""
 
-import math
+from typing import Any
 
 from torch import Tensor
 
@@ -15,16 +15,11 @@ def same_shape(who: str, **tensors: Tensor) -> None:
             )
 
 
-def positive(who: str, **values: float) -> None:
-    """Raise ValueError unless every value is a finite number above zero."""
+def within(who: str, kind: Any, **values: float) -> None:
+    """Raise ValueError unless every value is in the `Range` of this type."""
+    (allowed,) = kind.__metadata__
     for name, value in values.items():
-        require(who, 0 < value < math.inf, "{} must be > 0, got {}", name, value)
-
-
-def unit_interval(who: str, **values: float) -> None:
-    """Raise ValueError unless every value is in [0, 1]."""
-    for name, value in values.items():
-        require(who, 0 <= value <= 1, "{} must be in [0, 1], got {}", name, value)
+        require(who, allowed.holds(value, values), f"{name} must be {allowed.words}, got {{}}", value)
 
 
 def require(who: str, condition: bool, complaint: str, *got: object) -> None:

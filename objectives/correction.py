@@ -20,10 +20,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .checks import positive, require, same_shape, unit_interval
+from .checks import require, same_shape, within
 from .policy import LOG_RATIO_LIMIT, clip_stats
 from .sequence import sequence_mean, sequence_sum
-from .types import FlatTokens, PerSequence, PerToken, SequenceIds, Stats
+from .types import FlatTokens, PerSequence, PerToken, Positive, SequenceIds, Share, Stats
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def truncated_importance(log_ratio: PerToken, *, cap: float, floor: float = 0.0)
     Paper: Ionides 2008, "Truncated Importance Sampling"; Espeholt et al. 2018 (IMPALA), arXiv:1802.01561; between
     engine and trainer: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
     """
-    positive("truncated_importance", cap=cap)
+    within("truncated_importance", Positive, cap=cap)
     require("truncated_importance", 0 <= floor <= cap, "floor must be in [0, cap], got {} with cap {}", floor, cap)
     return log_ratio.exp().clamp(floor, cap)
 
@@ -142,7 +142,7 @@ def veto_mask(
     """
     w = _log_ratio("veto_mask", old_logp, behavior_logp)
     same_shape("veto_mask", old_logp=old_logp, sequence=sequence)
-    positive("veto_mask", threshold=threshold)
+    within("veto_mask", Positive, threshold=threshold)
     vetoed = sequence[w < math.log(threshold)]
     return (~torch.isin(sequence, vetoed)).to(w.dtype)
 
@@ -166,7 +166,7 @@ def m2po_mask(
     """
     w = _log_ratio("m2po_mask", logp, behavior_logp)
     same_shape("m2po_mask", logp=logp, advantage=advantage)
-    positive("m2po_mask", threshold=threshold)
+    within("m2po_mask", Positive, threshold=threshold)
     moved = advantage * w > 0
     square = w[moved].square()
     ordered = square.sort().values
@@ -193,7 +193,7 @@ def total_variation_mask(
     """
     w = _log_ratio("total_variation_mask", logp, behavior_logp)
     same_shape("total_variation_mask", logp=logp, advantage=advantage)
-    unit_interval("total_variation_mask", low=low, high=high)
+    within("total_variation_mask", Share, low=low, high=high)
     moved = logp.exp() - (logp - w).exp()
     return 1 - clip_stats(moved, advantage, -low, high)["clip_ratio/region"]
 

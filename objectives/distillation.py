@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .checks import require, same_shape, unit_interval
+from .checks import require, same_shape, within
 from .numerics import log_remainder
 from .sequence import sequence_length
-from .types import FlatTokens, PerToken, SequenceIds, Stats
+from .types import FlatTokens, PerToken, SequenceIds, Share, Stats
 
 Distributions = Float[Tensor, "*tokens vocabulary"]
 
@@ -62,7 +62,7 @@ def generalized_jsd(logp: Distributions, teacher_logp: Distributions, *, beta: f
     Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649, Eq. 1.
     """
     same_shape("generalized_jsd", logp=logp, teacher_logp=teacher_logp)
-    unit_interval("generalized_jsd", beta=beta)
+    within("generalized_jsd", Share, beta=beta)
     if beta == 0:
         return forward_kl(logp, teacher_logp)
     if beta == 1:

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .checks import positive, require, same_shape
-from .types import PerSequence, Stats
+from .checks import require, same_shape, within
+from .types import PerSequence, Positive, Stats
 
 Labels = Bool[Tensor, " sequences"]
 Scalar = Float[Tensor, ""]
@@ -30,9 +30,9 @@ def kto(
     desirable: Labels,
     kl: Scalar,
     *,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    beta: Positive,
+    desirable_weight: Positive = 1.0,
+    undesirable_weight: Positive = 1.0,
 ) -> tuple[PerSequence, Stats]:
     """Kahneman-Tversky optimization: gains and losses are felt against a reference point, and ever less far from it.
 
@@ -44,7 +44,7 @@ def kto(
 
     Paper: Ethayarajh et al. 2024, arXiv:2402.01306.
     """
-    positive("kto", desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    within("kto", Positive, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     _check_scalar("kto", kl=kl)
     x, stats = _signed_reward("kto", logp, ref_logp, desirable, beta * kl, beta)
     regret = (-x).sigmoid()
@@ -67,7 +67,7 @@ def kto_kl(logp: PerSequence, ref_logp: PerSequence) -> Scalar:
 
 
 def apo_zero_unpaired(
-    logp: PerSequence, ref_logp: PerSequence, desirable: Labels, *, beta: float
+    logp: PerSequence, ref_logp: PerSequence, desirable: Labels, *, beta: Positive
 ) -> tuple[PerSequence, Stats]:
     """Anchored preference optimization on single completions: desirable ones up from the reference, others down.
 
@@ -82,7 +82,7 @@ def apo_zero_unpaired(
 
 
 def bco(
-    logp: PerSequence, ref_logp: PerSequence, desirable: Labels, delta: Scalar, *, beta: float
+    logp: PerSequence, ref_logp: PerSequence, desirable: Labels, delta: Scalar, *, beta: Positive
 ) -> tuple[PerSequence, Stats]:
     """Binary classifier optimization: the reward, shifted, is the logit of a classifier of completions.
 
@@ -107,7 +107,7 @@ def _signed_reward(
     """s (βr − shift), positive where reward and label agree, and the statistics, after the checks all share."""
     same_shape(who, logp=logp, ref_logp=ref_logp, desirable=desirable)
     require(who, desirable.dtype == torch.bool, "desirable must be a Bool tensor, got {}", desirable.dtype)
-    positive(who, beta=beta)
+    within(who, Positive, beta=beta)
     reward = beta * (logp - ref_logp)
     above = reward - shift.detach()
     x = torch.where(desirable, above, -above)

@@ -26,15 +26,15 @@ Shapes that differ and hyper-parameters out of range raise ValueError; math.inf 
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .checks import positive, require, same_shape, unit_interval
+from .checks import require, same_shape, within
 from .sequence import sequence_mean, sequence_sum
-from .types import FlatTokens, PerSequence, PerToken, SequenceIds, Stats
+from .types import Bound, FlatTokens, PerSequence, PerToken, Positive, Range, SequenceIds, Share, Stats
 
 LOG_RATIO_LIMIT = 20.0  # e^20 is half a billion: finite in float32, squared too
 
@@ -70,9 +70,9 @@ def clipped_surrogate(
     old_logp: PerToken,
     advantage: PerToken,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    ratio_cap: float = math.inf,
+    clip_low: Bound = 0.2,
+    clip_high: Bound = 0.2,
+    ratio_cap: Annotated[float, Range(">= 1 + clip_high", lambda x, others: x >= 1 + others["clip_high"])] = math.inf,
 ) -> tuple[PerToken, Stats]:
     """The surrogate of PPO, GRPO, DAPO: off-policy policy gradient, until a token has moved far enough.
 
@@ -91,7 +91,7 @@ def clipped_surrogate(
 
 
 def dppo(
-    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_low: float, clip_high: float
+    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_low: Bound, clip_high: Bound
 ) -> tuple[PerToken, Stats]:
     """Divergence PPO (binary total variation): the trust region is on probabilities, not on their ratio.
 
@@ -106,14 +106,14 @@ def dppo(
     Paper: Qi et al. 2026, arXiv:2602.04879.
     """
     same_shape("dppo", logp=logp, old_logp=old_logp, advantage=advantage)
-    _not_negative("dppo", clip_low=clip_low, clip_high=clip_high)
+    within("dppo", Bound, clip_low=clip_low, clip_high=clip_high)
     ratio = _ratio(logp - old_logp)
     stats = clip_stats(logp.exp() - old_logp.exp(), advantage, -clip_low, clip_high)
     return -ratio * advantage * (1 - stats["clip_ratio/region"]), {"ratio": ratio.detach(), **stats}
 
 
 def cispo(
-    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_high: float, clip_low: float = math.inf
+    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_high: Bound, clip_low: Bound = math.inf
 ) -> tuple[PerToken, Stats]:
     """Clipped importance weights: REINFORCE whose weight is bounded, so that no token loses its gradient.
 
@@ -128,7 +128,7 @@ def cispo(
     Paper: MiniMax-M1 2025, arXiv:2506.13585.
     """
     same_shape("cispo", logp=logp, old_logp=old_logp, advantage=advantage)
-    _not_negative("cispo", clip_high=clip_high, clip_low=clip_low)
+    within("cispo", Bound, clip_high=clip_high, clip_low=clip_low)
     ratio = _ratio(logp - old_logp).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     clipped = (ratio > 1 + clip_high) & (advantage > 0)
@@ -136,7 +136,7 @@ def cispo(
 
 
 def sapo(
-    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, tau_pos: float = 1.0, tau_neg: float = 1.05
+    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 ) -> tuple[PerToken, Stats]:
     """Soft adaptive policy optimization: the gradient fades smoothly as ρ leaves 1, by default faster where A ≤ 0.
 
@@ -150,7 +150,7 @@ def sapo(
     Paper: Gao et al. 2025, arXiv:2511.20347.
     """
     same_shape("sapo", logp=logp, old_logp=old_logp, advantage=advantage)
-    positive("sapo", tau_pos=tau_pos, tau_neg=tau_neg)
+    within("sapo", Positive, tau_pos=tau_pos, tau_neg=tau_neg)
     ratio = _ratio(logp - old_logp)
     tau = _by_sign(advantage > 0, ratio, tau_pos, tau_neg)
     return -advantage * (tau * (ratio - 1)).sigmoid() * (4 / tau), {"ratio": ratio.detach()}
@@ -162,8 +162,8 @@ def gspo(
     advantage: PerSequence,
     sequence: SequenceIds,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: Bound,
+    clip_high: Bound,
 ) -> tuple[PerSequence, Stats]:
     """Group sequence policy optimization: one ratio, one clip and one entry per completion.
 
@@ -185,8 +185,8 @@ def gspo_token(
     advantage: FlatTokens,
     sequence: SequenceIds,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: Bound,
+    clip_high: Bound,
 ) -> tuple[FlatTokens, Stats]:
     """GSPO for advantages that differ from token to token. One entry per token.
 
@@ -208,8 +208,8 @@ def gmpo(
     advantage: PerSequence,
     sequence: SequenceIds,
     *,
-    clip_low: float = 0.4,
-    clip_high: float = 0.4,
+    clip_low: Bound = 0.4,
+    clip_high: Bound = 0.4,
 ) -> tuple[PerSequence, Stats]:
     """Geometric-mean policy optimization: tokens are clipped one by one, then their ratios multiply.
 
@@ -225,7 +225,7 @@ def gmpo(
     Paper: Zhao et al. 2025, arXiv:2507.20673.
     """
     same_shape("gmpo", logp=logp, old_logp=old_logp, sequence=sequence)
-    _not_negative("gmpo", clip_low=clip_low, clip_high=clip_high)
+    within("gmpo", Bound, clip_low=clip_low, clip_high=clip_high)
     log_ratio, of_token = logp - old_logp, advantage[sequence]
     clipped = torch.where(of_token > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
     ratio = _ratio(sequence_mean(clipped, sequence, advantage.shape[0]))
@@ -240,10 +240,10 @@ def vespo(
     advantage: PerSequence,
     sequence: SequenceIds,
     *,
-    k_pos: float = 2.0,
-    lambda_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lambda_neg: float = 2.0,
+    k_pos: Positive = 2.0,
+    lambda_pos: Positive = 3.0,
+    k_neg: Positive = 3.0,
+    lambda_neg: Positive = 2.0,
 ) -> tuple[FlatTokens, Stats]:
     """Variational sequence-level soft policy optimization: REINFORCE, weighted by how near the completion still is.
 
@@ -259,7 +259,7 @@ def vespo(
     Paper: Shen et al. 2026, arXiv:2602.10693.
     """
     same_shape("vespo", logp=logp, old_logp=old_logp, sequence=sequence)
-    positive("vespo", k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
+    within("vespo", Positive, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
     log_ratio = sequence_sum((logp - old_logp).detach(), sequence, advantage.shape[0])
     k = _by_sign(advantage >= 0, log_ratio, k_pos, k_neg)
     decay = _by_sign(advantage >= 0, log_ratio, lambda_pos, lambda_neg)
@@ -267,7 +267,7 @@ def vespo(
     return -(phi * advantage)[sequence] * logp, {"vespo/phi_seq": phi[sequence]}
 
 
-def value_loss(value: PerToken, old_value: PerToken, target: PerToken, *, clip: float = 0.2) -> tuple[PerToken, Stats]:
+def value_loss(value: PerToken, old_value: PerToken, target: PerToken, *, clip: Bound = 0.2) -> tuple[PerToken, Stats]:
     """Squared error of the critic, no better than that of a value which moved by at most ε.
 
         ℓ = ½ max( (V − R)², (clip(V, V_old − ε, V_old + ε) − R)² )
@@ -279,7 +279,7 @@ def value_loss(value: PerToken, old_value: PerToken, target: PerToken, *, clip: 
     Paper: Schulman et al. 2017, arXiv:1707.06347, has the squared error; the clip is of OpenAI's code for it.
     """
     same_shape("value_loss", value=value, old_value=old_value, target=target)
-    _not_negative("value_loss", clip=clip)
+    within("value_loss", Bound, clip=clip)
     error = (value - target).square()
     clipped = (value.clamp(old_value - clip, old_value + clip) - target).square()
     stats = {"value": value.detach(), "clip_ratio/value": (clipped > error).to(error.dtype)}
@@ -328,7 +328,7 @@ def high_entropy_mask(entropy: PerToken, *, quantile: float) -> Bool[Tensor, "*t
 
     Paper: Wang et al. 2025, arXiv:2506.01939.
     """
-    unit_interval("high_entropy_mask", quantile=quantile)
+    within("high_entropy_mask", Share, quantile=quantile)
     if entropy.numel() == 0:
         return torch.zeros_like(entropy, dtype=torch.bool)
     # torch.quantile's threshold lies between two entropies and keeps the same tokens, but refuses large batches.
@@ -339,7 +339,7 @@ def high_entropy_mask(entropy: PerToken, *, quantile: float) -> Bool[Tensor, "*t
 def _surrogate(
     who: str, log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, ratio_cap: float = math.inf
 ) -> tuple[Tensor, Stats]:
-    _not_negative(who, clip_low=clip_low, clip_high=clip_high)
+    within(who, Bound, clip_low=clip_low, clip_high=clip_high)
     require(
         who, ratio_cap >= 1 + clip_high, "ratio_cap must be >= 1 + clip_high = {}, got {}", 1 + clip_high, ratio_cap
     )
@@ -377,8 +377,3 @@ def clip_stats(moved: Tensor, advantage: Tensor, low: float, high: float) -> Sta
 def _by_sign(condition: Tensor, like: Tensor, positive: float, negative: float) -> Tensor:
     """One of two numbers, in the precision of ``like``: torch.where of two floats is float32."""
     return torch.where(condition, torch.full_like(like, positive), negative)
-
-
-def _not_negative(who: str, **values: float) -> None:
-    for name, value in values.items():
-        require(who, value >= 0, "{} must be >= 0, got {}", name, value)

@@ -14,15 +14,15 @@ range raise ValueError. Objectives without a reference are in `reference_free`.
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import positive, require, same_shape
+from .checks import require, same_shape, within
 from .numerics import power_score
-from .types import PerPair, Stats
+from .types import Noise, PerPair, Positive, Range, Stats
 
 
 def dpo(
@@ -31,8 +31,8 @@ def dpo(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    label_smoothing: float = 0.0,
+    beta: Positive,
+    label_smoothing: Noise = 0.0,
 ) -> tuple[PerPair, Stats]:
     """Direct preference optimization: logistic regression on the margin.
 
@@ -53,8 +53,8 @@ def robust_dpo(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    label_smoothing: float,
+    beta: Positive,
+    label_smoothing: Noise,
 ) -> tuple[PerPair, Stats]:
     """Robust DPO: over pairs of which a share ε is flipped, its mean is that of DPO over the clean pairs.
 
@@ -66,14 +66,14 @@ def robust_dpo(
     Paper: Chowdhury et al. 2024, arXiv:2403.00409.
     """
     a, b, stats = log_ratios("robust_dpo", chosen, rejected, ref_chosen, ref_rejected, beta)
-    _check_label_smoothing("robust_dpo", label_smoothing)
+    within("robust_dpo", Noise, label_smoothing=label_smoothing)
     x = beta * (a - b)
     clean, flipped = -F.logsigmoid(x), -F.logsigmoid(-x)
     return ((1 - label_smoothing) * clean - label_smoothing * flipped) / (1 - 2 * label_smoothing), stats
 
 
 def ipo(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Identity preference optimization: regress the margin to a finite target, so that it cannot run away.
 
@@ -89,7 +89,7 @@ def ipo(
 
 
 def hinge(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Hinge loss on the margin: pairs apart by more than 1/β are left alone.
 
@@ -107,8 +107,8 @@ def exo(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    label_smoothing: float,
+    beta: Positive,
+    label_smoothing: Annotated[float, Range("in (0, 0.5)", lambda x, _: 0 < x < 0.5)],
 ) -> tuple[PerPair, Stats]:
     """Efficient exact optimization on preferences: reverse KL from the policy's choice in the pair to the label.
 
@@ -129,7 +129,7 @@ def exo(
 
 
 def nca(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Noise-contrastive alignment on pairs: y_w has a finite best reward, and its likelihood does not sink with y_l's.
 
@@ -143,7 +143,7 @@ def nca(
 
 
 def bco_pair(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Binary classifier optimization on pairs: each completion on its own is classified as good or bad by its reward.
 
@@ -158,7 +158,7 @@ def bco_pair(
 
 
 def sppo_hard(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Self-play preference optimization with hard labels: y_w beats the policy's average completion surely, y_l never.
 
@@ -172,7 +172,7 @@ def sppo_hard(
 
 
 def apo_zero(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Anchored preference optimization, for chosen completions better than the policy's own: y_w up, y_l down.
 
@@ -185,7 +185,7 @@ def apo_zero(
 
 
 def apo_down(
-    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: Positive
 ) -> tuple[PerPair, Stats]:
     """Anchored preference optimization, for chosen completions worse than the policy's own: both down, y_l further.
 
@@ -203,8 +203,8 @@ def discopop(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    tau: float = 0.05,
+    beta: Positive,
+    tau: Annotated[float, Range("in (0, 1]", lambda x, _: 0 < x <= 1)] = 0.05,
 ) -> tuple[PerPair, Stats]:
     """DiscoPOP, the log-ratio modulated loss: logistic below a margin of zero, exponential above it.
 
@@ -231,8 +231,8 @@ def aot(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    label_smoothing: float = 0.0,
+    beta: Positive,
+    label_smoothing: Noise = 0.0,
 ) -> tuple[PerPair, Stats]:
     """Alignment via optimal transport: the policy's preferences should dominate the reference's, quantile by quantile.
 
@@ -258,8 +258,8 @@ def aot_unpaired(
     ref_chosen: PerPair,
     ref_rejected: PerPair,
     *,
-    beta: float,
-    label_smoothing: float = 0.0,
+    beta: Positive,
+    label_smoothing: Noise = 0.0,
 ) -> tuple[PerPair, Stats]:
     """Alignment via optimal transport between the rewards of all chosen and of all rejected completions.
 
@@ -316,14 +316,14 @@ def log_ratios(
 ) -> tuple[Tensor, Tensor, Stats]:
     """a, b and the statistics of the rewards βa and βb, after the checks that all objectives share."""
     same_shape(who, chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    positive(who, beta=beta)
+    within(who, Positive, beta=beta)
     a, b = chosen - ref_chosen, rejected - ref_rejected
     return a, b, reward_stats(beta * a, beta * b)
 
 
 def logistic(who: str, x: Tensor, label_smoothing: float) -> Tensor:
     """−(1 − ε) log σ(x) − ε log σ(−x)."""
-    _check_label_smoothing(who, label_smoothing)
+    within(who, Noise, label_smoothing=label_smoothing)
     return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
 
 
@@ -336,10 +336,6 @@ def reward_stats(chosen_reward: Tensor, rejected_reward: Tensor) -> Stats:
         "rewards/margins": margin,
         "rewards/accuracies": (margin > 0).to(margin.dtype),
     }
-
-
-def _check_label_smoothing(who: str, label_smoothing: float) -> None:
-    require(who, 0 <= label_smoothing < 0.5, "label_smoothing must be in [0, 0.5), got {}", label_smoothing)
 
 
 def _same_rank(x: Tensor, y: Tensor) -> Tensor:

@@ -9,16 +9,17 @@ hyper-parameters out of range raise ValueError. ``stats`` holds the rewards each
 """
 
 import math
+from typing import Annotated
 
 import torch.nn.functional as F
 
-from .checks import positive, require, same_shape
+from .checks import require, same_shape, within
 from .numerics import log_odds, power_score
 from .preference import logistic, reward_stats
-from .types import PerPair, Stats
+from .types import Margin, Noise, PerPair, Positive, Range, Stats
 
 
-def cpo(chosen: PerPair, rejected: PerPair, *, beta: float, label_smoothing: float = 0.0) -> tuple[PerPair, Stats]:
+def cpo(chosen: PerPair, rejected: PerPair, *, beta: Positive, label_smoothing: Noise = 0.0) -> tuple[PerPair, Stats]:
     """Contrastive preference optimization: DPO against a uniform reference.
 
         ℓ = −(1 − ε) log σ(βz) − ε log σ(−βz),  rewards β log π
@@ -31,12 +32,12 @@ def cpo(chosen: PerPair, rejected: PerPair, *, beta: float, label_smoothing: flo
     Paper: Xu et al. 2024, arXiv:2401.08417.
     """
     same_shape("cpo", chosen=chosen, rejected=rejected)
-    positive("cpo", beta=beta)
+    within("cpo", Positive, beta=beta)
     return logistic("cpo", beta * (chosen - rejected), label_smoothing), reward_stats(beta * chosen, beta * rejected)
 
 
 def simpo(
-    mean_chosen: PerPair, mean_rejected: PerPair, *, beta: float, gamma: float, label_smoothing: float = 0.0
+    mean_chosen: PerPair, mean_rejected: PerPair, *, beta: Positive, gamma: Margin, label_smoothing: Noise = 0.0
 ) -> tuple[PerPair, Stats]:
     """Simple preference optimization: rewards βm, normalized by length, that should differ by more than γ.
 
@@ -49,14 +50,19 @@ def simpo(
     Paper: Meng et al. 2024, arXiv:2405.14734.
     """
     same_shape("simpo", mean_chosen=mean_chosen, mean_rejected=mean_rejected)
-    positive("simpo", beta=beta)
-    _check_gamma("simpo", gamma)
+    within("simpo", Positive, beta=beta)
+    within("simpo", Margin, gamma=gamma)
     x = beta * (mean_chosen - mean_rejected) - gamma
     return logistic("simpo", x, label_smoothing), reward_stats(beta * mean_chosen, beta * mean_rejected)
 
 
 def alpha_po(
-    mean_chosen: PerPair, mean_rejected: PerPair, *, beta: float, gamma: float, alpha: float
+    mean_chosen: PerPair,
+    mean_rejected: PerPair,
+    *,
+    beta: Positive,
+    gamma: Margin,
+    alpha: Annotated[float, Range("finite", lambda x, _: -math.inf < x < math.inf)],
 ) -> tuple[PerPair, Stats]:
     """AlphaPO: SimPO with the logarithm in its reward bent into a power of the probability.
 
@@ -74,8 +80,8 @@ def alpha_po(
     Paper: Gupta et al. 2025, arXiv:2501.03884.
     """
     same_shape("alpha_po", mean_chosen=mean_chosen, mean_rejected=mean_rejected)
-    positive("alpha_po", beta=beta)
-    _check_gamma("alpha_po", gamma)
+    within("alpha_po", Positive, beta=beta)
+    within("alpha_po", Margin, gamma=gamma)
     require("alpha_po", -math.inf < alpha < math.inf, "alpha must be finite, got {}", alpha)
     chosen_reward = beta * power_score(mean_chosen, alpha)
     rejected_reward = beta * power_score(mean_rejected, alpha)
@@ -95,7 +101,3 @@ def orpo(mean_chosen: PerPair, mean_rejected: PerPair) -> tuple[PerPair, Stats]:
     same_shape("orpo", mean_chosen=mean_chosen, mean_rejected=mean_rejected)
     log_odds_ratio = log_odds(mean_chosen) - log_odds(mean_rejected)
     return -F.logsigmoid(log_odds_ratio), reward_stats(mean_chosen, mean_rejected)
-
-
-def _check_gamma(who: str, gamma: float) -> None:
-    require(who, 0 <= gamma < math.inf, "gamma must be >= 0, got {}", gamma)

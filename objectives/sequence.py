@@ -7,8 +7,8 @@ token has sum 0, mean 0 and weight 1, and passes no gradient.
 
 import torch
 
-from .checks import same_shape, unit_interval
-from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths
+from .checks import same_shape, within
+from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Share
 
 
 def sequence_length(sequence: SequenceIds, sequences: int) -> SequenceLengths:
@@ -48,7 +48,7 @@ def length_desensitized_sum(
     Paper: Liu et al. 2024, arXiv:2409.06411.
     """
     same_shape("length_desensitized_sum", x=x, sequence=sequence)
-    unit_interval("length_desensitized_sum", alpha=alpha)
+    within("length_desensitized_sum", Share, alpha=alpha)
     sequences = public_length.shape[0]
     length = sequence_length(sequence, sequences)
     start = length.cumsum(0) - length

@@ -7,8 +7,12 @@ All are elementwise, of any shape, and take no mask: hand them trained tokens on
 Every function returns ``(loss, stats)`` with one entry per token: nothing is reduced here.
 """
 
-from .checks import require, same_shape
-from .types import PerToken, Stats
+from typing import Annotated
+
+from .checks import same_shape, within
+from .types import PerToken, Range, Stats
+
+Uniform = Annotated[float, Range("in [0, 1)", lambda x, _: 0 <= x < 1)]  # share of the mass
 
 
 def nll(logp: PerToken) -> tuple[PerToken, Stats]:
@@ -16,7 +20,7 @@ def nll(logp: PerToken) -> tuple[PerToken, Stats]:
     return -logp, {}
 
 
-def label_smoothed_nll(logp: PerToken, mean_logp: PerToken, *, label_smoothing: float) -> tuple[PerToken, Stats]:
+def label_smoothed_nll(logp: PerToken, mean_logp: PerToken, *, label_smoothing: Uniform) -> tuple[PerToken, Stats]:
     """Cross-entropy against a target that gives ε of its mass to the whole vocabulary, evenly.
 
         ℓ = −(1 − ε) log p − ε · mean_v log p_v
@@ -31,9 +35,7 @@ def label_smoothed_nll(logp: PerToken, mean_logp: PerToken, *, label_smoothing: 
     Paper: Szegedy et al. 2016, arXiv:1512.00567.
     """
     same_shape("label_smoothed_nll", logp=logp, mean_logp=mean_logp)
-    require(
-        "label_smoothed_nll", 0 <= label_smoothing < 1, "label_smoothing must be in [0, 1), got {}", label_smoothing
-    )
+    within("label_smoothed_nll", Uniform, label_smoothing=label_smoothing)
     return -(1 - label_smoothing) * logp - label_smoothing * mean_logp, {}
 
 

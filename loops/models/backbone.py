@@ -1,7 +1,7 @@
 """A Hugging Face model below its head: a batch in, one hidden state per trained token out.
 
-Nothing about an architecture is believed: which rows keep its sequences apart is tried out on a probe of a few tokens
-when the model is wrapped, and what fails the trial falls back, with one log line, to what is slower.
+No list of architectures decides which layouts keep sequences apart: each is tested on a probe of a few tokens when the
+model is wrapped, and one that fails falls back, with one log line, to a slower one.
 """
 
 import logging
@@ -26,11 +26,11 @@ PROBE = [
 
 
 class Backbone(nn.Module):
-    """The model and the rows that it is given; what its hidden states are turned into is up to `Policy` or `Scorer`.
+    """A model and the layout of its input; `Policy` and `Scorer` add what becomes of its hidden states.
 
     Attributes:
         model: a `transformers` model, plain or wrapped by peft.
-        read: whether trained tokens are read where they stand or where they are predicted, see `rows`.
+        read: the position at which trained tokens are read, before or at their own, see `inputs`.
     """
 
     read: Read = "before"
@@ -50,7 +50,7 @@ class Backbone(nn.Module):
         return next(self.model.parameters()).device
 
     def arranged(self, examples: Sequence[Example], layout: Layout, *, one_row: bool = False) -> Rows:
-        # Flash attention reads restarting positions as sequences only where there is one row.
+        # Flash attention tells sequences apart by restarting positions only in a batch of one row.
         flash = "flash" in str(self.plain.config._attn_implementation)
         rows = arrange(examples, layout, read=self.read, one_row=one_row or (flash and layout == "packed"))
         return rows.to(self.device)
@@ -60,41 +60,42 @@ class Backbone(nn.Module):
         states: Tensor = self.plain.base_model(**self.model_input(rows)).last_hidden_state
         return states.flatten(0, 1)[rows.position]
 
-    def own_output(self, rows: Rows) -> Tensor:
-        """[tokens, ...], of the model's own head."""
+    def model_output(self, rows: Rows) -> Tensor:
+        """[tokens, ...], from the model's own head and forward."""
         output: Tensor = self.plain(**self.model_input(rows)).logits
         return output.flatten(0, 1)[rows.position]
 
     def model_input(self, rows: Rows) -> dict[str, Any]:
         mask = rows.attention_mask
         if mask is not None and mask.ndim == 4 and self.plain.config._attn_implementation == "eager":
-            scores = torch.zeros(mask.shape, dtype=self.plain.dtype, device=mask.device)  # it adds masks to scores
+            # Eager attention adds its mask to the scores.
+            scores = torch.zeros(mask.shape, dtype=self.plain.dtype, device=mask.device)
             mask = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
         return {
             "input_ids": rows.input_ids,
             "position_ids": rows.position_ids,
             "attention_mask": mask,
-            # With a cache, transformers reads restarting positions as one sequence, and sequences see each other.
+            # With a cache, transformers takes restarting positions for one sequence, and sequences see each other.
             "use_cache": False,
         }
 
     def choose_layout(self, wanted: Layout | Literal["auto"], output: Callable[[Rows], Tensor]) -> Layout:
-        """The layout that was asked for, or the fastest that this model's ``output`` is shown to keep apart.
+        """The wanted layout, or the fastest one in which this model's ``output`` keeps sequences apart on a probe.
 
         Raises:
-            ValueError: if the layout asked for lets this model's sequences see each other.
+            ValueError: if sequences see each other in the wanted layout.
         """
         candidates: Sequence[Layout] = ("shared", "packed", "padded") if wanted == "auto" else (wanted,)
         for layout in candidates:
-            if layout == "padded" or (self._may_share(layout) and self._keeps_apart(layout, output)):
+            if layout == "padded" or (self._may_try(layout) and self._keeps_apart(layout, output)):
                 return layout
             log.info("%s: %s rows would mix sequences", type(self.plain).__name__, layout)
         raise ValueError(
             f"policy: layout {wanted!r} lets the sequences of {type(self.plain).__name__} see each other; use 'auto'"
         )
 
-    def _may_share(self, layout: Layout) -> bool:
-        """Sliding windows and recurrences reach further than a probe: they count slots of the row, not positions."""
+    def _may_try(self, layout: Layout) -> bool:
+        """Sliding windows and recurrences reach further than a probe, and count slots of the row, not positions."""
         config = self.plain.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if layout == "shared":
@@ -107,7 +108,10 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def _find_mixing(self, layout: Layout, output: Callable[[Rows], Tensor]) -> str | None:
-        """Other tokens in one sequence must not change a single bit of another, and must agree with the padded run."""
+        """Returns why this layout can't be used, if so.
+
+        Other tokens in one sequence must not change a single bit of another, and all must agree with the padded run.
+        """
         changed = [PROBE[0], PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]])]
         changed[0] = changed[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]])
         with evaluating(self.model):

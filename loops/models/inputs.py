@@ -1,4 +1,4 @@
-"""How examples become model input: the one file that knows of padding, packing and shared prompts.
+"""Lay out examples as model input: the one file that knows about padding, packing and shared prompts.
 
     padded   one row per completion, prompt + completion, padded on the right to the longest
     packed   the same sequences side by side in fewer rows; position ids restart, and with no attention mask
@@ -6,11 +6,11 @@
     shared   prompt + completion_1 + ... + completion_G once per example; position ids restart after the prompt, and a
              4-D mask lets each completion see the prompt and itself only
 
-Hidden states, and so losses, gradients and metrics, are the same in all three, up to rounding. What differs is the
+Hidden states, and so losses, gradients and metrics, are the same in all three, up to rounding. They differ in the
 number of token positions that the model computes.
 
-A policy reads each trained token where it is predicted, one position before it; a scorer reads it where it stands, as
-the end of an answer or of a step.
+A policy reads each trained token one position before it, where it is predicted; a scorer reads it at its own position,
+the end of a completion or of a step.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ Read = Literal["before", "at"]
 
 @dataclass(frozen=True)
 class Rows:
-    """Model input, and where to read the prediction of each trained token.
+    """Model input, and the position at which each trained token is read.
 
     Attributes:
         input_ids, position_ids: int64 [rows, width].
         attention_mask: None (packed), int64 [rows, width] (padded), or bool [rows, 1, width, width] (shared).
-        position: int64 [tokens], where in the flattened rows to read each trained token, in the token order of `Batch`.
+        position: int64 [tokens], index of each trained token into the flattened rows, in the token order of `Batch`.
     """
 
     input_ids: Tensor
@@ -47,16 +47,16 @@ class Rows:
 
 
 class _Segment(NamedTuple):
-    """A run of tokens that must stand side by side in one row."""
+    """A run of tokens that must stay together in one row."""
 
     tokens: list[int]
     positions: list[int]
-    branch: list[int]  # 0 for the prompt, i for what completion i alone sees, counted from 1
+    branch: list[int]  # 0 for the prompt, i for the tokens of completion i, counted from 1
     read: list[int]  # offset in the segment where each trained token is read
 
 
 def arrange(examples: Sequence[Example], layout: Layout, *, read: Read = "before", one_row: bool = False) -> Rows:
-    """Lay the examples out as rows; ``one_row`` puts all of them side by side, as varlen attention kernels want it.
+    """Arrange the examples in rows; ``one_row`` puts all of them into one, as kernels for packed rows want it.
 
     Rows are as wide as the longest segment and filled first-fit, longest first: attention costs their width squared.
     """
@@ -66,7 +66,7 @@ def arrange(examples: Sequence[Example], layout: Layout, *, read: Read = "before
         segment
         for example in examples
         for segment in ([_shared(example, read)] if layout == "shared" else _separate(example, read))
-    ] or [_Segment([0], [0], [0], [])]  # an empty batch still runs forward and backward, so that no rank waits for it
+    ] or [_Segment([0], [0], [0], [])]  # an empty batch still runs forward and backward: other ranks wait for it
     width = sum(len(s.tokens) for s in segments) if one_row else max(len(s.tokens) for s in segments)
     places = [(i, 0) for i in range(len(segments))] if layout == "padded" else _first_fit(segments, width)
     return _fill(segments, places, width, layout)
@@ -81,20 +81,20 @@ def _separate(example: Example, read: Read) -> list[_Segment]:
 
 def _shared(example: Example, read: Read) -> _Segment:
     start = len(example.prompt)
-    tokens, positions, branch, where = list(example.prompt), list(range(start)), [0] * start, []
+    tokens, positions, branch, read_at = list(example.prompt), list(range(start)), [0] * start, []
     for i, (completion, trained) in enumerate(zip(example.completions, example.trained, strict=True), start=1):
         offset = len(tokens)
         marked = [t for t, train in enumerate(trained) if train]
-        end = max(marked, default=0)  # as a target, the last one need not be read itself: nothing follows from it
+        end = max(marked, default=0)  # the last target is predicted from the token before it, and is no input
         if read == "at":
             end = end + 1 if marked else 0
-            where += [offset + t for t in marked]
+            read_at += [offset + t for t in marked]
         else:  # the first token of every completion is predicted from the prompt's last position
-            where += [offset + t - 1 if t else start - 1 for t in marked]
+            read_at += [offset + t - 1 if t else start - 1 for t in marked]
         tokens += completion[:end]
         positions += range(start, start + end)
         branch += [i] * end
-    return _Segment(tokens, positions, branch, where)
+    return _Segment(tokens, positions, branch, read_at)
 
 
 def _first_fit(segments: list[_Segment], width: int) -> list[tuple[int, int]]:
@@ -114,7 +114,7 @@ def _first_fit(segments: list[_Segment], width: int) -> list[tuple[int, int]]:
 def _fill(segments: list[_Segment], places: list[tuple[int, int]], width: int, layout: Layout) -> Rows:
     rows = 1 + max(row for row, _ in places)
     input_ids = torch.zeros(rows, width, dtype=torch.int64)
-    # What no segment covers counts its own positions from 0: a sequence of its own, which nobody reads.
+    # Slots that no segment covers have position 0, and so are sequences of their own, which are never read.
     position_ids = torch.zeros(rows, width, dtype=torch.int64)
     owner = torch.full((rows, width), -1)
     branch = torch.zeros(rows, width, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Models and tokenizers in and out of the formats of transformers and peft."""
+"""Load and save models and tokenizers in the formats of transformers and peft."""
 
 import copy
 import logging
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 def load_tokenizer(config: Common) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the chat template that the configuration names, if any.
+    """The model's tokenizer, with the configured chat template, if there is one.
 
     Raises:
-        ValueError: if there is none, most likely because there is no such model.
+        ValueError: if the tokenizer can't be loaded, most likely because there is no such model.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model)
@@ -53,10 +53,10 @@ def load_model(config: Common) -> nn.Module:
 
 
 def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
-    """The model to train with a new head of ``len(labels)`` outputs, or the one it has if it is such a classifier.
+    """The model to train, with its own head if it is such a classifier, or a new one with ``len(labels)`` outputs.
 
-    Where `transformers` has no such class for an architecture, one is put together from its parts; what is saved of it
-    can be loaded by `burnish` alone, and a warning says so.
+    An architecture for which `transformers` has no such class gets one made of its parts. Such a model can only be
+    loaded by `burnish` once it is saved, and a warning says so.
     """
     names = dict(labels) if len(labels) > 1 else {0: labels[0]}
     auto: Any = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForTokenClassification
@@ -64,7 +64,7 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
     if type(architecture) not in auto._model_mapping:
         auto = _classifier_of(architecture, task)
     verbosity = logging_of_transformers.get_verbosity()
-    logging_of_transformers.set_verbosity(logging.ERROR)  # it warns at length that the head is new
+    logging_of_transformers.set_verbosity(logging.ERROR)  # no warnings that the head is new
     try:
         return load(config, auto, task, num_labels=len(names), id2label=names)
     finally:
@@ -72,7 +72,7 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
 
 
 def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
-    """A model to train: in the configured precision, quantized and with adapters where asked for, without dropout.
+    """A model to train, in the configured precision, without dropout; quantized and with adapters if configured.
 
     Raises:
         ValueError: if a quantized model is to be trained without adapters.
@@ -82,7 +82,7 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         raise ValueError(
             f"quantize={config.quantize}: quantized weights can't be trained; add adapters, such as --lora.r 16"
         )
-    # What an optimizer updates stays float32: in bfloat16 a step of 1e-6 rounds to nothing.
+    # Weights that an optimizer updates stay float32: in bfloat16 a step of 1e-6 rounds to nothing.
     dtype = torch.float32 if config.dtype == "bfloat16" and not adapters else getattr(torch, config.dtype)
     model: Any = auto.from_pretrained(
         config.model,
@@ -93,7 +93,7 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     )
     without_dropout(model)
     if config.gradient_checkpointing:
-        # transformers renames it in 5.2x and warns about the old name.
+        # transformers renamed it in 5.2x and warns about the old name.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph at its start
     if adapters:
@@ -113,7 +113,7 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
 
 
 def _classifier_of(architecture: Any, task: str) -> Any:
-    """`transformers`' generic classifier on the backbone of an architecture that it has no classifier for."""
+    """The generic classifier of `transformers` on the backbone of this architecture."""
     backbone: Any = AutoModel._model_mapping[type(architecture)]
     generic: Any = GenericForSequenceClassification if task == "SEQ_CLS" else GenericForTokenClassification
     name = backbone.__name__.removesuffix("Model") + generic.__name__.removeprefix("Generic")
@@ -123,7 +123,7 @@ def _classifier_of(architecture: Any, task: str) -> Any:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Turn every dropout of the architecture off: policy and reference are to differ by their weights alone."""
+    """Turn off every dropout of the architecture: policy and reference must differ by their weights alone."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -143,9 +143,9 @@ def _quantization(config: Common) -> Any:
 
 
 def save_model(policy: Backbone, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write what transformers and vLLM load: weights (adapters merged in) and tokenizer; adapters also on their own.
+    """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters also on their own.
 
-    The policy itself is left as it is.
+    The policy itself stays as it is.
     """
     target = directory / "model"
     if isinstance(policy.model, PeftModel):
@@ -158,7 +158,7 @@ def save_model(policy: Backbone, tokenizer: PreTrainedTokenizerBase, directory: 
 
 @torch.no_grad()
 def merged(model: PeftModel) -> Any:
-    """A plain model whose weights are those of ``model`` with its active adapters added in."""
+    """A plain model with the weights of ``model``, its active adapters added."""
     wrapped: Any = model
     base = wrapped.get_base_model()
     weights: dict[str, Tensor] = {}

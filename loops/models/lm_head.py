@@ -1,12 +1,12 @@
 """The fused output head: hidden states in, log-probs of the targets out, no logits in between.
 
-`fuse` gives a model's output embedding more ways to be called: ``head(hidden, target=...)``, ``head(hidden,
-lesson=...)`` and, to draw from, ``head(hidden, exact_logits=True)``. All of them round the same factors
-(`burnish.kernels`). It stays the same module with the same parameters under the same names, so hooks of DDP and FSDP
-fire, tied weights stay tied, and the model saves, loads and generates as before.
+`fuse` adds calls to a model's output embedding: ``head(hidden, target=...)``, ``head(hidden, lesson=...)`` and, for
+sampling, ``head(hidden, exact_logits=True)``. All of them round the same factors (`burnish.kernels`). It stays the same
+module with the same parameters under the same names, so hooks of DDP and FSDP fire, tied weights stay tied, and the
+model saves, loads and generates as before.
 
-What it is made of is looked up at every call: peft switches adapters, disables and merges them, and weights that are
-sharded (FSDP) are whole only within the call.
+Weights are looked up at every call: peft switches, disables and merges adapters, and weights that FSDP shards are whole
+only within the call.
 """
 
 import functools
@@ -51,9 +51,9 @@ class CannotFuse(Exception):
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """What an architecture does to its logits after the linear map, by its Hugging Face config.
+    """Scale and soft cap that an architecture applies to its logits, from its Hugging Face config.
 
-    Whether it was read rightly is checked on a probe, see `Policy`.
+    `Policy` checks the result on a probe.
     """
     scale = 1.0
     for name in _MULTIPLIERS:
@@ -65,7 +65,7 @@ def logit_transform(config: Any) -> LogitTransform:
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """What a teacher predicts for the trained tokens of a batch, and how a student is compared with it.
+    """A teacher's distributions at the trained tokens of a batch, and the divergence that compares a student's.
 
     Either ``hidden`` [tokens, D] and ``head``, or ``logits`` [tokens, V], or the ``top_k`` likeliest tokens: their ids
     and log-probs, [tokens, k] each, at this temperature.
@@ -79,16 +79,16 @@ class TeacherOutputs:
     top_k: tuple[Tensor, Tensor] | None = None
 
     def divergence(self, logits: Tensor) -> Tensor:
-        """[tokens], for a student whose logits [tokens, V] are at hand."""
+        """[tokens], from a student's logits [tokens, V]."""
         if self.top_k is not None:
             return self.from_top_k(self._log_softmax(logits).gather(1, self.top_k[0]))
-        theirs = self._teacher_logits()
-        vocab = min(logits.shape[1], theirs.shape[1])  # what one of the two has beyond is padding
-        logp, teacher = (self._log_softmax(x[:, :vocab]) for x in (logits, theirs))
-        return generalized_jsd(logp, teacher, beta=self.beta)[0]
+        teacher_logits = self._teacher_logits()
+        vocab = min(logits.shape[1], teacher_logits.shape[1])  # further rows of one of the two are padding
+        logp, teacher_logp = (self._log_softmax(x[:, :vocab]) for x in (logits, teacher_logits))
+        return generalized_jsd(logp, teacher_logp, beta=self.beta)[0]
 
     def from_top_k(self, logp: Tensor) -> Tensor:
-        """[tokens], for a student whose log-probs [tokens, k] of the teacher's likeliest tokens are at hand."""
+        """[tokens], from a student's log-probs [tokens, k] of the teacher's likeliest tokens."""
         assert self.top_k is not None
         return generalized_jsd(with_tail(logp), with_tail(self.top_k[1].to(logp.dtype)), beta=self.beta)[0]
 
@@ -110,7 +110,7 @@ class Divergence(NamedTuple):
 
 
 class _Replicated:
-    """What torch's `ColwiseParallel` asks of a head's output, and gets: it is to stay as it is."""
+    """The part of a DTensor that torch's `ColwiseParallel` uses of a head's output; it leaves the output as it is."""
 
     placements = None
 
@@ -125,32 +125,32 @@ _REPLICATED = {kind: type(kind.__name__, (_Replicated, kind), {}) for kind in (L
 
 
 def fuse(head: nn.Module, transform: LogitTransform, backend: Backend, keep_bytes: int | None = None) -> None:
-    """Teach ``head`` to answer ``head(hidden, target=..., temperature=...)`` with `Logprobs`, ``head(hidden,
-    lesson=...)`` with the `Divergence` from a teacher, and ``head(hidden, exact_logits=True)`` with logits [N, V] in
-    float32.
+    """Make ``head(hidden, target=..., temperature=...)`` return `Logprobs`, ``head(hidden, lesson=...)`` the
+    `Divergence` from a teacher, and ``head(hidden, exact_logits=True)`` logits [N, V] in float32.
 
     If its vocabulary is split over ranks, by torch's `ColwiseParallel` or the tensor parallelism of transformers, every
-    rank gets the answer for the whole vocabulary.
+    rank gets the result for the whole vocabulary.
 
     Args:
-        backend, keep_bytes: as of the kernels.
+        backend, keep_bytes: of the kernels.
 
     Raises:
         CannotFuse: if the head is not a linear layer, plain or wrapped by peft or bitsandbytes.
     """
     _parts(head)
-    own = vars(head).get("forward")  # hooks of accelerate and tensor parallelism of transformers put one there
-    if isinstance(own, functools.partial) and own.func is _forward:  # fused before
-        own = own.args[-1]
-    # A partial, not a closure: a copy of the head, or one that was pickled, calls itself.
-    head.forward = functools.partial(_forward, head, transform, {"backend": backend, "keep_bytes": keep_bytes}, own)
+    original = vars(head).get("forward")  # set by hooks of accelerate and tensor parallelism of transformers
+    if isinstance(original, functools.partial) and original.func is _forward:  # fused before
+        original = original.args[-1]
+    # A partial, not a closure, so that a copied or unpickled head calls itself.
+    kernel = {"backend": backend, "keep_bytes": keep_bytes}
+    head.forward = functools.partial(_forward, head, transform, kernel, original)
 
 
 def _forward(
     head: nn.Module,
     transform: LogitTransform,
-    road: dict[str, Any],
-    own: Callable[..., Tensor] | None,
+    kernel: dict[str, Any],
+    original: Callable[..., Tensor] | None,
     hidden: Tensor,
     *args: Any,
     target: Tensor | None = None,
@@ -160,12 +160,12 @@ def _forward(
     exact_logits: bool = False,
 ) -> Any:
     def logits() -> Tensor:
-        computed: Tensor = type(head).forward(head, hidden, *args) if own is None else own(hidden, *args)
+        computed: Tensor = type(head).forward(head, hidden, *args) if original is None else original(hidden, *args)
         return computed
 
     if target is None and lesson is None and not exact_logits:
         return logits()
-    how: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
+    options: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
     try:
         parts = _parts(head)
     except CannotFuse as reason:  # peft has switched to another adapter since the head was fused
@@ -176,25 +176,25 @@ def _forward(
         if lesson is not None:
             return Divergence(lesson.divergence(full))
         assert target is not None
-        return logits_logprob(full, target, **how)
+        return logits_logprob(full, target, **options)
     # transformers' tensor parallelism marks its modules so: their plain hidden states are the same on all ranks.
     shard = _shard(parts.weight, hidden, parallel=any(hasattr(part, "_is_hooked") for part in head.modules()))
-    here = _local(hidden)
+    states = _local(hidden)
     if exact_logits:
-        return linear_logits(here, _given(parts, transform, _whole))
+        return linear_logits(states, _gathered(parts, transform, _full))
     if lesson is not None and lesson.top_k is None:
-        given = _given(parts, transform, _whole)
+        weights = _gathered(parts, transform, _full)
     else:
-        given = _given(parts, transform, _local)._replace(shard=shard)
+        weights = _gathered(parts, transform, _local)._replace(shard=shard)
     result: Divergence | Logprobs
     if lesson is not None:
-        result = Divergence(_divergence(here, given, lesson, road))
+        result = Divergence(_divergence(states, weights, lesson, kernel))
     else:
         assert target is not None
-        values: tuple[Any, ...] = linear_logprob(here, given, target, **road, **how)
-        # It is a view, which FSDP warns about; and torch 2.11 can't compile `_replace`.
+        values: tuple[Any, ...] = linear_logprob(states, weights, target, **kernel, **options)
+        # The log-prob is a view, which FSDP warns about; and torch 2.11 can't compile `_replace`.
         result = Logprobs(values[0].clone(), *values[1:])
-    return result if here is hidden else _REPLICATED[type(result)](*result)
+    return result if states is hidden else _REPLICATED[type(result)](*result)
 
 
 @functools.cache
@@ -203,15 +203,15 @@ def _warn(reason: str) -> None:
 
 
 def operands(head: nn.Module, transform: LogitTransform) -> Head:
-    """The head as the kernels are given it, gathered from all ranks if they have parts of it.
+    """The head as the kernels take it, gathered from all ranks if it is split over them.
 
     Raises:
-        CannotFuse: if it is not a linear map now.
+        CannotFuse: if the head is no linear map now.
     """
-    return _given(_parts(head), transform, _whole)
+    return _gathered(_parts(head), transform, _full)
 
 
-def _given(parts: Head, transform: LogitTransform, get: Callable[[Tensor], Tensor]) -> Head:
+def _gathered(parts: Head, transform: LogitTransform, get: Callable[[Tensor], Tensor]) -> Head:
     bias, adapter = None if parts.bias is None else get(parts.bias), None
     if parts.adapter is not None:
         down, up, scaling = parts.adapter
@@ -223,7 +223,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -231,20 +231,20 @@ def _shard(weight: Tensor, hidden: Tensor, *, parallel: bool) -> Shard | None:
     """This rank's part of a vocabulary that is split; None if it is not.
 
     Args:
-        parallel: plain hidden states are known to be the same on all ranks.
+        parallel: plain hidden states are the same on all ranks.
 
     Raises:
-        ValueError: if the weight is split, and the ranks may have different hidden states, or the other way round.
+        ValueError: if the weight is split and ranks may have different hidden states, or the other way round.
     """
     split = weight.placements if isinstance(weight, DTensor) else ()
     whole = all(placement.is_replicate() for placement in split)
     if isinstance(hidden, DTensor):
-        meshes = {each.device_mesh for each in (weight, hidden) if isinstance(each, DTensor)}
+        meshes = {tensor.device_mesh for tensor in (weight, hidden) if isinstance(tensor, DTensor)}
         same = len(meshes) == 1 and all(placement.is_replicate() for placement in hidden.placements)
     else:
         same = whole or parallel
     if not same or not (whole or split == (Split(0),)):
-        weights, states = (getattr(each, "placements", "plain") for each in (weight, hidden))
+        weights, states = (getattr(tensor, "placements", "plain") for tensor in (weight, hidden))
         raise ValueError(
             f"head: the weight is {weights} and hidden states are {states}. If FSDP sharded the weight, call what "
             "fully_shard was given (the policy): its hooks gather it. If the vocabulary is split (tensor parallelism), "
@@ -257,25 +257,18 @@ def _shard(weight: Tensor, hidden: Tensor, *, parallel: bool) -> Shard | None:
     return Shard(mesh.get_group(), min(mesh.get_local_rank() * size, len(weight)))
 
 
-def _divergence(hidden: Tensor, head: Head, lesson: TeacherOutputs, road: dict[str, Any]) -> Tensor:
+def _divergence(hidden: Tensor, head: Head, lesson: TeacherOutputs, kernel: dict[str, Any]) -> Tensor:
     if lesson.top_k is not None:
         ids, _ = lesson.top_k
-        given: Any = {"temperature": lesson.temperature, "backend": road["backend"]}
-        return lesson.from_top_k(linear_logprob(hidden, head, ids, **given).logprob)
+        options: Any = {"temperature": lesson.temperature, "backend": kernel["backend"]}
+        return lesson.from_top_k(linear_logprob(hidden, head, ids, **options).logprob)
     assert lesson.hidden is not None and lesson.head is not None
-    return linear_divergence(
-        hidden,
-        head,
-        lesson.hidden,
-        lesson.head,
-        beta=lesson.beta,
-        temperature=lesson.temperature,
-        **road,
-    )
+    options = {"beta": lesson.beta, "temperature": lesson.temperature, **kernel}
+    return linear_divergence(hidden, head, lesson.hidden, lesson.head, **options)
 
 
 def _parts(head: Any) -> Head:
-    """Weight, bias and LoRA factors that are active now, under the wrappers of peft and bitsandbytes."""
+    """Weight, bias and LoRA factors that are active now, without the wrappers of peft and bitsandbytes."""
     forward = type(head).forward
     if isinstance(head, ModulesToSaveWrapper):
         names = head.active_adapters
@@ -285,7 +278,7 @@ def _parts(head: Any) -> Head:
         return _lora(head)
     if forward.__module__ == "bitsandbytes.nn.modules" and forward.__qualname__ == "Linear4bit.forward":
         return Head(_dequantized(head), head.bias)
-    # Neither a subclass nor a kind of tensor that computes something else.
+    # A subclass, or another kind of tensor, may compute something else.
     if forward is not nn.Linear.forward or type(head.weight) not in (Tensor, nn.Parameter, DTensor):
         raise CannotFuse(f"output head is {type(head).__name__}")
     if head.weight.dtype not in _FLOATS or head.weight.is_meta:
@@ -294,7 +287,7 @@ def _parts(head: Any) -> Head:
 
 
 def _lora(head: Any) -> Head:
-    if head.disable_adapters and head.merged:  # as its own forward does
+    if head.disable_adapters and head.merged:  # as peft's forward does
         head.unmerge()
     base = _parts(head.base_layer)
     if head.disable_adapters or head.merged:
@@ -310,14 +303,14 @@ def _lora(head: Any) -> Head:
             added = head.scaling[name] * head.lora_B[name].bias
             bias = added if bias is None else bias + added
     down, up, scaling = (head.lora_A[names[0]].weight, head.lora_B[names[0]].weight, head.scaling[names[0]])
-    if len(names) > 1:  # side by side they are one of a higher rank
+    if len(names) > 1:  # concatenated, they are one adapter of a higher rank
         down = torch.cat([head.scaling[name] * head.lora_A[name].weight for name in names])
         up, scaling = torch.cat([head.lora_B[name].weight for name in names], 1), 1.0
     return Head(base.weight, bias, adapter=(down, up, scaling))
 
 
 def _dequantized(layer: Any) -> Tensor:
-    """The frozen weight that the 4-bit layer multiplies by."""
+    """The weight that the 4-bit layer multiplies by."""
     from bitsandbytes.functional import dequantize_4bit
 
     state = getattr(layer.weight, "quant_state", None) or layer.quant_state  # FSDP makes new parameters without it

@@ -1,6 +1,6 @@
 """A Hugging Face causal model as objectives see it: a batch in, one log-prob per trained token out.
 
-Whether its head fuses is tried out on a probe when the policy is made; a head that does not falls back, with one log
+Whether its head can be fused is tested on a probe when the policy is made; one that can't falls back, with one log
 line, to full logits.
 """
 
@@ -24,34 +24,34 @@ _CHUNK = 256  # tokens whose logits are held at once where all of them are neede
 
 
 class Outputs(NamedTuple):
-    """What one forward pass says of every trained token, each [tokens]."""
+    """Result of one forward pass: `burnish.kernels.Logprobs` of the trained tokens and two more, each [tokens]."""
 
     logprob: Tensor
     entropy: Tensor
     logsumexp: Tensor
-    mean_logprob: Tensor | None = None  # over the vocabulary, and log Σ_v p_v², where they are asked for
+    mean_logprob: Tensor | None = None
     log_sum_squares: Tensor | None = None
-    top1: Tensor | None = None  # the likeliest token, and how many are likelier than this one, where they are asked for
+    top1: Tensor | None = None
     rank: Tensor | None = None
     top_k: TopK | None = None
-    value: Tensor | None = None  # of the state that the token is chosen in, where the policy has values
-    divergence: Tensor | None = None  # from the teacher, where there is a lesson
+    value: Tensor | None = None  # of the state that the token is chosen in, by the value head or the critic
+    divergence: Tensor | None = None  # from the teacher's distribution
 
 
 class Policy(Backbone):
-    """The model, its fused head, and the rows that it is given.
+    """A causal language model with a fused head, and the layout of its input.
 
     Args:
-        model: a `transformers` causal language model, plain or wrapped by peft. Its head is taught to fuse in place;
-            its parameters, their names and its own ``forward`` stay as they are.
-        layout: ``"auto"`` takes the first of shared, packed and padded rows that this model is shown to keep apart.
+        model: a `transformers` causal language model, plain or wrapped by peft. Its head is fused in place: parameters,
+            their names and the model's own ``forward`` stay as they are.
+        layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps sequences apart.
         backend, keep_bytes: of `burnish.kernels.linear_logprob`.
         value_head: a module from hidden states [tokens, D] to values [tokens, 1], trained along with the model.
-        critic: the values come from a model of their own instead, which is trained along with this one.
+        critic: a model of its own for the values instead, trained along with this one.
 
     Raises:
-        ValueError: if a named layout lets this model's sequences see each other, or if there is a value head and the
-            model's own head can't be fused.
+        ValueError: if sequences see each other in a layout that was named, or if there is a value head and the model's
+            own head can't be fused.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Policy(Backbone):
             raise ValueError(
                 f"policy: the head of {type(self.plain).__name__} can't be fused, and so no value head added"
             )
-        self.layout: Layout = self.choose_layout(layout, self.hidden if self.fused else self.own_output)
+        self.layout: Layout = self.choose_layout(layout, self.hidden if self.fused else self.model_output)
 
     @property
     def has_values(self) -> bool:
@@ -96,46 +96,43 @@ class Policy(Backbone):
         outputs: tuple[Extra, ...] = (),
         lesson: TeacherOutputs | None = None,
     ) -> Outputs:
-        """Log-prob, entropy and logsumexp of every trained token of the batch, and what is asked for beside them.
+        """Log-prob, entropy and logsumexp of every trained token of the batch.
 
         Args:
-            outputs: further ones of `burnish.kernels.linear_logprob`.
-            lesson: what a teacher says of these tokens, for the divergence from it.
+            outputs: further outputs of `burnish.kernels.linear_logprob`.
+            lesson: a teacher's outputs for these tokens, which give the divergence from it.
         """
         rows = self.arranged(batch.examples, self.layout)
-        how: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
+        options: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
         value = None if self.critic is None else self.critic(batch).score
         divergence = None
         if self.fused:
             hidden = self.hidden(rows)
-            logprobs = self.head(hidden, target=batch.target, **how)
+            logprobs = self.head(hidden, target=batch.target, **options)
             if self.value_head is not None:
                 value = self.value_head(hidden)[:, 0]
-            if lesson is not None:
-                # A teacher whose own head is no linear map can only be met with logits.
-                fused = lesson.logits is None
-                divergence = (
-                    self.head(hidden, lesson=lesson).divergence if fused else lesson.divergence(self._logits(hidden))
-                )
+            if lesson is not None and lesson.logits is None:
+                divergence = self.head(hidden, lesson=lesson).divergence
+            elif lesson is not None:  # the teacher's head is no linear map: only logits can be compared
+                divergence = lesson.divergence(self.transform(self.head(hidden)))
         else:
-            logits = self.own_output(rows)
-            logprobs = logits_logprob(logits, batch.target, **how)
+            logits = self.model_output(rows)
+            logprobs = logits_logprob(logits, batch.target, **options)
             if lesson is not None:
                 divergence = lesson.divergence(logits)
-        answers = {name: answer for name, answer in logprobs._asdict().items() if name in Outputs._fields}
-        return Outputs(**answers, value=value, divergence=divergence)
+        return Outputs(**logprobs._asdict(), value=value, divergence=divergence)
 
     @torch.no_grad()
     def lesson(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> TeacherOutputs:
-        """What this policy, as a teacher, predicts for the trained tokens of the batch.
+        """The distributions of this policy, as a teacher, at the trained tokens of the batch.
 
         Args:
             beta, temperature: of the divergence, see `burnish.kernels.linear_divergence`.
-            dense: give logits, for a student that can't do with less.
+            dense: give logits, for a student whose head is not fused.
         """
         rows = self.arranged(batch.examples, self.layout)
         if not self.fused:
-            return TeacherOutputs(beta, temperature, logits=self.own_output(rows))
+            return TeacherOutputs(beta, temperature, logits=self.model_output(rows))
         if dense:
             return TeacherOutputs(beta, temperature, logits=self.logits(self.hidden(rows)))
         return TeacherOutputs(beta, temperature, hidden=self.hidden(rows), head=operands(self.head, self.transform))
@@ -144,38 +141,34 @@ class Policy(Backbone):
     def top_k(self, batch: Batch, *, k: int, temperature: float, vocab: int) -> tuple[Tensor, Tensor]:
         """Ids and log-probs [tokens, k] of the likeliest of the first ``vocab`` tokens, at every trained token."""
         rows = self.arranged(batch.examples, self.layout)
-        found = []
-        for part in torch.split(self.hidden(rows) if self.fused else self.own_output(rows), _CHUNK):
-            logits = (self.logits(part) if self.fused else part)[:, :vocab].float()
-            found.append((logits / temperature).log_softmax(-1).topk(k))
-        return torch.cat([best.indices for best in found]), torch.cat([best.values for best in found])
+        chunks = []
+        for states in torch.split(self.hidden(rows) if self.fused else self.model_output(rows), _CHUNK):
+            logits = (self.logits(states) if self.fused else states)[:, :vocab].float()
+            chunks.append((logits / temperature).log_softmax(-1).topk(k))
+        return torch.cat([top.indices for top in chunks]), torch.cat([top.values for top in chunks])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[tokens, V] in float32, without gradients, of hidden states [tokens, D]: those that log-probs are made of.
+        """Logits [tokens, V] from hidden states [tokens, D], in float32, as log-probs use them, without gradients.
 
-        Only where the head is fused.
+        Only for a fused head.
         """
         logits: Tensor = self.head(hidden, exact_logits=True)
         return logits
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.transform(self.head(hidden))
-        return logits
-
     @torch.no_grad()
     def _try_fusing(self, backend: Backend, keep_bytes: int | None) -> str | None:
-        """Fuse the head; returns why it can't be relied on, if so."""
+        """Fuse the head; returns why it can't be used, if so."""
         rows = self.arranged(PROBE[:1], "padded")
         target = torch.tensor([4, 5, 6, 7, 5, 3, 2], device=self.device)
         try:
             if self.head is None:
                 raise CannotFuse("it has no output embedding")
             with evaluating(self.model):
-                logits = self.own_output(rows)
+                logits = self.model_output(rows)
                 fuse(self.head, self.transform, backend, keep_bytes)
                 fused = self.head(self.hidden(rows), target=target).logprob
             expected = logits.double().log_softmax(-1).gather(1, target[:, None])[:, 0]
-            # Rounding of the logits to their own dtype is the only difference there may be.
+            # Only rounding of the logits to their own dtype may differ.
             tolerance = 8 * torch.finfo(logits.dtype).eps * logits.abs().max().double().clamp(min=1.0) + 1e-5
             if not torch.all((fused.double() - expected).abs() <= tolerance):
                 raise CannotFuse("its logits are not a known function of its last hidden state")

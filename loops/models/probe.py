@@ -1,4 +1,4 @@
-"""Probing a deep model by its first layers: layers of one kind treat masks, positions and caches alike."""
+"""Probe a deep model on its first layers: layers of one kind treat masks, positions and caches alike."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor
 
 _SIMPLE = (bool, int, float, str, type(None))
 
-# What a model raises that takes no such input.
+# Raised by a model that does not take an input.
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
 def objection(plain: nn.Module, probe: Callable[[], str | None]) -> str | None:
-    """What the probe says against a `transformers` model: None if its first layers pass, else what all of them get.
+    """The probe's objection to a `transformers` model: None if the first layers pass, else that of the whole model.
 
-    A model may refuse to run without its other layers, so a refusal counts only where none were left out.
+    A model may refuse to run without its other layers, so only the whole model's refusal counts.
     """
     with shortened(plain) as cut:
         if cut:
@@ -30,16 +30,16 @@ def objection(plain: nn.Module, probe: Callable[[], str | None]) -> str | None:
 
 @contextmanager
 def shortened(plain: Any) -> Iterator[bool]:
-    """Within, a `transformers` model ends after its first layers, those that show every kind that it has.
+    """Within, a `transformers` model ends after its first layers, at least two and one of every kind that it has.
 
-    At least two are left. Nothing is copied: the layers are those of the model. Gives whether any were left out: none
-    are where the list of layers is not found, and under FSDP, which notes at the first pass what there is to gather.
+    Nothing is copied: the layers are those of the model. Yields whether any were left out: none are where the list of
+    layers is not found, and under FSDP, which notes at the first pass what there is to gather.
     """
-    place = _find_layers(plain)
-    if place is None:
+    owner = _find_layers(plain)
+    if owner is None:
         yield False
         return
-    parent, name = place
+    parent, name = owner
     layers: Any = parent._modules[name]
     count = _first_of_each_kind(layers, getattr(plain.config.get_text_config(), "layer_types", None))
     parent._modules[name] = layers[:count]
@@ -67,14 +67,14 @@ def _find_layers(plain: Any) -> tuple[nn.Module, str] | None:
 
 
 def _first_of_each_kind(layers: nn.ModuleList, layer_types: Any) -> int:
-    """How many layers from the first on have at least one of every kind among them."""
+    """The number of first layers that hold one of every kind."""
     types = layer_types or [None] * len(layers)
     kinds = [(kind, _kind(layer)) for kind, layer in zip(types, layers, strict=True)]
     return min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What two layers must share to compute the same function of their input, but for the values of their weights."""
+    """Equal for layers that compute the same function of their input, but for the values of their weights."""
     modules = [(path, type(module), _settings(module)) for path, module in layer.named_modules()]
     shapes = [(path, tuple(tensor.shape), tensor.dtype) for path, tensor in layer.named_parameters()]
     return tuple(modules), tuple(shapes)

@@ -1,8 +1,8 @@
 """A Hugging Face classifier as objectives see it: a batch in, one score per marked token out.
 
-A reward model reads an answer where it ends, a process reward model each step where it ends: both are a head on the
-hidden states of the tokens that `Example.trained` marks. Trained so, `transformers` loads them as a sequence classifier
-or a token classifier, and computes the same scores.
+A reward model scores a completion at its last token, a process reward model each step at its last token: both are a
+head on the hidden states of the tokens that `Example.trained` marks. `transformers` loads such a model as a sequence or
+token classifier, and computes the same scores.
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ from .inputs import Layout, Read, Rows
 
 
 class Scores(NamedTuple):
-    """What one forward pass says of every marked token."""
+    """Result of one forward pass."""
 
-    score: Tensor  # [tokens]: the logit of one class, or that of the second of two over the first
+    score: Tensor  # [tokens], one per marked token: the logit of one class, or of the second of two minus the first
 
 
 class Scorer(Backbone):
-    """A classifier with one output, or with two of which the second says "right", and the rows that it is given.
+    """A classifier with one output, or with two of which the second means "right", and the layout of its input.
 
     Args:
         model: a `transformers` model for sequence or token classification, plain or wrapped by peft.
-        layout: ``"auto"`` takes the first of shared, packed and padded rows that this model is shown to keep apart.
+        layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps sequences apart.
 
     Raises:
-        ValueError: if the model has no linear head of one or two outputs on its last hidden states, or if a named
-            layout lets its sequences see each other.
+        ValueError: if the model has no linear head of one or two outputs on its last hidden states, or if sequences see
+            each other in a layout that was named.
     """
 
     read: Read = "at"
@@ -45,7 +45,7 @@ class Scorer(Backbone):
     @property
     def head(self) -> nn.Module:
         labels = self.plain.config.num_labels
-        heads = [child for child in self.plain.children() if _outputs(child) == labels]
+        heads = [child for child in self.plain.children() if _output_size(child) == labels]
         if len(heads) != 1 or labels not in (1, 2):
             raise ValueError(
                 f"scorer: {type(self.plain).__name__} has no linear head of one or two outputs on its hidden states; "
@@ -64,31 +64,31 @@ class Scorer(Backbone):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare with the model's own forward on one short text: is it this head, and these hidden states?"""
+        """Compare with the model's own forward on one short text."""
         first, *rest = (token for token in range(2, 7) if token != self.plain.config.pad_token_id)
         text = [Example([first], [rest], [[token == rest[-1] for token in rest]])]
         with evaluating(self.model):
-            ours = self._score(self.arranged(text, "padded"))
+            score = self._score(self.arranged(text, "padded"))
             logits: Tensor = self.plain(torch.tensor([[first, *rest]], device=self.device), use_cache=False).logits
-        theirs = logits.flatten(0, -2)[-1]
-        expected = theirs[0] if len(theirs) == 1 else theirs[1] - theirs[0]
+        output = logits.flatten(0, -2)[-1]
+        expected = output[0] if len(output) == 1 else output[1] - output[0]
         tolerance = 1e-4 if torch.finfo(logits.dtype).eps < 1e-5 else 0.1
-        if not torch.isclose(ours[0].double(), expected.double(), rtol=tolerance, atol=tolerance):
+        if not torch.isclose(score[0].double(), expected.double(), rtol=tolerance, atol=tolerance):
             raise ValueError(f"scorer: {type(self.plain).__name__} scores are not its head on its last hidden states")
 
 
 class Critic(Scorer):
-    """Values of states: a scorer that reads each trained token where it is chosen, one position before it stands."""
+    """A value function: a scorer that reads each trained token one position before it, the state it is chosen in."""
 
     def __init__(self, model: nn.Module, *, layout: Layout | Literal["auto"] = "auto") -> None:
-        super().__init__(model, layout=layout)  # the head is checked where transformers reads it
+        super().__init__(model, layout=layout)  # the head is checked at the positions that transformers reads
         self.read = "before"
 
 
 def ends_marked(example: Example, pad: int | None) -> Example:
-    """The example with one mark per completion: on the token where `transformers` reads a sequence classifier.
+    """Mark one token per completion, the one at which `transformers` reads a sequence classifier.
 
-    That is the last token other than the padding token, which for many models is also the one that ends an answer.
+    It is the last one other than the padding token, which for many models is also the token that ends a completion.
     """
     marks = []
     for completion in example.completions:
@@ -104,7 +104,7 @@ def scores(scorer: Scorer, batches: Sequence[Batch]) -> Tensor:
         return torch.cat([scorer(batch).score for batch in batches])
 
 
-def _outputs(module: Any) -> int | None:
-    """Outputs of a linear layer, under peft's wrappers."""
+def _output_size(module: Any) -> int | None:
+    """Of a linear layer, under peft's wrapper; None of another module."""
     original = getattr(module, "original_module", module)
     return original.out_features if isinstance(original, nn.Linear) else None

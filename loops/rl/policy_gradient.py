@@ -23,6 +23,7 @@ from ...objectives import (
     sampler_mismatch,
     sequence_sum,
 )
+from ...objectives.types import Bound
 from ..batch import Batch
 from ..models.policy import Policy
 from ..runs.reference import Reference, column
@@ -55,8 +56,8 @@ def completion_surrogate(
     old_logp: PerSequence,
     advantage: PerSequence,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: Bound = 0.2,
+    clip_high: Bound = 0.2,
 ) -> tuple[PerSequence, Stats]:
     """`clipped_surrogate` of whole completions: the ratio is the product of those of its tokens. TRL's RLOO.
 

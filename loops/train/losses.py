@@ -2,9 +2,10 @@
 
     total = dpo + 0.2 · nll + 0.1 · distillation        {name: Term(function, coefficient, ...)}
 
-An objective says in its signature what it needs: names and units. ``chosen: PerPair`` is the log-prob of the chosen
-answer of each pair, ``logp: PerToken`` that of each trained token, ``logp: PerSequence`` that of each answer. Here the
-tensors of a batch are laid out under those names, and every loss takes its own from one forward pass.
+The signature of an objective names its tensors and their units: ``chosen: PerPair`` is the log-prob of the chosen
+completion of each pair, ``logp: PerToken`` that of each trained token, ``logp: PerSequence`` that of each completion.
+The tensors of a batch are stored under such names and units, and each loss takes its own, all from one forward pass.
+``objectives/SIGNATURES.md`` lists them.
 """
 
 import difflib
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import ModuleType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +30,7 @@ from ...objectives import (
     supervised,
     wpo_weight,
 )
-from ..batch import Batch, Of
-from ..config import (
-    NoiseShare,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveNoiseShare,
-    PositiveShare,
-    ShareBelowOne,
-    range_complaint,
-)
+from ..batch import Batch, CompletionSelector
 from ..models.lm_head import TeacherOutputs
 from . import weighting as weights
 from .step import Objective, Stats
@@ -50,19 +42,8 @@ Reader = Callable[[nn.Module, Batch], Tensors]
 Answer = Callable[[Tensor, Batch], Tensor]  # [tokens] -> [sequences]
 
 CHOSEN, REJECTED = 0, 1
-# Ranges of hyper-parameters by name, or by loss and name: those that the objectives check themselves.
-RANGES: dict[str, Any] = {
-    **dict.fromkeys(("beta", "tau_pos", "tau_neg", "desirable_weight", "undesirable_weight"), PositiveFloat),
-    **dict.fromkeys(("k_pos", "lambda_pos", "k_neg", "lambda_neg"), PositiveFloat),
-    **dict.fromkeys(("gamma", "clip_low", "clip_high"), NonNegativeFloat),
-    "tau": PositiveShare,
-    "label_smoothing": NoiseShare,
-    "exo.label_smoothing": PositiveNoiseShare,
-    "label_smoothed_nll.label_smoothing": ShareBelowOne,
-    "kind": Literal["k1", "k2", "k3"],
-}
-_UNITS = {"completions": "sequences", "steps": "tokens"}  # of scorers
-_NAMES_OF_ANSWERS: dict[str, Of] = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}
+_UNITS = {"completions": "sequences", "steps": "tokens"}  # of objectives on scores
+_COMPLETIONS: dict[str, CompletionSelector] = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}
 
 
 @dataclass(frozen=True)
@@ -70,24 +51,24 @@ class Term:
     """One loss of a mix.
 
     Attributes:
-        function: of `burnish.objectives`, or any other of their form, its hyper-parameters bound.
+        function: one of `burnish.objectives`, or another of their form, its hyper-parameters bound.
         coefficient: 0 measures without training.
-        weighting: what each unit counts; without one, every token, answer or pair counts the same.
-        of: for a loss with one entry per token or answer: which answers it is applied to.
-        columns: of the data, that its weighting reads.
+        weighting: weight of each unit; by default every token, completion or pair counts the same.
+        of: completions that a loss with one entry per token or completion is applied to.
+        columns: columns of the data that its weighting reads.
         factor: name of a tensor, one entry per unit of the loss, that the loss is multiplied by.
     """
 
     function: Loss
     coefficient: float = 1.0
     weighting: Weighting | None = None
-    of: Of = None
+    of: CompletionSelector = None
     columns: tuple[str, ...] = ()
     factor: str | None = None
 
     @cached_property
     def unit(self) -> Unit:
-        """What the loss has one entry of, from its return annotation."""
+        """Unit of the loss's entries, from its return annotation."""
         loss, _ = get_args(inspect.signature(self.function).return_annotation)
         return cast(Unit, _unit(loss))
 
@@ -111,7 +92,10 @@ class Term:
         if value is None:
             if parameter.default is parameter.empty:
                 name = getattr(self.function, "func", self.function).__name__
-                raise ValueError(f"{name}: nothing here gives its {parameter.name} per {unit or 'step'}")
+                missing = f"{parameter.name} per {unit.removesuffix('s') or 'step'}"
+                sources = [source for source, names in _SOURCES.items() if parameter.name in names]
+                source = sources[0] if sources else "a column of the data of that name"
+                raise ValueError(f"{name}: there is no tensor {missing}; {source} would give it")
             return None
         if self.of is None or unit not in ("tokens", "sequences"):
             return value
@@ -129,7 +113,7 @@ def _pair_logps(logp_chosen: PerPair, logp_rejected: PerPair) -> tuple[PerPair, 
     return logp_chosen.detach(), {"logps/rejected": logp_rejected.detach()}
 
 
-# Measured beside the losses, of all answers, and logged under these names.
+# Measured beside the losses, over all completions, and logged under these names.
 ENTROPY = {"entropy": Term(_entropy, 0.0)}
 PAIR_LOGPS = {"logps/chosen": Term(_pair_logps, 0.0)}
 
@@ -139,37 +123,37 @@ def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
     return divergence, {}
 
 
-def compose(terms: Losses, read: Reader) -> Objective:
-    """The objective whose losses are these terms, from the one forward pass of ``read``."""
+def compose(losses: Losses, read: Reader) -> Objective:
+    """The objective of these losses, all from one forward pass, that of ``read``."""
 
     def objective(policy: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Stats]]:
         tensors = read(policy, batch)
-        return {name: term(tensors, batch) for name, term in terms.items()}
+        return {name: term(tensors, batch) for name, term in losses.items()}
 
     return objective
 
 
-def weightings(terms: Losses) -> Weightings:
-    return {name: (term.coefficient, term.weigh) for name, term in terms.items()}
+def weightings(losses: Losses) -> Weightings:
+    return {name: (term.coefficient, term.weigh) for name, term in losses.items()}
 
 
-def columns_of(terms: Losses) -> list[str]:
-    """The columns of the data that the terms' weightings read."""
-    return sorted({name for term in terms.values() for name in term.columns})
+def columns_of(losses: Losses) -> list[str]:
+    """The columns of the data that the losses' weightings read."""
+    return sorted({name for term in losses.values() for name in term.columns})
 
 
-def needs(terms: Losses) -> set[str]:
-    """The names of all tensors that the terms take."""
-    return {name for term in terms.values() for name in units_of(term.function)}
+def needs(losses: Losses) -> set[str]:
+    """The names of all tensors that the losses take."""
+    return {name for term in losses.values() for name in units_of(term.function)}
 
 
-def outputs_for(terms: Losses) -> tuple[Extra, ...]:
-    """What the terms need of the log-prob kernel beside its three outputs."""
-    asked: dict[Extra, bool] = {
-        "mean_logprob": "mean_logp" in needs(terms),
-        "log_sum_squares": any(term.factor == "wpo" for term in terms.values()),
+def outputs_for(losses: Losses) -> tuple[Extra, ...]:
+    """Further outputs of the log-prob kernel that the losses need."""
+    needed: dict[Extra, bool] = {
+        "mean_logprob": "mean_logp" in needs(losses),
+        "log_sum_squares": any(term.factor == "wpo" for term in losses.values()),
     }
-    return tuple(name for name, needed in asked.items() if needed)
+    return tuple(name for name, used in needed.items() if used)
 
 
 def policy_tensors(
@@ -182,64 +166,70 @@ def policy_tensors(
     pairs: bool = False,
     temperature: float = 1.0,
 ) -> Reader:
-    """Log-probs and what else the policy says, of tokens, of answers and of pairs, under the names of the objectives.
+    """The policy's tensors per token, per completion and per pair, under the names of the objectives.
 
     Args:
         reference: log-probs [tokens] of the reference policy, for the tensors named ``ref_...``.
-        answer: from the log-probs of tokens to that of an answer; the sum over its tokens unless told otherwise.
+        answer: reduces the log-probs of tokens to one per completion; the default is their sum.
         score: maps log-ratios of pairs to f-divergence scores, see `burnish.objectives.f_divergence_score`.
-        teaching: what a teacher says of the tokens, see `teacher`, for the tensor ``divergence``.
-        outputs: of the log-prob kernel: "mean_logprob" gives ``mean_logp``, for label smoothing; "log_sum_squares"
-            gives ``wpo``, the weight of each answer and the product of those of each pair.
-        pairs: whether the examples are pairs of a chosen and a rejected answer.
-        temperature: of the policy's softmax, that which answers were sampled at.
+        teaching: a teacher's outputs for the batch, for the tensor ``divergence``.
+        outputs: further outputs of the log-prob kernel: "mean_logprob" gives ``mean_logp``, for label smoothing;
+            "log_sum_squares" gives ``wpo``, the weight of each completion and of each pair, a product of two.
+        pairs: whether the examples are pairs of a chosen and a rejected completion.
+        temperature: of the policy's softmax, the one that completions were sampled at.
     """
-    total: Answer = answer or (lambda x, batch: sequence_sum(x, batch.sequence, batch.sequences))
+    reduced: Answer = answer or (lambda x, batch: sequence_sum(x, batch.sequence, batch.sequences))
 
     def read(policy: nn.Module, batch: Batch) -> Tensors:
-        asked: dict[str, Any] = {"outputs": outputs} if outputs else {}
-        asked |= {"temperature": temperature} if temperature != 1.0 else {}
-        said = policy(batch, **asked, **({} if teaching is None else {"lesson": teaching(batch)}))
-        tokens = {"logp": said.logprob, "entropy": said.entropy, "logsumexp": said.logsumexp}
-        more = {"value": said.value, "divergence": said.divergence, "mean_logp": said.mean_logprob}
-        tokens |= {name: value for name, value in more.items() if value is not None}
-        answers = {"logp": total(said.logprob, batch)}
-        if said.log_sum_squares is not None:
-            answers["wpo"] = wpo_weight(said.logprob, said.log_sum_squares, batch.sequence, batch.sequences)
-        if reference is not None:
-            tokens["ref_logp"] = reference(batch)
-            answers["ref_logp"] = total(tokens["ref_logp"], batch)
-        tokens["sequence"] = batch.sequence
-        found: Tensors = {("tokens", name): value for name, value in tokens.items()}
-        found |= {("sequences", name): value for name, value in answers.items()}
+        options: dict[str, Any] = {"outputs": outputs} if outputs else {}
+        options |= {"temperature": temperature} if temperature != 1.0 else {}
+        forward = policy(batch, **options, **({} if teaching is None else {"lesson": teaching(batch)}))
+        of_tokens = {
+            "logp": forward.logprob,
+            "entropy": forward.entropy,
+            "logsumexp": forward.logsumexp,
+            "mean_logp": forward.mean_logprob,
+            "value": forward.value,
+            "divergence": forward.divergence,
+            "ref_logp": None if reference is None else reference(batch),
+            "sequence": batch.sequence,
+        }
+        tensors: Tensors = {("tokens", name): value for name, value in of_tokens.items() if value is not None}
+        for name in ("logp", "ref_logp"):
+            if ("tokens", name) in tensors:
+                tensors["sequences", name] = reduced(tensors["tokens", name], batch)
+        if forward.log_sum_squares is not None:
+            wpo = wpo_weight(forward.logprob, forward.log_sum_squares, batch.sequence, batch.sequences)
+            tensors["sequences", "wpo"] = wpo
         if pairs:
-            found |= pair_tensors(answers["logp"], batch) | pair_tensors(answers["logp"], batch, "logp_")
-            found |= pair_tensors(sequence_mean(said.logprob, batch.sequence, batch.sequences), batch, "mean_")
+            logp = tensors["sequences", "logp"]
+            tensors |= pair_tensors(logp, batch) | pair_tensors(logp, batch, "logp_")
+            tensors |= pair_tensors(sequence_mean(forward.logprob, batch.sequence, batch.sequences), batch, "mean_")
             if reference is not None:
-                found |= pair_tensors(answers["ref_logp"], batch, "ref_")
-            if "wpo" in answers:
-                of_pair = pair_tensors(answers["wpo"], batch)
-                found["pairs", "wpo"] = of_pair["pairs", "chosen"] * of_pair["pairs", "rejected"]
+                tensors |= pair_tensors(tensors["sequences", "ref_logp"], batch, "ref_")
+            if forward.log_sum_squares is not None:
+                chosen, rejected = pair_tensors(wpo, batch).values()
+                tensors["pairs", "wpo"] = chosen * rejected
             if score is not None:
-                for which in ("chosen", "rejected"):
-                    ratio = found["pairs", which] - found["pairs", f"ref_{which}"]
-                    found["pairs", which], found["pairs", f"ref_{which}"] = score(ratio), torch.zeros_like(ratio)
-        return found
+                for side in ("chosen", "rejected"):
+                    ratio = tensors["pairs", side] - tensors["pairs", f"ref_{side}"]
+                    tensors["pairs", side], tensors["pairs", f"ref_{side}"] = score(ratio), torch.zeros_like(ratio)
+        return tensors
 
     return read
 
 
 def score_tensors(policy: nn.Module, batch: Batch) -> Tensors:
-    """Scores of answers, of the answers of pairs, and of steps, under the names of the objectives."""
+    """A scorer's tensors per step, per completion and per pair, under the names of the objectives."""
     score = policy(batch).score
-    found: Tensors = {("tokens", "logit"): score}
-    if len(score) == batch.sequences:  # one mark per answer
-        found |= {("sequences", "score"): score, ("sequences", "group"): batch.example, **pair_tensors(score, batch)}
-    return found
+    tensors: Tensors = {("tokens", "logit"): score}
+    if len(score) == batch.sequences:  # one marked token per completion
+        tensors |= {("sequences", "score"): score, ("sequences", "group"): batch.example, **pair_tensors(score, batch)}
+    return tensors
 
 
 def pair_tensors(value: Tensor, batch: Batch, prefix: str = "") -> Tensors:
-    """A value per answer as the two values of each pair."""
+    """A value per completion as the two values of each pair."""
     return {
         ("pairs", f"{prefix}chosen"): value[batch.completion == CHOSEN],
         ("pairs", f"{prefix}rejected"): value[batch.completion == REJECTED],
@@ -251,45 +241,47 @@ def parse(
     shared: Mapping[str, float],
     known: Mapping[str, Loss],
     *,
-    of: Of = None,
+    of: CompletionSelector = None,
     weighting: Callable[..., weights.Weights] = weights.token_mean,
     given: Collection[str] = (),
 ) -> dict[str, Term]:
-    """The terms of a configured mix: ``dpo``, or ``{dpo: 1.0, nll: {coefficient: 0.2, weighting: sequence_mean}}``.
+    """The losses of a configured mix: ``dpo``, or ``{dpo: 1.0, nll: {coefficient: 0.2, weighting: sequence_mean}}``.
 
     Beside its hyper-parameters a loss may have ``coefficient``; ``weighting``, one of token_mean, sequence_mean and
-    fixed_length (with its ``length``); ``of``, the answers it is applied to: all, chosen, rejected, or a column that
-    says so; and ``weight``, the name of a column that its units count by.
+    fixed_length (with its ``length``); ``of``, the completions it is applied to: all, chosen, rejected, or the name of
+    a bool column; and ``weight``, the name of a column that its units are weighted by.
 
     Args:
         shared: hyper-parameters for every loss that has one of that name.
-        known: the losses that this recipe has, by name.
-        of, weighting: of losses of tokens, unless told otherwise.
-        given: those of the shared names that somebody gave, so that one must have some loss to go to.
+        known: the losses of this recipe, by name.
+        of, weighting: defaults for losses with one entry per token.
+        given: names of the shared hyper-parameters that the user set: each must belong to at least one loss.
 
     Raises:
-        ValueError: if a name or a hyper-parameter is unknown or out of range, naming the nearest one there is.
+        ValueError: if a name or a hyper-parameter is unknown, naming the nearest one there is, or out of range.
     """
-    terms = {}
+    losses = {}
     for name, entry in ({mix: 1.0} if isinstance(mix, str) else mix).items():
-        own: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"coefficient": entry}
+        settings: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"coefficient": entry}
         function = _known(name, known)
-        coefficient = own.pop("coefficient", 1.0)
-        which = own.pop("of", None)
-        to = of if which is None and Term(function).unit == "tokens" else _NAMES_OF_ANSWERS.get(which, which)
-        by = own.pop("weight", None)
-        chosen = _weighting(name, Term(function, of=to), own, by, weighting)
-        columns = tuple(column for column in (by, to) if isinstance(column, str))
-        terms[name] = Term(_bind(name, function, shared, own), coefficient, chosen, to, columns)
-    has = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in terms.values()))
+        coefficient = settings.pop("coefficient", 1.0)
+        chosen = settings.pop("of", None)
+        completions = of if chosen is None and Term(function).unit == "tokens" else _COMPLETIONS.get(chosen, chosen)
+        by = settings.pop("weight", None)
+        weigh = _weighting(name, Term(function, of=completions), settings, by, weighting)
+        columns = tuple(column for column in (by, completions) if isinstance(column, str))
+        losses[name] = Term(_bind(name, function, shared, settings), coefficient, weigh, completions, columns)
+    known_parameters = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in losses.values()))
     for name in given:
-        if name not in has:
-            raise ValueError(f"loss_kwargs: no loss of this mix has {name!r}; they have {', '.join(sorted(has))}")
-    return terms
+        if name not in known_parameters:
+            raise ValueError(
+                f"loss_kwargs: no loss of this mix has {name!r}; they have {', '.join(sorted(known_parameters))}"
+            )
+    return losses
 
 
 def losses_of(module: ModuleType) -> dict[str, Loss]:
-    """Every objective that a module of `burnish.objectives` defines: its public functions of loss and stats."""
+    """Every objective of a module of `burnish.objectives`: its public functions that return loss and stats."""
     return {
         name: function
         for name, function in vars(module).items()
@@ -309,13 +301,13 @@ def refuse_split_steps(terms: Losses, *, micro_tokens: int | None, ranks: int) -
 
 
 def tensor_parameters(function: Any) -> list[inspect.Parameter]:
-    """The tensors that a loss takes: its positional parameters."""
+    """The tensors of a loss: its positional parameters."""
     parameters = inspect.signature(getattr(function, "func", function)).parameters.values()
     return [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
 def units_of(function: Any) -> dict[str, str]:
-    """The unit of each tensor that a loss takes, by name."""
+    """The unit of each tensor of a loss, by name."""
     return {parameter.name: _unit(parameter.annotation) for parameter in tensor_parameters(function)}
 
 
@@ -333,7 +325,7 @@ def _unit(annotation: Any) -> str:
 
 
 def _column(batch: Batch, name: str, unit: str) -> Tensor | None:
-    """A column of the data, per answer where it is asked for so."""
+    """A column of the data, expanded from examples to completions for a loss that takes it per sequence."""
     value = batch.columns.get(name)
     if value is not None and unit == "sequences" and len(value) != batch.sequences:
         return value[batch.example]
@@ -350,10 +342,10 @@ def _known(name: str, known: Mapping[str, Loss]) -> Loss:
 
 
 def _weighting(
-    name: str, term: Term, own: dict[str, Any], by: str | None, default: Callable[..., weights.Weights]
+    name: str, term: Term, settings: dict[str, Any], by: str | None, default: Callable[..., weights.Weights]
 ) -> Weighting:
-    """The weighting that is named in ``own``, which loses its entries."""
-    kind = own.pop("weighting", None)
+    """The weighting of a loss; its entries are taken out of ``settings``."""
+    kind = settings.pop("weighting", None)
     weighting: Weighting = partial(default, of=term.of) if term.unit == "tokens" else term.weigh
     if kind is not None:
         if term.unit != "tokens" or kind not in ("token_mean", "sequence_mean", "fixed_length"):
@@ -361,33 +353,58 @@ def _weighting(
                 f"loss: {name} has one entry per {term.unit.removesuffix('s')}, weighting={kind!r} does not fit; "
                 "wanted token_mean, sequence_mean or fixed_length for a loss of tokens, and none for another"
             )
-        if kind == "fixed_length" and (by is not None or "length" not in own):
+        if kind == "fixed_length" and (by is not None or "length" not in settings):
             raise ValueError(f"loss: {name}: weighting fixed_length needs its length, and takes no weight column")
-        fixed = {"length": own.pop("length")} if kind == "fixed_length" else {}
-        weighting = partial(getattr(weights, kind), of=term.of, **fixed)
+        length = {"length": settings.pop("length")} if kind == "fixed_length" else {}
+        weighting = partial(getattr(weights, kind), of=term.of, **length)
     return (
         weighting if by is None else partial(weights.weighted, weighting=weighting, by=by, unit=term.unit, of=term.of)
     )
 
 
-def _bind(name: str, function: Loss, shared: Mapping[str, float], own: Mapping[str, Any]) -> Loss:
-    """The function with the hyper-parameters it has: its ``own``, or those ``shared`` by the mix, in their ranges."""
-    has = hyper_parameters(function)
-    for parameter in own:
-        if parameter not in has:
-            raise ValueError(f"loss: {name} has no {parameter!r}; it has {', '.join(sorted(has)) or 'none'}")
-    if not has:
+def _bind(name: str, function: Loss, shared: Mapping[str, Any], settings: Mapping[str, Any]) -> Loss:
+    """The function with its hyper-parameters: those of its ``settings``, or those ``shared`` by the mix."""
+    parameters = hyper_parameters(function)
+    for parameter in settings:
+        if parameter not in parameters:
+            wanted = ", ".join(sorted(parameters)) or "none"
+            raise ValueError(f"loss: {name} has no {parameter!r}; it has {wanted}")
+    if not parameters:
         return function
-    bound = {parameter: value for parameter, value in {**shared, **own}.items() if parameter in has}
-    missing = {p.name for p in has.values() if p.default is p.empty} - bound.keys()
+    bound = {parameter: value for parameter, value in {**shared, **settings}.items() if parameter in parameters}
+    missing = {p.name for p in parameters.values() if p.default is p.empty} - bound.keys()
     if missing:
         example = f"{{{', '.join(f'{parameter}: ...' for parameter in sorted(missing))}}}"
         raise ValueError(f"loss: {name} needs {', '.join(sorted(missing))}; give it with --loss_kwargs '{example}'")
-    for parameter, value in bound.items():  # wrong values are refused before any model is loaded
-        kind = RANGES.get(f"{name}.{parameter}", RANGES.get(parameter))
-        if kind is not None and (complaint := range_complaint(value, kind)):
-            raise ValueError(f"{name}: {parameter} {complaint}")
+    _check_ranges(name, parameters, bound)
     return partial(function, **bound)
+
+
+def _check_ranges(name: str, parameters: Mapping[str, inspect.Parameter], bound: Mapping[str, Any]) -> None:
+    """Raise ValueError unless each value is among those of its `Literal`, or in the `Range` of its annotation."""
+    values = {parameter.name: bound.get(parameter.name, parameter.default) for parameter in parameters.values()}
+    for parameter, value in values.items():
+        annotation = parameters[parameter].annotation
+        if get_origin(annotation) is Literal and value not in get_args(annotation):
+            *others, last = get_args(annotation)
+            raise ValueError(f"{name}: {parameter} must be {', '.join(others)} or {last}, got {value!r}")
+        for allowed in getattr(annotation, "__metadata__", ()):
+            if not isinstance(value, int | float) or not allowed.holds(value, values):
+                raise ValueError(f"{name}: {parameter} must be {allowed.words}, got {value}")
+
+
+_SOURCES = {  # what gives the tensors that a loss may lack
+    "policy_tensors(pairs=True)": ("mean_chosen", "mean_rejected", "logp_chosen", "logp_rejected"),
+    "policy_tensors(pairs=True), or score_tensors for a scorer,": ("chosen", "rejected"),
+    "policy_tensors(reference=..., pairs=True)": ("ref_chosen", "ref_rejected"),
+    "policy_tensors(reference=...)": ("ref_logp",),
+    'policy_tensors(outputs=("mean_logprob",))': ("mean_logp",),
+    "policy_tensors(teaching=...)": ("divergence",),
+    "a policy with a value_head or a critic": ("value",),
+    "score_tensors": ("logit",),
+    "score_tensors, with one marked token per completion,": ("score", "group"),
+    "an online recipe": ("old_logp", "sampled_logp", "start_logp", "old_value", "advantage", "correction"),
+}
 
 
 # The losses that recipes offer by name: of single tokens, which every recipe on text can add to its own, and of pairs.

@@ -1,9 +1,9 @@
-"""One optimizer step, and the generator that makes many of them.
+"""One optimizer step, and a generator of many.
 
     for step in optimize(policy, batches, objective, weightings, ...):
-        ...                                     # the caller's own code is the callback system
+        ...                                     # your own code, in place of callbacks
 
-The gradient of a step is the same for every split into micro-batches and ranks: see `weights`.
+The gradient of a step is the same for every split into micro-batches and ranks, see `weighting`.
 """
 
 import math
@@ -29,14 +29,14 @@ PATIENCE = 5  # steps in a row without a finite gradient before training stops
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step did. ``number`` counts from 1; ``metrics`` holds plain numbers."""
+    """One optimizer step: its number, counted from 1, and its metrics."""
 
     number: int
     metrics: dict[str, float]
 
 
 class Sums:
-    """Weighted sums of losses and stats, float64, divided once at the very end: never a mean of means."""
+    """Weighted sums of losses and stats, in float64, divided once at the end: no mean of means."""
 
     def __init__(self, weightings: Weightings) -> None:
         self.weightings = weightings
@@ -52,14 +52,14 @@ class Sums:
                 self.sums[metric] = self.sums.get(metric, weight.new_zeros(())) + (weight * value).sum()
 
     def means(self, accelerator: Accelerator, denominators: Mapping[str, float]) -> dict[str, float]:
-        """The metrics over all ranks, with ``loss``, their weighted total, first. A stat is a mean by the weights."""
+        """The metrics over all ranks; ``loss``, the weighted total, comes first. A stat is its weighted mean."""
         totals = sum_over_ranks(accelerator, {metric: float(value) for metric, value in self.sums.items()})
         weights = sum_over_ranks(accelerator, {name: float(weight) for name, weight in self.weights.items()})
         counted = {name for name, (coefficient, _) in self.weightings.items() if coefficient or denominators[name]}
         means = {
             metric: total / ((denominators if metric in self.weightings else weights)[self.term[metric]] or 1.0)
             for metric, total in totals.items()
-            if self.term[metric] in counted  # what is only measured, and had nothing to measure, is left out
+            if self.term[metric] in counted  # without a term that is only measured and had no unit to measure
         }
         loss = sum(coefficient * means[name] for name, (coefficient, _) in self.weightings.items() if coefficient)
         return {"loss": loss, **means}
@@ -78,16 +78,17 @@ def train_step(
     """Accumulate the gradient of one global batch and take one optimizer step.
 
     Args:
-        micro_batches: this rank's part of the global batch; as many on every rank, empty ones where need be.
+        micro_batches: this rank's part of the global batch; the same number on every rank, some of them empty if need
+            be.
         objective: ``objective(policy, batch) -> {name: (loss, stats)}``, unreduced.
-        weightings: ``{name: (coefficient, weighting)}``: which of the named losses are summed, and how. A coefficient
-            of 0 measures without training.
+        weightings: ``{name: (coefficient, weighting)}`` of the named losses to sum. A coefficient of 0 measures without
+            training.
         max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
 
     Returns:
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
-        ``skipped``: 1 if no step was taken, because the gradient was not finite, or because it was 0 everywhere: no
-        token on any rank, or none that teaches anything.
+        ``skipped``: 1 if no step was taken, because the gradient was not finite or was 0 everywhere, as without any
+        trained token.
     """
     denominators = global_denominators(accelerator, micro_batches, weightings)
     sums = Sums(weightings)
@@ -106,7 +107,7 @@ def train_step(
             # Ranks average their gradients, and the loss is a sum over ranks.
             accelerator.backward(total * accelerator.num_processes)
     grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm))
-    taken = math.isfinite(grad_norm) and grad_norm > 0  # momentum would move the weights even where no gradient does
+    taken = math.isfinite(grad_norm) and grad_norm > 0  # at 0, momentum alone would move the weights
     if taken:
         optimizer.step()
     optimizer.zero_grad()
@@ -117,7 +118,7 @@ def train_step(
 def global_denominators(
     accelerator: Accelerator, micro_batches: Iterable[Batch], weightings: Weightings
 ) -> dict[str, float]:
-    """Z of each named loss, over all micro-batches of all ranks; 0 for a loss without a unit, whose sum is 0 too."""
+    """Z of each named loss over all micro-batches of all ranks; 0 for a loss without any unit, whose sum is 0 too."""
     shares = {name: 0.0 for name in weightings}
     for batch in micro_batches:
         for name, (_, weighting) in weightings.items():
@@ -157,7 +158,7 @@ def optimize(
             accelerator, policy, optimizer, batches(number - 1), objective, weightings, max_grad_norm=max_grad_norm
         )
         with warnings.catch_warnings():
-            # Where the first step is skipped, torch thinks that the two come in the wrong order.
+            # When the first step is skipped, torch complains about the order of the two calls.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             schedule.step()
         failures = 0 if math.isfinite(metrics["grad_norm"]) else failures + 1
@@ -178,7 +179,7 @@ def evaluate(
     objective: Objective,
     weightings: Weightings,
 ) -> dict[str, float]:
-    """The metrics of `train_step` over these batches, without training on them."""
+    """The metrics of `train_step` over these batches, without training."""
     denominators = global_denominators(accelerator, micro_batches, weightings)
     sums = Sums(weightings)
     training = policy.training

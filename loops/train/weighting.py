@@ -1,13 +1,13 @@
-"""A loss is a dot product: what weight each unit of each named loss gets, known before the first forward pass.
+"""A loss is a dot product: the weight of each unit of each named loss, known before the first forward pass.
 
     total = Σ_k c_k · Σ_i w_ki · loss_ki / Z_k       over all micro-batches of all ranks
 
-The weights w and the denominators Z depend on masks only, so one collective finds every Z_k for a whole optimizer step,
+The weights w and the denominators Z depend on masks only, so one collective gives every Z_k of a whole optimizer step,
 and the gradient does not depend on how the step was split.
 
 A weighting is a function ``weighting(batch) -> Weights``: one of these, or any other. Those here take ``of``, to weigh
-the units of some answers alone: an index in the example (of a pair, 0 is the chosen answer and 1 the rejected one), or
-the name of a column that says of each example whether it counts.
+the units of some completions alone: an index in the example (of a pair, 0 is chosen and 1 rejected), or the name of a
+bool column, one entry per example.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch import Batch, Of
+from ..batch import Batch, CompletionSelector
 
 
 class Weights(NamedTuple):
-    """What one micro-batch brings: a weight per unit, and its share of the global denominator."""
+    """A weight per unit of one micro-batch, and its share of the global denominator."""
 
     weight: Tensor  # float64 [units]
     share: float
@@ -31,27 +31,27 @@ Unit = Literal["tokens", "sequences", "pairs"]
 Weightings = Mapping[str, tuple[float, Weighting]]  # name of a loss -> (coefficient, weighting)
 
 
-def token_mean(batch: Batch, *, of: Of = None) -> Weights:
+def token_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
     """w = 1, Z = Σ|o|: every token counts the same (SFT; DAPO, Yu et al. 2025, arXiv:2503.14476)."""
     return _each(len(_sequence(batch, of)), batch)
 
 
-def sequence_mean(batch: Batch, *, of: Of = None) -> Weights:
-    """w = 1/|o_i|, Z = N: every answer counts the same, however long (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
+def sequence_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
+    """w = 1/|o_i|, Z = N: every completion counts the same (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
     sequence = _sequence(batch, of)
     length = torch.bincount(sequence, minlength=batch.sequences).double()
     return Weights(1 / length[sequence], float((length > 0).sum()))
 
 
-def fixed_length(batch: Batch, *, length: int, of: Of = None) -> Weights:
+def fixed_length(batch: Batch, *, length: int, of: CompletionSelector = None) -> Weights:
     """w = 1/L, Z = N: a constant instead of the length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
     sequence = _sequence(batch, of)
-    answers = float(len(torch.unique(sequence)))
-    return Weights(torch.full_like(sequence, 1 / length, dtype=torch.float64), answers)
+    completions = float(len(torch.unique(sequence)))
+    return Weights(torch.full_like(sequence, 1 / length, dtype=torch.float64), completions)
 
 
-def completion_mean(batch: Batch, *, of: Of = None) -> Weights:
-    """w = 1, Z = number of answers: for a loss with one entry per answer."""
+def completion_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
+    """w = 1, Z = number of completions: for a loss with one entry per completion."""
     return _each(int(batch.completions_of(of).sum()), batch)
 
 
@@ -63,12 +63,12 @@ def example_mean(batch: Batch) -> Weights:
 pair_mean = example_mean  # an example of preference data is a pair
 
 
-def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: Unit, of: Of = None) -> Weights:
+def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: Unit, of: CompletionSelector = None) -> Weights:
     """w = w' · c, Z = Σ w' · c: a weighting times a column c of the data, such as the importance of each example.
 
     Args:
         weighting: w', any but `fixed_length`, whose Z is no sum of weights.
-        unit: what the loss has one entry of.
+        unit: unit of the loss's entries.
     """
     example = {
         "tokens": lambda: batch.example[batch.sequence][batch.tokens_of(of)],
@@ -79,7 +79,7 @@ def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: Unit, of: Of 
     return Weights(weight, float(weight.sum()))
 
 
-def _sequence(batch: Batch, of: Of) -> Tensor:
+def _sequence(batch: Batch, of: CompletionSelector) -> Tensor:
     return batch.sequence if of is None else batch.sequence[batch.tokens_of(of)]
 
 

@@ -75,7 +75,7 @@ def test_group_advantages_of_weighted_rewards_equal_grpo_trainer(scale: Any) -> 
 
 def test_normalized_then_summed_rewards_equal_grpo_trainer() -> None:
     reward, weight = rewards(3), torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
-    settings = {"multi_objective_aggregation": "gdpo_advantage", "scale_rewards": "group"}
+    settings = {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "group"}
     theirs = grpo_advantages(reward, weight, **settings)["advantages"]
     ours = scattered(lambda r, g: adv.gdpo_advantage(r, g, weight), reward)
     torch.testing.assert_close(ours, theirs, **ROUNDING)

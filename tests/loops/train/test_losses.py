@@ -1,7 +1,10 @@
 """Losses: named losses that find their own tensors, and the mixes that a configuration can name."""
 
+import math
+import re
 from functools import partial
 
+import jaxtyping
 import pytest
 import torch
 from accelerate import Accelerator
@@ -20,11 +23,14 @@ from burnish.loops.train.losses import (
     parse,
     policy_tensors,
     tensor_parameters,
+    units_of,
     weightings,
 )
 from burnish.loops.train.step import train_step
-from burnish.objectives import apo_zero_unpaired, dpo, nll, sequence_sum, simpo
+from burnish.objectives import apo_zero_unpaired, dpo, nll, sequence_sum, simpo, value_loss
 from tiny import make_examples, make_model
+
+LOSSES = {**PAIR_LOSSES, **FEEDBACK_LOSSES, **POLICY_LOSSES, "value_loss": value_loss}
 
 
 class Counted(torch.nn.Module):
@@ -53,7 +59,7 @@ def losses_of(terms, policy, batch, **options):
     return {name: loss for name, (loss, _) in compose(terms, policy_tensors(**options))(policy, batch).items()}
 
 
-def test_losses_of_tokens_answers_and_pairs_share_one_forward_pass(policy, batch):
+def test_losses_of_tokens_completions_and_pairs_share_one_forward_pass(policy, batch):
     reference = lambda batch: torch.full(batch.target.shape, -2.0, dtype=torch.float64)  # noqa: E731
     desirable = torch.tensor([True, False, False, True])
     batch = collate(batch.examples, {"desirable": desirable})
@@ -63,21 +69,28 @@ def test_losses_of_tokens_answers_and_pairs_share_one_forward_pass(policy, batch
         "simpo": Term(partial(simpo, beta=2.0, gamma=0.5)),
         "apo": Term(partial(apo_zero_unpaired, beta=0.1)),
     }
-    found = losses_of(terms, policy, batch, reference=reference, pairs=True)
+    losses = losses_of(terms, policy, batch, reference=reference, pairs=True)
     assert policy.passes == 1
     logprob = policy(batch).logprob
     now, before = (sequence_sum(x, batch.sequence, 8) for x in (logprob, reference(batch)))
     mean = now / torch.bincount(batch.sequence)
-    torch.testing.assert_close(found["nll"], -logprob[batch.tokens_of(CHOSEN)])
-    torch.testing.assert_close(found["dpo"], dpo(now[::2], now[1::2], before[::2], before[1::2], beta=0.1)[0])
-    torch.testing.assert_close(found["simpo"], simpo(mean[::2], mean[1::2], beta=2.0, gamma=0.5)[0])
-    labels = desirable.repeat_interleave(2)  # a column of the examples reaches each of their answers
-    torch.testing.assert_close(found["apo"], apo_zero_unpaired(now, before, labels, beta=0.1)[0])
+    torch.testing.assert_close(losses["nll"], -logprob[batch.tokens_of(CHOSEN)])
+    torch.testing.assert_close(losses["dpo"], dpo(now[::2], now[1::2], before[::2], before[1::2], beta=0.1)[0])
+    torch.testing.assert_close(losses["simpo"], simpo(mean[::2], mean[1::2], beta=2.0, gamma=0.5)[0])
+    labels = desirable.repeat_interleave(2)  # a column of the examples reaches each of their completions
+    torch.testing.assert_close(losses["apo"], apo_zero_unpaired(now, before, labels, beta=0.1)[0])
 
 
-def test_a_loss_without_its_tensor_says_which_one_is_missing(policy, batch):
-    with pytest.raises(ValueError, match="dpo: nothing here gives its ref_chosen per pairs"):
-        losses_of({"dpo": Term(partial(dpo, beta=0.1))}, policy, batch, pairs=True)
+def test_a_loss_without_its_tensor_says_which_one_is_missing_and_what_gives_it(policy, batch):
+    lacking = {"dpo": Term(partial(dpo, beta=0.1))}
+    wanted = r"dpo: there is no tensor ref_chosen per pair; policy_tensors\(reference=..., pairs=True\) would give it"
+    with pytest.raises(ValueError, match=wanted):
+        losses_of(lacking, policy, batch, pairs=True)
+    losses_of(lacking, policy, batch, pairs=True, reference=lambda batch: torch.zeros(len(batch.target)).double())
+    lacking = {"apo": Term(partial(apo_zero_unpaired, beta=0.1))}
+    reference = lambda batch: torch.zeros(len(batch.target)).double()  # noqa: E731
+    with pytest.raises(ValueError, match="no tensor desirable per sequence; a column of the data of that name"):
+        losses_of(lacking, policy, batch, reference=reference)
 
 
 def test_a_column_of_the_data_weighs_examples_as_often_as_it_says(policy, batch):
@@ -140,6 +153,43 @@ def test_a_mix_binds_shared_and_own_hyper_parameters():
 def test_a_mix_that_makes_no_sense_is_refused_before_anything_is_loaded(mix, known, message):
     with pytest.raises(ValueError, match=message):
         parse(mix, {"beta": 0.1}, known)
+
+
+NUMBERS = (-math.inf, -1.0, -1e-9, 0.0, 1e-9, 0.3, 0.5, 0.7, 1.0, 1.3, 9.0, math.inf, math.nan)
+
+
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if hyper_parameters(loss)])
+def test_the_ranges_of_a_signature_are_those_that_the_objective_checks(name, request):
+    jaxtyping.config.update("jaxtyping_disable", True)  # it would refuse a wrong `kind` before the objective does
+    request.addfinalizer(lambda: jaxtyping.config.update("jaxtyping_disable", False))
+    function = LOSSES[name]
+    one = {"sequence": torch.zeros(1).long(), "desirable": torch.tensor([True])}
+    tensors = [one.get(p.name, torch.tensor([-1.0])) for p in tensor_parameters(function)]
+    tensors = [x[0] if not unit else x for x, unit in zip(tensors, units_of(function).values(), strict=True)]
+
+    def complaint(check):
+        try:
+            check()
+        except ValueError as error:
+            return re.sub(r" = .*?,", ",", str(error)).replace("clipped_surrogate", name)  # 1 + clip_high = 1.2
+        return None
+
+    proper = {"beta": 0.1, "label_smoothing": 0.1, "gamma": 0.5, "alpha": 0.25, "clip_low": 0.2, "clip_high": 0.2}
+    refused = 0
+    for parameter in hyper_parameters(function):
+        choices = ("k1", "k2", "k3", "k4") if parameter == "kind" else NUMBERS
+        for value in choices:
+            settings = {k: v for k, v in proper.items() if k in hyper_parameters(function)} | {parameter: value}
+            early = complaint(lambda settings=settings: parse({name: settings}, {}, LOSSES))
+            assert early == complaint(lambda settings=settings: function(*tensors, **settings)), (parameter, value)
+            refused += early is not None
+    assert refused >= len(hyper_parameters(function))  # every one has a range
+
+
+@pytest.mark.parametrize("value", ["much", None])
+def test_a_hyper_parameter_that_is_no_number_is_refused(value):
+    with pytest.raises(ValueError, match=f"dpo: beta must be > 0, got {value}"):
+        parse({"dpo": {"beta": value}}, {}, PAIR_LOSSES)
 
 
 def test_a_hyper_parameter_that_no_loss_has_is_refused():
