@@ -8,7 +8,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from burnish.loops.config import Teacher
-from burnish.loops.train.losses import PAIR_LOSSES, columns_of, needs, parse
+from burnish.loops.train.losses import PAIR_LOSSES, columns_of, parse_losses, tensors_needed
 from tiny import save_model, sums, write_rows
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -63,7 +63,7 @@ def test_an_objective_and_two_kernels_embed_in_a_plain_loop():
 def test_the_mix_of_the_readme_is_one_that_the_recipe_knows():
     (mix,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.S)
     config = yaml.safe_load(mix)
-    terms = parse(config["loss"], {"beta": 0.1, "label_smoothing": 0.0}, PAIR_LOSSES)
+    terms = parse_losses(config["loss"], {"beta": 0.1, "label_smoothing": 0.0}, PAIR_LOSSES)
     assert columns_of(terms) == ["importance"]
-    assert needs(terms) == {"chosen", "rejected", "ref_chosen", "ref_rejected", "logp", "divergence"}
+    assert tensors_needed(terms) == {"chosen", "rejected", "ref_chosen", "ref_rejected", "logp", "divergence"}
     Teacher(**config["teacher"])

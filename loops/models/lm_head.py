@@ -1,6 +1,6 @@
 """The fused output head: hidden states in, log-probs of the targets out, no logits in between.
 
-`fuse` adds calls to a model's output embedding: ``head(hidden, target=...)``, ``head(hidden, lesson=...)`` and, for
+`fuse` adds calls to a model's output embedding: ``head(hidden, target=...)``, ``head(hidden, teacher=...)`` and, for
 sampling, ``head(hidden, exact_logits=True)``. All of them round the same factors (`burnish.kernels`). It stays the same
 module with the same parameters under the same names, so hooks of DDP and FSDP fire, tied weights stay tied, and the
 model saves, loads and generates as before.
@@ -125,7 +125,7 @@ _REPLICATED = {kind: type(kind.__name__, (_Replicated, kind), {}) for kind in (L
 
 
 def fuse(head: nn.Module, transform: LogitTransform, backend: Backend, keep_bytes: int | None = None) -> None:
-    """Make ``head(hidden, target=..., temperature=...)`` return `Logprobs`, ``head(hidden, lesson=...)`` the
+    """Make ``head(hidden, target=..., temperature=...)`` return `Logprobs`, ``head(hidden, teacher=...)`` the
     `Divergence` from a teacher, and ``head(hidden, exact_logits=True)`` logits [N, V] in float32.
 
     If its vocabulary is split over ranks, by torch's `ColwiseParallel` or the tensor parallelism of transformers, every
@@ -156,14 +156,14 @@ def _forward(
     target: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     outputs: tuple[Extra, ...] = (),
-    lesson: TeacherOutputs | None = None,
+    teacher: TeacherOutputs | None = None,
     exact_logits: bool = False,
 ) -> Any:
     def logits() -> Tensor:
         computed: Tensor = type(head).forward(head, hidden, *args) if original is None else original(hidden, *args)
         return computed
 
-    if target is None and lesson is None and not exact_logits:
+    if target is None and teacher is None and not exact_logits:
         return logits()
     options: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
     try:
@@ -173,8 +173,8 @@ def _forward(
         full = transform(logits())
         if exact_logits:
             return full
-        if lesson is not None:
-            return Divergence(lesson.divergence(full))
+        if teacher is not None:
+            return Divergence(teacher.divergence(full))
         assert target is not None
         return logits_logprob(full, target, **options)
     # transformers' tensor parallelism marks its modules so: their plain hidden states are the same on all ranks.
@@ -182,13 +182,13 @@ def _forward(
     states = _local(hidden)
     if exact_logits:
         return linear_logits(states, _gathered(parts, transform, _full))
-    if lesson is not None and lesson.top_k is None:
+    if teacher is not None and teacher.top_k is None:
         weights = _gathered(parts, transform, _full)
     else:
         weights = _gathered(parts, transform, _local)._replace(shard=shard)
     result: Divergence | Logprobs
-    if lesson is not None:
-        result = Divergence(_divergence(states, weights, lesson, kernel))
+    if teacher is not None:
+        result = Divergence(_divergence(states, weights, teacher, kernel))
     else:
         assert target is not None
         values: tuple[Any, ...] = linear_logprob(states, weights, target, **kernel, **options)
@@ -257,14 +257,14 @@ def _shard(weight: Tensor, hidden: Tensor, *, parallel: bool) -> Shard | None:
     return Shard(mesh.get_group(), min(mesh.get_local_rank() * size, len(weight)))
 
 
-def _divergence(hidden: Tensor, head: Head, lesson: TeacherOutputs, kernel: dict[str, Any]) -> Tensor:
-    if lesson.top_k is not None:
-        ids, _ = lesson.top_k
-        options: Any = {"temperature": lesson.temperature, "backend": kernel["backend"]}
-        return lesson.from_top_k(linear_logprob(hidden, head, ids, **options).logprob)
-    assert lesson.hidden is not None and lesson.head is not None
-    options = {"beta": lesson.beta, "temperature": lesson.temperature, **kernel}
-    return linear_divergence(hidden, head, lesson.hidden, lesson.head, **options)
+def _divergence(hidden: Tensor, head: Head, teacher: TeacherOutputs, kernel: dict[str, Any]) -> Tensor:
+    if teacher.top_k is not None:
+        ids, _ = teacher.top_k
+        options: Any = {"temperature": teacher.temperature, "backend": kernel["backend"]}
+        return teacher.from_top_k(linear_logprob(hidden, head, ids, **options).logprob)
+    assert teacher.hidden is not None and teacher.head is not None
+    options = {"beta": teacher.beta, "temperature": teacher.temperature, **kernel}
+    return linear_divergence(hidden, head, teacher.hidden, teacher.head, **options)
 
 
 def _parts(head: Any) -> Head:

@@ -94,13 +94,13 @@ class Policy(Backbone):
         *,
         temperature: float | Tensor = 1.0,
         outputs: tuple[Extra, ...] = (),
-        lesson: TeacherOutputs | None = None,
+        teacher: TeacherOutputs | None = None,
     ) -> Outputs:
         """Log-prob, entropy and logsumexp of every trained token of the batch.
 
         Args:
             outputs: further outputs of `burnish.kernels.linear_logprob`.
-            lesson: a teacher's outputs for these tokens, which give the divergence from it.
+            teacher: a teacher's outputs for these tokens, which give the divergence from it.
         """
         rows = self.arranged(batch.examples, self.layout)
         options: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
@@ -111,19 +111,19 @@ class Policy(Backbone):
             logprobs = self.head(hidden, target=batch.target, **options)
             if self.value_head is not None:
                 value = self.value_head(hidden)[:, 0]
-            if lesson is not None and lesson.logits is None:
-                divergence = self.head(hidden, lesson=lesson).divergence
-            elif lesson is not None:  # the teacher's head is no linear map: only logits can be compared
-                divergence = lesson.divergence(self.transform(self.head(hidden)))
+            if teacher is not None and teacher.logits is None:
+                divergence = self.head(hidden, teacher=teacher).divergence
+            elif teacher is not None:  # the teacher's head is no linear map: only logits can be compared
+                divergence = teacher.divergence(self.transform(self.head(hidden)))
         else:
             logits = self.model_output(rows)
             logprobs = logits_logprob(logits, batch.target, **options)
-            if lesson is not None:
-                divergence = lesson.divergence(logits)
+            if teacher is not None:
+                divergence = teacher.divergence(logits)
         return Outputs(**logprobs._asdict(), value=value, divergence=divergence)
 
     @torch.no_grad()
-    def lesson(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> TeacherOutputs:
+    def teacher_outputs(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> TeacherOutputs:
         """The distributions of this policy, as a teacher, at the trained tokens of the batch.
 
         Args:

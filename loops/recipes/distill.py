@@ -28,15 +28,15 @@ from ..train.losses import (
     TOKEN_LOSSES,
     WEIGHTINGS,
     Loss,
-    Reader,
+    TensorReader,
     Tensors,
     Term,
     columns_of,
     distillation,
-    needs,
     outputs_for,
-    parse,
+    parse_losses,
     policy_tensors,
+    tensors_needed,
 )
 from .settings import Distill
 
@@ -49,10 +49,10 @@ def run_distill(config: Distill) -> dict[str, float]:
     """Train; returns the metrics of the last step."""
     losses = distill_losses(config)
     context = open_run(config, encode_supervised, train_on=config.train_on)
-    on_samples, compared = "teacher_logp" in needs(losses), "divergence" in needs(losses)
+    on_samples, compared = "teacher_logp" in tensors_needed(losses), "divergence" in tensors_needed(losses)
     teacher, stored = open_teacher(context, config.teacher, needed=True) if compared else (None, lambda data: {})
     temperature = config.temperature if on_samples else 1.0
-    read = policy_tensors(teaching=teacher, outputs=outputs_for(losses), temperature=temperature)
+    read = policy_tensors(teacher=teacher, outputs=outputs_for(losses), temperature=temperature)
     if not config.on_policy:
         return context.train(losses, read, columns=columns_of(losses), per_token=(stored,))
     if on_samples:
@@ -75,9 +75,9 @@ def distill_losses(config: Distill) -> dict[str, Term]:
     losses: dict[str, Term] = {}
     for name, entry in mix.items():
         applies_to = _APPLIES_TO.get(name, "demonstrated") if config.on_policy else None
-        losses |= parse({name: entry}, {}, LOSSES, weighting=WEIGHTINGS[config.weighting], of=applies_to)
-    on_samples = "teacher_logp" in needs(losses)
-    config.teacher.check(needed=on_samples or "divergence" in needs(losses))
+        losses |= parse_losses({name: entry}, {}, LOSSES, weighting=WEIGHTINGS[config.weighting], of=applies_to)
+    on_samples = "teacher_logp" in tensors_needed(losses)
+    config.teacher.check(needed=on_samples or "divergence" in tensors_needed(losses))
     if not config.on_policy:
         if on_samples:
             raise ValueError(
@@ -100,7 +100,7 @@ def distill_losses(config: Distill) -> dict[str, Term]:
     return {**losses, **ENTROPY}
 
 
-def with_teacher(read: Reader, teacher: Policy, context: RunContext[Policy], temperature: float) -> Reader:
+def with_teacher(read: TensorReader, teacher: Policy, context: RunContext[Policy], temperature: float) -> TensorReader:
     """Beside the student's tensors, the teacher's log-probs of the same tokens."""
 
     def tensors(policy: nn.Module, batch: Batch) -> Tensors:

@@ -26,10 +26,10 @@ from ..train.losses import (
     columns_of,
     distillation,
     losses_of,
-    needs,
     outputs_for,
-    parse,
+    parse_losses,
     policy_tensors,
+    tensors_needed,
 )
 from ..train.step import sum_over_ranks
 from .settings import KTO
@@ -40,7 +40,7 @@ FEEDBACK_LOSSES: dict[str, Loss] = {**losses_of(feedback), **TOKEN_LOSSES, "dist
 def run_kto(config: KTO) -> dict[str, float]:
     """Train; returns the metrics of the last step."""
     losses = kto_losses(config)
-    has_teacher = "divergence" in needs(losses)
+    has_teacher = "divergence" in tensors_needed(losses)
     config.teacher.check(needed=has_teacher)
     context = open_run(config, encode_unpaired)
     reference, precomputed = context.reference(config.reference)
@@ -49,7 +49,7 @@ def run_kto(config: KTO) -> dict[str, float]:
     rewards = RunningMean()
     return context.train(
         losses,
-        policy_tensors(reference=reference, teaching=teacher, outputs=outputs_for(losses)),
+        policy_tensors(reference=reference, teacher=teacher, outputs=outputs_for(losses)),
         columns=sorted({"desirable", *columns_of(losses)} - {"undesirable"}),
         per_token=(precomputed, stored),
         prepare=prepare_feedback(losses, rewards, context.model, reference, context.accelerator),
@@ -65,7 +65,7 @@ def kto_losses(config: KTO) -> dict[str, Term]:
     """
     names = ("beta", "desirable_weight", "undesirable_weight")
     shared = {name: getattr(config, name) for name in names} | config.loss_kwargs
-    losses = parse(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.loss_kwargs)
+    losses = parse_losses(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.loss_kwargs)
     if "kto" in losses and config.batch_size < 2:
         raise ValueError("kto: its z0 comes from completions of other prompts; use a batch_size of 2 or more")
     if "kto" in losses and config.reference == "precompute":
@@ -98,7 +98,7 @@ def prepare_feedback(
 ) -> Prepare:
     """Add what losses compare a completion with, measured over a whole step before its first forward pass: the columns
     ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
-    measure = kl_of_mismatched(policy, reference, accelerator) if "kl" in needs(terms) else None
+    measure = kl_of_mismatched(policy, reference, accelerator) if "kl" in tensors_needed(terms) else None
 
     def prepare(feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
         kl = {} if measure is None else {"kl": measure(feed, step)}

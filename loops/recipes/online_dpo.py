@@ -10,7 +10,17 @@ from ...objectives import PerSequence
 from ..rl.buffer import Examples, RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
-from ..train.losses import CHOSEN, ENTROPY, PAIR_LOGPS, PAIR_LOSSES, Term, needs, outputs_for, parse, policy_tensors
+from ..train.losses import (
+    CHOSEN,
+    ENTROPY,
+    PAIR_LOGPS,
+    PAIR_LOSSES,
+    Term,
+    outputs_for,
+    parse_losses,
+    policy_tensors,
+    tensors_needed,
+)
 from .settings import OnlineDPO
 
 
@@ -19,7 +29,7 @@ def run_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> dict[
     losses = online_dpo_losses(config)
     context = context or open_rl(config)
     reference, _ = context.reference(
-        config.reference, needed="ref_chosen" in needs(losses), temperature=config.temperature
+        config.reference, needed="ref_chosen" in tensors_needed(losses), temperature=config.temperature
     )
     select = partial(best_and_worst, penalty=config.missing_eos_penalty)
 
@@ -42,7 +52,7 @@ def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
         raise ValueError(f"group_size: a pair needs two completions of a prompt, wanted >= 2, got {config.group_size}")
     known = {name: loss for name, loss in PAIR_LOSSES.items() if name != "distillation"}
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
-    return parse(config.loss, shared, known, of=CHOSEN, given=config.loss_kwargs)
+    return parse_losses(config.loss, shared, known, of=CHOSEN, given=config.loss_kwargs)
 
 
 def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[Examples]:

@@ -26,7 +26,7 @@ from ..models.scorer import Critic
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
-from ..train.losses import Term, needs, units_of
+from ..train.losses import Term, tensors_needed, units_of
 from .settings import PPO
 
 
@@ -123,7 +123,7 @@ def ppo_losses(config: PPO) -> dict[str, Term]:
             f"loss: {wrong[0]} takes one advantage per completion, and those of ppo differ from token to token; "
             "use clipped_surrogate, or grpo"
         )
-    if "advantage" not in needs(losses):
+    if "advantage" not in tensors_needed(losses):
         raise ValueError(f"loss: none of {', '.join(losses)} learns from the rewards; add clipped_surrogate")
     losses["value_loss"] = Term(partial(value_loss, clip=config.value_clip), config.value_coefficient)
     return losses

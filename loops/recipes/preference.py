@@ -21,13 +21,13 @@ from ..train.losses import (
     PAIR_LOSSES,
     REJECTED,
     STEP_COUPLED,
-    Answer,
+    SequenceReduce,
     Term,
     columns_of,
-    needs,
     outputs_for,
-    parse,
+    parse_losses,
     policy_tensors,
+    tensors_needed,
 )
 from .settings import CPO, DPO, ORPO
 
@@ -39,13 +39,13 @@ def run_dpo(config: DPO) -> dict[str, float]:
     if config.divergence != "reverse_kl":
         score = partial(f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha)
     reduce = completion_logprob(config)
-    has_teacher = "divergence" in needs(losses)
+    has_teacher = "divergence" in tensors_needed(losses)
     config.teacher.check(needed=has_teacher)
     context = open_run(config, encode_preference)
-    reference, precomputed = context.reference(config.reference, needed="ref_chosen" in needs(losses))
+    reference, precomputed = context.reference(config.reference, needed="ref_chosen" in tensors_needed(losses))
     teacher, stored = open_teacher(context, config.teacher, needed=has_teacher)
     read = policy_tensors(
-        reference=reference, answer=reduce, score=score, teaching=teacher, outputs=outputs_for(losses), pairs=True
+        reference=reference, reduce=reduce, score=score, teacher=teacher, outputs=outputs_for(losses), pairs=True
     )
     return context.train(losses, read, columns=columns_of(losses), per_token=(precomputed, stored))
 
@@ -54,7 +54,7 @@ def run_cpo(config: CPO) -> dict[str, float]:
     """Train; returns the metrics of the last step."""
     names = ("beta", "label_smoothing", "gamma", "alpha")
     mix = {config.loss: 1.0} | ({"nll": config.nll} if config.nll else {})
-    return _run(config, parse(mix, {name: getattr(config, name) for name in names}, PAIR_LOSSES, of=CHOSEN))
+    return _run(config, parse_losses(mix, {name: getattr(config, name) for name in names}, PAIR_LOSSES, of=CHOSEN))
 
 
 def run_orpo(config: ORPO) -> dict[str, float]:
@@ -74,7 +74,7 @@ def dpo_losses(config: DPO) -> dict[str, Term]:
         ValueError: if settings contradict each other.
     """
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
-    losses = parse(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
+    losses = parse_losses(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
     of_pairs = [name for name, loss in losses.items() if loss.unit == "pairs"]
     if config.pair_weight == "wpo":
         if coupled := sorted(STEP_COUPLED & losses.keys()):
@@ -84,14 +84,14 @@ def dpo_losses(config: DPO) -> dict[str, Term]:
         losses |= {name: replace(losses[name], factor="wpo") for name in of_pairs}
     if config.divergence != "reverse_kl":
         for name in of_pairs:
-            if "ref_chosen" not in needs({name: losses[name]}):
+            if "ref_chosen" not in tensors_needed({name: losses[name]}):
                 raise ValueError(
                     f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl"
                 )
     return {**losses, **PAIR_LOGPS, **ENTROPY}
 
 
-def completion_logprob(config: DPO) -> Answer | None:
+def completion_logprob(config: DPO) -> SequenceReduce | None:
     """How the log-probs of tokens make that of a completion, where it is not their plain sum."""
     if config.logprob_reduction == "mean":
         if config.ld_alpha != 1:

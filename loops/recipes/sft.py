@@ -2,7 +2,16 @@
 
 from ...data import encode_supervised
 from ..runs.context import open_run
-from ..train.losses import ENTROPY, TOKEN_LOSSES, WEIGHTINGS, Term, columns_of, outputs_for, parse, policy_tensors
+from ..train.losses import (
+    ENTROPY,
+    TOKEN_LOSSES,
+    WEIGHTINGS,
+    Term,
+    columns_of,
+    outputs_for,
+    parse_losses,
+    policy_tensors,
+)
 from .settings import SFT
 
 
@@ -14,4 +23,4 @@ def run_sft(config: SFT) -> dict[str, float]:
 
 
 def sft_losses(config: SFT) -> dict[str, Term]:
-    return {**parse(config.loss, {}, TOKEN_LOSSES, weighting=WEIGHTINGS[config.weighting]), **ENTROPY}
+    return {**parse_losses(config.loss, {}, TOKEN_LOSSES, weighting=WEIGHTINGS[config.weighting]), **ENTROPY}

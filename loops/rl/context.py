@@ -32,7 +32,7 @@ from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_run
 from ..runs.ranks import from_main
 from ..runs.run import Evaluation, open_accelerator
-from ..train.losses import Losses, Reader
+from ..train.losses import Losses, TensorReader
 from .buffer import RolloutBuffer
 from .settings import OnlineConfig
 from .sources import SampleLog, check_sampling, open_sample_log, open_scheduler, stop_tokens
@@ -68,7 +68,7 @@ class RLContext(RunContext[Policy]):
         settings = {"groups": config.prompts_per_rollout, "steps": steps, "mask_truncated": config.mask_truncated}
         return {**settings, "epochs": config.epochs_per_rollout, "minibatches": config.minibatches}
 
-    def train(self, losses: Losses, read: Reader, feed: Any = None, **options: Any) -> dict[str, float]:
+    def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> dict[str, float]:
         """Train on rollouts, see `RunContext.train`; held-out prompts are evaluated by their rewards.
 
         Args:

@@ -33,14 +33,14 @@ from ..train.losses import (
     TOKEN_LOSSES,
     Loss,
     Losses,
-    Reader,
+    TensorReader,
     Tensors,
     Term,
     losses_of,
-    needs,
     outputs_for,
-    parse,
+    parse_losses,
     policy_tensors,
+    tensors_needed,
     units_of,
 )
 from .context import RLContext
@@ -93,7 +93,7 @@ def policy_losses(
         ValueError: if settings contradict each other.
     """
     _check(config)
-    losses = parse(
+    losses = parse_losses(
         config.loss or default,
         {**loss_kwargs, **config.loss_kwargs},
         POLICY_LOSSES,
@@ -105,7 +105,7 @@ def policy_losses(
     for name, loss in losses.items():
         _refuse_k1(name, loss)
         _check_cap(name, loss)
-        if config.correction != "none" and "advantage" in needs({name: loss}):
+        if config.correction != "none" and "advantage" in tensors_needed({name: loss}):
             if loss.unit == "sequences" and config.correction in _OF_TOKENS:
                 raise ValueError(
                     f"correction: {config.correction} weighs tokens, and {name} has one entry per completion; "
@@ -162,7 +162,7 @@ def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> OldLogpro
         return config.old_logprobs
     units = [units_of(loss.function) for loss in losses.values()]
     joined = any("old_logp" in of and ("sequence" in of or of["old_logp"] == "sequences") for of in units)
-    return "recomputed" if joined or config.correction != "none" or "old_value" in needs(losses) else "sampled"
+    return "recomputed" if joined or config.correction != "none" or "old_value" in tensors_needed(losses) else "sampled"
 
 
 def train_policy(
@@ -184,7 +184,7 @@ def train_policy(
     """
     config: PolicyGradientConfig = context.config
     config = replace(config, old_logprobs=ratio_denominator(config, losses))
-    wanted = "ref_logp" in needs(losses) or (kl_in_reward and config.beta > 0)
+    wanted = "ref_logp" in tensors_needed(losses) or (kl_in_reward and config.beta > 0)
     reference, _ = context.reference(config.reference, needed=wanted, temperature=config.temperature)
     # Once per rollout, where that is fewer passes than one in each pass that trains, or was made for the reward anyway.
     stored = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
@@ -231,7 +231,9 @@ def measures(
     return measure
 
 
-def rollout_tensors(read: Reader, config: PolicyGradientConfig, apart: MismatchMetrics | None = None) -> Reader:
+def rollout_tensors(
+    read: TensorReader, config: PolicyGradientConfig, apart: MismatchMetrics | None = None
+) -> TensorReader:
     """Beside the policy's tensors: the sampler's log-probs, those in the ratio's denominator, and the advantages."""
 
     def tensors(model: nn.Module, batch: Batch) -> Tensors:

@@ -18,7 +18,7 @@ from ..config import Common, ReferenceKind
 from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
-from ..train.losses import Losses, Reader, compose, refuse_split_steps, weightings
+from ..train.losses import Losses, TensorReader, compose, refuse_split_steps, weightings
 from ..train.step import evaluate, optimize
 from . import checkpoint
 from .feed import Feed
@@ -116,7 +116,7 @@ class RunContext(Generic[Model]):
     def train(
         self,
         losses: Losses,
-        read: Reader,
+        read: TensorReader,
         feed: Steps | None = None,
         *,
         evaluation: Steps | Evaluation | None = None,

@@ -51,7 +51,7 @@ def open_teacher(
 
         def live(batch: Batch) -> TeacherOutputs:
             with accelerator.autocast():
-                return model.lesson(batch, beta=beta, temperature=config.temperature, dense=not policy.fused)
+                return model.teacher_outputs(batch, beta=beta, temperature=config.temperature, dense=not policy.fused)
 
         return live, lambda data: {}
 

@@ -38,8 +38,8 @@ from .weighting import Unit, Weighting, Weightings
 
 Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit
-Reader = Callable[[nn.Module, Batch], Tensors]
-Answer = Callable[[Tensor, Batch], Tensor]  # [tokens] -> [sequences]
+TensorReader = Callable[[nn.Module, Batch], Tensors]
+SequenceReduce = Callable[[Tensor, Batch], Tensor]  # [tokens] -> [sequences]
 
 CHOSEN, REJECTED = 0, 1
 _UNITS = {"completions": "sequences", "steps": "tokens"}  # of objectives on scores
@@ -123,7 +123,7 @@ def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
     return divergence, {}
 
 
-def compose(losses: Losses, read: Reader) -> Objective:
+def compose(losses: Losses, read: TensorReader) -> Objective:
     """The objective of these losses, all from one forward pass, that of ``read``."""
 
     def objective(policy: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Stats]]:
@@ -142,7 +142,7 @@ def columns_of(losses: Losses) -> list[str]:
     return sorted({name for term in losses.values() for name in term.columns})
 
 
-def needs(losses: Losses) -> set[str]:
+def tensors_needed(losses: Losses) -> set[str]:
     """The names of all tensors that the losses take."""
     return {name for term in losses.values() for name in units_of(term.function)}
 
@@ -150,7 +150,7 @@ def needs(losses: Losses) -> set[str]:
 def outputs_for(losses: Losses) -> tuple[Extra, ...]:
     """Further outputs of the log-prob kernel that the losses need."""
     needed: dict[Extra, bool] = {
-        "mean_logprob": "mean_logp" in needs(losses),
+        "mean_logprob": "mean_logp" in tensors_needed(losses),
         "log_sum_squares": any(term.factor == "wpo" for term in losses.values()),
     }
     return tuple(name for name, used in needed.items() if used)
@@ -159,31 +159,31 @@ def outputs_for(losses: Losses) -> tuple[Extra, ...]:
 def policy_tensors(
     *,
     reference: Callable[[Batch], Tensor] | None = None,
-    answer: Answer | None = None,
+    reduce: SequenceReduce | None = None,
     score: Callable[[Tensor], Tensor] | None = None,
-    teaching: Callable[[Batch], TeacherOutputs] | None = None,
+    teacher: Callable[[Batch], TeacherOutputs] | None = None,
     outputs: tuple[Extra, ...] = (),
     pairs: bool = False,
     temperature: float = 1.0,
-) -> Reader:
+) -> TensorReader:
     """The policy's tensors per token, per completion and per pair, under the names of the objectives.
 
     Args:
         reference: log-probs [tokens] of the reference policy, for the tensors named ``ref_...``.
-        answer: reduces the log-probs of tokens to one per completion; the default is their sum.
+        reduce: reduces the log-probs of tokens to one per completion; the default is their sum.
         score: maps log-ratios of pairs to f-divergence scores, see `burnish.objectives.f_divergence_score`.
-        teaching: a teacher's outputs for the batch, for the tensor ``divergence``.
+        teacher: a teacher's outputs for the batch, for the tensor ``divergence``.
         outputs: further outputs of the log-prob kernel: "mean_logprob" gives ``mean_logp``, for label smoothing;
             "log_sum_squares" gives ``wpo``, the weight of each completion and of each pair, a product of two.
         pairs: whether the examples are pairs of a chosen and a rejected completion.
         temperature: of the policy's softmax, the one that completions were sampled at.
     """
-    reduced: Answer = answer or (lambda x, batch: sequence_sum(x, batch.sequence, batch.sequences))
+    reduced: SequenceReduce = reduce or (lambda x, batch: sequence_sum(x, batch.sequence, batch.sequences))
 
     def read(policy: nn.Module, batch: Batch) -> Tensors:
         options: dict[str, Any] = {"outputs": outputs} if outputs else {}
         options |= {"temperature": temperature} if temperature != 1.0 else {}
-        forward = policy(batch, **options, **({} if teaching is None else {"lesson": teaching(batch)}))
+        forward = policy(batch, **options, **({} if teacher is None else {"teacher": teacher(batch)}))
         of_tokens = {
             "logp": forward.logprob,
             "entropy": forward.entropy,
@@ -236,7 +236,7 @@ def pair_tensors(value: Tensor, batch: Batch, prefix: str = "") -> Tensors:
     }
 
 
-def parse(
+def parse_losses(
     mix: str | Mapping[str, float | Mapping[str, Any]],
     shared: Mapping[str, float],
     known: Mapping[str, Loss],
@@ -399,7 +399,7 @@ _SOURCES = {  # what gives the tensors that a loss may lack
     "policy_tensors(reference=..., pairs=True)": ("ref_chosen", "ref_rejected"),
     "policy_tensors(reference=...)": ("ref_logp",),
     'policy_tensors(outputs=("mean_logprob",))': ("mean_logp",),
-    "policy_tensors(teaching=...)": ("divergence",),
+    "policy_tensors(teacher=...)": ("divergence",),
     "a policy with a value_head or a critic": ("value",),
     "score_tensors": ("logit",),
     "score_tensors, with one marked token per completion,": ("score", "group"),

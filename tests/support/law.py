@@ -38,7 +38,7 @@ from burnish.loops.train.losses import (
     compose,
     distillation,
     outputs_for,
-    parse,
+    parse_losses,
     policy_tensors,
     score_tensors,
     weightings,
@@ -143,7 +143,7 @@ def setup(name, accelerator):
     policy = make_policy(value_head=head)
     reference = alike(frozen_copy(make_policy(seed=1)), accelerator)
     teacher = make_policy("llama_wide", seed=2)
-    lesson = partial(teacher.lesson, beta=0.3, temperature=0.7)
+    teacher_outputs = partial(teacher.teacher_outputs, beta=0.3, temperature=0.7)
     loss_kwargs = {"beta": 0.3}
     if name == "sft":
         mix = {
@@ -152,14 +152,14 @@ def setup(name, accelerator):
             "label_smoothed_nll": {"coefficient": 0.3, "label_smoothing": 0.1},
             "z_loss": {"coefficient": 1e-2, "weighting": "fixed_length", "length": 20},
         }
-        terms = {**parse(mix, {}, TOKEN_LOSSES), **ENTROPY}
+        terms = {**parse_losses(mix, {}, TOKEN_LOSSES), **ENTROPY}
         read = policy_tensors(outputs=outputs_for(terms))
         return policy, single, {"importance": importance}, terms, read, {}
     if name == "distill":
         terms = {"distillation": Term(distillation), "nll": Term(nll, 0.5), **ENTROPY}
-        return policy, single, {}, terms, policy_tensors(teaching=lesson), {}
+        return policy, single, {}, terms, policy_tensors(teacher=teacher_outputs), {}
     if name in PAIRS:
-        terms = {**parse(PAIRS[name], loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
+        terms = {**parse_losses(PAIRS[name], loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
         return policy, pairs, {}, terms, policy_tensors(reference=reference, pairs=True), {}
     if name == "composition":
         mix = {
@@ -168,13 +168,13 @@ def setup(name, accelerator):
             "nll": 0.2,
             "distillation": {"coefficient": 0.1, "weighting": "sequence_mean", "of": "all"},
         }
-        terms = {**parse(mix, loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
+        terms = {**parse_losses(mix, loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
         terms["bco_pair"] = replace(terms["bco_pair"], factor="wpo")
-        read = policy_tensors(reference=reference, teaching=lesson, outputs=outputs_for(terms), pairs=True)
+        read = policy_tensors(reference=reference, teacher=teacher_outputs, outputs=outputs_for(terms), pairs=True)
         return policy, pairs, {"importance": importance}, terms, read, {}
     if name in ("kto", "bco"):
         terms = {
-            **parse({name: 1.0, "nll": 0.2}, loss_kwargs, FEEDBACK_LOSSES, of="desirable"),
+            **parse_losses({name: 1.0, "nll": 0.2}, loss_kwargs, FEEDBACK_LOSSES, of="desirable"),
             **feedback_metrics(0.3),
         }
         rewards = RunningMean()

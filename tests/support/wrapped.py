@@ -236,7 +236,7 @@ def hidden_states():
     return torch.randn(len(TARGET), 32, dtype=torch.float64, generator=random)
 
 
-def lessons():
+def teachers():
     random = torch.Generator().manual_seed(4)
     weight = torch.randn(VOCABULARY + 3, 16, dtype=torch.float64, generator=random)
     teacher = torch.randn(len(TARGET), 16, dtype=torch.float64, generator=random)
@@ -250,7 +250,7 @@ def ask(head, hidden):
     hidden.requires_grad_()
     answer = head(hidden, target=torch.tensor(TARGET), temperature=TEMPERATURE, outputs=("mean_logprob",))
     values = [answer.logprob, answer.entropy, answer.logsumexp, answer.mean_logprob]
-    values += [head(hidden, lesson=lesson).divergence for lesson in lessons()]
+    values += [head(hidden, teacher=teacher_outputs).divergence for teacher_outputs in teachers()]
     torch.stack(values).mul(torch.arange(1.0, 7.0)[:, None]).sum().backward()
     grads = {"hidden": hidden.grad, **gradients(head)}
     layouts = {name: getattr(grad, "placements", None) for name, grad in grads.items()}

@@ -194,8 +194,10 @@ def test_an_adapter_that_cannot_be_fused_may_come_later(caplog):
             torch.testing.assert_close(run(policy, EXAMPLES), expected[0], rtol=0, atol=EXACT)
             torch.testing.assert_close(gradients(model), expected[1], rtol=EXACT, atol=EXACT)
     assert caplog.text.count("log-probs are taken from full logits") == 1
-    lesson = policy_of(make_model(hidden_size=16, head_dim=4)).lesson(collate(EXAMPLES), beta=0.3, temperature=0.8)
-    later = policy(collate(EXAMPLES), lesson=lesson).divergence
+    teacher_outputs = policy_of(make_model(hidden_size=16, head_dim=4)).teacher_outputs(
+        collate(EXAMPLES), beta=0.3, temperature=0.8
+    )
+    later = policy(collate(EXAMPLES), teacher=teacher_outputs).divergence
     assert torch.isfinite(later).all() and (later > 0).all()
     model.set_adapter("default")
     assert_like_plain(model, policy)

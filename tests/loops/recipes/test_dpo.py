@@ -47,7 +47,7 @@ def reference(batch):
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 def test_ld_alpha_discounts_what_an_answer_says_beyond_the_other(policy, batch, alpha):
     config = replace(CONFIG, ld_alpha=alpha)
-    read = policy_tensors(reference=reference, answer=completion_logprob(config), pairs=True)
+    read = policy_tensors(reference=reference, reduce=completion_logprob(config), pairs=True)
     loss, _ = compose({"dpo": Term(partial(dpo, beta=0.1))}, read)(policy, batch)["dpo"]
     now = [rows.gather(1, target[:, None])[:, 0] for rows, target in log_softmax_of_answers(policy, batch)]
     before = list(reference(batch).split([len(x) for x in now]))

@@ -51,8 +51,8 @@ def test_the_divergence_is_that_of_the_logits_whoever_can_fuse(batch, plain_stud
         for model, plain in ((student, plain_student), (teacher, plain_teacher))
     )
     assert (student.fused, teacher.fused) == (not plain_student, not plain_teacher)
-    lesson = teacher.lesson(batch, beta=BETA, temperature=TEMPERATURE, dense=plain_student)
-    outputs = student(batch, lesson=lesson)
+    teacher_outputs = teacher.teacher_outputs(batch, beta=BETA, temperature=TEMPERATURE, dense=plain_student)
+    outputs = student(batch, teacher=teacher_outputs)
     torch.testing.assert_close(outputs.divergence, expected, rtol=1e-9, atol=1e-9)
     found = torch.autograd.grad(outputs.divergence.sum(), student.parameters())
     for ours, theirs in zip(found, gradient, strict=True):
@@ -63,20 +63,24 @@ def test_all_of_the_top_k_is_the_whole_distribution(batch):
     student, teacher = Policy(make_model("llama")), Policy(make_model("llama", seed=2))
     expected = divergence_of_logits(student.plain, teacher.plain, batch).detach()
     ids, logprobs = teacher.top_k(batch, k=61, temperature=TEMPERATURE, vocab=61)
-    lesson = partial(type(teacher.lesson(batch, beta=BETA, temperature=TEMPERATURE)), BETA, TEMPERATURE)
-    found = student(batch, lesson=lesson(top_k=(ids, logprobs))).divergence
+    teacher_outputs = partial(
+        type(teacher.teacher_outputs(batch, beta=BETA, temperature=TEMPERATURE)), BETA, TEMPERATURE
+    )
+    found = student(batch, teacher=teacher_outputs(top_k=(ids, logprobs))).divergence
     torch.testing.assert_close(found.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_fewer_of_the_top_k_bound_the_divergence_from_below(batch):
     student, teacher = Policy(make_model("llama")), Policy(make_model("llama", seed=2))
     whole = divergence_of_logits(student.plain, teacher.plain, batch).detach()
-    lesson = partial(type(teacher.lesson(batch, beta=BETA, temperature=TEMPERATURE)), BETA, TEMPERATURE)
+    teacher_outputs = partial(
+        type(teacher.teacher_outputs(batch, beta=BETA, temperature=TEMPERATURE)), BETA, TEMPERATURE
+    )
     closer = torch.zeros_like(whole)
     for k in (1, 4, 16):
         ids, logprobs = teacher.top_k(batch, k=k, temperature=TEMPERATURE, vocab=61)
         assert torch.equal(ids[:, 0], teacher.top_k(batch, k=1, temperature=1.0, vocab=61)[0][:, 0])
-        found = student(batch, lesson=lesson(top_k=(ids, logprobs))).divergence.detach()
+        found = student(batch, teacher=teacher_outputs(top_k=(ids, logprobs))).divergence.detach()
         assert torch.all(found <= whole + 1e-5)
         assert torch.all(found >= closer - 1e-5)
         closer = found

@@ -19,10 +19,10 @@ from burnish.loops.train.losses import (
     Term,
     compose,
     hyper_parameters,
-    needs,
-    parse,
+    parse_losses,
     policy_tensors,
     tensor_parameters,
+    tensors_needed,
     units_of,
     weightings,
 )
@@ -101,7 +101,7 @@ def test_a_column_of_the_data_weighs_examples_as_often_as_it_says(policy, batch)
     loss = -(weight * logprob).sum() / weight.sum()
     expected = torch.autograd.grad(loss, policy.parameters())
     before = [parameter.detach().clone() for parameter in policy.parameters()]
-    terms = parse({"nll": {"weight": "importance"}}, {}, TOKEN_LOSSES, of=CHOSEN)
+    terms = parse_losses({"nll": {"weight": "importance"}}, {}, TOKEN_LOSSES, of=CHOSEN)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     objective = compose(terms, policy_tensors())
     metrics = train_step(
@@ -128,12 +128,12 @@ def test_a_mix_binds_shared_and_own_hyper_parameters():
         "ipo": 0.2,
         "nll": {"weighting": "sequence_mean", "of": "rejected"},
     }
-    terms = parse(mix, {"beta": 0.1, "label_smoothing": 0.0}, PAIR_LOSSES, of=CHOSEN)
+    terms = parse_losses(mix, {"beta": 0.1, "label_smoothing": 0.0}, PAIR_LOSSES, of=CHOSEN)
     assert terms["dpo"].function.keywords == {"beta": 0.5, "label_smoothing": 0.0}
     assert terms["ipo"].function.keywords == {"beta": 0.1}
     assert [terms[name].coefficient for name in mix] == [0.8, 0.2, 1.0]
     assert terms["nll"].of == 1
-    assert needs(terms) == {"chosen", "rejected", "ref_chosen", "ref_rejected", "logp"}
+    assert tensors_needed(terms) == {"chosen", "rejected", "ref_chosen", "ref_rejected", "logp"}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_mix_binds_shared_and_own_hyper_parameters():
 )
 def test_a_mix_that_makes_no_sense_is_refused_before_anything_is_loaded(mix, known, message):
     with pytest.raises(ValueError, match=message):
-        parse(mix, {"beta": 0.1}, known)
+        parse_losses(mix, {"beta": 0.1}, known)
 
 
 NUMBERS = (-math.inf, -1.0, -1e-9, 0.0, 1e-9, 0.3, 0.5, 0.7, 1.0, 1.3, 9.0, math.inf, math.nan)
@@ -180,7 +180,7 @@ def test_the_ranges_of_a_signature_are_those_that_the_objective_checks(name, req
         choices = ("k1", "k2", "k3", "k4") if parameter == "kind" else NUMBERS
         for value in choices:
             settings = {k: v for k, v in proper.items() if k in hyper_parameters(function)} | {parameter: value}
-            early = complaint(lambda settings=settings: parse({name: settings}, {}, LOSSES))
+            early = complaint(lambda settings=settings: parse_losses({name: settings}, {}, LOSSES))
             assert early == complaint(lambda settings=settings: function(*tensors, **settings)), (parameter, value)
             refused += early is not None
     assert refused >= len(hyper_parameters(function))  # every one has a range
@@ -189,12 +189,12 @@ def test_the_ranges_of_a_signature_are_those_that_the_objective_checks(name, req
 @pytest.mark.parametrize("value", ["much", None])
 def test_a_hyper_parameter_that_is_no_number_is_refused(value):
     with pytest.raises(ValueError, match=f"dpo: beta must be > 0, got {value}"):
-        parse({"dpo": {"beta": value}}, {}, PAIR_LOSSES)
+        parse_losses({"dpo": {"beta": value}}, {}, PAIR_LOSSES)
 
 
 def test_a_hyper_parameter_that_no_loss_has_is_refused():
     with pytest.raises(ValueError, match="no loss of this mix has 'tau'; they have beta, label_smoothing"):
-        parse("dpo", {"beta": 0.1, "tau": 0.1}, PAIR_LOSSES, given=["tau"])
+        parse_losses("dpo", {"beta": 0.1, "tau": 0.1}, PAIR_LOSSES, given=["tau"])
 
 
 KNOWN = {**PAIR_LOSSES, **FEEDBACK_LOSSES, **POLICY_LOSSES}
@@ -223,7 +223,7 @@ def test_the_range_of_a_hyper_parameter_is_that_of_the_objective_itself(name, pa
             refused.append(True)
         if refused[-1]:
             with pytest.raises(ValueError, match=f"^{name}: {parameter} must be"):
-                parse({name: settings}, {}, KNOWN)
+                parse_losses({name: settings}, {}, KNOWN)
         else:
-            assert parse({name: settings}, {}, KNOWN)
+            assert parse_losses({name: settings}, {}, KNOWN)
     assert not all(refused)

@@ -53,7 +53,7 @@ def test_its_table_names_every_tensor_and_no_other():
     batch = collate(batch.examples, {"sampled_logp": zero, "advantage": zero})
     read = policy_tensors(
         reference=lambda batch: zero,
-        teaching=lambda batch: TeacherOutputs(0.0, 1.0, top_k=top_k),
+        teacher=lambda batch: TeacherOutputs(0.0, 1.0, top_k=top_k),
         outputs=("mean_logprob", "log_sum_squares"),
         pairs=True,
     )
