@@ -363,7 +363,7 @@ def test_weights_and_versions_and_what_may_go_on_meanwhile_are_the_sources(token
 
 
 def test_limits_are_above_zero():
-    with pytest.raises(ValueError, match="limits: all must be > 0, got 0, 4096 and 60"):
+    with pytest.raises(ValueError, match=r"limits\.turns: must be > 0, got 0"):
         Limits(turns=0)
 
 

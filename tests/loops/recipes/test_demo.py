@@ -24,8 +24,8 @@ def stages(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(demo, "sft", stage("sft", "loss"))
-    monkeypatch.setattr(demo, "dpo", stage("dpo", "rewards/accuracies"))
+    monkeypatch.setattr(demo, "run_sft", stage("sft", "loss"))
+    monkeypatch.setattr(demo, "run_dpo", stage("dpo", "rewards/accuracies"))
     monkeypatch.setattr(demo, "run_grpo", stage("grpo", "reward"))
     return found
 
