@@ -102,7 +102,7 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
 }  # fmt: skip
 SKIPPED = ("step", "seconds", "sampling/seconds")  # fields of a line of metrics that are no results
 # Regular expression -> replacement, for names of cases and numbers in an older file.
-RENAMED = {"completion_surrogate": "completion_surrogate"}
+RENAMED = {"answer_surrogate": "completion_surrogate"}
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"} | dict.fromkeys(
     ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TRITON_INTERPRET"), "1"
 )
