@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +22,7 @@ class InlineLoop:
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
         self.closed = False
+        weakref.finalize(self, self.runner.close)  # of a scheduler that is dropped, such as a script's at its end
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(coroutine)

@@ -5,13 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from burnish.loops import Policy, Scorer, collate, frozen_copy
+from burnish.loops.config import Teacher
 from burnish.loops.models.lm_head import TeacherOutputs
 from burnish.loops.models.scorer import ends_marked
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl.policy_gradient import rollout_tensors
-from burnish.loops.train.losses import columns_of, policy_tensors, score_tensors
+from burnish.loops.train.losses import (
+    PAIR_LOSSES,
+    columns_of,
+    parse_losses,
+    policy_tensors,
+    score_tensors,
+    tensors_needed,
+)
 from tiny import make_classifier, make_examples, make_model
 
 PAGE = (Path(__file__).parents[3] / "objectives" / "SIGNATURES.md").read_text()
@@ -39,6 +48,15 @@ def test_its_mix_has_the_loss_under_its_own_hyper_parameter_and_weight():
     broken = BLOCKS[2].replace('"beta": 0.5', '"beta": 0')
     with pytest.raises(ValueError, match="length_free_margin: beta must be > 0, got 0"):
         exec(broken, names)
+
+
+def test_its_configuration_is_one_that_the_recipe_knows():
+    (mix,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.S)
+    config = yaml.safe_load(mix)
+    losses = parse_losses(config["loss"], {"beta": 0.1, "label_smoothing": 0.0}, PAIR_LOSSES)
+    assert columns_of(losses) == ["importance"]
+    assert tensors_needed(losses) == {"chosen", "rejected", "ref_chosen", "ref_rejected", "logp", "divergence"}
+    Teacher(**config["teacher"])
 
 
 def test_its_table_names_every_tensor_and_no_other():
