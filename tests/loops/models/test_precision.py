@@ -102,5 +102,6 @@ def test_every_pass_of_a_recipe_rounds_the_same_factors(recipe, data, tmp_path, 
     flags = [*flags, *(["--teacher.model", data["teacher"]] if command == "distill" else [])]
     arguments = ["--model", data["model"], "--data", data[name], "--output", str(tmp_path / "run"), *flags]
     passes = Passes(monkeypatch)
-    assert main([command, *arguments, "--dtype", "bfloat16", "--steps", "1", "--batch_size", "4"]) == 0
+    batch = "--prompts_per_rollout" if name == "prompts" else "--batch_size"
+    assert main([command, *arguments, "--dtype", "bfloat16", "--steps", "1", batch, "4"]) == 0
     assert passes.seen >= wanted
