@@ -29,6 +29,7 @@ from burnish.objectives import clipped_surrogate, group_advantage
 from tiny import save_model, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_fake import Fake
+from vllm_servers import TOLERANCE, furthest, start
 
 PROMPTS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(6)]
 STEPS, GROUPS, COMPLETIONS, TOKENS = 3, 4, 4, 6
@@ -115,11 +116,14 @@ def test_the_loop_gives_the_numbers_of_the_recipe(directory, looped, tmp_path, m
     assert all(torch.equal(weight, trained[name]) for name, weight in policy.plain.state_dict().items())
 
 
-def test_a_server_takes_the_place_of_the_policys_own_source(directory, tmp_path):
+@pytest.mark.parametrize("alone", [True, False], ids=["its address alone", "with what is known of it"])
+def test_a_server_takes_the_place_of_the_policys_own_source(directory, tmp_path, alone):
     fake = Fake(AutoTokenizer.from_pretrained(directory))
     fake.root, fake.config["model_config"]["max_model_len"] = str(directory), 256
 
     def server(policy, tokenizer):
+        if alone:
+            return VLLMServer(fake.url)
         known = {"config": policy.plain.config, "tokenizer": tokenizer, "dtype": "float32"}
         return VLLMServer(fake.url, updates=Files(tmp_path / "weights"), **known)
 
@@ -131,6 +135,19 @@ def test_a_server_takes_the_place_of_the_policys_own_source(directory, tmp_path)
     assert published == ["0", "1", "2"]
     assert [sample.task for step in metrics for sample in step["samples"]][::COMPLETIONS] == list(range(12))
     assert all(step["skipped"] == 0 < step["grad_norm"] for step in metrics)
+
+
+@pytest.mark.slow
+def test_a_real_server_samples_from_what_was_published_last(tmp_path):
+    server = start(tmp_path)
+    try:
+        metrics, _ = train(tmp_path / "model", lambda policy, tokenizer: VLLMServer(server.url), steps=2)
+    finally:
+        server.close()
+    first, second = (step["samples"] for step in metrics)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert furthest(first, model) < TOLERANCE < furthest(second, model)
+    assert [{span.version for sample in step for span in sample.spans} for step in (first, second)] == [{0}, {1}]
 
 
 def test_two_ranks_take_the_steps_of_one(directory, looped):
