@@ -18,7 +18,6 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 Lengths = npt.NDArray[np.int64]
-Plan = list[list[list[int]]]  # [ranks][micro-batches][example indices]
 
 
 class Batches:
@@ -76,7 +75,7 @@ class Batches:
         stop = min(start + self.batch_size, self.end)
         return [int(self._order(position // size)[position % size]) for position in range(start, stop)]
 
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> list[list[list[int]]]:
         """The micro-batches of each rank: as many on every rank, some of them empty where examples are few.
 
         Ranks are balanced by cost, and within a rank its micro-batches; both keep the order of the stream.

@@ -14,7 +14,6 @@ from ...objectives import gdpo_advantage, group_advantage, kl_estimate, rloo_adv
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
-from ..rl.settings import Weighting
 from ..train import weighting as weights
 from ..train.losses import Term
 from .settings import GRPO, Name, Scale
@@ -25,7 +24,7 @@ class Variant:
     """What the papers differ in."""
 
     loss: str = "clipped_surrogate"
-    weighting: Weighting = "sequence_mean"
+    weighting: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
     scale: Scale = "group"
     baseline: Literal["group", "leave_one_out"] = "group"
     dynamic_sampling: bool = False

@@ -18,7 +18,7 @@ from ..config import (
     ReferenceKind,
     Teacher,
 )
-from ..rl.settings import OnlineConfig, PolicyGradientConfig, SamplingConfig, Weighting
+from ..rl.settings import OnlineConfig, PolicyGradientConfig, SamplingConfig
 
 Scale = Literal["group", "batch", "none"]
 Name = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo", "rloo"]
@@ -171,7 +171,7 @@ class GRPO(PolicyGradientConfig):
 
     variant: Name = "grpo"
     """Named settings of the loss, its weighting and the advantage; the settings below take their place."""
-    weighting: Weighting | None = None
+    weighting: Literal["token_mean", "sequence_mean", "fixed_length"] | None = None
     """Whether tokens or completions count the same, or a token 1 over max_tokens."""
     scale: Scale | None = None
     """What differences in reward are divided by: the standard deviation in the group, in the batch, or nothing."""

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from ..registry import build, find
-from ..rollouts.sample import Sample
+from ..rollouts.sample import Row, Sample
 from .sandbox import isolated
-from .scoring import RewardFunction, Row
+from .scoring import RewardFunction
 from .trl import adapted
 
 SHIPPED = {

@@ -15,8 +15,8 @@ from ...data import Example, vocabulary_differences
 from ...objectives import step_aggregate
 from ..batch import collate
 from ..models.scorer import Scorer, ends_marked, scores
-from ..rollouts.sample import Sample
-from .scoring import Over, Row
+from ..rollouts.sample import Row, Sample
+from .scoring import Over
 
 Tokenizer = Any  # of transformers
 How = Literal["min", "prod", "last", "mean"]

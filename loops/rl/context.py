@@ -24,10 +24,9 @@ from ..rewards import (
     score_samples,
 )
 from ..rewards.resolve import SHIPPED
-from ..rewards.scoring import Row
 from ..rollouts.local.source import LocalSource
-from ..rollouts.sample import Request, Sample
-from ..rollouts.scheduler import Group, RolloutScheduler, prompt_order
+from ..rollouts.sample import Request, Row, Sample
+from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_run
 from ..runs.ranks import from_main
@@ -150,7 +149,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         row: Row = rows[run.data[order(task)]["row"]]
         return row
 
-    async def score_group(group: Group) -> None:
+    async def score_group(group: list[Sample]) -> None:
         for sample in group:
             if not sample.text:
                 tokens = [token for token, trained in zip(sample.tokens, sample.trained, strict=True) if trained]

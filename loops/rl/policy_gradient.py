@@ -5,7 +5,7 @@
 π        the trainer's now
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,8 +43,9 @@ from ..train.losses import (
     tensors_needed,
     units_of,
 )
+from .buffer import RolloutBuffer
 from .context import RLContext
-from .feed import Advantages, Measure, Report, RolloutFeed
+from .feed import RolloutFeed
 from .mismatch import ClipWatch, MismatchMetrics
 from .settings import CORRECTIONS, OldLogprobs, PolicyGradientConfig
 
@@ -169,10 +170,10 @@ def train_policy(
     context: RLContext,
     losses: Losses,
     *,
-    advantages: Advantages,
+    advantages: Callable[[RolloutBuffer], Mapping[str, Tensor]],
     kl_in_reward: bool = False,
     dynamic_sampling: bool = False,
-    report: Report = lambda rollout: {},
+    report: Callable[[RolloutBuffer], Mapping[str, float]] = lambda rollout: {},
 ) -> dict[str, float]:
     """Sample, score, and train on the advantages, until the steps are done; returns the metrics of the last one.
 
@@ -208,7 +209,7 @@ def train_policy(
 
 def measures(
     config: PolicyGradientConfig, model: Policy, reference: Reference | None, *, kl_in_reward: bool = False
-) -> Measure | None:
+) -> Callable[[Batch], Mapping[str, Tensor]] | None:
     """Columns of a rollout before it is trained on: π_old where it is recomputed, and what the advantages read.
 
     Args:

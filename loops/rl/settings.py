@@ -17,8 +17,6 @@ from ..config import (
 from ..rollouts.sample import SamplingParams
 
 OldLogprobs = Literal["sampled", "recomputed"]
-Weighting = Literal["token_mean", "sequence_mean", "fixed_length"]
-Correction = Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
 
 
 class Bounds(NamedTuple):
@@ -157,7 +155,7 @@ class PolicyGradientConfig(OnlineConfig):
     """The denominator of ratios: the sampler's own log-probs, or the trainer's at the start of the rollout; null is
     recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
     and sampled otherwise."""
-    correction: Correction = "none"
+    correction: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"] = "none"
     """What weighs a token, or masks it, by how far trainer and sampler are apart; not with old_logprobs sampled."""
     correction_low: NonNegativeFloat | None = None
     """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""

@@ -22,16 +22,15 @@ from ..config import Teacher
 from ..models.backbone import evaluating
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
-from .context import PerToken as PerTokenColumns
-from .context import RunContext
-from .token_cache import Plan, load_tokens, store_tokens
+from .context import RunContext, TokenColumns
+from .token_cache import BatchPlan, load_tokens, store_tokens
 
 TeacherFn = Callable[[Batch], TeacherOutputs]
 
 
 def open_teacher(
     context: RunContext[Policy], config: Teacher, *, needed: bool
-) -> tuple[TeacherFn | None, PerTokenColumns]:
+) -> tuple[TeacherFn | None, TokenColumns]:
     """The teacher of a configuration, and the columns that it reads where its tokens are stored before training.
 
     Raises:
@@ -90,7 +89,7 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
 def store_top_k(
     teacher: Policy,
     data: Dataset,
-    plan: Plan,
+    plan: BatchPlan,
     path: Path,
     *,
     k: int,

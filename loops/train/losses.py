@@ -23,6 +23,7 @@ from ...kernels import Extra
 from ...objectives import (
     PerPair,
     PerToken,
+    Stats,
     preference,
     reference_free,
     sequence_mean,
@@ -33,8 +34,8 @@ from ...objectives import (
 from ..batch import Batch, CompletionSelector
 from ..models.lm_head import TeacherOutputs
 from . import weighting as weights
-from .step import Objective, Stats
-from .weighting import Unit, Weighting, Weightings
+from .step import Objective
+from .weighting import LossUnit, Weighting, Weightings
 
 Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit
@@ -67,10 +68,10 @@ class Term:
     factor: str | None = None
 
     @cached_property
-    def unit(self) -> Unit:
+    def unit(self) -> LossUnit:
         """Unit of the loss's entries, from its return annotation."""
         loss, _ = get_args(inspect.signature(self.function).return_annotation)
-        return cast(Unit, _unit(loss))
+        return cast(LossUnit, _unit(loss))
 
     def weigh(self, batch: Batch) -> weights.Weights:
         if self.weighting is not None:
