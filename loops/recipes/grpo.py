@@ -16,7 +16,7 @@ from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
 from ..train import weighting as weights
 from ..train.losses import Term
-from .settings import GRPO, Name, Scale
+from .settings import GRPO, Name
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Variant:
 
     loss: str = "clipped_surrogate"
     weighting: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
-    scale: Scale = "group"
+    scale: Literal["group", "batch", "none"] = "group"
     baseline: Literal["group", "leave_one_out"] = "group"
     dynamic_sampling: bool = False
     loss_kwargs: Mapping[str, float] = field(default_factory=dict)

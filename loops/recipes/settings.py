@@ -20,7 +20,6 @@ from ..config import (
 )
 from ..rl.settings import OnlineConfig, PolicyGradientConfig, SamplingConfig
 
-Scale = Literal["group", "batch", "none"]
 Name = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo", "rloo"]
 
 
@@ -173,7 +172,7 @@ class GRPO(PolicyGradientConfig):
     """Named settings of the loss, its weighting and the advantage; the settings below take their place."""
     weighting: Literal["token_mean", "sequence_mean", "fixed_length"] | None = None
     """Whether tokens or completions count the same, or a token 1 over max_tokens."""
-    scale: Scale | None = None
+    scale: Literal["group", "batch", "none"] | None = None
     """What differences in reward are divided by: the standard deviation in the group, in the batch, or nothing."""
     reward_aggregation: Literal["sum", "normalize"] = "sum"
     """Whether rewards are summed before they are compared, or compared one by one (GDPO)."""

@@ -8,7 +8,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -47,7 +47,7 @@ from .buffer import RolloutBuffer
 from .context import RLContext
 from .feed import RolloutFeed
 from .mismatch import ClipWatch, MismatchMetrics
-from .settings import CORRECTIONS, OldLogprobs, PolicyGradientConfig
+from .settings import CORRECTIONS, PolicyGradientConfig
 
 _OF_TOKENS = ("tis", "icepop")
 
@@ -151,7 +151,7 @@ def _check_cap(name: str, loss: Term) -> None:
         raise ValueError(f"{name}: ratio_cap must be >= 1 + clip_high = {lowest}, got {bound['ratio_cap']}")
 
 
-def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> OldLogprobs:
+def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> Literal["sampled", "recomputed"]:
     """The policy in the denominator of ratios, where the configuration leaves it open.
 
     Sampler and trainer round differently. One token's ratio hardly shows it, and to μ it needs no forward pass and

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data import Batches, encode_prompts
 from ..models.io import named_weights
-from .event_loops import BackgroundLoop, InlineLoop, LoopRunner, in_a_loop
+from .event_loops import BackgroundLoop, InlineLoop, in_a_loop
 from .sample import Request, Row, Sample, SamplingParams, check_sample, from_record, to_record
 from .source import NamedWeights, RolloutSource, SourceError, SourceLost
 
@@ -178,7 +178,7 @@ class RolloutScheduler:
         self._limit = 0  # tasks below it may be begun
         self._begun: dict[int, asyncio.Task[list[Sample]]] = {}  # and not yet taken
         self._stored: dict[int, list[Sample]] = {}  # what a checkpoint brought, ready to be taken
-        self._loop: LoopRunner = BackgroundLoop() if max_staleness or in_a_loop() else InlineLoop()
+        self._loop: InlineLoop | BackgroundLoop = BackgroundLoop() if max_staleness or in_a_loop() else InlineLoop()
         self._changed = asyncio.Condition()
         self._lost = False  # the source was seen to sample from other weights than the trainer's
 

@@ -24,7 +24,7 @@ from . import checkpoint
 from .feed import Feed
 from .progress import progress
 from .reference import Reference, adapters_off, column, frozen_copy, precompute
-from .run import Evaluation, Journal, StepMemory, Steps, due, finish, learning_rate_schedule, open_accelerator, to_yaml
+from .run import Journal, Steps, due, finish, learning_rate_schedule, open_accelerator, to_yaml
 
 Model = TypeVar("Model", bound=Backbone)
 TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
@@ -120,8 +120,8 @@ class RunContext(Generic[Model]):
         read: TensorReader,
         feed: Steps | None = None,
         *,
-        evaluation: Steps | Evaluation | None = None,
-        memory: StepMemory | None = None,
+        evaluation: Steps | Callable[[int], Mapping[str, float]] | None = None,
+        memory: checkpoint.StepMemory | None = None,
         report: Callable[[], Mapping[str, float]] = dict,
         **options: Any,
     ) -> dict[str, float]:

@@ -25,12 +25,10 @@ from ..models.policy import Policy
 from .context import RunContext, TokenColumns
 from .token_cache import BatchPlan, load_tokens, store_tokens
 
-TeacherFn = Callable[[Batch], TeacherOutputs]
-
 
 def open_teacher(
     context: RunContext[Policy], config: Teacher, *, needed: bool
-) -> tuple[TeacherFn | None, TokenColumns]:
+) -> tuple[Callable[[Batch], TeacherOutputs] | None, TokenColumns]:
     """The teacher of a configuration, and the columns that it reads where its tokens are stored before training.
 
     Raises:
@@ -132,7 +130,7 @@ def load_top_k(path: Path, data: Dataset, temperature: float) -> dict[str, list[
     return {f"teacher_{name}": tensors[name] for name in ("ids", "logprobs")}
 
 
-def stored_teacher(beta: float, temperature: float) -> TeacherFn:
+def stored_teacher(beta: float, temperature: float) -> Callable[[Batch], TeacherOutputs]:
     """The teacher whose likeliest tokens are columns of the batch; see `load_top_k`."""
 
     def outputs(batch: Batch) -> TeacherOutputs:

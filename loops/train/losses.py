@@ -40,7 +40,6 @@ from .weighting import LossUnit, Weighting, Weightings
 Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit
 TensorReader = Callable[[nn.Module, Batch], Tensors]
-SequenceReduce = Callable[[Tensor, Batch], Tensor]  # [tokens] -> [sequences]
 
 CHOSEN, REJECTED = 0, 1
 _UNITS = {"completions": "sequences", "steps": "tokens"}  # of objectives on scores
@@ -160,7 +159,7 @@ def outputs_for(losses: Losses) -> tuple[Extra, ...]:
 def policy_tensors(
     *,
     reference: Callable[[Batch], Tensor] | None = None,
-    reduce: SequenceReduce | None = None,
+    reduce: Callable[[Tensor, Batch], Tensor] | None = None,
     score: Callable[[Tensor], Tensor] | None = None,
     teacher: Callable[[Batch], TeacherOutputs] | None = None,
     outputs: tuple[Extra, ...] = (),
@@ -179,7 +178,9 @@ def policy_tensors(
         pairs: whether the examples are pairs of a chosen and a rejected completion.
         temperature: of the policy's softmax, the one that completions were sampled at.
     """
-    reduced: SequenceReduce = reduce or (lambda x, batch: sequence_sum(x, batch.sequence, batch.sequences))
+    reduced: Callable[[Tensor, Batch], Tensor] = reduce or (
+        lambda x, batch: sequence_sum(x, batch.sequence, batch.sequences)
+    )
 
     def read(policy: nn.Module, batch: Batch) -> Tensors:
         options: dict[str, Any] = {"outputs": outputs} if outputs else {}
