@@ -32,7 +32,7 @@ KEPT = 2  # an older checkpoint stands by in case the newest turns out to be dam
 
 
 class StepMemory(Protocol):
-    """What a recipe remembers from one step to the next beside its parameters, the same on every rank."""
+    """State of a recipe beside its parameters, the same on every rank; it sees the metrics of every step."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...models.probe import REFUSALS, objection
 from ..sample import Request, SamplingParams
 from ..source import SourceError
-from .kv_cache import ContinuousBatch, DecodeBatch, Fit, StaticBatch, continuous_fit, matmul_dtype, static_fit
+from .kv_cache import ContinuousBatch, DecodeBatch, StaticBatch, continuous_fit, matmul_dtype, static_fit
 from .runner import DecodeSequence, ModelRunner
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def choose_memory(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Deco
     plain = runner.policy.plain
     config = plain.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    all_of_them: Fit = lambda longest: 2 * len(_SCRIPT)  # noqa: E731
+    all_of_them: Callable[[int], int] = lambda longest: 2 * len(_SCRIPT)  # noqa: E731
     against_continuous = (
         f"it has layers of {', '.join(sorted(others))}"
         if others
