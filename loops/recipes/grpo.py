@@ -16,7 +16,7 @@ from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
 from ..train import weighting as weights
 from ..train.losses import Term
-from .settings import GRPO, Name
+from .settings import GRPO, VariantName
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Variant:
 
 
 _TIGHT = {"clip_low": 3e-4, "clip_high": 4e-4}
-VARIANTS: dict[Name, Variant] = {
+VARIANTS: dict[VariantName, Variant] = {
     "grpo": Variant(),
     "dr_grpo": Variant(weighting="fixed_length", scale="none"),
     "dapo": Variant(weighting="token_mean", dynamic_sampling=True, loss_kwargs={"clip_high": 0.28}),
