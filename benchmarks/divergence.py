@@ -18,13 +18,13 @@ from torch import Tensor
 from ..kernels import Head, linear_divergence
 from . import harness
 from .kernels import our_provider, our_providers, per_token_upstream, random_head, recompiling
-from .operation import Compute, Inputs, Operation, Outputs, Products, Provider, Settings, needs
+from .operation import Compute, Inputs, Names, Operation, Products, Provider, needs
 
 OUTPUTS = ("loss", "divergence")
 PASSES = {"forward": (), "train": ("student_hidden", "student_weight"), "frozen": ("student_hidden",)}
 
 
-class Shape(NamedTuple):
+class PairShape(NamedTuple):
     """N tokens, the widths of student and teacher, vocabulary V."""
 
     tokens: int
@@ -34,11 +34,11 @@ class Shape(NamedTuple):
 
 
 NAMED = {
-    "tiny": (Shape(64, 24, 32, 257),),
-    "small": (Shape(512, 576, 576, 49152),),
-    "smollm2": (Shape(2048, 576, 576, 49152),),
-    "large": (Shape(8192, 4096, 4096, 151936),),
-    "grid": tuple(Shape(8192, s, 4096, v) for s in (2048, 4096) for v in (128256, 151936)),
+    "tiny": (PairShape(64, 24, 32, 257),),
+    "small": (PairShape(512, 576, 576, 49152),),
+    "smollm2": (PairShape(2048, 576, 576, 49152),),
+    "large": (PairShape(8192, 4096, 4096, 151936),),
+    "grid": tuple(PairShape(8192, s, 4096, v) for s in (2048, 4096) for v in (128256, 151936)),
 }
 
 
@@ -47,7 +47,7 @@ def random_inputs(
     dtype: torch.dtype,
     device: torch.device,
     dead_rows: float = 0.0,
-    settings: Settings | None = None,
+    settings: dict[str, float] | None = None,
 ) -> Inputs:
     """The same at every call, on the same kind of device."""
     tokens, student, teacher, vocab = shape
@@ -56,10 +56,10 @@ def random_inputs(
     names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
     tensors = dict(zip(names, (x for head in heads for x in head), strict=True))
     upstream = per_token_upstream(("divergence",), tokens, dead_rows, device)
-    return Inputs(Shape(*shape), tensors, ("student_hidden", "teacher_hidden"), upstream, settings or {"beta": 0.0})
+    return Inputs(PairShape(*shape), tensors, ("student_hidden", "teacher_hidden"), upstream, settings or {"beta": 0.0})
 
 
-def naive(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Outputs, *, beta: float) -> tuple[Tensor, ...]:
+def naive(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Names, *, beta: float) -> tuple[Tensor, ...]:
     """Two log_softmax of student and teacher: the logits in the dtype of the model, the rest in float32."""
     logits = [hs @ ws.t(), ht @ wt.t()]
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
@@ -79,13 +79,13 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 def adapter(**options: Any) -> Compute:
     """``linear_divergence`` with these keyword arguments."""
 
-    def compute(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Outputs, *, beta: float) -> tuple[Tensor]:
+    def compute(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Names, *, beta: float) -> tuple[Tensor]:
         return (linear_divergence(hs, Head(ws), ht, Head(wt), beta=beta, **options),)
 
     return compute
 
 
-def trl(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Outputs, *, beta: float) -> tuple[Tensor]:
+def trl(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Names, *, beta: float) -> tuple[Tensor]:
     function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     divergence, _ = function.apply(hs, ws, None, ht, wt, None, beta)
     return (divergence,)
@@ -148,7 +148,7 @@ OPERATION = Operation(
     passes=PASSES,
     shapes=NAMED,
     sizes="tokens x width x vocabulary, or tokens x student's x teacher's width x vocabulary",
-    shape=lambda sizes: Shape(sizes[0], sizes[1], sizes[1], sizes[2]) if len(sizes) == 3 else Shape(*sizes),
+    shape=lambda sizes: PairShape(sizes[0], sizes[1], sizes[1], sizes[2]) if len(sizes) == 3 else PairShape(*sizes),
     inputs={"random": random_inputs},
     products=products,
     settings={"beta": (0.0, 0.5)},

@@ -15,12 +15,10 @@ import torch
 
 from . import measure
 from .clocks import Clocks
-from .operation import Inputs, Operation, Outputs, first_line, named
+from .operation import Inputs, Names, Operation, first_line, named
 from .real_model import Unavailable
-from .report import Case, Report, machine, merged, plot, save, say, show, summary
-from .worker import START, Call, Failure, Lost, LostDevice, Worker, blameless, call_here, check_device
-
-Row = dict[str, Any]
+from .report import machine, merged, plot, save, say, show, summary
+from .worker import START, Caller, CallFailed, Lost, LostDevice, Worker, blameless, call_here, check_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,7 +33,7 @@ class Plan(NamedTuple):
     device: str
     dead_rows: float
     settings: tuple[tuple[str, float], ...]
-    outputs: Outputs
+    outputs: Names
     passes: tuple[str, ...]
     rounds: int
     seconds: float
@@ -86,7 +84,7 @@ def main(operation: Operation, arguments: Sequence[str] | None, description: str
         report = new_report(shlex.join(["burnish", "bench", operation.name, *arguments]), options.device)
         bench(operation, options, report)
         plot(report, options.output / f"{operation.name}.png")
-    except (ValueError, Unavailable, LostDevice, Failure) as error:
+    except (ValueError, Unavailable, LostDevice, CallFailed) as error:
         print(f"burnish bench {operation.name}: {error}", file=sys.stderr)
         return 2
     rows = [row for case in report["cases"] for row in case["rows"]]
@@ -94,13 +92,13 @@ def main(operation: Operation, arguments: Sequence[str] | None, description: str
     return 1 if bad or not any(row["status"] == "measured" for row in rows) else 0
 
 
-def new_report(command: str, device: str) -> Report:
+def new_report(command: str, device: str) -> dict[str, Any]:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here")
     return {"command": command, "machine": machine(torch.device(device)), "unavailable": {}, "cases": []}
 
 
-def bench(operation: Operation, options: argparse.Namespace, report: Report) -> None:
+def bench(operation: Operation, options: argparse.Namespace, report: dict[str, Any]) -> None:
     """Measures case by case; each is added to the report, shown and saved when it is done.
 
     Raises:
@@ -115,7 +113,7 @@ def bench(operation: Operation, options: argparse.Namespace, report: Report) -> 
         for each, names in plans:
             try:
                 cases = _isolated(each, names, worker, options.patience) if isolate else measured(each, names)
-            except Failure as error:
+            except CallFailed as error:
                 say(f"{each.title} is not measured: {error}")
                 report["unavailable"][each.title] = str(error)
                 continue
@@ -125,7 +123,7 @@ def bench(operation: Operation, options: argparse.Namespace, report: Report) -> 
             save(report, options.output, operation.name)
 
 
-def _isolated(plan: Plan, names: list[str], worker: Worker, patience: float) -> list[Case]:
+def _isolated(plan: Plan, names: list[str], worker: Worker, patience: float) -> list[dict[str, Any]]:
     """In another process each provider takes turns with the floor alone, so that the one that ends it is known."""
     parts, lost = [], []
     for name in names:
@@ -134,7 +132,7 @@ def _isolated(plan: Plan, names: list[str], worker: Worker, patience: float) -> 
             parts.append({"found": worker.call(measured, (plan, [name]), patience)})
         except Lost as error:
             lost.append({"provider": name, "status": "lost", "reason": str(error), "errors": {}})
-    cases: list[Case] = merged(parts or [{"found": blameless(worker.call, measured, (plan, []), START)}])
+    cases: list[dict[str, Any]] = merged(parts or [{"found": blameless(worker.call, measured, (plan, []), START)}])
     for case in cases:
         case["rows"] += lost
     return cases
@@ -144,11 +142,11 @@ class Unmeasurable(ValueError):
     """There is no truth to hold providers to."""
 
 
-def missing(operation: Operation, names: Sequence[str], device: str, call: Call, patience: float) -> dict[str, str]:
+def missing(operation: Operation, names: Sequence[str], device: str, call: Caller, patience: float) -> dict[str, str]:
     """Providers that can't run here, and why; an import, too, may hang or crash.
 
     Raises:
-        Failure: if no process can be started.
+        CallFailed: if no process can be started.
     """
     reasons = {}
     for name in names:
@@ -171,12 +169,12 @@ def _missing(operation_name: str, device: str, name: str) -> str | None:
 
 
 def plan(
-    operation: Operation, options: argparse.Namespace, call: Call
+    operation: Operation, options: argparse.Namespace, call: Caller
 ) -> tuple[dict[str, str], list[tuple[Plan, list[str]]]]:
     """Providers that can't run here and why, and the cases, each with the providers that take part.
 
     Raises:
-        Failure: if no process can be started.
+        CallFailed: if no process can be started.
         Unmeasurable: if the baseline needs a package that is not there.
         ValueError: for what is wrong with the options.
     """
@@ -232,10 +230,10 @@ def _prepared(plan: Plan) -> tuple[Inputs, measure.Outcome, dict[str, float]]:
     return _inputs(key._replace(outputs=())), *_truth(key)
 
 
-def measured(plan: Plan, names: Sequence[str]) -> list[Case]:
+def measured(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
     """A case for each pass, with a row for each provider: gated, and timed unless it has failed."""
     operation, (inputs, truth, limits) = named(plan.operation), _prepared(plan)
-    rows: dict[str, dict[str, Row]] = {kind: {} for kind in plan.passes}
+    rows: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in plan.passes}
     for kind, name in product(plan.passes, names):
         rows[kind][name] = gated(operation, name, inputs, plan.outputs, kind, truth, limits)
     if inputs.device.type == "cuda":
@@ -267,13 +265,13 @@ def gated(
     operation: Operation,
     name: str,
     inputs: Inputs,
-    outputs: Outputs,
+    outputs: Names,
     kind: str,
     truth: measure.Outcome,
     limits: dict[str, float],
-) -> Row:
+) -> dict[str, Any]:
     """A provider's errors in a pass, and the reason if it has failed."""
-    row: Row = {"provider": name, "status": "measured", "errors": {}}
+    row: dict[str, Any] = {"provider": name, "status": "measured", "errors": {}}
     try:
         outcome = measure.run(operation, operation.find(name), inputs, outputs, kind)
         outcome = outcome._replace(gradients=operation.collect(inputs, outcome.gradients))
@@ -285,7 +283,7 @@ def gated(
     return row
 
 
-def failure(error: Exception, device: torch.device) -> Row:
+def failure(error: Exception, device: torch.device) -> dict[str, Any]:
     """The status of a provider that has raised; `LostDevice` if no other can run any more."""
     reason = first_line(error)
     if isinstance(error, torch.OutOfMemoryError):
@@ -297,7 +295,9 @@ def failure(error: Exception, device: torch.device) -> Row:
     return {"status": "failed", "reason": reason}
 
 
-def timing(operation: Operation, rows: dict[str, Row], inputs: Inputs, plan: Plan, kind: str) -> Case:
+def timing(
+    operation: Operation, rows: dict[str, dict[str, Any]], inputs: Inputs, plan: Plan, kind: str
+) -> dict[str, Any]:
     """The floors of a pass; seconds and ratios of the providers that passed the gate are added to their rows."""
     passed = [name for name, row in rows.items() if row["status"] == "measured"]
     dtype = measure.fastest_dtype(inputs.dtype, inputs.device)
@@ -318,7 +318,7 @@ def timing(operation: Operation, rows: dict[str, Row], inputs: Inputs, plan: Pla
         against[operation.baseline] = seconds[operation.baseline]
     flops = next(iter(floors.values()))["flops"]
 
-    def rates(rounds: list[float], flops: int) -> Row:
+    def rates(rounds: list[float], flops: int) -> dict[str, Any]:
         return {"seconds": summary(rounds), "tflops": flops / median(rounds) / 1e12 if flops else None}
 
     for name in seconds.keys() & set(passed):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .operation import Inputs, Mark, Operation, Outputs, Products, Provider, Settings, Step, named
+from .operation import Inputs, Mark, Names, Operation, Products, Provider, TimedStep, named
 
 _PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 def run(
-    operation: Operation, provider: Provider, inputs: Inputs, outputs: Outputs, kind: str, mark: Mark = lambda: None
+    operation: Operation, provider: Provider, inputs: Inputs, outputs: Names, kind: str, mark: Mark = lambda: None
 ) -> Outcome:
     """One pass; ``mark`` is set between forward and backward."""
     wanted = operation.passes[kind]
@@ -55,12 +55,12 @@ def run(
     return Outcome({o: r.detach() for o, r in zip(outputs, results, strict=True)}, gradients)
 
 
-def step(operation: Operation, inputs: Inputs, outputs: Outputs, kind: str, provider: Provider, mark: Mark) -> None:
+def step(operation: Operation, inputs: Inputs, outputs: Names, kind: str, provider: Provider, mark: Mark) -> None:
     """``run`` as it is timed: its results are freed before the last mark."""
     run(operation, provider, inputs, outputs, kind, mark)
 
 
-def plain(operation: Operation, inputs: Inputs, outputs: Outputs, dtype: torch.dtype, numbers_at_once: int) -> Outcome:
+def plain(operation: Operation, inputs: Inputs, outputs: Names, dtype: torch.dtype, numbers_at_once: int) -> Outcome:
     """The baseline's formula in ``dtype`` with the gradients of the "train" pass, a few rows at a time.
 
     Gradients of tensors that are taken whole are summed in float32 at least.
@@ -93,12 +93,12 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def exact(operation: Operation, inputs: Inputs, outputs: Outputs) -> Outcome:
+def exact(operation: Operation, inputs: Inputs, outputs: Names) -> Outcome:
     """The truth: the formula in float64."""
     return plain(operation, inputs, outputs, torch.float64, 2**26)
 
 
-def limits(operation: Operation, inputs: Inputs, outputs: Outputs, truth: Outcome) -> dict[str, float]:
+def limits(operation: Operation, inputs: Inputs, outputs: Names, truth: Outcome) -> dict[str, float]:
     """2 × the error of the formula in the dtype of the inputs, its results rounded to that dtype, + 1e-6.
 
     On a CPU, products in 16 bits are computed in float32 and rounded: the same digits, and not a hundred times slower.
@@ -163,7 +163,7 @@ def gate(errors: dict[str, float], limits: dict[str, float], gradients: set[str]
     return None
 
 
-def timed(step: Step, device: torch.device, seconds: float = 0.0, count: int = 1) -> list[float]:
+def timed(step: TimedStep, device: torch.device, seconds: float = 0.0, count: int = 1) -> list[float]:
     """Seconds from one mark of a step to the next; the first is set before it, the last after it.
 
     Medians over ``count`` steps back to back, or as many as take ``seconds``: a GPU that is never idle runs at the
@@ -175,7 +175,7 @@ def timed(step: Step, device: torch.device, seconds: float = 0.0, count: int = 1
     return [median(spans) for spans in zip(*_spans(step, device, count), strict=True)]
 
 
-def _spans(step: Step, device: torch.device, count: int) -> list[list[float]]:
+def _spans(step: TimedStep, device: torch.device, count: int) -> list[list[float]]:
     """The spans of each step; a step begins where the one before it has ended."""
     on_gpu = device.type == "cuda"
     marks: list[Any] = []
@@ -202,7 +202,7 @@ def _spans(step: Step, device: torch.device, count: int) -> list[list[float]]:
 
 
 def interleave(
-    steps: dict[str, Step],
+    steps: dict[str, TimedStep],
     rounds: int,
     device: torch.device,
     on_error: Callable[[str, Exception], None] | None = None,
@@ -260,7 +260,7 @@ def ratio(seconds: Sequence[float], other: Sequence[float]) -> float:
 
 
 def extra_bytes(
-    operation: Operation, name: str, inputs: Inputs, outputs: Outputs, passes: Sequence[str], dead_rows: float
+    operation: Operation, name: str, inputs: Inputs, outputs: Names, passes: Sequence[str], dead_rows: float
 ) -> dict[str, int | None]:
     """Peak of each pass beyond its inputs, gradients included, when it is not the first; None where it is unknown.
 
@@ -280,7 +280,7 @@ def extra_bytes(
             return dict.fromkeys(passes)
 
 
-def _allocated_bytes(operation: Operation, name: str, inputs: Inputs, outputs: Outputs, kind: str) -> int | None:
+def _allocated_bytes(operation: Operation, name: str, inputs: Inputs, outputs: Names, kind: str) -> int | None:
     provider = operation.find(name)
     try:
         run(operation, provider, inputs, outputs, kind)
@@ -298,8 +298,8 @@ def _allocated_bytes(operation: Operation, name: str, inputs: Inputs, outputs: O
 def _resident_bytes(
     operation_name: str,
     name: str,
-    setting: tuple[tuple[int, ...], torch.dtype, float, Settings],
-    outputs: Outputs,
+    setting: tuple[tuple[int, ...], torch.dtype, float, dict[str, float]],
+    outputs: Names,
     passes: Sequence[str],
     threads: int,
 ) -> dict[str, int | None]:

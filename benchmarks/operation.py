@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Outputs = tuple[str, ...]
-Settings = dict[str, float]
+Names = tuple[str, ...]
 Mark = Callable[[], None]
-Step = Callable[[Mark], object]
+TimedStep = Callable[[Mark], object]
 Compute = Callable[..., tuple[Tensor, ...]]
 
 
@@ -28,9 +27,9 @@ class Inputs(NamedTuple):
 
     shape: tuple[int, ...]  # as on the command line; last the size of a row that is never to be materialized
     tensors: dict[str, Tensor]  # in the order in which providers take them
-    per_row: Outputs  # names of those with an entry per token; the others are taken whole
+    per_row: Names  # names of those with an entry per token; the others are taken whole
     upstream: dict[str, Tensor]  # gradient of each output, in the output's shape
-    settings: Settings = {}  # noqa: RUF012  keyword arguments of every provider; never written to
+    settings: dict[str, float] = {}  # noqa: RUF012  keyword arguments of every provider; never written to
 
     @property
     def device(self) -> torch.device:
@@ -53,14 +52,14 @@ class Provider:
 
     name: str  # as on the command line
     compute: Compute
-    gives: Outputs = ("logprob",)  # a "loss" is made from the output of which it is the mean
+    gives: Names = ("logprob",)  # a "loss" is made from the output of which it is the mean
     missing: Callable[[torch.device], str | None] = lambda device: None  # why it can't run there, None if it can
 
 
 class Products(NamedTuple):
     """The steps that no implementation of a pass avoids, such as its matrix products."""
 
-    steps: dict[str, Step]
+    steps: dict[str, TimedStep]
     flops: dict[str, int]  # of each step; empty where bytes count
     floors: dict[str, dict[str, int]]  # how often each step is done, for every way to do the pass; the cheapest first
 
@@ -72,11 +71,11 @@ class Operation:
     name: str  # as on the command line, and of the files that are written
     providers: Mapping[str, Provider]
     baseline: str  # its formula in float64 is the truth, its own error sets the limits, and its time is divided by
-    outputs: Outputs
-    alone: Outputs  # outputs that can't be joined with others by +
-    default_outputs: Outputs  # on a GPU the loss, too, where there is one
+    outputs: Names
+    alone: Names  # outputs that can't be joined with others by +
+    default_outputs: Names  # on a GPU the loss, too, where there is one
     mean: tuple[str, int]  # the output of which "loss" is the mean, and its sign; ("", 0) where there is none
-    passes: dict[str, Outputs]  # the tensors whose gradients each pass gives
+    passes: dict[str, Names]  # the tensors whose gradients each pass gives
     shapes: Mapping[str, tuple[tuple[int, ...], ...]]
     sizes: str  # what the sizes of a shape are
     shape: Callable[[tuple[int, ...]], tuple[int, ...]]  # makes a shape of the sizes on the command line
@@ -87,10 +86,10 @@ class Operation:
     collect: Callable[[Inputs, dict[str, Tensor]], dict[str, Tensor]] = lambda inputs, gradients: gradients
     parse_provider: Callable[[str], Provider | None] = lambda name: None  # of names that are not listed
 
-    def can_give(self, provider: Provider, outputs: Outputs) -> bool:
+    def can_give(self, provider: Provider, outputs: Names) -> bool:
         return set(outputs) <= set(provider.gives) or (outputs == ("loss",) and self.mean[0] in provider.gives)
 
-    def compute(self, provider: Provider, tensors: dict[str, Tensor], outputs: Outputs, inputs: Inputs) -> list[Tensor]:
+    def compute(self, provider: Provider, tensors: dict[str, Tensor], outputs: Names, inputs: Inputs) -> list[Tensor]:
         """The outputs, shapes checked; a loss that the provider does not give is the mean of what it gives."""
         output, sign = self.mean
         if outputs == ("loss",) and "loss" not in provider.gives:
@@ -103,7 +102,7 @@ class Operation:
                 raise ValueError(f"{provider.name}: {output} must be {list(wanted)}, got {list(result.shape)}")
         return results
 
-    def parse_outputs(self, text: str) -> Outputs:
+    def parse_outputs(self, text: str) -> Names:
         """``logprob+entropy`` as a tuple, in the order of ``outputs``.
 
         Raises:

@@ -27,15 +27,13 @@ RULE = (
     "gradients included."
 )
 
-Case = dict[str, Any]
-Report = dict[str, Any]
-Cells = Iterable[list[str]]
-Section = tuple[str, list[str], Cells]  # title, header, rows
+
+Section = tuple[str, list[str], Iterable[list[str]]]  # title, header, rows
 
 
-def merged(records: Iterable[dict[str, Any]]) -> list[Case]:
+def merged(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """One case of all records that measured it, with the rows of all; its floor is that of all their rounds."""
-    cases: dict[str, Case] = {}
+    cases: dict[str, dict[str, Any]] = {}
     for part in (case for r in records if isinstance(r.get("found"), list) for case in r["found"]):
         case = cases.setdefault(title(part), {**part, "floor": {}, "rows": []})
         names = {row["provider"] for row in part["rows"]}
@@ -89,7 +87,7 @@ def _processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
 
 
-def title(case: Case) -> str:
+def title(case: dict[str, Any]) -> str:
     operation = "" if case["operation"] == "kernels" else f"{case['operation']} "
     settings = [f"{name} {value:g}" for name, value in case["settings"].items()]
     shape = "x".join(map(str, case["shape"]))
@@ -101,17 +99,17 @@ def title(case: Case) -> str:
     return ", ".join(parts)
 
 
-def header(case: Case) -> list[str]:
+def header(case: dict[str, Any]) -> list[str]:
     floors = [f"÷{name}" for name in case["floor"]]
     names = ["provider", "ms", "min–max", "TFLOP/s", *floors, f"÷{case['baseline']}", "MB", "error", "of gradients"]
     return [*names, *["MHz / W / °C"] * _clocked(case)]
 
 
-def _clocked(case: Case) -> bool:
+def _clocked(case: dict[str, Any]) -> bool:
     return any(row.get("clocks") for row in case["rows"])
 
 
-def cells(case: Case) -> Iterator[list[str]]:
+def cells(case: dict[str, Any]) -> Iterator[list[str]]:
     """The rows of a table as text: the floors, then providers that were measured, then those that were not."""
     others, clocked = len(case["floor"]) + 2, _clocked(case)
     for name, floor in case["floor"].items():
@@ -138,7 +136,7 @@ def _worst(errors: dict[str, float], *, gradients: bool) -> str:
     return f"{math.nan if any(map(math.isnan, chosen)) else max(chosen):.0e}" if chosen else ""
 
 
-def reasons(case: Case) -> list[str]:
+def reasons(case: dict[str, Any]) -> list[str]:
     return [f"{row['provider']} {row['status']}: {row['reason']}" for row in case["rows"] if "reason" in row]
 
 
@@ -152,7 +150,7 @@ def say(text: str) -> None:
     console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def show_table(head: Sequence[str], rows: Cells, title: str | None = None, *, wrap: bool = False) -> None:
+def show_table(head: Sequence[str], rows: Iterable[list[str]], title: str | None = None, *, wrap: bool = False) -> None:
     """In the terminal; numbers stand to the right."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(head):
@@ -162,19 +160,19 @@ def show_table(head: Sequence[str], rows: Cells, title: str | None = None, *, wr
     console().print(table)
 
 
-def show(case: Case) -> None:
+def show(case: dict[str, Any]) -> None:
     show_table(header(case), cells(case), title(case))
     for reason in reasons(case):
         say(f"  {reason}")
 
 
-def table(head: list[str], rows: Cells) -> Iterator[str]:
+def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
     """In Markdown."""
     for line in (head, ["---", *["--:"] * (len(head) - 1)], *rows):
         yield f"| {' | '.join(part.replace('|', '&#124;') for part in line)} |"
 
 
-def markdown(report: Report, sections: Iterable[Section] = ()) -> str:
+def markdown(report: dict[str, Any], sections: Iterable[Section] = ()) -> str:
     machine = report["machine"]
     where = f"{machine.get('gpu', machine['cpu'])}, {machine['threads']} threads"
     where += "" if machine["load"] is None else f", load {machine['load']} before"
@@ -189,7 +187,7 @@ def markdown(report: Report, sections: Iterable[Section] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def save(report: Report, directory: Path, name: str, sections: Iterable[Section] = ()) -> None:
+def save(report: dict[str, Any], directory: Path, name: str, sections: Iterable[Section] = ()) -> None:
     """``name.json`` and ``name.md``, with further tables before those of the cases."""
     directory.mkdir(parents=True, exist_ok=True)
     strict = json.loads(json.dumps(report), parse_constant=str)  # NaN, the error of a failure, is no JSON
@@ -207,14 +205,14 @@ def figure(width: float, height: float) -> Any:
     return figure
 
 
-def plot(report: Report, path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
     """Time over the floor with the logits kept, a panel for each pass and its outputs, a group for each shape.
 
     There is none where nothing was measured, or matplotlib is not installed.
     """
     if not report["cases"] or importlib.util.find_spec("matplotlib") is None:
         return
-    panels: dict[str, list[Case]] = {}
+    panels: dict[str, list[dict[str, Any]]] = {}
     for case in report["cases"]:
         panels.setdefault(title(case).replace("x".join(map(str, case["shape"])) + " ", ""), []).append(case)
     names = list(dict.fromkeys(row["provider"] for case in report["cases"] for row in case["rows"]))
@@ -228,7 +226,7 @@ def plot(report: Report, path: Path) -> None:
     picture.savefig(path, dpi=120)
 
 
-def _bars(axes: Any, cases: list[Case], colors: dict[str, str]) -> None:
+def _bars(axes: Any, cases: list[dict[str, Any]], colors: dict[str, str]) -> None:
     kept, *recomputed = cases[0]["floor"]
     ticks, labels, left = [], [], 0.0
     for case in cases:

@@ -15,14 +15,14 @@ from .operation import first_line
 from .real_model import Unavailable
 
 START = 600.0  # seconds for a new process, or for the inputs of a case and their truth
-Call = Callable[[Callable[..., Any], tuple[Any, ...], float], Any]  # (function, arguments, seconds)
+Caller = Callable[[Callable[..., Any], tuple[Any, ...], float], Any]  # (function, arguments, seconds)
 
 
 class LostDevice(RuntimeError):
     """The GPU can't be used any more in this process."""
 
 
-class Failure(RuntimeError):
+class CallFailed(RuntimeError):
     """An error that is no provider's fault, such as no memory for the truth."""
 
 
@@ -50,12 +50,12 @@ def call_here(function: Callable[..., Any], arguments: tuple[Any, ...], seconds:
     return function(*arguments)
 
 
-def blameless(call: Call, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
-    """A call in which no provider runs: if it is lost that is a `Failure`."""
+def blameless(call: Caller, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
+    """A call in which no provider runs: if it is lost that is a `CallFailed`."""
     try:
         return call(function, arguments, seconds)
     except Lost as error:
-        raise Failure(str(error)) from error
+        raise CallFailed(str(error)) from error
 
 
 class Worker:
@@ -71,7 +71,7 @@ class Worker:
 
         Raises:
             ValueError: for a mistake in the arguments.
-            Failure: if the function has raised, or no process can be started.
+            CallFailed: if the function has raised, or no process can be started.
             Lost: if the process has ended or lost the GPU, or does not answer within ``seconds``.
         """
         try:
@@ -92,7 +92,7 @@ class Worker:
         try:
             self._receive(self.start)
         except Lost as error:
-            raise Failure(str(error)) from error
+            raise CallFailed(str(error)) from error
 
     def _receive(self, seconds: float) -> Any:
         if not self._line.poll(seconds):
@@ -131,4 +131,4 @@ def _serve(line: Connection) -> None:
             line.send((ValueError, str(error)))
         except Exception as error:
             traceback.print_exc()
-            line.send((Failure, first_line(error)))
+            line.send((CallFailed, first_line(error)))

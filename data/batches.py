@@ -17,9 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-Lengths = npt.NDArray[np.int64]
-Plan = list[list[list[int]]]  # [ranks][micro-batches][example indices]
-
 
 class Batches:
     """The plan of every step.
@@ -36,7 +33,7 @@ class Batches:
 
     def __init__(
         self,
-        lengths: Sequence[int] | Lengths,
+        lengths: Sequence[int] | npt.NDArray[np.int64],
         *,
         batch_size: int,
         micro_tokens: int | None,
@@ -46,7 +43,7 @@ class Batches:
         steps: int | None = None,
         ranks: int = 1,
     ) -> None:
-        self.lengths: Lengths = np.asarray(lengths, dtype=np.int64)
+        self.lengths: npt.NDArray[np.int64] = np.asarray(lengths, dtype=np.int64)
         for name, value in {"batch_size": batch_size, "micro_tokens": micro_tokens, "ranks": ranks}.items():
             if value is not None and value < 1:
                 raise ValueError(f"Batches: {name} must be >= 1, got {value}")
@@ -76,7 +73,7 @@ class Batches:
         stop = min(start + self.batch_size, self.end)
         return [int(self._order(position // size)[position % size]) for position in range(start, stop)]
 
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> list[list[list[int]]]:
         """The micro-batches of each rank: as many on every rank, some of them empty where examples are few.
 
         Ranks are balanced by cost, and within a rank its micro-batches; both keep the order of the stream.
@@ -90,9 +87,9 @@ class Batches:
         return [[[indices[position] for position in micro] for micro in rank] for rank in packed]
 
 
-def token_cost(dataset: datasets.Dataset, *, shared_prompt: bool) -> Lengths:
+def token_cost(dataset: datasets.Dataset, *, shared_prompt: bool) -> npt.NDArray[np.int64]:
     """Tokens of each example: its completions, and its prompt once (``shared_prompt``) or once per completion."""
-    costs: list[Lengths] = []
+    costs: list[npt.NDArray[np.int64]] = []
     for table in dataset.select_columns(["prompt", "completions"]).with_format("arrow").iter(batch_size=1000):
         prompt, completions = (table[name].combine_chunks() for name in ("prompt", "completions"))
         count = pc.list_value_length(completions).to_numpy()
@@ -103,7 +100,7 @@ def token_cost(dataset: datasets.Dataset, *, shared_prompt: bool) -> Lengths:
     return np.concatenate(costs)
 
 
-def _order(size: int, seed: int, epoch: int, shuffle: bool) -> Lengths:
+def _order(size: int, seed: int, epoch: int, shuffle: bool) -> npt.NDArray[np.int64]:
     if not shuffle:
         return np.arange(size)
     # numpy promises that the raw bits of a bit generator stay the same between versions, not that permutation() does.

@@ -25,7 +25,6 @@ from .records import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Options = Mapping[str, Any]  # of the chat template
 
 ADVICE = (
     "pass a chat template with {% generation %} ... {% endgeneration %} around all that the assistant writes, end "
@@ -41,7 +40,7 @@ class Encoder:
     chat_template: str | None = None
 
     def continuations(
-        self, prompt: PlainOrChat, completions: Sequence[PlainOrChat], options: Options
+        self, prompt: PlainOrChat, completions: Sequence[PlainOrChat], options: Mapping[str, Any]
     ) -> tuple[list[int], list[list[int]], bool]:
         """Token ids of the prompt, those that each completion adds to it, and whether the prompt lost its end.
 
@@ -63,7 +62,9 @@ class Encoder:
             )
         return alone[:shared], added, shared < len(alone)
 
-    def assistant(self, messages: list[Message], options: Options, start: int = 0) -> tuple[list[int], list[bool]]:
+    def assistant(
+        self, messages: list[Message], options: Mapping[str, Any], start: int = 0
+    ) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation, and which are the assistant's in ``messages[start:]``."""
         ids, spans = (self._marked if self._has_markers else self._by_prefixes)(messages, options)
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -90,7 +91,7 @@ class Encoder:
         return text if text.endswith(eos) else text + eos
 
     def steps(
-        self, prompt: PlainOrChat, steps: Sequence[str], separator: str, options: Options
+        self, prompt: PlainOrChat, steps: Sequence[str], separator: str, options: Mapping[str, Any]
     ) -> tuple[list[int], list[list[int]]]:
         """Token ids of the prompt and of each step with the separator after it, each tokenized alone.
 
@@ -107,17 +108,19 @@ class Encoder:
             raise ValueError(f"separator: wanted text that the tokenizer has a token for, got {separator!r}")
         return before, [self.bare(step) + end for step in steps]
 
-    def chat(self, messages: list[Message], options: Options, *, generation_prompt: bool = False) -> list[int]:
+    def chat(
+        self, messages: list[Message], options: Mapping[str, Any], *, generation_prompt: bool = False
+    ) -> list[int]:
         return self.bare(self._render(messages, options, generation_prompt))
 
     def bare(self, text: str) -> list[int]:
         """Tokens of a text without those that the tokenizer adds; a template writes its own BOS."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _render(self, messages: list[Message], options: Options, generation_prompt: bool = False) -> str:
+    def _render(self, messages: list[Message], options: Mapping[str, Any], generation_prompt: bool = False) -> str:
         return str(self._apply(messages, options, add_generation_prompt=generation_prompt, tokenize=False))
 
-    def _apply(self, messages: list[Message], options: Options, **settings: Any) -> Any:
+    def _apply(self, messages: list[Message], options: Mapping[str, Any], **settings: Any) -> Any:
         if not self._source:
             raise ValueError(
                 "the row is a conversation and the tokenizer has no chat template; pass one (--chat_template "
@@ -144,13 +147,15 @@ class Encoder:
         added = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return frozenset(added | set(self.tokenizer.all_special_ids))
 
-    def _marked(self, messages: list[Message], options: Options) -> tuple[list[int], list[tuple[int, int]]]:
+    def _marked(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[list[int], list[tuple[int, int]]]:
         out = self._apply(messages, options, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         mask = [0, *out["assistant_masks"], 0]
         edges = [index for index, (before, after) in enumerate(pairwise(mask)) if before != after]
         return list(out["input_ids"]), list(zip(edges[::2], edges[1::2], strict=True))
 
-    def _by_prefixes(self, messages: list[Message], options: Options) -> tuple[list[int], list[tuple[int, int]]]:
+    def _by_prefixes(
+        self, messages: list[Message], options: Mapping[str, Any]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         text = self._render(messages, options)
         cuts: list[int] = []
         for number, message in enumerate(messages):

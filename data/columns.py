@@ -21,19 +21,18 @@ from typing import Any
 
 Message = dict[str, Any]
 PlainOrChat = str | list[Message]
-ColumnLayout = tuple[str, ...]
 
-SUPERVISED: tuple[ColumnLayout, ...] = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
-PREFERENCE: tuple[ColumnLayout, ...] = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-UNPAIRED: tuple[ColumnLayout, ...] = (("prompt", "completion", "label"), *PREFERENCE)
-STEPWISE: tuple[ColumnLayout, ...] = (("prompt", "completions", "labels"),)
-SCORES: tuple[ColumnLayout, ...] = (("prompt", "completion", "score"),)
-RANKING: tuple[ColumnLayout, ...] = (("prompt", "completions", "ranks"),)
-PROMPTS: tuple[ColumnLayout, ...] = (("prompt",),)
-SOLUTION: ColumnLayout = ("prompt", "completions")  # steps without labels
+SUPERVISED: tuple[tuple[str, ...], ...] = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
+PREFERENCE: tuple[tuple[str, ...], ...] = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+UNPAIRED: tuple[tuple[str, ...], ...] = (("prompt", "completion", "label"), *PREFERENCE)
+STEPWISE: tuple[tuple[str, ...], ...] = (("prompt", "completions", "labels"),)
+SCORES: tuple[tuple[str, ...], ...] = (("prompt", "completion", "score"),)
+RANKING: tuple[tuple[str, ...], ...] = (("prompt", "completions", "ranks"),)
+PROMPTS: tuple[tuple[str, ...], ...] = (("prompt",),)
+SOLUTION: tuple[str, ...] = ("prompt", "completions")  # steps without labels
 
 ANNOTATIONS = ("label", "labels", "score", "ranks")
-RECIPES: tuple[tuple[ColumnLayout, str], ...] = (
+RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
     (PREFERENCE[1], "preference pairs, for a recipe such as dpo, kto or reward"),
     (UNPAIRED[0], "answers with labels, for a recipe such as kto"),
     (STEPWISE[0], "steps with labels, for a recipe such as prm"),
@@ -75,7 +74,7 @@ class ParsedRow:
     annotation: Any = None
 
 
-def find_layout(columns: Sequence[str], accepted: Sequence[ColumnLayout]) -> ColumnLayout:
+def find_layout(columns: Sequence[str], accepted: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """The first accepted layout whose columns are all there.
 
     Raises:
@@ -97,7 +96,7 @@ def find_layout(columns: Sequence[str], accepted: Sequence[ColumnLayout]) -> Col
     raise ValueError(message)
 
 
-def read_row(record: Mapping[str, Any], layout: ColumnLayout) -> ParsedRow:
+def read_row(record: Mapping[str, Any], layout: tuple[str, ...]) -> ParsedRow:
     """Check a record, and take it apart into prompt, completions and annotation.
 
     Raises:

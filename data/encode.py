@@ -17,14 +17,13 @@ from datasets.fingerprint import generate_random_fingerprint
 from . import columns, examples
 from .accounting import NOTES, Accounting, summarize
 from .chat import Encoder
-from .columns import BadRow, ColumnLayout, Message, read_number, read_row
+from .columns import BadRow, Message, read_number, read_row
 from .examples import EncodedExample, Example, LengthLimit, TrainOn, Truncation
 from .records import Data, DataError, Records, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-Encode = Callable[..., EncodedExample | list[EncodedExample]]
 
 COLUMNS = {
     "prompt": List(Value("int32")),
@@ -194,8 +193,8 @@ def _encode(
     records: Records | Data,
     tokenizer: "Tokenizer",
     options: Tokenization,
-    layouts: Sequence[ColumnLayout],
-    encode: Encode,
+    layouts: Sequence[tuple[str, ...]],
+    encode: Callable[..., EncodedExample | list[EncodedExample]],
     annotation: Mapping[str, Value | List] | None = None,
     required: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
@@ -249,9 +248,9 @@ def _encode_rows(
     rows: Mapping[str, list[Any]],
     indices: list[int],
     *,
-    encode: Encode,
+    encode: Callable[..., EncodedExample | list[EncodedExample]],
     encoder: Encoder,
-    layout: ColumnLayout,
+    layout: tuple[str, ...],
     on_bad_row: str,
     required: Sequence[str],
     numeric: Sequence[str],
@@ -281,7 +280,7 @@ def _encode_rows(
 
 
 def _numeric_columns(
-    records: Records, layout: ColumnLayout, required: Sequence[str], made: Mapping[str, Value | List]
+    records: Records, layout: tuple[str, ...], required: Sequence[str], made: Mapping[str, Value | List]
 ) -> dict[str, Value]:
     types = records.dataset.features
     numeric = {

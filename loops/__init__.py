@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .runs.ranks import from_main
     from .runs.reference import adapters_off, frozen_copy
     from .train.losses import Term, compose, policy_tensors, score_tensors, weightings
-    from .train.step import Objective, Step, evaluate, optimize, train_step
+    from .train.step import Objective, StepResult, evaluate, optimize, train_step
     from .train.weighting import Weights, completion_mean, fixed_length, pair_mean, sequence_mean, token_mean, weighted
 
 __all__ = [
@@ -55,7 +55,7 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "Scorer",
-    "Step",
+    "StepResult",
     "Term",
     "VLLMServer",
     "Weights",

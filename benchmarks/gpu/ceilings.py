@@ -16,37 +16,36 @@ from torch.profiler import ProfilerActivity
 from ...kernels import passes
 from .. import measure
 from ..clocks import Clocks, shown
-from ..kernels import OPERATION, SPREAD, Shape, random_inputs
+from ..kernels import OPERATION, SPREAD, LogprobShape, random_inputs
 from ..measure import timed
-from ..operation import Inputs, Step
+from ..operation import Inputs, TimedStep
 
-Row = dict[str, Any]
 ROWS = 512  # whose log-probs are compared
 
 
-def copy(device: str, size: int, seconds: float) -> Row:
+def copy(device: str, size: int, seconds: float) -> dict[str, Any]:
     """A copy of ``size`` bytes, each read and written once."""
     x = torch.randint(255, (size,), dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     return _rates({"TB/s": (lambda _: y.copy_(x), 2 * size)}, x.device, seconds)
 
 
-def square(device: str, side: int, seconds: float) -> Row:
+def square(device: str, side: int, seconds: float) -> dict[str, Any]:
     """A product of two square matrices: ten at once, and for so long that power sets the clock."""
     a, b = _random(device, (side, side), (side, side))
     out, flops = torch.empty_like(a), 2 * side**3
-    product: Step = lambda _: torch.mm(a, b, out=out)  # noqa: E731
+    product: TimedStep = lambda _: torch.mm(a, b, out=out)  # noqa: E731
     timed(product, a.device, count=3)
     burst = flops / timed(product, a.device, count=10)[0] / 1e12
     return {"burst of ten": burst, **_rates({"sustained": (product, flops)}, a.device, seconds)}
 
 
-def products(device: str, rows: int, columns: int, width: int, seconds: float) -> Row:
+def products(device: str, rows: int, columns: int, width: int, seconds: float) -> dict[str, Any]:
     """The products of a tile: logits into float32 and bfloat16, sums of gradients, and a gradient in one product."""
     h, w, dc = _random(device, (rows, width), (columns, width), (rows, columns))
     z, dh, dw = (torch.zeros(size, device=device) for size in ((rows, columns), (rows, width), (columns, width)))
     z16, dw16 = z.to(h.dtype), dw.to(h.dtype)
-    steps: dict[str, Step] = {
+    steps: dict[str, TimedStep] = {
         "z f32": lambda _: _multiply(h, w.t(), z, 0.0),
         "z bf16": lambda _: torch.mm(h, w.t(), out=z16),
         "dh += f32": lambda _: _multiply(dc, w, dh, 1.0),
@@ -57,7 +56,7 @@ def products(device: str, rows: int, columns: int, width: int, seconds: float) -
     return _rates({name: (step, flops) for name, step in steps.items()}, h.device, seconds)
 
 
-def truncation(device: str, width: int, rows: int, columns: int) -> Row:
+def truncation(device: str, width: int, rows: int, columns: int) -> dict[str, Any]:
     """Errors of logits in a product of bfloat16 into float32, whose sums a tensor core may cut off, not round."""
     h, w = _random(device, (rows, width), (columns, width))
     w *= SPREAD / math.sqrt(width)
@@ -67,7 +66,7 @@ def truncation(device: str, width: int, rows: int, columns: int) -> Row:
     return {"largest error": _small(error.abs().max()), "toward 0 on average": _small(toward_zero)}
 
 
-def logprobs(device: str, shape: tuple[int, ...], provider: str) -> Row:
+def logprobs(device: str, shape: tuple[int, ...], provider: str) -> dict[str, Any]:
     """Errors of log-probs in nats; those of the provider "cublas" have their logits from one product into float32."""
     inputs, exact = _exact(device, shape)
     hidden, weight, target = inputs.tensors["hidden"][:ROWS], inputs.tensors["weight"], inputs.tensors["target"][:ROWS]
@@ -92,7 +91,7 @@ def _exact(device: str, shape: tuple[int, ...]) -> tuple[Inputs, Tensor]:
     return inputs, torch.cat(parts)
 
 
-def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds: float) -> Row:
+def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds: float) -> dict[str, Any]:
     """Milliseconds of our forward and backward with tiles of that size, for three budgets of kept logits."""
     inputs = _inputs(device, shape)
     names = ("GPU_ROWS", "GPU_COLUMNS") if inputs.device.type == "cuda" else ("ROWS", "COLUMNS")
@@ -105,7 +104,7 @@ def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds:
     return milliseconds | _state(clocks)
 
 
-def profile(device: str, shape: tuple[int, ...]) -> Row:
+def profile(device: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """The kernels of one step of ours, log-prob and entropy, forward and backward, with all logits kept."""
     inputs = _inputs(device, shape)
     on_gpu = inputs.device.type == "cuda"
@@ -118,13 +117,13 @@ def profile(device: str, shape: tuple[int, ...]) -> Row:
     return {"text": profiler.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70)}
 
 
-def _ours(inputs: Inputs, budget: str) -> Step:
+def _ours(inputs: Inputs, budget: str) -> TimedStep:
     provider = OPERATION.find(f"burnish-{'triton' if inputs.device.type == 'cuda' else 'torch'}{budget}")
     return partial(measure.step, OPERATION, inputs, ("logprob", "entropy"), "train", provider)
 
 
 def _inputs(device: str, shape: tuple[int, ...]) -> Inputs:
-    return random_inputs(Shape(*shape), torch.bfloat16, torch.device(device))
+    return random_inputs(LogprobShape(*shape), torch.bfloat16, torch.device(device))
 
 
 def _random(device: str, *sizes: tuple[int, ...]) -> list[Tensor]:
@@ -146,14 +145,14 @@ def _float32_product(hidden: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _rates(steps: dict[str, tuple[Step, float]], device: torch.device, seconds: float) -> Row:
+def _rates(steps: dict[str, tuple[TimedStep, float]], device: torch.device, seconds: float) -> dict[str, Any]:
     """The operations, or bytes, of each step in 10¹² a second."""
     with Clocks(device) as clocks:
         rates = {name: work / timed(step, device, seconds)[0] / 1e12 for name, (step, work) in steps.items()}
     return rates | _state(clocks)
 
 
-def _state(clocks: Clocks) -> Row:
+def _state(clocks: Clocks) -> dict[str, Any]:
     return {"MHz / W / °C": shown(clocks.result)} if clocks.result else {}
 
 

@@ -12,9 +12,8 @@ import torch
 
 from .. import harness
 from ..report import versions
-from ..worker import Call, Failure, Lost, blameless
+from ..worker import Caller, CallFailed, Lost, blameless
 
-Record = dict[str, Any]
 ROOT = Path(__file__).parents[2]  # of the checkout
 PEERS = {"trl": "trl", "liger": "liger-kernel", "cce": "cut-cross-entropy", "quack": "quack-kernels"}
 START = 150.0  # seconds for a process, or for inputs and their truth: imports of a fresh machine take their time
@@ -42,18 +41,18 @@ class Book:
 
     def __init__(self, path: Path, device: str) -> None:
         self.path, self.device = path, device
-        self.records: dict[tuple[str, str, str], Record] = {}
+        self.records: dict[tuple[str, str, str], dict[str, Any]] = {}
         text = path.read_text() if path.exists() else ""
         if text and not text.endswith("\n"):  # a call was ended while it wrote
             path.write_text(text := text[: text.rfind("\n") + 1])
         for line in text.splitlines():
             self._enter(json.loads(line))
 
-    def _enter(self, record: Record) -> None:
+    def _enter(self, record: dict[str, Any]) -> None:
         if record["version"] == version(record["provider"], self.device):
             self.records[record["part"], record["case"], record["provider"]] = record
 
-    def add(self, unit: Unit, guess: float, outcome: Record) -> Record:
+    def add(self, unit: Unit, guess: float, outcome: dict[str, Any]) -> dict[str, Any]:
         """``outcome`` as a record of this unit, written to the file."""
         names = {"part": unit.part, "case": unit.case, "provider": unit.provider, "estimated": guess}
         record = {**names, "version": version(unit.provider, self.device), **outcome}
@@ -62,7 +61,7 @@ class Book:
         self._enter(record)
         return record
 
-    def record_of(self, unit: Unit) -> Record | None:
+    def record_of(self, unit: Unit) -> dict[str, Any] | None:
         return self.records.get((unit.part, unit.case, unit.provider))
 
     def done(self, unit: Unit) -> bool:
@@ -76,7 +75,7 @@ class Book:
 
     def given_up(self) -> dict[str, str]:
         """Providers that ran out of time once or ended the process twice, and so cost no more time; and where."""
-        lost: dict[str, list[Record]] = {}
+        lost: dict[str, list[dict[str, Any]]] = {}
         for record in self.records.values():
             if record["status"] == "lost":
                 lost.setdefault(record["provider"], []).append(record)
@@ -111,8 +110,8 @@ def chain(
     units: Iterable[Unit],
     book: Book,
     left: Callable[[], float],
-    attempt: Callable[[Unit, float], Record],
-    on_record: Callable[[Record], None],
+    attempt: Callable[[Unit, float], dict[str, Any]],
+    on_record: Callable[[dict[str, Any]], None],
 ) -> list[Unit]:
     """Measures what was not measured and fits into what is ``left()``, in order; returns what does not fit."""
     rest, before = [], ""
@@ -131,10 +130,10 @@ def chain(
     return rest
 
 
-def attempted(call: Call, unit: Unit, limit: float, *, patience: float, clock: Callable[[], float]) -> Record:
+def attempted(call: Caller, unit: Unit, limit: float, *, patience: float, clock: Callable[[], float]) -> dict[str, Any]:
     """Measures a unit: "done" with the result, "lost" or "failed" with the reason, "cut" after ``limit`` seconds."""
     began = clock()
-    outcome: Record
+    outcome: dict[str, Any]
     try:
         if unit.plan is not None:
             blameless(call, harness.prepare, (unit.plan,), min(START, limit))
@@ -145,7 +144,7 @@ def attempted(call: Call, unit: Unit, limit: float, *, patience: float, clock: C
         if isinstance(error, Lost):
             outcome = {"status": "lost", "reason": str(error), "silent": error.silent}
         else:
-            outcome = {"status": "failed", "reason": str(error) if isinstance(error, Failure) else repr(error)}
-        if isinstance(error, Lost | Failure) and clock() - began >= limit:
+            outcome = {"status": "failed", "reason": str(error) if isinstance(error, CallFailed) else repr(error)}
+        if isinstance(error, Lost | CallFailed) and clock() - began >= limit:
             outcome = {"status": "cut", "reason": f"not done after {limit:.0f} s"}
     return outcome | {"took": clock() - began}

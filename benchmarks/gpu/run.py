@@ -34,13 +34,11 @@ from .. import harness
 from ..clocks import shown
 from ..kernels import OPERATION
 from ..operation import Operation, named
-from ..report import Report, merged, plot, save, say, show_table
-from ..worker import Call, Failure, Worker, call_here
+from ..report import merged, plot, save, say, show_table
+from ..worker import Caller, CallFailed, Worker, call_here
 from . import ceilings
-from .chain import START, Book, Record, Unit, attempted, chain
-from .targets import HEADER, Row, cells, ours, targets
-
-Missing = dict[str, str]
+from .chain import START, Book, Unit, attempted, chain
+from .targets import HEADER, cells, ours, targets
 
 
 class Options(NamedTuple):
@@ -48,7 +46,7 @@ class Options(NamedTuple):
     shapes: list[str] | None
     providers: list[str] | None
     more: list[str]  # further flags of the benchmarks
-    call: Call = call_here
+    call: Caller = call_here
     patience: float = 60.0
 
     @property
@@ -57,10 +55,7 @@ class Options(NamedTuple):
         return OPERATION.parse_shapes(self.shapes or ["large"])[0]
 
 
-Part = Callable[[str, Options, Missing], Iterator[Unit]]
-
-
-def benchmark(operation_name: str, flags: str, part: str, options: Options, missing: Missing) -> Iterator[Unit]:
+def benchmark(operation_name: str, flags: str, part: str, options: Options, missing: dict[str, str]) -> Iterator[Unit]:
     """``burnish bench operation_name`` with these flags, each provider in each case."""
     try:
         operation = named(operation_name)
@@ -97,7 +92,7 @@ def estimate(plan: harness.Plan, name: str) -> tuple[float, float]:
     return 1 + len(plan.passes) * each, 5 + 20 * work / exact
 
 
-def measure_ceilings(part: str, options: Options, missing: Missing) -> Iterator[Unit]:
+def measure_ceilings(part: str, options: Options, missing: dict[str, str]) -> Iterator[Unit]:
     n, d, v = options.shape
     device = options.device
     yield Unit(part, "copy", "torch", 5, 10, ceilings.copy, (device, min(2**32, 16 * n * v), 0.5))
@@ -108,7 +103,7 @@ def measure_ceilings(part: str, options: Options, missing: Missing) -> Iterator[
         yield Unit(part, f"{rows}x{columns}x{d}", "cublas", 5, 10, ceilings.products, arguments)
 
 
-def measure_digits(part: str, options: Options, missing: Missing) -> Iterator[Unit]:
+def measure_digits(part: str, options: Options, missing: dict[str, str]) -> Iterator[Unit]:
     n, d, v = options.shape
     for width in (d // 8, d // 4, d // 2, d, 2 * d):
         sizes = width, min(n, 256), min(v, 8192)
@@ -120,11 +115,11 @@ def measure_digits(part: str, options: Options, missing: Missing) -> Iterator[Un
         yield Unit(part, "log-probs", name, 4, 10, ceilings.logprobs, (options.device, options.shape, name))
 
 
-def measure_profile(part: str, options: Options, missing: Missing) -> Iterator[Unit]:
+def measure_profile(part: str, options: Options, missing: dict[str, str]) -> Iterator[Unit]:
     yield Unit(part, "step", "burnish", 8, 10, ceilings.profile, (options.device, options.shape))
 
 
-def measure_tiles(part: str, options: Options, missing: Missing) -> Iterator[Unit]:
+def measure_tiles(part: str, options: Options, missing: dict[str, str]) -> Iterator[Unit]:
     n = options.shape[0]
     for rows, columns in ((n // 2, 8192), (n, 8192), (n, 16384), (n // 2, 16384), (n, 4096)):
         arguments = options.device, options.shape, rows, columns, 0.5
@@ -142,7 +137,7 @@ GRID = "--shapes grid --outputs logprob+entropy --passes train forward --provide
 LOSSES = "--shapes large --dtypes float32 --seconds 0.05 --providers burnish trl"
 COMPILED = "--outputs logprob+entropy --passes train --providers compiled"
 
-PARTS: dict[str, Part] = {
+PARTS: dict[str, Callable[[str, Options, dict[str, str]], Iterator[Unit]]] = {
     "ceilings": measure_ceilings,
     "head": partial(benchmark, "kernels", HEAD),
     "digits": measure_digits,
@@ -185,7 +180,7 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
         try:
             report = harness.new_report(shlex.join(["burnish", "bench", "gpu", *arguments]), flags.device)
             units = planned(flags.parts, options, report["unavailable"])
-        except (ValueError, Failure) as error:
+        except (ValueError, CallFailed) as error:
             print(f"burnish bench gpu: {error}", file=sys.stderr)
             return 2
         for name, reason in report["unavailable"].items():
@@ -212,12 +207,12 @@ def operations() -> Iterator[Operation]:
             yield named(name)
 
 
-def planned(parts: Sequence[str], options: Options, missing: Missing) -> list[Unit]:
+def planned(parts: Sequence[str], options: Options, missing: dict[str, str]) -> list[Unit]:
     """The units of all parts; providers that can't take part go into ``missing``, with the reason.
 
     Raises:
         ValueError: for a mistake in the arguments.
-        Failure: if no process can be started.
+        CallFailed: if no process can be started.
     """
     for name in options.providers or []:
         if not any(operation.knows(name) for operation in operations()):
@@ -225,14 +220,14 @@ def planned(parts: Sequence[str], options: Options, missing: Missing) -> list[Un
     return [unit for part in parts for unit in PARTS[part](part, options, missing)]
 
 
-def write(record: Record, book: Book, report: Report, output: Path) -> None:
+def write(record: dict[str, Any], book: Book, report: dict[str, Any], output: Path) -> None:
     """Prints a line for each figure, and saves the report so far."""
     for text in lines(record):
         say(f"{record['part']}  {record['case']}  {record['provider']}: {text}  [{record['took']:.0f} s]")
     finish(report, book, output, plots=False)
 
 
-def lines(record: Record) -> Iterator[str]:
+def lines(record: dict[str, Any]) -> Iterator[str]:
     if record["status"] != "done":
         yield f"{record['status']}, {record['reason']}"
     elif isinstance(record["found"], list):
@@ -243,7 +238,7 @@ def lines(record: Record) -> Iterator[str]:
         yield "see profile.txt" if "text" in names else ", ".join(map(" ".join, zip(names[1:], cells, strict=True)))
 
 
-def in_a_line(row: Row) -> str:
+def in_a_line(row: dict[str, Any]) -> str:
     if row["status"] != "measured":
         return f"{row['status']}, {row['reason']}"
     ratios = " ".join(f"÷{name} {value:.2f}" for name, value in row["ratio"].items())
@@ -251,7 +246,7 @@ def in_a_line(row: Row) -> str:
     return f"{1000 * row['seconds']['median']:.3g} ms, {ratios}; {errors}; {shown(row.get('clocks'))}"
 
 
-def finish(report: Report, book: Book, output: Path, *, plots: bool = True) -> None:
+def finish(report: dict[str, Any], book: Book, output: Path, *, plots: bool = True) -> None:
     """Writes the report of all records as gpu.json, gpu.md, gpu.png and profile.txt."""
     order = {part: i for i, part in enumerate(PARTS)}
     records = sorted(book.records.values(), key=lambda record: order.get(record["part"], len(order)))
@@ -287,7 +282,7 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def status(book: Book, report: Report) -> int:
+def status(book: Book, report: dict[str, Any]) -> int:
     """1 if one of ours failed, was lost or is wrong, or nothing was measured yet."""
     records = book.records.values()
     bad = [r for r in records if r["provider"].startswith("burnish") and r["status"] in ("failed", "lost")]

@@ -5,18 +5,16 @@ from typing import Any
 
 import torch
 
-from ..report import Case
-
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 HEADER = ["target", "found", "wanted", ""]
 
 
-def targets(cases: Sequence[Case], machine: Row) -> Iterator[Row]:
+def targets(cases: Sequence[dict[str, Any]], machine: dict[str, Any]) -> Iterator[ResultRow]:
     """Each target with the figure that was measured, at the shape of the first case, log-prob and entropy."""
     heads = [c for c in cases if c["operation"] == "kernels" and c["outputs"] == ["logprob", "entropy"]]
     same = [c for c in heads if c["shape"] == heads[0]["shape"]]
 
-    def rows(kind: str, *, sparse: bool = False) -> list[Row]:
+    def rows(kind: str, *, sparse: bool = False) -> list[ResultRow]:
         """Those that were measured; the fastest first."""
         measured = [r for c in same if c["pass"] == kind and bool(c["dead_rows"]) == sparse for r in c["rows"]]
         return sorted((r for r in measured if r["status"] == "measured"), key=lambda r: r["seconds"]["median"])
@@ -33,11 +31,11 @@ def targets(cases: Sequence[Case], machine: Row) -> Iterator[Row]:
     yield _error([*train, *forward], 1e-4 if "gpu" in machine else 1e-6)  # a GPU's tensor cores cut sums off
 
 
-def ours(rows: Iterable[Row]) -> list[Row]:
+def ours(rows: Iterable[ResultRow]) -> list[ResultRow]:
     return [row for row in rows if row["provider"].startswith("burnish")]
 
 
-def _ratio(what: str, rows: list[Row], cases: list[Case], which: int, wanted: float) -> Row:
+def _ratio(what: str, rows: list[ResultRow], cases: list[dict[str, Any]], which: int, wanted: float) -> ResultRow:
     """The fastest row over a floor of its case: the first with logits kept, the second with logits recomputed."""
     if not rows:
         return _target(what, None, f"≤ {wanted}")
@@ -48,7 +46,7 @@ def _ratio(what: str, rows: list[Row], cases: list[Case], which: int, wanted: fl
     return _target(what, text, f"≤ {wanted}", ratio <= wanted)
 
 
-def _against_others(rows: list[Row]) -> Row:
+def _against_others(rows: list[ResultRow]) -> ResultRow:
     what, others = "train ÷ the fastest of the others", [row for row in rows if row not in ours(rows)]
     if not others or not ours(rows):
         return _target(what, None, "≤ 1")
@@ -56,7 +54,7 @@ def _against_others(rows: list[Row]) -> Row:
     return _target(what, f"{ratio:.2f} ({others[0]['provider']})", "≤ 1", ratio <= 1)
 
 
-def _dead_rows(sparse: list[Row], rows: list[Row]) -> Row:
+def _dead_rows(sparse: list[ResultRow], rows: list[ResultRow]) -> ResultRow:
     what, dense = "backward with 80 % dead rows ÷ with none", {row["provider"]: row for row in rows}
     for row in sparse:
         if row["provider"] in dense:
@@ -65,7 +63,7 @@ def _dead_rows(sparse: list[Row], rows: list[Row]) -> Row:
     return _target(what, None, "≤ 0.3")
 
 
-def _memory(recomputing: list[Row], cases: list[Case]) -> Row:
+def _memory(recomputing: list[ResultRow], cases: list[dict[str, Any]]) -> ResultRow:
     what, known = "extra memory, recomputing, less gradients", [r for r in recomputing if r["extra_bytes"] is not None]
     if not cases:
         return _target(what, None, "≤ 0.35 GB + float32 dW")
@@ -78,7 +76,7 @@ def _memory(recomputing: list[Row], cases: list[Case]) -> Row:
     return _target(what, f"{extra / 1e9:.3f} GB", wanted, extra <= bound)
 
 
-def _error(rows: list[Row], wanted: float) -> Row:
+def _error(rows: list[ResultRow], wanted: float) -> ResultRow:
     """The largest of all of ours."""
     what, worst = "error of a log-prob, in nats", dict[str, float]()
     for row in rows:
@@ -91,11 +89,11 @@ def _error(rows: list[Row], wanted: float) -> Row:
     return _target(what, text, f"≤ {wanted:.0e}", worst["burnish"] <= wanted)
 
 
-def _target(what: str, found: str | None, wanted: str, met: bool | None = None) -> Row:
+def _target(what: str, found: str | None, wanted: str, met: bool | None = None) -> ResultRow:
     return {"what": what, "found": found or "not measured", "wanted": wanted, "met": met}
 
 
-def cells(targets: Iterable[dict[str, Any]]) -> Iterator[list[str]]:
+def cells(targets: Iterable[ResultRow]) -> Iterator[list[str]]:
     for target in targets:
         met = "" if target["met"] is None else "met" if target["met"] else "missed"
         yield [target["what"], target["found"], target["wanted"], met]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ... import objectives as ob
 from .. import harness
 from ..kernels import recompiling
-from ..operation import Inputs, Operation, Products, Provider, Settings, needs
+from ..operation import Inputs, Operation, Products, Provider, needs
 from . import trl_losses
 
 BETA = 0.1
@@ -56,7 +56,7 @@ def random_inputs(
     dtype: torch.dtype,
     device: torch.device,
     dead_rows: float = 0.0,
-    settings: Settings | None = None,
+    settings: dict[str, float] | None = None,
 ) -> Inputs:
     """Completions of very different lengths, and policies that are near to one another; the same at every call.
 

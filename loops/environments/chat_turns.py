@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from ...data.chat import Encoder, common_prefix
-
-Message = dict[str, Any]
+from ...data.columns import Message
 
 _ASKED: Message = {"role": "user", "content": "Ready?"}
 _REPLIES = ("yes", "no")

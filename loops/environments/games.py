@@ -9,9 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..rewards.scoring import Row
-from ..rollouts.sample import Sample
-from .chat_turns import Message
+from ...data.columns import Message
+from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
 
 

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
+from ...data.columns import Message
 from ..config import Limits
-from ..rewards.scoring import Row, as_score
+from ..rewards.scoring import as_score
 from ..rewards.workers import OutOfTime, call, is_async, within
-from ..rollouts.sample import Request, Sample, VersionSpan, plain
+from ..rollouts.sample import Request, Row, Sample, VersionSpan, plain
 from ..rollouts.source import RolloutSource, check_completions
-from .chat_turns import ChatTurns, Message
+from .chat_turns import ChatTurns
 
 log = logging.getLogger(__name__)
 

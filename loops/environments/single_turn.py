@@ -3,10 +3,9 @@
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ..rewards.scoring import Row
+from ...data.columns import Message
 from ..rewards.workers import call
-from ..rollouts.sample import Sample
-from .chat_turns import Message
+from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
 
 

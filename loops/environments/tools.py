@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
-from ..rewards.scoring import Row
+from ...data.columns import Message
 from ..rewards.workers import OutOfTime, call, within
-from ..rollouts.sample import Sample
-from .chat_turns import Message
+from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

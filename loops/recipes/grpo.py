@@ -14,10 +14,9 @@ from ...objectives import gdpo_advantage, group_advantage, kl_estimate, rloo_adv
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
-from ..rl.settings import Weighting
 from ..train import weighting as weights
 from ..train.losses import Term
-from .settings import GRPO, Name, Scale
+from .settings import GRPO, VariantName
 
 
 @dataclass(frozen=True)
@@ -25,15 +24,15 @@ class Variant:
     """What the papers differ in."""
 
     loss: str = "clipped_surrogate"
-    weighting: Weighting = "sequence_mean"
-    scale: Scale = "group"
+    weighting: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"
+    scale: Literal["group", "batch", "none"] = "group"
     baseline: Literal["group", "leave_one_out"] = "group"
     dynamic_sampling: bool = False
     loss_kwargs: Mapping[str, float] = field(default_factory=dict)
 
 
 _TIGHT = {"clip_low": 3e-4, "clip_high": 4e-4}
-VARIANTS: dict[Name, Variant] = {
+VARIANTS: dict[VariantName, Variant] = {
     "grpo": Variant(),
     "dr_grpo": Variant(weighting="fixed_length", scale="none"),
     "dapo": Variant(weighting="token_mean", dynamic_sampling=True, loss_kwargs={"clip_high": 0.28}),

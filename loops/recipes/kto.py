@@ -14,7 +14,7 @@ from ..batch import Batch, collate
 from ..models.backbone import evaluating
 from ..models.policy import Policy
 from ..runs.context import open_run
-from ..runs.feed import Feed, Prepare
+from ..runs.feed import Feed
 from ..runs.reference import Reference
 from ..runs.teacher import open_teacher
 from ..train.losses import (
@@ -95,7 +95,7 @@ class RunningMean:
 
 def prepare_feedback(
     terms: Losses, rewards: RunningMean, policy: Policy, reference: Reference, accelerator: Accelerator
-) -> Prepare:
+) -> Callable[[Feed, int, list[Batch]], list[Batch]]:
     """Add what losses compare a completion with, measured over a whole step before its first forward pass: the columns
     ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
     measure = kl_of_mismatched(policy, reference, accelerator) if "kl" in tensors_needed(terms) else None

@@ -3,6 +3,7 @@
 CPO and ORPO are presets of it, without a reference.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +22,6 @@ from ..train.losses import (
     PAIR_LOSSES,
     REJECTED,
     STEP_COUPLED,
-    SequenceReduce,
     Term,
     columns_of,
     outputs_for,
@@ -91,7 +91,7 @@ def dpo_losses(config: DPO) -> dict[str, Term]:
     return {**losses, **PAIR_LOGPS, **ENTROPY}
 
 
-def completion_logprob(config: DPO) -> SequenceReduce | None:
+def completion_logprob(config: DPO) -> Callable[[Tensor, Batch], Tensor] | None:
     """How the log-probs of tokens make that of a completion, where it is not their plain sum."""
     if config.logprob_reduction == "mean":
         if config.ld_alpha != 1:

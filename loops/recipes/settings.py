@@ -18,10 +18,9 @@ from ..config import (
     ReferenceKind,
     Teacher,
 )
-from ..rl.settings import OnlineConfig, PolicyGradientConfig, SamplingConfig, Weighting
+from ..rl.settings import OnlineConfig, PolicyGradientConfig, SamplingConfig
 
-Scale = Literal["group", "batch", "none"]
-Name = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo", "rloo"]
+VariantName = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo", "rloo"]
 
 
 @dataclass(frozen=True)
@@ -169,11 +168,11 @@ class Distill(OfflineConfig, SamplingConfig):
 class GRPO(PolicyGradientConfig):
     """Reinforcement learning from rewards, each completion compared with the others of its prompt."""
 
-    variant: Name = "grpo"
+    variant: VariantName = "grpo"
     """Named settings of the loss, its weighting and the advantage; the settings below take their place."""
-    weighting: Weighting | None = None
+    weighting: Literal["token_mean", "sequence_mean", "fixed_length"] | None = None
     """Whether tokens or completions count the same, or a token 1 over max_tokens."""
-    scale: Scale | None = None
+    scale: Literal["group", "batch", "none"] | None = None
     """What differences in reward are divided by: the standard deviation in the group, in the batch, or nothing."""
     reward_aggregation: Literal["sum", "normalize"] = "sum"
     """Whether rewards are summed before they are compared, or compared one by one (GDPO)."""
@@ -187,7 +186,7 @@ class GRPO(PolicyGradientConfig):
 class RLOO(GRPO):
     """Reinforcement learning from rewards, each completion compared with the mean of the others of its prompt."""
 
-    variant: Name = "rloo"
+    variant: VariantName = "rloo"
     group_size: PositiveInt = 4
     beta: NonNegativeFloat = 0.05
     kl_as: Literal["loss", "reward"] = "reward"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ..rollouts.sample import Sample
+from ..rollouts.sample import Row, Sample
 from .math import MathEquivalence
-from .scoring import Row, as_score
+from .scoring import as_score
 
 
 def length(sample: Sample) -> int:

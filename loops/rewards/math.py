@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..rollouts.sample import Sample
-from .scoring import Row
+from ..rollouts.sample import Row, Sample
 
 _FRACTION = re.compile(r"(?<!\d)[¼-¾⅐-⅞]")  # behind a digit it is part of a mixed number
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..registry import nearest
-from ..rollouts.sample import Sample
-from .scoring import Row
+from ..rollouts.sample import Row, Sample
 
 INSTRUCTION = "Give your final answer between <answer> and </answer>."
 

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from ..registry import build, find
-from ..rollouts.sample import Sample
+from ..rollouts.sample import Row, Sample
 from .sandbox import isolated
-from .scoring import RewardFunction, Row
+from .scoring import RewardFunction
 from .trl import adapted
 
 SHIPPED = {
@@ -34,11 +34,8 @@ SHIPPED = {
 _FACTORIES = ("reward_model", "prm")
 _ISOLATED = ("math", "cosine")  # sympy may take forever at what a policy makes up
 
-Spec = Mapping[str, float | Mapping[str, Any]]
-Make = Callable[[str, dict[str, Any]], Any]
 
-
-def resolve(spec: Spec, **given: Any) -> list[RewardFunction]:
+def resolve(spec: Mapping[str, float | Mapping[str, Any]], **given: Any) -> list[RewardFunction]:
     """The functions that a configuration names.
 
     Beside what a reward is set up with, there are: ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` (whether it
@@ -55,12 +52,14 @@ def resolve(spec: Spec, **given: Any) -> list[RewardFunction]:
     return _resolved(spec, partial(_function, given=given))
 
 
-def resolve_names(spec: Spec) -> list[RewardFunction]:
+def resolve_names(spec: Mapping[str, float | Mapping[str, Any]]) -> list[RewardFunction]:
     """Their names and weights, for ranks that call none of them: nothing is loaded. See `resolve`."""
     return _resolved(spec, lambda name, settings: _not_here)
 
 
-def _resolved(spec: Spec, make: Make) -> list[RewardFunction]:
+def _resolved(
+    spec: Mapping[str, float | Mapping[str, Any]], make: Callable[[str, dict[str, Any]], Any]
+) -> list[RewardFunction]:
     if not spec:
         raise ValueError(f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function")
     rewards = [_weighted(name, value, make) for name, value in spec.items()]
@@ -79,7 +78,9 @@ def environment_reward(row: Row, sample: Sample) -> float | None:
     return math.nan if isinstance(reward, str) else reward
 
 
-def _weighted(name: str, value: float | Mapping[str, Any], make: Make) -> RewardFunction:
+def _weighted(
+    name: str, value: float | Mapping[str, Any], make: Callable[[str, dict[str, Any]], Any]
+) -> RewardFunction:
     if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
         raise ValueError(f"reward {name}: wanted its weight, or a mapping of settings, got {value!r}")
     settings = dict(value) if isinstance(value, Mapping) else {"weight": value}

@@ -15,11 +15,10 @@ from ...data import Example, vocabulary_differences
 from ...objectives import step_aggregate
 from ..batch import collate
 from ..models.scorer import Scorer, ends_marked, scores
-from ..rollouts.sample import Sample
-from .scoring import Over, Row
+from ..rollouts.sample import Row, Sample
+from .scoring import Over
 
 Tokenizer = Any  # of transformers
-How = Literal["min", "prod", "last", "mean"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -79,7 +78,7 @@ class ProcessRewardModel:
     scorer: Scorer
     tokenizer: Tokenizer
     model_tokenizer: Tokenizer
-    how: How = "min"
+    how: Literal["min", "prod", "last", "mean"] = "min"
     separator: str = field(init=False, default="\n")
     concurrency: ClassVar[int] = 1
 
@@ -129,7 +128,9 @@ def load_reward_model(
     )
 
 
-def load_prm(model: str, tokenizer: Tokenizer, *, device: str = DEVICE, how: How = "min") -> ProcessRewardModel:
+def load_prm(
+    model: str, tokenizer: Tokenizer, *, device: str = DEVICE, how: Literal["min", "prod", "last", "mean"] = "min"
+) -> ProcessRewardModel:
     """A process reward model from a directory or the Hub; see `load_reward_model`."""
     model_tokenizer = AutoTokenizer.from_pretrained(model)
     return ProcessRewardModel(_scorer(AutoModelForTokenClassification, model, device), tokenizer, model_tokenizer, how)

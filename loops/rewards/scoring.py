@@ -24,20 +24,19 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from ..rollouts.sample import Sample, plain
+from ..rollouts.sample import Row, Sample, plain
 from .workers import OutOfTime, call, within
 
 log = logging.getLogger(__name__)
 
 _OURS = (__file__, call.__code__.co_filename)  # frames that tell the author of a reward nothing
 
-Row = Mapping[str, Any]
 Over = Literal["sample", "group", "step"]
 Failure = Literal["nan", "infinite", "not a number", "wrong length", "timeout", "error"]
 Score = float | Failure | None

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...objectives import weighted_reward
 from ..rollouts.event_loops import run
-from ..rollouts.sample import Sample
-from .scoring import RewardFunction, Row, Score, score_samples
+from ..rollouts.sample import Row, Sample
+from .scoring import RewardFunction, Score, score_samples
 from .trl import adapted
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..rollouts.sample import Sample
-from .scoring import Row
+from ..rollouts.sample import Row, Sample
 
 Ignored = Literal["case", "punctuation", "articles", "whitespace", "numbers", "unicode"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from ..rollouts.sample import Sample, plain
-from .scoring import Over, Row, from_text
+from ..rollouts.sample import Row, Sample, plain
+from .scoring import Over, from_text
 from .workers import call
 
 GIVEN = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")

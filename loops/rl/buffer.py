@@ -18,9 +18,8 @@ from ...data import Batches, Example
 from ...objectives import sequence_sum
 from ..batch import Batch, collate
 from ..models.inputs import Layout
-from ..rewards.scoring import Row
 from ..rewards.table import RewardTable, reward_table, score
-from ..rollouts.sample import Sample
+from ..rollouts.sample import Row, Sample
 
 Examples = list[list[int]]  # of each example, the indices of its completions in the rollout
 

@@ -24,20 +24,17 @@ from ..rewards import (
     score_samples,
 )
 from ..rewards.resolve import SHIPPED
-from ..rewards.scoring import Row
 from ..rollouts.local.source import LocalSource
-from ..rollouts.sample import Request, Sample
-from ..rollouts.scheduler import Group, RolloutScheduler, prompt_order
+from ..rollouts.sample import Request, Row, Sample
+from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_run
 from ..runs.ranks import from_main
-from ..runs.run import Evaluation, open_accelerator
+from ..runs.run import open_accelerator
 from ..train.losses import Losses, TensorReader
 from .buffer import RolloutBuffer
 from .settings import OnlineConfig
 from .sources import SampleLog, check_sampling, open_sample_log, open_scheduler, stop_tokens
-
-Converse = Callable[[RolloutSource, Callable[[int], Row]], RolloutSource]
 
 
 @dataclass
@@ -55,7 +52,7 @@ class RLContext(RunContext[Policy]):
     rewards: Sequence[RewardFunction] = ()
     scheduler: RolloutScheduler | None = None
     sample_log: SampleLog | None = None
-    converse: Converse = lambda source, row: source
+    converse: Callable[[RolloutSource, Callable[[int], Row]], RolloutSource] = lambda source, row: source
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
     @property
@@ -91,7 +88,7 @@ class RLContext(RunContext[Policy]):
         return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.scheduler.counts["retries"])}
 
     @property
-    def evaluation(self) -> Evaluation | None:
+    def evaluation(self) -> Callable[[int], Mapping[str, float]] | None:
         """The mean reward of completions for held-out prompts, sampled like those that are trained on."""
         config, data = self.config, self.eval_data
         if data is None or config.eval_data is None:
@@ -150,7 +147,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         row: Row = rows[run.data[order(task)]["row"]]
         return row
 
-    async def score_group(group: Group) -> None:
+    async def score_group(group: list[Sample]) -> None:
         for sample in group:
             if not sample.text:
                 tokens = [token for token, trained in zip(sample.tokens, sample.trained, strict=True) if trained]
@@ -188,7 +185,9 @@ def open_rewards(config: OnlineConfig, accelerator: Accelerator) -> Sequence[Rew
     return rewards
 
 
-def open_conversations(config: OnlineConfig, run: RunContext[Policy]) -> Converse:
+def open_conversations(
+    config: OnlineConfig, run: RunContext[Policy]
+) -> Callable[[RolloutSource, Callable[[int], Row]], RolloutSource]:
     """Make a source of conversations of a source of completions, if there is an environment."""
     if config.environment is None:
         return lambda source, row: source

@@ -14,7 +14,7 @@ from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken
 from ..rewards.table import reward_table
 from ..rollouts.sample import Sample, from_record, to_record
-from ..rollouts.scheduler import Group, RolloutScheduler
+from ..rollouts.scheduler import RolloutScheduler
 from ..runs.ranks import from_main
 from .buffer import Examples, RolloutBuffer, in_order, rollout_metrics
 from .context import RLContext
@@ -22,11 +22,6 @@ from .context import RLContext
 log = logging.getLogger(__name__)
 
 PATIENCE = 8  # takes in a row, for one rollout, in which groups without variance are passed over
-
-Advantages = Callable[[RolloutBuffer], Mapping[str, Tensor]]  # columns [tokens], by name
-Measure = Callable[[Batch], Mapping[str, Tensor]]  # columns [tokens] from a forward pass without gradients
-Select = Callable[[RolloutBuffer], list[Examples]]  # units; the examples of a unit are trained on in the same step
-Report = Callable[[RolloutBuffer], Mapping[str, float]]
 
 
 class RolloutFeed:
@@ -39,9 +34,9 @@ class RolloutFeed:
         groups: prompts per rollout.
         steps: optimizer steps in all.
         epochs, minibatches: a rollout is trained on ``epochs`` times, each time in so many steps.
-        advantages: columns that are computed over a whole rollout.
-        measure: columns that the policy gives of each batch before anything is learned from the rollout.
-        select: the units of a rollout; each group is one unless given.
+        advantages: columns [tokens] that are computed over a whole rollout.
+        measure: columns [tokens] that the policy gives of each batch before anything is learned from the rollout.
+        select: the units of a rollout; each group is one unless given. The examples of a unit share a step.
         mask_truncated: leave out completions that were cut at their longest; they count in group means.
         dynamic_sampling: pass over groups whose rewards are all the same, and take others instead.
         report: further metrics of a rollout.
@@ -56,12 +51,12 @@ class RolloutFeed:
         steps: int,
         epochs: int = 1,
         minibatches: int = 1,
-        advantages: Advantages = lambda rollout: {},
-        measure: Measure | None = None,
-        select: Select | None = None,
+        advantages: Callable[[RolloutBuffer], Mapping[str, Tensor]] = lambda rollout: {},
+        measure: Callable[[Batch], Mapping[str, Tensor]] | None = None,
+        select: Callable[[RolloutBuffer], list[Examples]] | None = None,
         mask_truncated: bool = False,
         dynamic_sampling: bool = False,
-        report: Report = lambda rollout: {},
+        report: Callable[[RolloutBuffer], Mapping[str, float]] = lambda rollout: {},
         first_step: Callable[[Mapping[str, float]], None] = lambda metrics: None,
     ) -> None:
         self.context, self.scheduler = context, context.scheduler
@@ -135,7 +130,7 @@ class RolloutFeed:
     def _sample(self, number: int) -> tuple[list[Sample], dict[str, float]]:
         """The samples of a rollout, on every rank, and metrics of those that were passed over."""
 
-        def sample() -> tuple[list[Group], dict[str, float]]:
+        def sample() -> tuple[list[list[Sample]], dict[str, float]]:
             assert self.scheduler is not None
             sample_log = self.context.sample_log
             if sample_log is not None and not self._logged:
@@ -147,9 +142,9 @@ class RolloutFeed:
         groups, passed_over = from_main(self.context.accelerator, sample)
         return in_order(groups), passed_over
 
-    def _take(self, scheduler: RolloutScheduler, number: int) -> tuple[list[Group], dict[str, float]]:
-        kept: list[Group] = []
-        seen: list[Group] = []
+    def _take(self, scheduler: RolloutScheduler, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
+        kept: list[list[Sample]] = []
+        seen: list[list[Sample]] = []
         for _ in range(PATIENCE if self.dynamic_sampling else 1):
             taken = scheduler.take(self.groups - len(kept), step=number)
             if self.rollout is None and not seen:
@@ -171,13 +166,13 @@ class RolloutFeed:
             self.context.sample_log.write(in_order(seen))
         return kept, self._passed_over(seen, len(seen) - len(kept)) if self.dynamic_sampling else {}
 
-    def _passed_over(self, seen: Sequence[Group], count: int) -> dict[str, float]:
+    def _passed_over(self, seen: Sequence[list[Sample]], count: int) -> dict[str, float]:
         """Of groups that vary, the mean reward stays near the middle; that of all samples shows what is learned."""
         reward = self._rewards_of(in_order(seen)).nanmean()
         known = {} if reward.isnan() else {"reward/sampled": float(reward)}
         return {"groups_passed_over": float(count), **known}
 
-    def _varies(self, group: Group) -> bool:
+    def _varies(self, group: list[Sample]) -> bool:
         reward = self._rewards_of(group)
         known = reward[~reward.isnan()]
         return bool((known != known[:1]).any())
@@ -185,7 +180,7 @@ class RolloutFeed:
     def _rewards_of(self, samples: Sequence[Sample]) -> Tensor:
         return reward_table(self.context.rewards, samples).measured_total
 
-    def _measured(self, rollout: RolloutBuffer, measure: Measure) -> dict[str, Tensor]:
+    def _measured(self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The columns of ``measure`` over the whole rollout, on every rank, each example computed by one of them."""
         model, accelerator = self.context.model, self.context.accelerator
         examples = [example for unit in self._split_groups(rollout) for example in unit]

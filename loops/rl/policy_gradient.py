@@ -5,10 +5,10 @@
 π        the trainer's now
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -43,10 +43,11 @@ from ..train.losses import (
     tensors_needed,
     units_of,
 )
+from .buffer import RolloutBuffer
 from .context import RLContext
-from .feed import Advantages, Measure, Report, RolloutFeed
+from .feed import RolloutFeed
 from .mismatch import ClipWatch, MismatchMetrics
-from .settings import CORRECTIONS, OldLogprobs, PolicyGradientConfig
+from .settings import CORRECTIONS, PolicyGradientConfig
 
 _OF_TOKENS = ("tis", "icepop")
 
@@ -150,7 +151,7 @@ def _check_cap(name: str, loss: Term) -> None:
         raise ValueError(f"{name}: ratio_cap must be >= 1 + clip_high = {lowest}, got {bound['ratio_cap']}")
 
 
-def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> OldLogprobs:
+def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> Literal["sampled", "recomputed"]:
     """The policy in the denominator of ratios, where the configuration leaves it open.
 
     Sampler and trainer round differently. One token's ratio hardly shows it, and to μ it needs no forward pass and
@@ -169,10 +170,10 @@ def train_policy(
     context: RLContext,
     losses: Losses,
     *,
-    advantages: Advantages,
+    advantages: Callable[[RolloutBuffer], Mapping[str, Tensor]],
     kl_in_reward: bool = False,
     dynamic_sampling: bool = False,
-    report: Report = lambda rollout: {},
+    report: Callable[[RolloutBuffer], Mapping[str, float]] = lambda rollout: {},
 ) -> dict[str, float]:
     """Sample, score, and train on the advantages, until the steps are done; returns the metrics of the last one.
 
@@ -208,7 +209,7 @@ def train_policy(
 
 def measures(
     config: PolicyGradientConfig, model: Policy, reference: Reference | None, *, kl_in_reward: bool = False
-) -> Measure | None:
+) -> Callable[[Batch], Mapping[str, Tensor]] | None:
     """Columns of a rollout before it is trained on: π_old where it is recomputed, and what the advantages read.
 
     Args:

@@ -1,7 +1,7 @@
 """Settings that recipes share whose completions are sampled while they train."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ..config import (
     Common,
@@ -16,24 +16,12 @@ from ..config import (
 )
 from ..rollouts.sample import SamplingParams
 
-OldLogprobs = Literal["sampled", "recomputed"]
-Weighting = Literal["token_mean", "sequence_mean", "fixed_length"]
-Correction = Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"]
-
-
-class Bounds(NamedTuple):
-    """Bounds of the ratio π_old/μ."""
-
-    low: float
-    high: float
-
-
-CORRECTIONS = {
-    "tis": Bounds(0.0, 2.0),
-    "icepop": Bounds(0.5, 5.0),
-    "sequence_tis": Bounds(0.0, 2.0),
-    "sequence_mask": Bounds(0.5, 2.0),
-    "geometric_mask": Bounds(0.99, 1.01),
+CORRECTIONS = {  # bounds of the ratio π_old/μ: low, high
+    "tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "sequence_tis": (0.0, 2.0),
+    "sequence_mask": (0.5, 2.0),
+    "geometric_mask": (0.99, 1.01),
 }
 
 
@@ -153,11 +141,11 @@ class PolicyGradientConfig(OnlineConfig):
     """The estimator of the divergence from it; null is k3 for a loss, and k1 for what is taken off the reward."""
     reference: OnlineReference = "auto"
     """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
-    old_logprobs: OldLogprobs | None = None
+    old_logprobs: Literal["sampled", "recomputed"] | None = None
     """The denominator of ratios: the sampler's own log-probs, or the trainer's at the start of the rollout; null is
     recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
     and sampled otherwise."""
-    correction: Correction = "none"
+    correction: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"] = "none"
     """What weighs a token, or masks it, by how far trainer and sampler are apart; not with old_logprobs sampled."""
     correction_low: NonNegativeFloat | None = None
     """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""
@@ -167,9 +155,9 @@ class PolicyGradientConfig(OnlineConfig):
     """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> tuple[float, float]:
         low, high = CORRECTIONS[self.correction]
-        return Bounds(
+        return (
             low if self.correction_low is None else self.correction_low,
             high if self.correction_high is None else self.correction_high,
         )

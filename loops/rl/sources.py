@@ -25,7 +25,7 @@ from ..models.policy import Policy
 from ..rollouts.local.source import DetachedSource, LocalSource
 from ..rollouts.replay import SampleWriter, read_samples
 from ..rollouts.sample import Sample
-from ..rollouts.scheduler import PromptFunction, RolloutScheduler, end_tokens
+from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
 from ..rollouts.vllm.launch import launch, max_lora_rank
@@ -84,7 +84,7 @@ def check_adapters(config: SamplingConfig) -> None:
 def open_scheduler(
     config: SamplingConfig,
     run: RunContext[Policy],
-    prompts: PromptFunction,
+    prompts: Callable[[int], Sequence[int]],
     *,
     groups_per_step: int,
     converse: Callable[[RolloutSource], RolloutSource] = lambda source: source,

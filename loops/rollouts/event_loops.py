@@ -4,16 +4,9 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-
-class LoopRunner(Protocol):
-    closed: bool
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
-    def close(self) -> None: ...
 
 
 class InlineLoop:
@@ -58,7 +51,7 @@ class BackgroundLoop:
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine; in a background thread where this one has a loop already, as in a notebook."""
-    loop: LoopRunner = BackgroundLoop() if in_a_loop() else InlineLoop()
+    loop: InlineLoop | BackgroundLoop = BackgroundLoop() if in_a_loop() else InlineLoop()
     try:
         return loop.run(coroutine)
     finally:

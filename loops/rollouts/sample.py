@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
+Row = Mapping[str, Any]  # of a data set, as reward functions and environments receive it
 Finish = Literal["stop", "length", "aborted"]
 
 

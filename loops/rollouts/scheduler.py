@@ -15,26 +15,21 @@ import asyncio
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ...data import Batches, encode_prompts
 from ..models.io import named_weights
-from .event_loops import BackgroundLoop, InlineLoop, LoopRunner, in_a_loop
-from .sample import Request, Sample, SamplingParams, check_sample, from_record, to_record
-from .source import RolloutSource, SourceError, SourceLost
+from .event_loops import BackgroundLoop, InlineLoop, in_a_loop
+from .sample import Request, Row, Sample, SamplingParams, check_sample, from_record, to_record
+from .source import NamedWeights, RolloutSource, SourceError, SourceLost
 
 log = logging.getLogger(__name__)
 
-Group = list[Sample]
-Row = Mapping[str, Any]
-PromptFunction = Callable[[int], Sequence[int]]  # the prompt of the i-th task of the run
-ScoreGroup = Callable[[Group], Awaitable[None]]
-Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 T = TypeVar("T")
 
 _LONGEST = 30.0  # seconds between two attempts
@@ -138,7 +133,7 @@ class RolloutScheduler:
     def __init__(
         self,
         source: RolloutSource,
-        prompts: PromptFunction | Sequence[Sequence[int] | str | Row],
+        prompts: Callable[[int], Sequence[int]] | Sequence[Sequence[int] | str | Row],
         *,
         group_size: int,
         max_staleness: int = 0,
@@ -146,8 +141,8 @@ class RolloutScheduler:
         sampling: SamplingParams | None = None,
         seed: int = 0,
         shuffle: bool = False,
-        weights: Weights = tuple,
-        score: ScoreGroup | None = None,
+        weights: Callable[[], NamedWeights] = tuple,
+        score: Callable[[list[Sample]], Awaitable[None]] | None = None,
         attempts: int = 8,
         backoff: float = 1.0,
     ) -> None:
@@ -181,13 +176,13 @@ class RolloutScheduler:
         self.waited = 0.0  # seconds that the trainer spent in `take`
         self._newest = -1  # the last version whose publication was begun
         self._limit = 0  # tasks below it may be begun
-        self._begun: dict[int, asyncio.Task[Group]] = {}  # and not yet taken
-        self._stored: dict[int, Group] = {}  # what a checkpoint brought, ready to be taken
-        self._loop: LoopRunner = BackgroundLoop() if max_staleness or in_a_loop() else InlineLoop()
+        self._begun: dict[int, asyncio.Task[list[Sample]]] = {}  # and not yet taken
+        self._stored: dict[int, list[Sample]] = {}  # what a checkpoint brought, ready to be taken
+        self._loop: InlineLoop | BackgroundLoop = BackgroundLoop() if max_staleness or in_a_loop() else InlineLoop()
         self._changed = asyncio.Condition()
         self._lost = False  # the source was seen to sample from other weights than the trainer's
 
-    def publish(self, weights: nn.Module | Weights | None = None) -> None:
+    def publish(self, weights: nn.Module | Callable[[], NamedWeights] | None = None) -> None:
         """Sample from these weights from now on: their version is the number of the next step.
 
         Args:
@@ -203,7 +198,7 @@ class RolloutScheduler:
             self.weights = weights
         self._loop.run(self._publish(len(self.ledger.ends)))
 
-    def take(self, groups: int | None = None, *, step: int | None = None) -> list[Group]:
+    def take(self, groups: int | None = None, *, step: int | None = None) -> list[list[Sample]]:
         """The next groups in the order of tasks, B of them or as many as asked for; waits until they are there.
 
         A step may take more than once, as one does that passes over groups without variance.
@@ -280,7 +275,7 @@ class RolloutScheduler:
         if self.max_staleness:
             self._admit(self._limit)
 
-    async def _take(self, step: int, count: int) -> list[Group]:
+    async def _take(self, step: int, count: int) -> list[list[Sample]]:
         start = self.ledger.tasks
         wanted = range(start, start + count)
         async with self._changed:
@@ -295,7 +290,7 @@ class RolloutScheduler:
             del self._begun[task]
         return groups
 
-    async def _attended(self, groups: "asyncio.Future[list[Group]]") -> list[Group]:
+    async def _attended(self, groups: "asyncio.Future[list[list[Sample]]]") -> list[list[Sample]]:
         """Wait for groups while nothing trains, so that a source which lost its weights can be given them again."""
         attendant = asyncio.create_task(self._attend())
         try:
@@ -345,13 +340,13 @@ class RolloutScheduler:
             if task not in self._begun:
                 self._begun[task] = asyncio.create_task(self._begin(task))
 
-    async def _begin(self, task: int) -> Group:
+    async def _begin(self, task: int) -> list[Sample]:
         if task in self._stored:
             return self._with_rows(self._stored.pop(task))
         request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
         attempt = 0
 
-        async def once() -> Group:
+        async def once() -> list[Sample]:
             nonlocal attempt
             attempt += 1
             if attempt > 1:
@@ -366,7 +361,7 @@ class RolloutScheduler:
             await self.score(group)
         return group
 
-    def _with_rows(self, group: Group) -> Group:
+    def _with_rows(self, group: list[Sample]) -> list[Sample]:
         if isinstance(self.prompts, PromptList):
             for sample in group:
                 sample.row = self.prompts.row(sample.task)
@@ -380,7 +375,7 @@ class RolloutScheduler:
                 self._changed.notify_all()
                 await self._changed.wait()
 
-    def _check(self, group: Group, request: Request, since: int | None) -> None:
+    def _check(self, group: list[Sample], request: Request, since: int | None) -> None:
         """Raises unless this is the group that was requested, sampled from weights that the trainer has published."""
         who = f"the completions of {type(self.source).__name__} for task {request.task}"
         if {sample.task for sample in group} != {request.task}:

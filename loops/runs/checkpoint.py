@@ -31,11 +31,12 @@ log = logging.getLogger(__name__)
 KEPT = 2  # an older checkpoint stands by in case the newest turns out to be damaged
 
 
-class Memory(Protocol):
-    """What a recipe remembers from one step to the next beside its parameters, the same on every rank."""
+class StepMemory(Protocol):
+    """State of a recipe beside its parameters, the same on every rank; it sees the metrics of every step."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def observe(self, metrics: Mapping[str, float]) -> None: ...
 
 
 class CheckpointError(RuntimeError):
@@ -50,7 +51,7 @@ def save(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
-    memory: Memory | None = None,
+    memory: StepMemory | None = None,
 ) -> Path:
     """Write the checkpoint of ``step`` under ``directory`` and drop all but the newest `KEPT`. Every rank calls it.
 
@@ -101,7 +102,7 @@ def load_newest(
     policy: nn.Module,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
-    memory: Memory | None = None,
+    memory: StepMemory | None = None,
 ) -> int:
     """Restore the newest whole checkpoint and return its step, or 0. Damaged ones are named in the log."""
     for path in _all(directory):

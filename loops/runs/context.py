@@ -24,11 +24,10 @@ from . import checkpoint
 from .feed import Feed
 from .progress import progress
 from .reference import Reference, adapters_off, column, frozen_copy, precompute
-from .run import Evaluation, Journal, StepMemory, Steps, due, finish, learning_rate_schedule, open_accelerator, to_yaml
+from .run import Journal, Steps, due, finish, learning_rate_schedule, open_accelerator, to_yaml
 
-Encode = Callable[..., tuple[Dataset, Accounting]]
-PerToken = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
 Model = TypeVar("Model", bound=Backbone)
+TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
 
 
 @dataclass
@@ -52,7 +51,9 @@ class RunContext(Generic[Model]):
     def directory(self) -> Path:
         return Path(self.config.output)
 
-    def feed(self, data: Dataset, *, whole: bool = False, per_token: Sequence[PerToken] = (), **options: Any) -> Feed:
+    def feed(
+        self, data: Dataset, *, whole: bool = False, per_token: Sequence[TokenColumns] = (), **options: Any
+    ) -> Feed:
         """Training batches of ``data``, or the ``whole`` of it as one step.
 
         Args:
@@ -77,7 +78,7 @@ class RunContext(Generic[Model]):
 
     def reference(
         self, kind: ReferenceKind, *, needed: bool = True, temperature: float = 1.0
-    ) -> tuple[Reference | None, PerToken]:
+    ) -> tuple[Reference | None, TokenColumns]:
         """The policy as it is before the first step, frozen; and the columns that it reads where it is precomputed.
 
         Args:
@@ -119,8 +120,8 @@ class RunContext(Generic[Model]):
         read: TensorReader,
         feed: Steps | None = None,
         *,
-        evaluation: Steps | Evaluation | None = None,
-        memory: StepMemory | None = None,
+        evaluation: Steps | Callable[[int], Mapping[str, float]] | None = None,
+        memory: checkpoint.StepMemory | None = None,
         report: Callable[[], Mapping[str, float]] = dict,
         **options: Any,
     ) -> dict[str, float]:
@@ -200,7 +201,7 @@ class RunContext(Generic[Model]):
 
 def open_run(
     config: Common,
-    encode: Encode,
+    encode: Callable[..., tuple[Dataset, Accounting]],
     wrap: Callable[[nn.Module], Any] | None = None,
     *,
     load_weights: Callable[[Common], nn.Module] | None = None,

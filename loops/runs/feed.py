@@ -10,8 +10,6 @@ from torch import Tensor
 from ...data import Batches, Example, example
 from ..batch import Batch, collate
 
-Prepare = Callable[["Feed", int, list[Batch]], list[Batch]]
-
 
 class Feed:
     """``feed(step)`` gives this rank's micro-batches of that step, which depend on nothing but its number.
@@ -37,7 +35,7 @@ class Feed:
         columns: Sequence[str] = (),
         per_token: Mapping[str, Sequence[Tensor]] | None = None,
         mark: Callable[[Example], Example] = lambda example: example,
-        prepare: Prepare = lambda feed, step, micro_batches: micro_batches,
+        prepare: Callable[["Feed", int, list[Batch]], list[Batch]] = lambda feed, step, micro_batches: micro_batches,
     ) -> None:
         self.dataset = dataset
         self.batches = batches

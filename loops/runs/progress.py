@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Show = Callable[[int, Mapping[str, float]], None]
-
 _TOLD = ("loss", "nll", "reward", "rewards/accuracies", "rewards/margins")
 _SHOWN = (*_TOLD, "grad_norm", *(f"eval/{name}" for name in _TOLD))
 _QUIET = 10.0  # seconds between lines where there is no terminal to draw a bar on
 
 
 @contextmanager
-def progress(steps: int, start: int = 0, *, visible: bool = True, title: str = "step") -> Iterator[Show]:
+def progress(
+    steps: int, start: int = 0, *, visible: bool = True, title: str = "step"
+) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
     """A bar on a terminal, a line every few seconds elsewhere; yields ``show(step, metrics)``."""
     console = Console()
     if not visible:

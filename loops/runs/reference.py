@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..models.policy import Policy
-from .token_cache import Plan, load_tokens, store_tokens
+from .token_cache import BatchPlan, load_tokens, store_tokens
 
 Reference = Callable[[Batch], Tensor]
 
@@ -59,7 +59,7 @@ def column(name: str = "ref_logprob") -> Reference:
     return lambda batch: batch.columns[name]
 
 
-def precompute(reference: Reference, plan: Plan, path: Path, accelerator: Accelerator) -> list[Tensor]:
+def precompute(reference: Reference, plan: BatchPlan, path: Path, accelerator: Accelerator) -> list[Tensor]:
     """The reference log-probs of every example, [tokens of the example] each, read from ``path`` where it exists.
 
     Args:

@@ -11,7 +11,7 @@ import dataclasses
 import errno
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,8 +32,6 @@ from .curves import draw_curves
 # What may differ when a run is resumed: none of it changes the steps that were already taken.
 _FREE = {"resume", "steps", "epochs", "eval_every", "save_every", "report_to", "vllm"}
 
-Evaluation = Callable[[int], Mapping[str, float]]
-
 
 @runtime_checkable
 class Steps(Protocol):
@@ -43,12 +41,6 @@ class Steps(Protocol):
     def steps(self) -> int: ...
 
     def __call__(self, step: int) -> Sequence[Batch]: ...
-
-
-class StepMemory(checkpoint.Memory, Protocol):
-    """A memory that sees the metrics of every step."""
-
-    def observe(self, metrics: Mapping[str, float]) -> None: ...
 
 
 class RunError(ValueError):

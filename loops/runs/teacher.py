@@ -22,16 +22,13 @@ from ..config import Teacher
 from ..models.backbone import evaluating
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
-from .context import PerToken as PerTokenColumns
-from .context import RunContext
-from .token_cache import Plan, load_tokens, store_tokens
-
-TeacherFn = Callable[[Batch], TeacherOutputs]
+from .context import RunContext, TokenColumns
+from .token_cache import BatchPlan, load_tokens, store_tokens
 
 
 def open_teacher(
     context: RunContext[Policy], config: Teacher, *, needed: bool
-) -> tuple[TeacherFn | None, PerTokenColumns]:
+) -> tuple[Callable[[Batch], TeacherOutputs] | None, TokenColumns]:
     """The teacher of a configuration, and the columns that it reads where its tokens are stored before training.
 
     Raises:
@@ -90,7 +87,7 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
 def store_top_k(
     teacher: Policy,
     data: Dataset,
-    plan: Plan,
+    plan: BatchPlan,
     path: Path,
     *,
     k: int,
@@ -133,7 +130,7 @@ def load_top_k(path: Path, data: Dataset, temperature: float) -> dict[str, list[
     return {f"teacher_{name}": tensors[name] for name in ("ids", "logprobs")}
 
 
-def stored_teacher(beta: float, temperature: float) -> TeacherFn:
+def stored_teacher(beta: float, temperature: float) -> Callable[[Batch], TeacherOutputs]:
     """The teacher whose likeliest tokens are columns of the batch; see `load_top_k`."""
 
     def outputs(batch: Batch) -> TeacherOutputs:

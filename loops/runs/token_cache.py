@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..batch import Batch
 
-Plan = Iterable[tuple[Sequence[int], Batch]]  # this rank's batches, with the indices of their examples
+BatchPlan = Iterable[tuple[Sequence[int], Batch]]  # this rank's batches, with the indices of their examples
 
 
 def store_tokens(
     path: Path,
     compute: Callable[[Batch], Mapping[str, Tensor]],
-    plan: Plan,
+    plan: BatchPlan,
     accelerator: Accelerator,
     metadata: Mapping[str, str] | None = None,
 ) -> None:

@@ -23,6 +23,7 @@ from ...kernels import Extra
 from ...objectives import (
     PerPair,
     PerToken,
+    Stats,
     preference,
     reference_free,
     sequence_mean,
@@ -33,13 +34,12 @@ from ...objectives import (
 from ..batch import Batch, CompletionSelector
 from ..models.lm_head import TeacherOutputs
 from . import weighting as weights
-from .step import Objective, Stats
-from .weighting import Unit, Weighting, Weightings
+from .step import Objective
+from .weighting import LossUnit, Weighting, Weightings
 
 Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit
 TensorReader = Callable[[nn.Module, Batch], Tensors]
-SequenceReduce = Callable[[Tensor, Batch], Tensor]  # [tokens] -> [sequences]
 
 CHOSEN, REJECTED = 0, 1
 _UNITS = {"completions": "sequences", "steps": "tokens"}  # of objectives on scores
@@ -67,10 +67,10 @@ class Term:
     factor: str | None = None
 
     @cached_property
-    def unit(self) -> Unit:
+    def unit(self) -> LossUnit:
         """Unit of the loss's entries, from its return annotation."""
         loss, _ = get_args(inspect.signature(self.function).return_annotation)
-        return cast(Unit, _unit(loss))
+        return cast(LossUnit, _unit(loss))
 
     def weigh(self, batch: Batch) -> weights.Weights:
         if self.weighting is not None:
@@ -159,7 +159,7 @@ def outputs_for(losses: Losses) -> tuple[Extra, ...]:
 def policy_tensors(
     *,
     reference: Callable[[Batch], Tensor] | None = None,
-    reduce: SequenceReduce | None = None,
+    reduce: Callable[[Tensor, Batch], Tensor] | None = None,
     score: Callable[[Tensor], Tensor] | None = None,
     teacher: Callable[[Batch], TeacherOutputs] | None = None,
     outputs: tuple[Extra, ...] = (),
@@ -178,7 +178,9 @@ def policy_tensors(
         pairs: whether the examples are pairs of a chosen and a rejected completion.
         temperature: of the policy's softmax, the one that completions were sampled at.
     """
-    reduced: SequenceReduce = reduce or (lambda x, batch: sequence_sum(x, batch.sequence, batch.sequences))
+    reduced: Callable[[Tensor, Batch], Tensor] = reduce or (
+        lambda x, batch: sequence_sum(x, batch.sequence, batch.sequences)
+    )
 
     def read(policy: nn.Module, batch: Batch) -> Tensors:
         options: dict[str, Any] = {"outputs": outputs} if outputs else {}

@@ -18,17 +18,17 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ...objectives import Stats
 from ..batch import Batch
 from .weighting import Weightings
 
-Stats = dict[str, Tensor]
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
 
 PATIENCE = 5  # steps in a row without a finite gradient before training stops
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """One optimizer step: its number, counted from 1, and its metrics."""
 
     number: int
@@ -144,7 +144,7 @@ def optimize(
     steps: int,
     start: int = 0,
     max_grad_norm: float = 1.0,
-) -> Iterator[Step]:
+) -> Iterator[StepResult]:
     """Yield after each optimizer step. ``batches(k)`` gives this rank's micro-batches of step k, counted from 0.
 
     Raises:
@@ -168,7 +168,7 @@ def optimize(
                 "lower the learning rate, or look for log-probs of -inf in the data"
             )
         seconds = time.perf_counter() - began
-        yield Step(number, {**metrics, "learning_rate": learning_rate, "seconds": seconds})
+        yield StepResult(number, {**metrics, "learning_rate": learning_rate, "seconds": seconds})
 
 
 @torch.no_grad()

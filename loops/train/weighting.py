@@ -27,7 +27,7 @@ class Weights(NamedTuple):
 
 
 Weighting = Callable[[Batch], Weights]
-Unit = Literal["tokens", "sequences", "pairs"]
+LossUnit = Literal["tokens", "sequences", "pairs"]
 Weightings = Mapping[str, tuple[float, Weighting]]  # name of a loss -> (coefficient, weighting)
 
 
@@ -63,7 +63,7 @@ def example_mean(batch: Batch) -> Weights:
 pair_mean = example_mean  # an example of preference data is a pair
 
 
-def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: Unit, of: CompletionSelector = None) -> Weights:
+def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: LossUnit, of: CompletionSelector = None) -> Weights:
     """w = w' · c, Z = Σ w' · c: a weighting times a column c of the data, such as the importance of each example.
 
     Args:

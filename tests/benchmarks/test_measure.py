@@ -3,13 +3,13 @@
 import pytest
 import torch
 from burnish.benchmarks import measure
-from burnish.benchmarks.kernels import OPERATION, Shape, naive, products, random_inputs
+from burnish.benchmarks.kernels import OPERATION, LogprobShape, naive, products, random_inputs
 from burnish.benchmarks.measure import RoundedProducts
 from burnish.benchmarks.operation import Products, Provider
 from burnish.kernels import linear_logprob
 
 CPU = torch.device("cpu")
-SHAPE = Shape(24, 8, 61)
+SHAPE = LogprobShape(24, 8, 61)
 
 
 @pytest.mark.parametrize("outputs", [("loss",), ("logprob",), ("logprob", "entropy", "logsumexp")], ids="+".join)
@@ -193,7 +193,7 @@ def test_the_products_of_float32_are_in_float32():
 
 @pytest.mark.slow
 def test_extra_memory_is_what_a_pass_adds_to_its_inputs():
-    inputs = random_inputs(Shape(512, 32, 16384), torch.float32, CPU)
+    inputs = random_inputs(LogprobShape(512, 32, 16384), torch.float32, CPU)
     logits = 4 * 512 * 16384
     found = measure.extra_bytes(OPERATION, "naive", inputs, ("logprob",), ["forward", "train"], 0.0)
     if found["forward"] is None:

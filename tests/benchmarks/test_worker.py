@@ -94,7 +94,7 @@ def test_an_error_in_the_other_process_is_raised_here_and_the_next_call_has_a_ne
         assert other.call(os.getpid, (), 60) == first != os.getpid()
         with pytest.raises(ValueError, match="smollm2 has width 576"):
             other.call(mistaken, (), 60)
-        with pytest.raises(worker.Failure, match="out of memory"):
+        with pytest.raises(worker.CallFailed, match="out of memory"):
             other.call(fails, (), 60)
         with pytest.raises(worker.Lost, match="ended its process with status 3") as lost:
             other.call(os._exit, (3,), 60)
@@ -108,7 +108,7 @@ def test_a_case_without_memory_for_the_truth_is_named_and_the_next_one_measured(
     def call(self, function, arguments, seconds):
         calls.append(function)
         if function is harness.prepare and calls.count(harness.prepare) == 1:
-            raise worker.Failure("OutOfMemoryError: CUDA out of memory")
+            raise worker.CallFailed("OutOfMemoryError: CUDA out of memory")
         if function is harness.measured and arguments[1] == ["trl"]:
             raise worker.Lost("no answer in 8 s")
         return function(*arguments)

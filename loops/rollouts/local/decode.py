@@ -6,7 +6,7 @@ that works with a model, see `kv_cache`, is found out by a probe.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...models.probe import REFUSALS, objection
 from ..sample import Request, SamplingParams
 from ..source import SourceError
-from .kv_cache import ContinuousBatch, DecodeBatch, Fit, StaticBatch, continuous_fit, matmul_dtype, static_fit
+from .kv_cache import ContinuousBatch, DecodeBatch, StaticBatch, continuous_fit, matmul_dtype, static_fit
 from .runner import DecodeSequence, ModelRunner
 
 log = logging.getLogger(__name__)
@@ -26,11 +26,6 @@ _WARNED: WeakSet[Any] = WeakSet()  # models
 
 # Prompts and completions of the probe; 4 tokens are read at most, which no window is shorter than.
 _SCRIPT = (([1, 2], [5, 6]), ([3], [6, 4]))
-
-
-class Drawn(NamedTuple):
-    token: Tensor  # int64 [rows]
-    logprob: Tensor  # [rows], under the distribution that it was drawn from
 
 
 def advance(batch: DecodeBatch, runner: ModelRunner, joining: Sequence[DecodeSequence], version: int) -> None:
@@ -44,19 +39,22 @@ def advance(batch: DecodeBatch, runner: ModelRunner, joining: Sequence[DecodeSeq
         states += [batch.join(joining)] if joining else []
         sequences = batch.sequences
         uniform = [sequence.uniform[len(sequence.tokens)] for sequence in sequences]
-        drawn = draw(runner.logits(torch.cat(states)), uniform, [sequence.sampling for sequence in sequences])
-    for sequence, token, logprob in zip(sequences, drawn.token.tolist(), drawn.logprob.tolist(), strict=True):
+        tokens, logprobs = draw(
+            runner.logits(torch.cat(states)), uniform, [sequence.sampling for sequence in sequences]
+        )
+    for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
         if not logprob > float("-inf"):
             raise SourceError(f"generate: the weights of version {version} give log-probs of {logprob}; look for NaN")
         sequence.append(token, logprob, version)
     batch.drop_finished()
 
 
-def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> Drawn:
+def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
     """One token per row of ``logits`` [rows, V], by inversion of its cumulative distribution.
 
         i = min { i : Σ_{j≤i} p_j > u Σ_j p_j },   p = softmax(logits / T) over what top_k and then top_p leave
 
+    Returns int64 tokens [rows], and their log-probs [rows] under the distribution that they were drawn from.
     A row of temperature 0 takes its likeliest token, and its log-prob is that of temperature 1.
     """
     precision = torch.promote_types(logits.dtype, torch.float32)
@@ -66,10 +64,13 @@ def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingPa
         _draw(logits[i : i + size].to(precision), uniform[i : i + size], sampling[i : i + size])
         for i in range(0, len(logits), size)
     ]
-    return parts[0] if len(parts) == 1 else Drawn(*(torch.cat(values) for values in zip(*parts, strict=True)))
+    if len(parts) == 1:
+        return parts[0]
+    tokens, logprobs = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
 
 
-def _draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> Drawn:
+def _draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
@@ -89,7 +90,7 @@ def _draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingP
         greedy = column([row.temperature for row in sampling]) == 0
         token = torch.where(greedy, logits.argmax(-1, keepdim=True), token)
     logprob = (logits.gather(1, token) - highest).double() - total.log()
-    return Drawn(token[:, 0], logprob[:, 0].to(logits.dtype))
+    return token[:, 0], logprob[:, 0].to(logits.dtype)
 
 
 def _likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ def choose_memory(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Deco
     plain = runner.policy.plain
     config = plain.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    all_of_them: Fit = lambda longest: 2 * len(_SCRIPT)  # noqa: E731
+    all_of_them: Callable[[int], int] = lambda longest: 2 * len(_SCRIPT)  # noqa: E731
     against_continuous = (
         f"it has layers of {', '.join(sorted(others))}"
         if others

@@ -21,7 +21,6 @@ from .runner import DecodeSequence, ModelRunner
 _STEP = 64  # columns that are added at once
 _untyped: Any = cache_utils  # its attributes are optional tensors of several kinds of layers
 _READ = 8192  # tokens of context that are read at once
-Fit = Callable[[int], int]  # how many sequences of so many tokens may be cached at once
 
 
 class DecodeBatch(Protocol):
@@ -52,11 +51,11 @@ class ContinuousBatch:
     """A row of one batch for every sequence.
 
     Args:
-        fit: by the longest of them; one sequence is always admitted.
+        fit: how many sequences may be cached at once, by the longest of them; one sequence is always admitted.
         window: the longest sequence that may join.
     """
 
-    def __init__(self, runner: ModelRunner, fit: Fit, window: int | None = None) -> None:
+    def __init__(self, runner: ModelRunner, fit: Callable[[int], int], window: int | None = None) -> None:
         self.runner = runner
         self.fit = fit
         self.window = window
@@ -121,11 +120,11 @@ class StaticBatch:
     """Sequences of one prompt at a time.
 
     Args:
-        fit: by the longest of them; one sequence is always admitted.
+        fit: how many sequences may be cached at once, by the longest of them; one sequence is always admitted.
         cached: use the model's own cache; otherwise all is read anew for every token.
     """
 
-    def __init__(self, runner: ModelRunner, fit: Fit, *, cached: bool) -> None:
+    def __init__(self, runner: ModelRunner, fit: Callable[[int], int], *, cached: bool) -> None:
         self.runner = runner
         self.fit = fit
         self.cached = cached
@@ -165,8 +164,8 @@ class StaticBatch:
         return states
 
 
-def continuous_fit(runner: ModelRunner, cache_bytes: int) -> Fit:
-    """The `Fit` of a `ContinuousBatch`, by the bytes of this model's keys and values."""
+def continuous_fit(runner: ModelRunner, cache_bytes: int) -> Callable[[int], int]:
+    """The ``fit`` of a `ContinuousBatch`, by the bytes of this model's keys and values."""
     cache, filled = KVCache(runner.policy.device), DynamicCache()
     with runner.inference():
         runner.states(input_ids=runner.ids([[1]]), past_key_values=filled, use_cache=True)
@@ -175,8 +174,8 @@ def continuous_fit(runner: ModelRunner, cache_bytes: int) -> Fit:
     return lambda longest: cache_bytes // (token * longest)
 
 
-def static_fit(runner: ModelRunner, cache_bytes: int, *, cached: bool) -> Fit:
-    """The `Fit` of the model's own cache, which keeps something of every token, one state, or both."""
+def static_fit(runner: ModelRunner, cache_bytes: int, *, cached: bool) -> Callable[[int], int]:
+    """The ``fit`` of the model's own cache, which keeps something of every token, one state, or both."""
     if not cached:
         return lambda longest: _READ // longest
     with runner.inference():

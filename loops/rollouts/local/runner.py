@@ -13,8 +13,6 @@ from ..sample import Finish, Request, SamplingParams, VersionSpan
 
 _CACHES = ("past_key_values", "cache_params")  # the latter in Mamba and its kin
 
-Context = Callable[[], AbstractContextManager[Any]]
-
 
 @dataclass(eq=False)
 class DecodeSequence:
@@ -66,7 +64,9 @@ def uniforms(seed: int, count: int) -> list[float]:
 class ModelRunner:
     """The policy's module: token ids to the input of its head, and that to logits."""
 
-    def __init__(self, policy: Policy, vocab: int, context: Context = nullcontext) -> None:
+    def __init__(
+        self, policy: Policy, vocab: int, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
         self.policy = policy
         self.vocab = vocab
         self.context = context

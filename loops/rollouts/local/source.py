@@ -2,7 +2,8 @@
 
 import asyncio
 import copy
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..sample import Request, Sample, check_request
 from ..source import NamedWeights, SourceError, check_weights
 from .decode import advance, choose_memory
 from .kv_cache import DecodeBatch
-from .runner import Context, DecodeSequence, ModelRunner
+from .runner import DecodeSequence, ModelRunner
 
 _CACHE_CPU = 2 << 30  # bytes
 _SHARE = 4  # of a GPU's free memory, one part in so many: see `free_share`
@@ -49,7 +50,7 @@ class LocalSource:
         *,
         vocab: int | None = None,
         cache_bytes: int | None = None,
-        context: Context = nullcontext,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         version: int | None = None,
     ) -> None:
         self.policy = policy if isinstance(policy, Policy) else Policy(policy)

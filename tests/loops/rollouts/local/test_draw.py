@@ -63,16 +63,16 @@ def test_rows_do_not_depend_on_their_company(monkeypatch):
     alone = [draw(logits[i : i + 1], numbers[i : i + 1], hows[i : i + 1]) for i in range(12)]
     together = draw(logits, numbers, hows)
     monkeypatch.setattr(module, "_ELEMENTS_CPU", 120)
-    for found in (together, draw(logits, numbers, hows)):
-        assert found.token.tolist() == [row.token.item() for row in alone]
-        torch.testing.assert_close(found.logprob, torch.cat([row.logprob for row in alone]), rtol=0, atol=1e-14)
+    for tokens, logprobs in (together, draw(logits, numbers, hows)):
+        assert tokens.tolist() == [token.item() for token, _ in alone]
+        torch.testing.assert_close(logprobs, torch.cat([logprob for _, logprob in alone]), rtol=0, atol=1e-14)
 
 
 def test_half_precision_is_normalized_in_float32():
     logits = torch.randn(3, 1000).bfloat16()
-    found = draw(logits, [0.2, 0.5, 0.9], [ALL] * 3)
-    expected = logits.double().log_softmax(-1).gather(1, found.token[:, None])[:, 0]
-    torch.testing.assert_close(found.logprob.double(), expected, rtol=0, atol=1e-5)
+    token, logprob = draw(logits, [0.2, 0.5, 0.9], [ALL] * 3)
+    expected = logits.double().log_softmax(-1).gather(1, token[:, None])[:, 0]
+    torch.testing.assert_close(logprob.double(), expected, rtol=0, atol=1e-5)
 
 
 def test_a_longer_completion_begins_with_the_same_numbers():
