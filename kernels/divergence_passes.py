@@ -94,7 +94,8 @@ def first_pass(pair: HeadPair) -> Tensor:
 
 
 def _ruled_out(pair: HeadPair) -> Tensor | None:
-    """Whether Q forbids a token that P allows, None if it can't. In the tiles −inf is finite, see ``NEVER``, and capped
+    """True where Q forbids a token that P allows; None if it can't. In the tiles −inf is finite, see ``NEVER``, and
+    capped
     it is anyway."""
     p, q = _p_and_q(pair.student.bias, pair.teacher.bias, pair.beta)
     to_z, to_w = _p_and_q(*pair.transforms, pair.beta)

@@ -100,7 +100,7 @@ def check_head(who: str, hidden: Tensor, head: Head, prefix: str = "") -> None:
 
 
 class HeadFactors(NamedTuple):
-    """What the logits are products of; after ``columns``, in the dtype that they are multiplied in."""
+    """The factors of the logits; after ``columns``, in the dtype that they are multiplied in."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]

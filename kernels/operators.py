@@ -1,4 +1,4 @@
-"""What the custom operators of torch have in common."""
+"""Schemas and results shared by the custom operators of torch."""
 
 import inspect
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def operator_schema(arguments: type, results: int, *, mutates: Sequence[str] = (
 
 
 def returned(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """What an operator returns for gradients: each in the dtype of its input, empty for one that is not needed."""
+    """The gradients as an operator returns them: each in the dtype of its input, empty for one that is not needed."""
     pairs, empty = zip(gradients, inputs, strict=True), inputs[0]
     assert empty is not None
     return tuple(empty.new_empty(0) if grad is None or t is None else grad.to(t.dtype) for grad, t in pairs)

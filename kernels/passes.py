@@ -50,7 +50,7 @@ class Tiling(NamedTuple):
     backend: str
 
     def compiled(self, tile: Tensor, n: int) -> bool:
-        """Whether passes over this tile are worth compiling: only tiles of one width are, once for all calls."""
+        """True if passes over this tile are worth compiling: only tiles of one width are, once for all calls."""
         return tile.shape[1] == self.columns and worth_compiling(tile, n * self.vocab)
 
 
@@ -100,7 +100,7 @@ class TileStore:
         return self.buffer[: rows.stop - rows.start, : columns.stop - columns.start]
 
     def shifted(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor] | None:
-        """What a Triton pass keeps, or has kept, of this tile; None if nothing."""
+        """The 16-bit copy of this tile that a Triton pass keeps, or has kept; None if nothing."""
         if self.tops is None or not self.keeps(columns):
             return None
         i = columns.start // self.columns

@@ -24,7 +24,7 @@ def factor_dtype(like: Tensor, compute: torch.dtype) -> torch.dtype:
 
 
 def has_tensor_cores(device: torch.device) -> bool:
-    """Whether products of 16-bit factors are summed, and returned, in float32 on this device."""
+    """True if products of 16-bit factors are summed, and returned, in float32 on this device."""
     return device.type == "cuda"
 
 

@@ -276,7 +276,7 @@ def temperature_gradient(
 
 
 def worth_compiling(tile: Tensor, logits: int) -> bool:
-    """Whether passes over so many ``logits``, in tiles like this one, go through the compiler."""
+    """True if passes over so many ``logits``, in tiles like this one, go through the compiler."""
     return tile.device.type == "cpu" and logits >= COMPILE_FROM and tile.shape[0] > 1
 
 

@@ -319,7 +319,7 @@ PROCESSORS = {80: 108, 90: 132, 100: 148, "gfx942": 304}
 
 
 def _aligned(matrix: Tensor) -> bool:
-    """Whether its rows are consecutive numbers and start at multiples of 16 bytes."""
+    """True if its rows are consecutive numbers and start at multiples of 16 bytes."""
     row, column = matrix.stride()
     starts = matrix.data_ptr() % 16 == 0 and row * matrix.element_size() % 16 == 0
     return starts and column == 1 and row >= matrix.shape[1]

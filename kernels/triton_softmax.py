@@ -54,7 +54,7 @@ def finite(c):
 
 @triton.jit
 def transform_factors(temperature_ptr, row, scale, softcap):
-    """What ``tempered`` multiplies by: scale/T to twice float32's digits; or scale/softcap and softcap/T."""
+    """The factors of ``tempered``: scale/T to twice float32's digits; or scale/softcap and softcap/T."""
     inner = scale
     outer = 0.0
     if softcap is not None:

@@ -114,7 +114,7 @@ def _hide_progress_bars() -> None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether the message was written for the person at the terminal, rather than by a bug."""
+    """True if the message was written for the person at the terminal, rather than by a bug."""
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next

@@ -62,7 +62,7 @@ def _hints(settings: Any) -> dict[str, Any]:
 
 
 def range_complaint(value: Any, hint: Any) -> str | None:
-    """What is wrong with a value, unless one of the alternatives of its type takes it."""
+    """Describe the range that a value misses; None if one of the alternatives of its type takes it."""
     complaints = []
     for kind in get_args(hint) if get_origin(hint) in (Union, type(int | None)) else (hint,):
         if value is None and kind is type(None):
@@ -132,13 +132,13 @@ class Common(Settings):
     max_grad_norm: PositiveFloat = 1.0
     """L2 norm that the gradient is clipped to."""
     truncation: Literal["keep_start", "keep_end", "error"] = "keep_start"
-    """What is kept of a row that is too long: its start, its end, or nothing (an error)."""
+    """The part of a row that is too long which is kept: its start, its end, or nothing (an error)."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """Whether a row that can't be trained on stops the run or is counted and left out."""
+    """Stop the run at a row that can't be trained on, or count it and leave it out."""
     chat_template: str | None = None
     """A Jinja file to use instead of the tokenizer's own chat template."""
     shuffle: bool = True
-    """Whether each epoch is permuted."""
+    """Permute each epoch."""
     seed: int = 0
     """Seed of the order of the data, of adapter weights and of dropout."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"

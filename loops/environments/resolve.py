@@ -30,7 +30,7 @@ TOOLS = {"calculator": ".tools:calculator"}
 
 
 def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable[[], Environment]:
-    """What makes an environment for each conversation.
+    """Return a function that makes an environment for each conversation.
 
     Raises:
         ValueError: names what there is instead of what is not found, or what it is not.

@@ -76,7 +76,7 @@ class Tools:
         return Step(messages, counts={"tool_calls": len(calls), "tool_failures": sum(not fine for fine, _ in results)})
 
     async def _do(self, request: Call) -> tuple[bool, str]:
-        """Whether the call succeeded, and its result or error."""
+        """Make a call; returns (True, its result) or (False, its error)."""
         problem = request.problem or self._mistake(request)
         if problem:
             return False, f"error: {problem}"

@@ -105,6 +105,6 @@ def scores(scorer: Scorer, batches: Sequence[Batch]) -> Tensor:
 
 
 def _output_size(module: Any) -> int | None:
-    """Of a linear layer, under peft's wrapper; None of another module."""
+    """The outputs of a linear layer, also under peft's wrapper; None for another module."""
     original = getattr(module, "original_module", module)
     return original.out_features if isinstance(original, nn.Linear) else None

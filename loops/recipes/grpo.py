@@ -21,7 +21,7 @@ from .settings import GRPO, VariantName
 
 @dataclass(frozen=True)
 class Variant:
-    """What the papers differ in."""
+    """Settings that the papers differ in."""
 
     loss: str = "clipped_surrogate"
     weighting: Literal["token_mean", "sequence_mean", "fixed_length"] = "sequence_mean"

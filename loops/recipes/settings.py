@@ -32,7 +32,8 @@ class SFT(OfflineConfig):
     """A token objective of burnish.objectives.supervised, or a mix: {nll: 1.0, z_loss: 1.0e-4}; label smoothing is
     {label_smoothed_nll: {label_smoothing: 0.1}}."""
     weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Whether every token or every completion counts the same, in every loss that has no weighting of its own."""
+    """Weight of a token in every loss without a weighting of its own: the same for each, or 1 over its completion's
+    length."""
     train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
     """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text."""
 
@@ -56,11 +57,11 @@ class DPO(Pairs):
     """A preference objective of burnish.objectives, or a mix: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}; instead of its
     coefficient, a loss may have {coefficient: 0.8, beta: 0.2, ...}. nll is that of the chosen completions."""
     logprob_reduction: Literal["sum", "mean"] = "sum"
-    """Whether the log-prob of a completion is the sum over its tokens, as in the papers, or their mean."""
+    """Log-prob of a completion: the sum over its tokens, as in the papers, or their mean."""
     ld_alpha: ClosedUnitInterval = 1.0
     """How much of a completion's log-prob beyond the length of the pair's shorter one counts (LD-DPO); 1 is all."""
     pair_weight: Literal["one", "wpo"] = "one"
-    """Whether a pair counts by how likely the policy is to generate both of its completions (WPO)."""
+    """Weight of a pair: 1, or the probability that the policy generates both of its completions (WPO)."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     """The f-divergence from the reference (f-DPO); alpha needs `divergence_alpha`."""
     divergence_alpha: OpenUnitInterval = 0.5
@@ -79,7 +80,7 @@ class CPO(Pairs):
     """Preference training on pairs without a reference: contrast of the two, plus NLL of the chosen completion."""
 
     loss: Literal["cpo", "simpo", "alpha_po"] = "cpo"
-    """What contrasts the two completions: their log-probs (cpo) or those per token (simpo, alpha_po)."""
+    """Contrast of the two completions: of their log-probs (cpo) or of those per token (simpo, alpha_po)."""
     beta: PositiveFloat = 0.1
     """Scale of the contrast; SimPO's authors use 2 to 2.5."""
     gamma: NonNegativeFloat = 0.5
@@ -109,9 +110,9 @@ class KTO(OfflineConfig):
     beta: PositiveFloat = 0.1
     """Strength of the pull towards the reference, for every loss that has a beta."""
     desirable_weight: PositiveFloat = 1.0
-    """What a desirable completion counts (kto); the paper balances the two classes to within a factor of 4/3."""
+    """Weight of a desirable completion (kto); the paper balances the two classes to within a factor of 4/3."""
     undesirable_weight: PositiveFloat = 1.0
-    """What an undesirable completion counts (kto)."""
+    """Weight of an undesirable completion (kto)."""
     reference: ReferenceKind = "auto"
     """Where reference log-probs come from, as for dpo; kto can't precompute them, its mismatched completions change."""
     teacher: Teacher = field(default_factory=Teacher)
@@ -125,7 +126,7 @@ class Reward(OfflineConfig):
     """A reward model: a new head on the model, trained on pairs, on rated completions or on rankings."""
 
     loss: Literal["bradley_terry", "score_regression", "plackett_luce"] = "bradley_terry"
-    """What is learned from: pairs (prompt, chosen, rejected), ratings (prompt, completion, score), or rankings (prompt,
+    """Kind of data: pairs (prompt, chosen, rejected), ratings (prompt, completion, score), or rankings (prompt,
     completions, ranks)."""
     centering: NonNegativeFloat = 0.0
     """Coefficient of (r_chosen + r_rejected)^2, which keeps the scores of pairs near zero; its paper has 0.01."""
@@ -138,7 +139,7 @@ class PRM(OfflineConfig):
     """A process reward model: a head that judges each step where it ends, trained on solutions with labeled steps."""
 
     separator: str = "\n"
-    """What ends a step; the model reads it after each step, and judges the step there."""
+    """Text that ends a step; the model reads it after each step, and scores the step there."""
     train_on_last_step_only: bool = False
     """Judge a solution by its last step alone, which makes an outcome reward model."""
 
@@ -155,7 +156,8 @@ class Distill(OfflineConfig, SamplingConfig):
     completions alone; sampled_reverse_kl, a policy gradient with the reverse KL of each token for its cost, from the
     student's alone."""
     weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Whether every token or every completion counts the same, in every loss that has no weighting of its own."""
+    """Weight of a token in every loss without a weighting of its own: the same for each, or 1 over its completion's
+    length."""
     train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
     """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text."""
     on_policy: ClosedUnitInterval = 0.0
@@ -171,15 +173,15 @@ class GRPO(PolicyGradientConfig):
     variant: VariantName = "grpo"
     """Named settings of the loss, its weighting and the advantage; the settings below take their place."""
     weighting: Literal["token_mean", "sequence_mean", "fixed_length"] | None = None
-    """Whether tokens or completions count the same, or a token 1 over max_tokens."""
+    """Weight of a token: the same for each, 1 over its completion's length, or 1 over max_tokens."""
     scale: Literal["group", "batch", "none"] | None = None
-    """What differences in reward are divided by: the standard deviation in the group, in the batch, or nothing."""
+    """Divisor of differences in reward: the standard deviation in the group, in the batch, or nothing."""
     reward_aggregation: Literal["sum", "normalize"] = "sum"
-    """Whether rewards are summed before they are compared, or compared one by one (GDPO)."""
+    """Sum rewards before they are compared, or compare them one by one (GDPO)."""
     dynamic_sampling: bool | None = None
     """Pass over groups whose rewards are all the same and sample others."""
     kl_as: Literal["loss", "reward"] = "loss"
-    """Whether the divergence from the reference is a loss of its own, or is taken off the reward."""
+    """Use the divergence from the reference as a loss of its own, or take it off the reward."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ class PPO(PolicyGradientConfig):
     value_head: str | None = None
     """The value head that an earlier run left, value_head.safetensors in its directory; null begins at 0."""
     missing_eos_penalty: float = 0.0
-    """What a completion that was cut at max_tokens loses of its reward."""
+    """Penalty on the reward of a completion that was cut at max_tokens."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ class OnlineDPO(OnlineConfig):
     reference: OnlineReference = "auto"
     """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
     missing_eos_penalty: float = 0.0
-    """What a completion that was cut at max_tokens loses of its reward."""
+    """Penalty on the reward of a completion that was cut at max_tokens."""
     loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Further hyper-parameters by name, such as {gamma: 0.5}, for every loss that has one of that name."""
 

@@ -71,7 +71,7 @@ def _resolved(
 
 
 def environment_reward(row: Row, sample: Sample) -> float | None:
-    """What the environment of the conversation gave, summed over its turns; NaN if it failed in one of them."""
+    """The environment's rewards summed over the turns of a conversation; NaN if it failed in one of them."""
     if "environment_reward" not in sample.info:
         raise ValueError("environment: this completion comes from no environment; name one, or leave this reward out")
     reward: float | str | None = sample.info["environment_reward"]

@@ -59,7 +59,7 @@ def is_async(function: Any) -> bool:
 def _finished(task: "asyncio.Future[Any]") -> None:
     _running.discard(task)
     if not task.cancelled():
-        task.exception()  # of a task that was given up, nobody else asks
+        task.exception()  # retrieve it: nothing else does for a task that was given up
 
 
 _running: "set[asyncio.Future[Any]]" = set()  # asyncio holds tasks by weak references

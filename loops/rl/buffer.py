@@ -211,7 +211,7 @@ class RolloutBuffer:
 
 
 def rollout_metrics(rollout: RolloutBuffer) -> dict[str, float]:
-    """What TRL logs of completions, under its names, how many of them are masked, and how old they are."""
+    """Metrics of completions under TRL's names, the share that is masked, and their age."""
     lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
     ended = rollout.unfinished == 0
     masked = torch.tensor([not any(trained) for trained in rollout.trained], dtype=torch.float64)

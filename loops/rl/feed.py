@@ -167,7 +167,7 @@ class RolloutFeed:
         return kept, self._passed_over(seen, len(seen) - len(kept)) if self.dynamic_sampling else {}
 
     def _passed_over(self, seen: Sequence[list[Sample]], count: int) -> dict[str, float]:
-        """Of groups that vary, the mean reward stays near the middle; that of all samples shows what is learned."""
+        """The mean reward of all samples: that of the groups that vary stays near the middle and shows no learning."""
         reward = self._rewards_of(in_order(seen)).nanmean()
         known = {} if reward.isnan() else {"reward/sampled": float(reward)}
         return {"groups_passed_over": float(count), **known}

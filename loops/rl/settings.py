@@ -45,7 +45,8 @@ class VLLM(Settings):
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of a server that is started, such as {CUDA_VISIBLE_DEVICES: "1"}."""
     trainer_address: str | None = None
-    """Of this machine, where a server joins it for updates by nccl; null is that on the route to the server."""
+    """Address of this machine for a server that joins it for updates by nccl; null is that on the route to the
+    server."""
     timeout: PositiveFloat = 600.0
     """Seconds that one completion may take, before it is requested again."""
     attempts: PositiveInt = 8
@@ -65,13 +66,13 @@ class SamplingConfig(Common):
     max_tokens: PositiveInt = 256
     """Tokens of a completion at most."""
     temperature: NonNegativeFloat = 1.0
-    """Of the softmax that tokens are sampled from; the log-probs that train are at this temperature too."""
+    """Temperature of the softmax that tokens are sampled from, and of the log-probs that train."""
     top_p: PositiveShare = 1.0
     """Share of the probability that tokens are sampled from."""
     top_k: NonNegativeInt = 0
     """Number of likeliest tokens that are sampled from; 0 is all."""
     source: Literal["policy", "vllm", "vllm_engine"] = "policy"
-    """What samples: the policy itself, a vLLM server, or vLLM within this process."""
+    """Source of completions: the policy itself, a vLLM server, or vLLM within this process."""
     vllm: VLLM = field(default_factory=VLLM)
     """The server."""
     cache_bytes: PositiveInt | None = None
@@ -97,16 +98,17 @@ class OnlineConfig(SamplingConfig):
     max_prompt_length: PositiveInt | None = 512
     """Tokens of a prompt; null for no limit."""
     truncation: Literal["keep_start", "keep_end", "error"] = "error"
-    """What becomes of a longer prompt: its start or its end is kept, or it is an error."""
+    """The part of a longer prompt that is kept: its start, its end, or nothing (an error)."""
     rewards: dict[str, float | dict[str, Any]] = field(default_factory=dict)
     """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function; none is
     {environment: 1.0} where there is an environment. One that returns None is left out of the sum; one that fails
     (raises, takes too long, returns NaN) masks the completion."""
     environment: str | dict[str, dict[str, Any]] | None = None
-    """What the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your own as
+    """Environment that the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your
+    own as
     module:Environment; null for single completions."""
     limits: Limits = field(default_factory=Limits)
-    """Of a conversation; max_tokens is that of one turn."""
+    """Limits of a conversation; max_tokens is that of one turn."""
     max_staleness: NonNegativeInt = 0
     """How many rollouts behind the weights of its step a completion may be; above 0 the sampler works while training
     goes on."""
@@ -146,7 +148,7 @@ class PolicyGradientConfig(OnlineConfig):
     recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
     and sampled otherwise."""
     correction: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"] = "none"
-    """What weighs a token, or masks it, by how far trainer and sampler are apart; not with old_logprobs sampled."""
+    """Weight, or mask, of a token by how far trainer and sampler are apart; not with old_logprobs sampled."""
     correction_low: NonNegativeFloat | None = None
     """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""
     correction_high: NonNegativeFloat | None = None

@@ -205,7 +205,7 @@ def _seal(partial: Path, digests: Mapping[str, str]) -> None:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with this checkpoint, if anything."""
+    """Describe what is wrong with this checkpoint; None if nothing is."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         for name, entry in manifest.items():

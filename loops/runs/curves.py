@@ -45,7 +45,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
 
 
 def read_curves(metrics: Path) -> Curves:
-    """What was measured on held-out data goes with its twin."""
+    """Held-out metrics share the panel of their training twin."""
     curves: Curves = defaultdict(lambda: defaultdict(list))
     for line in map(json.loads, metrics.read_text().splitlines()):
         for name, value in line.items():

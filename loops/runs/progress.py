@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""The line that a run shows for each step."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What the main process does for all ranks: they wait for it as long as it takes, and fail where it fails."""
+"""Work of the main process for all ranks, which wait for it as long as it takes, and fail where it fails."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,7 +19,7 @@ class MainProcessError(RuntimeError):
 
 
 def from_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """What ``function()`` gives on the main process, on every rank. All of them call it; it must be possible to pickle.
+    """Return on every rank what ``function()`` returns on the main process. All ranks call it; it is pickled.
 
     Raises:
         MainProcessError: on the other ranks, with its message, where the main process raises an error.
@@ -45,5 +45,5 @@ def from_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
 
 @lru_cache(maxsize=1)
 def _control(world: Any) -> Any:
-    """A group of all ranks over gloo: whoever waits in NCCL occupies its device, and is given up too soon."""
+    """A group of all ranks over gloo: waiting in NCCL occupies the device, and times out too soon."""
     return dist.new_group(backend="gloo", timeout=_LONGEST)
