@@ -80,7 +80,7 @@ def start(directory: Path) -> Path:
     model = directory / "sft" / "model"
     if not model.exists():
         demo.save_start(directory / "start", seed=0)
-        demo.teach(directory, questions()[1], steps=300, seed=0)
+        demo.teach(directory, questions()[1], steps=300, seed=0, batch_size=128)
     return model
 
 

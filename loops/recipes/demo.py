@@ -56,7 +56,7 @@ def demo(config: Demo) -> dict[str, float]:
             data=str(data),
             output=str(directory / "dpo"),
             steps=config.dpo_steps,
-            batch_size=128,
+            batch_size=96,
             learning_rate=1e-3,
             schedule="linear",
             warmup=0.1,
@@ -107,7 +107,7 @@ def save_start(directory: Path, *, seed: int) -> None:
     _tokenizer().save_pretrained(directory)
 
 
-def teach(directory: Path, questions: Iterable[str], *, steps: int, seed: int) -> None:
+def teach(directory: Path, questions: Iterable[str], *, steps: int, seed: int, batch_size: int = 96) -> None:
     """SFT of the model in ``directory/start`` on the answers to these questions, into ``directory/sft``."""
     data = write(directory / "sft.jsonl", ({"prompt": q, "completion": solve(q)} for q in questions))
     run_sft(
@@ -116,7 +116,7 @@ def teach(directory: Path, questions: Iterable[str], *, steps: int, seed: int) -
             data=str(data),
             output=str(directory / "sft"),
             steps=steps,
-            batch_size=128,
+            batch_size=batch_size,
             learning_rate=2e-3,
             schedule="cosine",
             warmup=0.05,

@@ -249,10 +249,10 @@ class Demo:
     seed: int = 0
     """Seed of questions, weights and samples."""
     sft_steps: int = 300
-    """Optimizer steps of SFT, 128 sums each."""
+    """Optimizer steps of SFT, 96 sums each."""
     dpo_steps: int = 150
-    """Optimizer steps of DPO, 128 pairs each."""
+    """Optimizer steps of DPO, 96 pairs each."""
     questions: int = 4000
     """Questions that the model answers to make pairs, four times each."""
-    grpo_steps: int = 120
+    grpo_steps: int = 84
     """Optimizer steps of GRPO, three on 8 completions of each of 128 questions."""
