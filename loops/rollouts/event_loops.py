@@ -15,13 +15,14 @@ class InlineLoop:
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
         self.closed = False
-        weakref.finalize(self, self.runner.close)  # of a scheduler that is dropped, such as a script's at its end
+        self._dropped = weakref.finalize(self, _close_dropped, self.runner)  # of a script that ends without `close`
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(coroutine)
 
     def close(self) -> None:
         self.closed = True
+        self._dropped.detach()
         self.runner.close()
 
 
@@ -56,6 +57,14 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return loop.run(coroutine)
     finally:
         loop.close()
+
+
+def _close_dropped(runner: asyncio.Runner) -> None:
+    """Close a loop that is collected as garbage, which may happen while another one runs in this thread."""
+    if in_a_loop():
+        runner.get_loop().close()
+    else:
+        runner.close()
 
 
 def in_a_loop() -> bool:
