@@ -196,11 +196,11 @@ def copy_tree(room: str, tree: Path) -> None:
     no_cache = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / room, tree / "burnish" / room, ignore=no_cache)
     shutil.copytree(ROOT / "tests" / room, tree / "tests" / room, ignore=no_cache)
-    (tree / "tests" / "support").mkdir()
+    shutil.copytree(ROOT / "tests" / "support", tree / "tests" / "support", ignore=no_cache)
     if room == "kernels":
         shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
-        for name in ("grids", "heads", "pairs", "shards", "tensor_cores"):
-            shutil.copy(ROOT / "tests" / "support" / f"{name}.py", tree / "tests" / "support")
+    else:
+        shutil.copytree(ROOT / "benchmarks" / "peer", tree / "burnish" / "benchmarks" / "peer", ignore=no_cache)
 
 
 def _tests(stem: str) -> tuple[list[str], list[str]]:
