@@ -45,10 +45,10 @@ def objective(policy, batch):
     return {"grpo": clipped_surrogate(logp, old, batch.columns["advantage"], clip_low=0.2, clip_high=0.2)}
 
 
-def train(directory, make_source, *, rewards=(even,), steps=STEPS):
+def train(directory, make_source, *, rewards=(even,), steps=STEPS, precision="no"):
     """The loop; returns the metrics of every step, and the policy."""
     AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     policy = Policy(AutoModelForCausalLM.from_pretrained(directory).train())
     adamw = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0, fused=True)  # as recipes have it
@@ -86,8 +86,17 @@ def looped(directory):
     return train(directory, LocalSource)
 
 
-def test_the_loop_gives_the_numbers_of_the_recipe(directory, looped, tmp_path, monkeypatch):
+def autocasting(policy, tokenizer):
+    return LocalSource(policy, tokenizer, context=lambda: torch.autocast("cpu", torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loop_gives_the_numbers_of_the_recipe(directory, dtype, tmp_path, monkeypatch, request):
     """The same samples, rewards and steps: metrics and weights are the same bits."""
+    if dtype == "float32":
+        metrics, policy = request.getfixturevalue("looped")
+    else:
+        metrics, policy = train(directory, autocasting, precision="bf16")
     monkeypatch.syspath_prepend(Path(__file__).parent)
     monkeypatch.setattr("burnish.loops.runs.run.draw_curves", lambda metrics, picture: None)
     config = GRPO(
@@ -103,9 +112,9 @@ def test_the_loop_gives_the_numbers_of_the_recipe(directory, looped, tmp_path, m
         learning_rate=1e-3,
         shuffle=False,
         show_every=0,
+        dtype=dtype,
     )
     run_grpo(config)
-    metrics, policy = looped
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     assert [s["tokens"] for s in samples] == [s.tokens for step in metrics for s in step["samples"]]
