@@ -26,9 +26,7 @@ import torch
 from ..real_model import preference_pairs, write_jsonl
 from ..report import machine, say
 
-SCRIPT = Path(sys.executable).with_name("burnish")
-BURNISH = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "burnish"]
-SIDES = ("chosen", "rejected")
+BURNISH = [sys.executable, "-m", "burnish"]  # the code that runs here; an installed script may be of another
 COMMANDS = {
     "burnish --version": ["--version"],
     "burnish --help": ["--help"],
@@ -95,7 +93,7 @@ def one_step(model: Path, directory: Path) -> dict[str, Any]:
     }
     questions = [pair["prompt"][0]["content"] for pair in pairs]
     both = [
-        question + pair[side][0]["content"] for question, pair in zip(questions, pairs, strict=True) for side in SIDES
+        question + pair[side][0]["content"] for question, pair in zip(questions, pairs, strict=True) for side in ("chosen", "rejected")
     ]
     texts = {"dpo": both, "grpo": questions[:2]}
     grpo = ["--prompts_per_rollout", "2", "--group_size", "4", "--max_tokens", "8", "--rewards", "{exact_match: 1.0}"]
