@@ -34,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"burnish bench {arguments[0]}: needs a checkout of the repository", file=sys.stderr)
             return 2
         raise
+    if hasattr(benchmark, "OPERATION"):
+        from .harness import main as measure
+
+        return measure(benchmark.OPERATION, arguments[1:], benchmark.__doc__)
     return int(benchmark.main(arguments[1:]))
 
 

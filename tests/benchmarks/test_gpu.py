@@ -15,6 +15,7 @@ from burnish.benchmarks.gpu.targets import targets
 from burnish.benchmarks.kernels import PROVIDERS
 from burnish.benchmarks.operation import Provider
 from burnish.benchmarks.report import merged
+from burnish.benchmarks.worker import Worker
 
 H200 = {"gpu": "NVIDIA H200"}
 TINY = ["gpu", "--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--seconds", "0.001", "--no-memory"]
@@ -206,10 +207,9 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
             present = Provider(key, provider.compute, provider.gives)
             monkeypatch.setitem(operation.providers, key, present)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    missing = {}
-    options = Options("cuda", None, None, [])
-    units = {part: list(PARTS[part](part, options, missing)) for part in PARTS}
-    assert missing == {} and all(units.values())
+    options = Options("cuda", None, None, [], {}, Worker(isolated=False))
+    units = {part: list(PARTS[part](part, options)) for part in PARTS}
+    assert options.missing == {} and all(units.values())
     assert [unit.provider for unit in units["compiled"]] == ["compiled"]
     unwanted = {"burnish-reference", "burnish-torch", "compiled"}
     assert not unwanted & {unit.provider for part, each in units.items() if part != "compiled" for unit in each}
@@ -223,7 +223,8 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
 
 
 def test_digits_are_asked_of_cublas_and_of_the_named_providers():
-    units = PARTS["digits"]("digits", Options("cpu", ["tiny"], ["burnish", "naive"], []), {})
+    options = Options("cpu", ["tiny"], ["burnish", "naive"], [], {}, Worker(isolated=False))
+    units = PARTS["digits"]("digits", options)
     assert [unit.provider for unit in units if unit.case == "log-probs"] == ["cublas", "naive"]
 
 
