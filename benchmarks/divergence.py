@@ -129,7 +129,7 @@ OPERATION = Operation(
     passes=PASSES,
     shapes=SHAPES,
     sizes="tokens x width x vocabulary, or tokens x student's x teacher's width x vocabulary",
-    shape=lambda n, student, teacher, vocab=0: (n, student, teacher, vocab) if vocab else (n, student, student, teacher),
+    shape=lambda n, s, t, v=0: (n, s, t, v) if v else (n, s, s, t),
     inputs={"random": random_tensors},
     per_row=("student_hidden", "teacher_hidden"),
     products=products,

@@ -205,7 +205,9 @@ def _liger_scaled_missing(device: torch.device) -> str | None:
     return None
 
 
-def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...], *, exact: bool) -> tuple[Tensor]:
+def cut_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...], *, exact: bool
+) -> tuple[Tensor]:
     """``exact`` skips nothing in backward, and sums gradients in float32 where the release can do so."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     options: dict[str, Any] = {"impl": "cce"}

@@ -174,7 +174,7 @@ def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
         yield f"| {' | '.join(part.replace('|', '&#124;') for part in line)} |"
 
 
-def markdown(report: dict[str, Any], sections: Iterable[tuple[str, list[str], Iterable[list[str]]]] = ()) -> str:
+def markdown(report: dict[str, Any], sections: Iterable[tuple[str, list[str], list[list[str]]]] = ()) -> str:
     machine = report["machine"]
     where = f"{machine.get('gpu', machine['cpu'])}, {machine['threads']} threads"
     where += "" if machine["load"] is None else f", load {machine['load']} before"
@@ -189,7 +189,12 @@ def markdown(report: dict[str, Any], sections: Iterable[tuple[str, list[str], It
     return "\n".join(lines) + "\n"
 
 
-def save(report: dict[str, Any], directory: Path, name: str, sections: Iterable[tuple[str, list[str], Iterable[list[str]]]] = ()) -> None:
+def save(
+    report: dict[str, Any],
+    directory: Path,
+    name: str,
+    sections: Iterable[tuple[str, list[str], list[list[str]]]] = (),
+) -> None:
     """``name.json`` and ``name.md``, with further tables before those of the cases."""
     directory.mkdir(parents=True, exist_ok=True)
     strict = json.loads(json.dumps(report), parse_constant=str)  # NaN, the error of a failure, is no JSON

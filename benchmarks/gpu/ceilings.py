@@ -149,7 +149,9 @@ def _float32_product(hidden: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _rates(steps: dict[str, tuple[Callable[..., object], float]], device: torch.device, seconds: float) -> dict[str, Any]:
+def _rates(
+    steps: dict[str, tuple[Callable[..., object], float]], device: torch.device, seconds: float
+) -> dict[str, Any]:
     """The operations, or bytes, of each step in 10¹² a second."""
     with clocks(device) as state:
         rates = {name: work / timed(step, device, seconds)[0] / 1e12 for name, (step, work) in steps.items()}

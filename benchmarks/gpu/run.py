@@ -154,7 +154,10 @@ PARTS: dict[str, Callable[[str, Options], Iterator[Unit]]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
+    """Returns 0; 1 if one of ours has failed, or nothing was measured yet; 2 for a mistake in the arguments."""
+    began = clock()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="burnish bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -167,14 +170,7 @@ def parser() -> argparse.ArgumentParser:
     add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; so on a GPU")
     add("--patience", type=float, default=60.0, help="seconds for one measurement, or twice its estimate, if isolated")
     add("--output", type=Path, default=Path("runs/bench"), help="where the measurements and the report are")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
-    """Returns 0; 1 if one of ours has failed, or nothing was measured yet; 2 for a mistake in the arguments."""
-    began = clock()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    flags, more = parser().parse_known_args(arguments)
+    flags, more = parser.parse_known_args(arguments)
     isolate = flags.device.startswith("cuda") if flags.isolate is None else flags.isolate
     with closing(Worker(isolate, START)) as worker:
         try:
@@ -266,7 +262,7 @@ def finish(report: dict[str, Any], book: Book, output: Path, *, plots: bool = Tr
             report["unavailable"]["clock, power and temperature"] = row["clocks"]["absent"]
     report["targets"] = list(targets(report["cases"], report["machine"]))
     sections = [(name, *grid(rows)) for name, rows in report["tables"].items()]
-    save(report, output, "gpu", [("", HEADER, list(cells(report["targets"]))), *sections])
+    save(report, output, "gpu", [("", HEADER, cells(report["targets"])), *sections])
     if plots:
         plot(report, output / "gpu.png")
 

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 import torch
 from burnish.benchmarks.__main__ import main
-from burnish.benchmarks.kernels import SHAPES, PROVIDERS, naive
+from burnish.benchmarks.kernels import PROVIDERS, SHAPES, naive
 from burnish.benchmarks.operation import Provider, with_triton
 from burnish.benchmarks.report import cells as report_rows
 

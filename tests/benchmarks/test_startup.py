@@ -23,7 +23,7 @@ def test_a_process_that_fails_is_named_with_its_output():
 def test_a_run_of_one_step_is_a_multiple_of_the_same_work_alone(tmp_path, monkeypatch, capsys):
     pytest.importorskip("reasoning_gym")
     monkeypatch.setattr(startup, "BURNISH", [sys.executable, "-c", "import time; time.sleep(0.4); print('step 1/1')"])
-    monkeypatch.setattr(startup, "ALONE", "import sys; print(len(sys.argv))")
+    monkeypatch.setattr(startup, "ALONE", [sys.executable, "-c", "import sys; print(len(sys.argv))"])
     assert main(["startup", "--rounds", "1", "--model", "some/model", "--demo", "--output", str(tmp_path)]) == 0
     figures = json.loads((tmp_path / "startup.json").read_text())["figures"]
     assert figures.keys() == {
