@@ -206,7 +206,7 @@ def interleave(
     steps: dict[str, Callable[..., object]],
     rounds: int,
     device: torch.device,
-    on_error: Callable[[str, Exception], None] | None = None,
+    on_error: Callable[[str, Exception], None],
     seconds: float = 0.0,
 ) -> dict[str, list[list[float]]]:
     """For every step the spans between its marks, round by round, after one round to warm up; see ``timed``.
@@ -219,9 +219,7 @@ def interleave(
         for name in [name for name in list(steps)[:: -1 if i % 2 else 1] if name in spans]:
             try:
                 spans[name].append(timed(steps[name], device, seconds if i else 0.0))
-            except Exception as error:
-                if on_error is None:
-                    raise
+            except Exception as error:  # a provider may raise anything
                 on_error(name, error)
                 del spans[name]
     return {name: each[1:] for name, each in spans.items()}

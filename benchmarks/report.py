@@ -17,8 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
-PACKAGES = ("torch", "triton", "transformers", "trl", *PEERS)
+PEERS = {"trl": "trl", "liger": "liger-kernel", "cce": "cut-cross-entropy", "quack": "quack-kernels"}  # to packages
+PACKAGES = ("torch", "triton", "transformers", *PEERS.values(), "nvidia-cutlass-dsl")
 RULE = (
     "Held to float64 in every value and every gradient, of all rows; allowed is twice the error of the definition in "
     "the dtype of the inputs, + 1e-6. Times are medians over interleaved rounds; MB is the peak above the inputs, "
@@ -190,10 +190,7 @@ def markdown(report: dict[str, Any], sections: Iterable[tuple[str, list[str], li
 
 
 def save(
-    report: dict[str, Any],
-    directory: Path,
-    name: str,
-    sections: Iterable[tuple[str, list[str], list[list[str]]]] = (),
+    report: dict[str, Any], directory: Path, name: str, sections: Iterable[tuple[str, list[str], list[list[str]]]] = ()
 ) -> None:
     """``name.json`` and ``name.md``, with further tables before those of the cases."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import harness
-from ..report import versions
+from ..report import PEERS, versions
 from ..worker import CallFailed, Lost, Worker
 
 ROOT = Path(__file__).parents[2]  # of the checkout
-PEERS = {"trl": "trl", "liger": "liger-kernel", "cce": "cut-cross-entropy", "quack": "quack-kernels"}
 
 
 class Unit(NamedTuple):

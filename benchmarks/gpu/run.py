@@ -28,7 +28,7 @@ from contextlib import closing, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import harness
 from ..kernels import OPERATION
@@ -43,22 +43,7 @@ from .targets import HEADER, cells, ours, targets
 START = 150.0  # seconds for a process, or for inputs and their truth: imports of a fresh machine take their time
 
 
-class Options(NamedTuple):
-    device: str
-    shapes: list[str] | None
-    providers: list[str] | None
-    more: list[str]  # further flags of the benchmarks
-    missing: dict[str, str]  # providers and parts that can't be measured, with the reason: every part adds its own
-    worker: Worker
-    patience: float = 60.0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the head."""
-        return OPERATION.parse_shapes(self.shapes or ["large"])[0]
-
-
-def benchmark(operation_name: str, flags: str, part: str, options: Options) -> Iterator[Unit]:
+def benchmark(operation_name: str, flags: str, part: str, options: argparse.Namespace) -> Iterator[Unit]:
     """``burnish bench operation_name`` with these flags, each provider in each case."""
     try:
         operation = named(operation_name)
@@ -95,7 +80,7 @@ def estimate(plan: harness.Plan, name: str) -> tuple[float, float]:
     return 1 + len(plan.passes) * each, 5 + 20 * work / exact
 
 
-def measure_ceilings(part: str, options: Options) -> Iterator[Unit]:
+def measure_ceilings(part: str, options: argparse.Namespace) -> Iterator[Unit]:
     (n, d, v), device = options.shape, options.device
     yield Unit(part, "copy", "torch", 5, 10, ceilings.copy, (device, min(2**32, 16 * n * v), 0.5))
     side = min(n, 8192)
@@ -105,7 +90,7 @@ def measure_ceilings(part: str, options: Options) -> Iterator[Unit]:
         yield Unit(part, f"{rows}x{columns}x{d}", "cublas", 5, 10, ceilings.products, arguments)
 
 
-def measure_digits(part: str, options: Options) -> Iterator[Unit]:
+def measure_digits(part: str, options: argparse.Namespace) -> Iterator[Unit]:
     (n, d, v), missing = options.shape, options.missing
     for width in (d // 8, d // 4, d // 2, d, 2 * d):
         sizes = width, min(n, 256), min(v, 8192)
@@ -117,11 +102,11 @@ def measure_digits(part: str, options: Options) -> Iterator[Unit]:
         yield Unit(part, "log-probs", name, 4, 10, ceilings.logprobs, (options.device, options.shape, name))
 
 
-def measure_profile(part: str, options: Options) -> Iterator[Unit]:
+def measure_profile(part: str, options: argparse.Namespace) -> Iterator[Unit]:
     yield Unit(part, "step", "burnish", 8, 10, ceilings.profile, (options.device, options.shape))
 
 
-def measure_tiles(part: str, options: Options) -> Iterator[Unit]:
+def measure_tiles(part: str, options: argparse.Namespace) -> Iterator[Unit]:
     n = options.shape[0]
     for rows, columns in ((n // 2, 8192), (n, 8192), (n, 16384), (n // 2, 16384), (n, 4096)):
         arguments = options.device, options.shape, rows, columns, 0.5
@@ -139,7 +124,7 @@ GRID = "--shapes grid --outputs logprob+entropy --passes train forward --provide
 LOSSES = "--shapes large --dtypes float32 --seconds 0.05 --providers burnish trl"
 COMPILED = "--outputs logprob+entropy --passes train --providers compiled"
 
-PARTS: dict[str, Callable[[str, Options], Iterator[Unit]]] = {
+PARTS: dict[str, Callable[[str, argparse.Namespace], Iterator[Unit]]] = {
     "ceilings": measure_ceilings,
     "head": partial(benchmark, "kernels", HEAD),
     "digits": measure_digits,
@@ -175,10 +160,10 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
     with closing(Worker(isolate, START)) as worker:
         try:
             report = harness.new_report(shlex.join(["burnish", "bench", "gpu", *arguments]), flags.device)
-            options = Options(
-                flags.device, flags.shapes, flags.providers, more, report["unavailable"], worker, flags.patience
-            )
-            units = planned(flags.parts, options)
+            # Of `missing` every part adds its own: providers that can't be measured, with the reason.
+            flags.more, flags.missing, flags.worker = more, report["unavailable"], worker
+            flags.shape = OPERATION.parse_shapes(flags.shapes or ["large"])[0]  # of the head
+            units = planned(flags)
         except (ValueError, CallFailed) as error:
             print(f"burnish bench gpu: {error}", file=sys.stderr)
             return 2
@@ -200,7 +185,7 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
     return status(book, report)
 
 
-def planned(parts: Sequence[str], options: Options) -> list[Unit]:
+def planned(options: argparse.Namespace) -> list[Unit]:
     """The units of all parts.
 
     Raises:
@@ -214,7 +199,7 @@ def planned(parts: Sequence[str], options: Options) -> list[Unit]:
     for name in options.providers or []:
         if not any(operation.knows(name) for operation in operations):
             OPERATION.find(name)
-    return [unit for part in parts for unit in PARTS[part](part, options)]
+    return [unit for part in options.parts for unit in PARTS[part](part, options)]
 
 
 def write(record: dict[str, Any], book: Book, report: dict[str, Any], output: Path) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import date
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..measure import resident_bytes
 from ..operation import unknown_name
-from ..real_model import preference_pairs, smollm2, write_jsonl
+from ..real_model import labeled, preference_pairs, smollm2, write_jsonl
 from ..report import figure, load, show_table, table, versions
 from ..worker import Worker
 from . import sampled
@@ -88,11 +88,9 @@ def completions(pairs: Rows) -> Rows:
         yield {"prompt": pair["prompt"], "completion": pair["chosen"]}
 
 
-def labeled(pairs: Rows) -> Rows:
-    """Alternately the right answer to a question, and the wrong one to the next."""
-    for i, pair in enumerate(pairs):
-        kind = ("chosen", "rejected")[i % 2]
-        yield {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
+def alternating(pairs: Rows) -> Rows:
+    """The right answer to a question, and the wrong one to the next."""
+    return labeled(pairs, cycle(("chosen", "rejected")))
 
 
 _PRECOMPUTED = {"burnish precompute": {"reference": "precompute"}}
@@ -107,7 +105,7 @@ RECIPES = {
     "dpo": Recipe("DPO", "preference", lambda pairs: pairs, {"reference": "copy"}, {"beta": 0.1}, _PRECOMPUTED),
     "sft": Recipe("SFT", "sft", completions, {}, {}),
     "kto": Recipe(
-        "KTO", "kto", labeled, {"reference": "copy", "loss": _APO}, {"beta": 0.1, "loss_type": _APO}, _PRECOMPUTED
+        "KTO", "kto", alternating, {"reference": "copy", "loss": _APO}, {"beta": 0.1, "loss_type": _APO}, _PRECOMPUTED
     ),
     "grpo": Recipe("GRPO", "grpo", sampled.questions, _SAMPLED, _TRL_SAMPLED, _GROUPS, sampled.talkative),
 }
