@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +37,7 @@ COMMANDS = {
 }
 
 
-def timed(command: Sequence[str], first: str = "", allowed: tuple[int, ...] = (0,)) -> dict[str, float]:
+def timed(command: Sequence[str], first: str = "", wanted: int = 0) -> dict[str, float]:
     """Wall and processor seconds of a process, and the seconds until it prints a line that matches ``first``."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     seconds: dict[str, float] = {}
@@ -48,20 +49,17 @@ def timed(command: Sequence[str], first: str = "", allowed: tuple[int, ...] = (0
             if first and "first line" not in seconds and re.search(first, line):
                 seconds["first line"] = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if process.returncode not in allowed:
-        raise RuntimeError(
-            f"{' '.join(command)[:200]} ended with status {process.returncode}:\n{''.join(lines)[-2000:]}"
-        )
+    if process.returncode != wanted:
+        output = "".join(lines)[-2000:]
+        raise RuntimeError(f"{' '.join(command)[:200]} ended with status {process.returncode}:\n{output}")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": time.perf_counter() - began, "cpu_seconds": cpu, **seconds}
 
 
-def answers(rounds: int) -> dict[str, Any]:
-    figures = {}
+def answers(rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
     for name, flags in COMMANDS.items():
-        runs = [timed([*BURNISH, *flags], allowed=(0, 1, 2)) for _ in range(rounds)]
-        figures[name] = {key: median(run[key] for run in runs) for key in runs[0]}
-    return figures
+        runs = [timed([*BURNISH, *flags], wanted=2 if "--bta" in flags else 0) for _ in range(rounds)]
+        yield name, {key: median(run[key] for run in runs) for key in runs[0]}
 
 
 def alone(recipe: str, model: str, data: str, output: str) -> None:
@@ -118,23 +116,24 @@ def alone(recipe: str, model: str, data: str, output: str) -> None:
     tokenizer.save_pretrained(output)
 
 
-def one_step(model: Path, directory: Path) -> dict[str, Any]:
+def one_step(model: Path, directory: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """DPO on 8 pairs, GRPO on 4 completions of 8 tokens to each of 2 prompts; and the same work alone."""
     pairs = list(preference_pairs(8, seed=0))
     prompts = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in pairs]
     grpo = ["--prompts_per_rollout", "2", "--group_size", "4", "--max_tokens", "8", "--rewards", "{exact_match: 1.0}"]
     flags = {"dpo": ["--batch_size", "8"], "grpo": [*grpo, "--show_every", "0"]}
-    figures: dict[str, Any] = {}
     for recipe, rows in {"dpo": pairs, "grpo": prompts}.items():
-        data, output = write_jsonl(directory / f"{recipe}.jsonl", rows), directory / recipe
-        arguments = [recipe, str(model), str(data), f"{output}-alone"]
-        places = ["--model", str(model), "--data", str(data), "--output", str(output)]
-        figures[f"{recipe}: load, step, save"] = unavoidable = timed([*ALONE, *arguments])
+        data, output = str(write_jsonl(directory / f"{recipe}.jsonl", rows)), str(directory / recipe)
+        unavoidable = timed([*ALONE, recipe, str(model), data, f"{output}-alone"])
+        yield f"{recipe}: load, step, save", unavoidable
+        places = ["--model", str(model), "--data", data, "--output", output]
         run = timed([*BURNISH, recipe, *places, "--steps", "1", *flags[recipe]])
         ratios = {"ratio": "seconds", "cpu_ratio": "cpu_seconds"}
-        ratios = {name: run[key] / unavoidable[key] for name, key in ratios.items()}
-        figures[f"burnish {recipe}, one step"] = run | ratios
-    return figures
+        yield f"burnish {recipe}, one step", run | {name: run[key] / unavoidable[key] for name, key in ratios.items()}
+
+
+def demo(output: str) -> Iterator[tuple[str, dict[str, float]]]:
+    yield "burnish demo", timed([*BURNISH, "demo", "--output", output], first=r"step +\d+/")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,16 +146,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="directory of startup.json")
     options = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    report = {"machine": machine(torch.device("cpu")), "figures": answers(options.rounds)}
+    report: dict[str, Any] = {"machine": machine(torch.device("cpu")), "figures": {}}
     with tempfile.TemporaryDirectory() as name:
+        measured = [answers(options.rounds)]
         if options.model:
-            report["figures"] |= one_step(options.model, Path(name))
+            measured.append(one_step(options.model, Path(name)))
         if options.demo:
-            report["figures"]["burnish demo"] = timed(
-                [*BURNISH, "demo", "--output", f"{name}/demo"], first=r"step +\d+/"
-            )
-    for name, figures in report["figures"].items():
-        say(f"{name:24}" + "".join(f"  {key} {value:.2f}" for key, value in figures.items()))
+            measured.append(demo(f"{name}/demo"))
+        for what, figures in chain(*measured):
+            say(f"{what:24}" + "".join(f"  {key} {value:.2f}" for key, value in figures.items()))
+            report["figures"][what] = figures
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "startup.json").write_text(json.dumps(report, indent=1) + "\n")
     return 0
