@@ -68,7 +68,7 @@ def random_tensors(shape: Sequence[int], dtype: torch.dtype, random: torch.Gener
     trl = trl_losses.make_rows(padded, mask)
     theirs = mask.long(), trl.zeros, trl.ids, trl.row_mask, padded_ref.sum(1), padded_old.sum(1)
     per_token = *flat, padded, padded_old, padded_ref, mask, sequence
-    return Tensors(*per_token, length, advantage, desirable, mismatched, *theirs)._asdict()
+    return Tensors._make([*per_token, length, advantage, desirable, mismatched, *theirs])._asdict()
 
 
 def _mean(loss: Tensor, stats: ob.types.Stats) -> Tensor:

@@ -118,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--recipe", choices=RECIPES, default="dpo")
-    names = "; ".join(f"{name}: {', '.join(recipe.providers)}" for name, recipe in RECIPES.items())
-    add("--providers", nargs="+", metavar="NAME", help=f"the peer, and some of the recipe's: {names}")
+    providers = "; ".join(f"{name}: {', '.join(recipe.providers)}" for name, recipe in RECIPES.items())
+    add("--providers", nargs="+", metavar="NAME", help=f"the peer, and some of the recipe's: {providers}")
     add("--model", type=Path, help="directory of another model")
     add("--steps", type=int, default=6, help="the first is not timed")
     add("--batch_size", type=int, default=8, help="examples a step, or prompts")
