@@ -34,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"burnish bench {arguments[0]}: needs a checkout of the repository", file=sys.stderr)
             return 2
         raise
-    return int(benchmark.main(arguments[1:]))
+    if hasattr(benchmark, "main"):
+        return int(benchmark.main(arguments[1:]))
+    from .harness import main as measure
+
+    return measure(benchmark.OPERATION, arguments[1:], benchmark.__doc__)
 
 
 if __name__ == "__main__":

@@ -10,56 +10,37 @@ import importlib
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels import Head, linear_divergence
-from . import harness
-from .kernels import our_provider, our_providers, per_token_upstream, random_head, recompiling
-from .operation import Compute, Inputs, Names, Operation, Products, Provider, needs
+from .kernels import our_provider, our_providers, random_head, recompiling
+from .operation import Compute, Inputs, Operation, Products, Provider, needs
 
 OUTPUTS = ("loss", "divergence")
 PASSES = {"forward": (), "train": ("student_hidden", "student_weight"), "frozen": ("student_hidden",)}
 
 
-class PairShape(NamedTuple):
-    """N tokens, the widths of student and teacher, vocabulary V."""
-
-    tokens: int
-    student: int
-    teacher: int
-    vocab: int
-
-
-NAMED = {
-    "tiny": (PairShape(64, 24, 32, 257),),
-    "small": (PairShape(512, 576, 576, 49152),),
-    "smollm2": (PairShape(2048, 576, 576, 49152),),
-    "large": (PairShape(8192, 4096, 4096, 151936),),
-    "grid": tuple(PairShape(8192, s, 4096, v) for s in (2048, 4096) for v in (128256, 151936)),
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "tiny": ((64, 24, 32, 257),),
+    "small": ((512, 576, 576, 49152),),
+    "smollm2": ((2048, 576, 576, 49152),),
+    "large": ((8192, 4096, 4096, 151936),),
+    "grid": tuple(product((8192,), (2048, 4096), (4096,), (128256, 151936))),
 }
 
 
-def random_inputs(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    dead_rows: float = 0.0,
-    settings: dict[str, float] | None = None,
-) -> Inputs:
-    """The same at every call, on the same kind of device."""
+def random_tensors(shape: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> dict[str, Tensor]:
     tokens, student, teacher, vocab = shape
-    random = torch.Generator(device).manual_seed(0)
     heads = (random_head(tokens, width, vocab, dtype, random) for width in (student, teacher))
     names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
-    tensors = dict(zip(names, (x for head in heads for x in head), strict=True))
-    upstream = per_token_upstream(("divergence",), tokens, dead_rows, device)
-    return Inputs(PairShape(*shape), tensors, ("student_hidden", "teacher_hidden"), upstream, settings or {"beta": 0.0})
+    return dict(zip(names, (x for head in heads for x in head), strict=True))
 
 
-def naive(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Names, *, beta: float) -> tuple[Tensor, ...]:
+def naive(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: object, *, beta: float) -> tuple[Tensor, ...]:
     """Two log_softmax of student and teacher: the logits in the dtype of the model, the rest in float32."""
     logits = [hs @ ws.t(), ht @ wt.t()]
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
@@ -79,13 +60,13 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 def adapter(**options: Any) -> Compute:
     """``linear_divergence`` with these keyword arguments."""
 
-    def compute(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Names, *, beta: float) -> tuple[Tensor]:
+    def compute(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: object, *, beta: float) -> tuple[Tensor]:
         return (linear_divergence(hs, Head(ws), ht, Head(wt), beta=beta, **options),)
 
     return compute
 
 
-def trl(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: Names, *, beta: float) -> tuple[Tensor]:
+def trl(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: object, *, beta: float) -> tuple[Tensor]:
     function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     divergence, _ = function.apply(hs, ws, None, ht, wt, None, beta)
     return (divergence,)
@@ -146,14 +127,11 @@ OPERATION = Operation(
     default_outputs=("divergence",),
     mean=("divergence", 1),
     passes=PASSES,
-    shapes=NAMED,
+    shapes=SHAPES,
     sizes="tokens x width x vocabulary, or tokens x student's x teacher's width x vocabulary",
-    shape=lambda sizes: PairShape(sizes[0], sizes[1], sizes[1], sizes[2]) if len(sizes) == 3 else PairShape(*sizes),
-    inputs={"random": random_inputs},
+    shape=lambda n, s, t, v=0: (n, s, t, v) if v else (n, s, s, t),
+    inputs={"random": random_tensors},
+    per_row=("student_hidden", "teacher_hidden"),
     products=products,
     settings={"beta": (0.0, 0.5)},
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return harness.main(OPERATION, arguments, __doc__)

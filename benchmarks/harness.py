@@ -12,28 +12,28 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from . import measure
-from .clocks import Clocks
-from .operation import Inputs, Names, Operation, first_line, named
+from .operation import Inputs, Operation, first_line, named
 from .real_model import Unavailable
 from .report import machine, merged, plot, save, say, show, summary
-from .worker import START, Caller, CallFailed, Lost, LostDevice, Worker, blameless, call_here, check_device
+from .worker import CallFailed, Lost, Worker
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = ("float32", "bfloat16")
 
 
 class Plan(NamedTuple):
     """A case before it is measured; all of it travels to another process."""
 
     operation: str
-    inputs: str
     shape: tuple[int, ...]
     dtype: str
     device: str
     dead_rows: float
     settings: tuple[tuple[str, float], ...]
-    outputs: Names
+    inputs: str
+    outputs: tuple[str, ...]
     passes: tuple[str, ...]
     rounds: int
     seconds: float
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
         return " ".join(parts)
 
 
-def parser(operation: Operation, description: str | None) -> argparse.ArgumentParser:
+def parser(operation: Operation, description: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"burnish bench {operation.name}",
         description=description,
@@ -84,7 +84,7 @@ def main(operation: Operation, arguments: Sequence[str] | None, description: str
         report = new_report(shlex.join(["burnish", "bench", operation.name, *arguments]), options.device)
         bench(operation, options, report)
         plot(report, options.output / f"{operation.name}.png")
-    except (ValueError, Unavailable, LostDevice, CallFailed) as error:
+    except (ValueError, Unavailable, Lost, CallFailed) as error:
         print(f"burnish bench {operation.name}: {error}", file=sys.stderr)
         return 2
     rows = [row for case in report["cases"] for row in case["rows"]]
@@ -105,8 +105,8 @@ def bench(operation: Operation, options: argparse.Namespace, report: dict[str, A
         ValueError: for what is wrong with the options, before anything is measured.
     """
     isolate = options.device.startswith("cuda") if options.isolate is None else options.isolate
-    with closing(Worker()) as worker:
-        absent, plans = plan(operation, options, worker.call if isolate else call_here)
+    with closing(Worker(isolate)) as worker:
+        absent, plans = plan(operation, options, worker)
         report["unavailable"] |= absent
         for name, reason in absent.items():
             say(f"{name} is not measured: {reason}")
@@ -127,55 +127,25 @@ def _isolated(plan: Plan, names: list[str], worker: Worker, patience: float) -> 
     """In another process each provider takes turns with the floor alone, so that the one that ends it is known."""
     parts, lost = [], []
     for name in names:
-        blameless(worker.call, prepare, (plan,), START)
+        worker.prepare(prepared, plan)
         try:
-            parts.append({"found": worker.call(measured, (plan, [name]), patience)})
+            parts.append({"found": worker.call(measured, plan, [name], seconds=patience)})
         except Lost as error:
             lost.append({"provider": name, "status": "lost", "reason": str(error), "errors": {}})
-    cases: list[dict[str, Any]] = merged(parts or [{"found": blameless(worker.call, measured, (plan, []), START)}])
+    cases: list[dict[str, Any]] = merged(parts or [{"found": worker.prepare(measured, plan, [])}])
     for case in cases:
         case["rows"] += lost
     return cases
 
 
-class Unmeasurable(ValueError):
-    """There is no truth to hold providers to."""
-
-
-def missing(operation: Operation, names: Sequence[str], device: str, call: Caller, patience: float) -> dict[str, str]:
-    """Providers that can't run here, and why; an import, too, may hang or crash.
-
-    Raises:
-        CallFailed: if no process can be started.
-    """
-    reasons = {}
-    for name in names:
-        blameless(call, _import, (operation.name,), START)
-        try:
-            reason = call(_missing, (operation.name, device, name), patience)
-        except Lost as error:
-            reason = str(error)
-        if reason:
-            reasons[name] = reason
-    return reasons
-
-
-def _import(operation_name: str) -> None:
-    named(operation_name)
-
-
-def _missing(operation_name: str, device: str, name: str) -> str | None:
-    return named(operation_name).find(name).missing(torch.device(device))
-
-
 def plan(
-    operation: Operation, options: argparse.Namespace, call: Caller
+    operation: Operation, options: argparse.Namespace, worker: Worker
 ) -> tuple[dict[str, str], list[tuple[Plan, list[str]]]]:
     """Providers that can't run here and why, and the cases, each with the providers that take part.
 
     Raises:
         CallFailed: if no process can be started.
-        Unmeasurable: if the baseline needs a package that is not there.
+        Unavailable: if the baseline needs a package that is not there.
         ValueError: for what is wrong with the options.
     """
     if options.rounds < 1 or options.seconds < 0 or not all(0 <= share < 1 for share in options.dead_rows):
@@ -187,9 +157,9 @@ def plan(
     dtypes = options.dtypes or (["bfloat16"] if on_gpu else ["float32"])
     shapes = operation.parse_shapes(options.shapes or ["large" if on_gpu else "small"])
     names = list(dict.fromkeys([*providers, operation.baseline]))
-    reasons = missing(operation, names, options.device, call, options.patience)
+    reasons = missing(operation, names, options.device, worker, options.patience)
     if reason := reasons.get(operation.baseline):
-        raise Unmeasurable(f"{reason}, and every provider is held to it")
+        raise Unavailable(f"{reason}, and every provider is held to it")
     values = product(*(getattr(options, setting) for setting in operation.settings))
     settings = [tuple(zip(operation.settings, each, strict=True)) for each in values]
     cases = []
@@ -198,44 +168,63 @@ def plan(
             continue
         able = [n for n, p in providers.items() if n not in reasons and operation.can_give(p, wanted)]
         case = Plan(
-            operation.name, options.inputs, tuple(shape), dtype, options.device, dead_rows, each, wanted,
+            operation.name, shape, dtype, options.device, dead_rows, each, options.inputs, wanted,
             tuple(options.passes), options.rounds, options.seconds, options.memory, torch.get_num_threads(),
         )  # fmt: skip
         cases.append((case, able))
     return reasons, cases
 
 
-@lru_cache(1)
-def _inputs(plan: Plan) -> Inputs:
-    make = named(plan.operation).inputs[plan.inputs]
-    return make(plan.shape, DTYPES[plan.dtype], torch.device(plan.device), plan.dead_rows, dict(plan.settings))
+def missing(operation: Operation, names: Sequence[str], device: str, worker: Worker, patience: float) -> dict[str, str]:
+    """Providers that can't run here, and why; an import, too, may hang or crash.
+
+    Raises:
+        CallFailed: if no process can be started.
+    """
+    reasons = {}
+    for name in names:
+        worker.prepare(_missing, operation.name, device)
+        try:
+            reason = worker.call(_missing, operation.name, device, name, seconds=patience)
+        except Lost as error:
+            reason = str(error)
+        if reason:
+            reasons[name] = reason
+    return reasons
+
+
+def _missing(operation_name: str, device: str, name: str | None = None) -> str | None:
+    operation = named(operation_name)
+    return operation.find(name).missing(torch.device(device)) if name else None
 
 
 @lru_cache(1)
-def _truth(plan: Plan) -> tuple[measure.Outcome, dict[str, float]]:
+def _inputs(operation: str, shape: tuple[int, ...], dtype: str, device: str, *setting: Any) -> Inputs:
+    return named(operation).make_inputs(shape, getattr(torch, dtype), device, *setting)
+
+
+@lru_cache(1)
+def _truth(*key: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
     """The outcome in float64, and how far a provider may be from it."""
-    operation, inputs = named(plan.operation), _inputs(plan._replace(outputs=()))
-    truth = measure.exact(operation, inputs, plan.outputs)
-    return truth, measure.limits(operation, inputs, plan.outputs, truth)
+    *setting, outputs = key
+    inputs = _inputs(*setting)
+    truth = measure.exact(inputs, outputs)
+    return truth, measure.limits(inputs, outputs, truth)
 
 
-def prepare(plan: Plan) -> None:
+def prepared(plan: Plan) -> None:
     """Makes inputs and truth of a case, which are kept for the calls that follow."""
-    _prepared(plan)
-
-
-def _prepared(plan: Plan) -> tuple[Inputs, measure.Outcome, dict[str, float]]:
     torch.set_num_threads(plan.threads)
-    key = plan._replace(passes=(), rounds=0, seconds=0.0, memory=False)
-    return _inputs(key._replace(outputs=())), *_truth(key)
+    _truth(*plan[: Plan._fields.index("passes")])
 
 
 def measured(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
     """A case for each pass, with a row for each provider: gated, and timed unless it has failed."""
-    operation, (inputs, truth, limits) = named(plan.operation), _prepared(plan)
+    prepared(plan)
+    inputs = _inputs(*plan[: Plan._fields.index("outputs")])
     rows: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in plan.passes}
     for kind, name in product(plan.passes, names):
-        rows[kind][name] = gated(operation, name, inputs, plan.outputs, kind, truth, limits)
+        rows[kind][name] = gated(plan, name, inputs, kind)
     if inputs.device.type == "cuda":
         torch.cuda.empty_cache()  # memory of the truth is not for providers to reuse
     cases = [
@@ -249,33 +238,25 @@ def measured(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
             "rounds": plan.rounds,
             "outputs": list(plan.outputs),
             "pass": kind,
-            **timing(operation, rows[kind], inputs, plan, kind),
+            **timing(plan, rows[kind], inputs, kind),
         }
         for kind in plan.passes
     ]
     for name in names if plan.memory else []:
         passed = [kind for kind in plan.passes if rows[kind][name]["status"] == "measured"]
-        peaks = measure.extra_bytes(operation, name, inputs, plan.outputs, passed, plan.dead_rows)
-        for kind, size in peaks.items():
+        for kind, size in measure.extra_bytes(inputs, name, plan.outputs, passed, plan.dead_rows).items():
             rows[kind][name]["extra_bytes"] = size
     return cases
 
 
-def gated(
-    operation: Operation,
-    name: str,
-    inputs: Inputs,
-    outputs: Names,
-    kind: str,
-    truth: measure.Outcome,
-    limits: dict[str, float],
-) -> dict[str, Any]:
+def gated(plan: Plan, name: str, inputs: Inputs, kind: str) -> dict[str, Any]:
     """A provider's errors in a pass, and the reason if it has failed."""
+    truth, limits = _truth(*plan[: Plan._fields.index("passes")])
     row: dict[str, Any] = {"provider": name, "status": "measured", "errors": {}}
+    operation = inputs.operation
     try:
-        outcome = measure.run(operation, operation.find(name), inputs, outputs, kind)
-        outcome = outcome._replace(gradients=operation.collect(inputs, outcome.gradients))
-        row["errors"] = measure.errors(outcome, truth)
+        outcome = measure.run(inputs, operation.find(name), plan.outputs, kind)
+        row["errors"] = measure.errors(operation.collect(inputs, outcome), truth)
         if reason := measure.gate(row["errors"], limits, {f"d_{x}" for x in operation.passes[kind]}):
             row |= {"status": "failed", "reason": reason}
     except Exception as error:  # a provider may raise anything, and the others go on
@@ -284,33 +265,34 @@ def gated(
 
 
 def failure(error: Exception, device: torch.device) -> dict[str, Any]:
-    """The status of a provider that has raised; `LostDevice` if no other can run any more."""
+    """The status of a provider that has raised; `Lost` if no other can run on the GPU any more."""
     reason = first_line(error)
     if isinstance(error, torch.OutOfMemoryError):
         return {"status": "out of memory", "reason": reason}
-    try:
-        check_device(device)
-    except LostDevice as lost:
-        raise LostDevice(reason) from lost
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+            torch.zeros(1, device=device).item()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        except Exception as lost:
+            raise Lost(reason) from lost
     return {"status": "failed", "reason": reason}
 
 
-def timing(
-    operation: Operation, rows: dict[str, dict[str, Any]], inputs: Inputs, plan: Plan, kind: str
-) -> dict[str, Any]:
+def timing(plan: Plan, rows: dict[str, dict[str, Any]], inputs: Inputs, kind: str) -> dict[str, Any]:
     """The floors of a pass; seconds and ratios of the providers that passed the gate are added to their rows."""
+    operation = inputs.operation
     passed = [name for name, row in rows.items() if row["status"] == "measured"]
     dtype = measure.fastest_dtype(inputs.dtype, inputs.device)
     products = operation.products(inputs, kind, dtype)
-    step = partial(measure.step, operation, inputs, plan.outputs, kind)
-    steps = {name: partial(step, operation.find(name)) for name in passed}
+    steps = {name: partial(measure.run, inputs, operation.find(name), plan.outputs, kind) for name in passed}
 
     def on_error(name: str, error: Exception) -> None:
         rows[name] |= failure(error, inputs.device)
 
-    with Clocks(inputs.device) as clocks:
-        all_steps = products.steps | steps
-        spans = measure.interleave(all_steps, plan.rounds, inputs.device, on_error, plan.seconds)
+    with measure.clocks(inputs.device) as clocks:
+        spans = measure.interleave(products.steps | steps, plan.rounds, inputs.device, on_error, plan.seconds)
     seconds = {name: [sum(span) for span in each] for name, each in spans.items()}
     floors = measure.floors(products, seconds)
     against = {name: floor["rounds"] for name, floor in floors.items()}
@@ -327,7 +309,7 @@ def timing(
             "backward": summary([span[1] for span in spans[name]]) if operation.passes[kind] else None,
             "ratio": {other: measure.ratio(seconds[name], rounds) for other, rounds in against.items()},
             "extra_bytes": None,
-            "clocks": clocks.result,
+            "clocks": clocks or None,
         }
     return {
         "products_in": str(dtype).removeprefix("torch."),

@@ -12,7 +12,8 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, get_args
+from itertools import product
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,7 @@ from torch import Tensor
 
 from ..kernels import linear_logprob, logits_logprob
 from ..kernels.backend import Backend
-from . import harness
-from .operation import Compute, Inputs, Names, Operation, Products, Provider, needs, with_triton
+from .operation import Compute, Inputs, Operation, Products, Provider, needs, with_triton
 from .real_model import smollm2
 
 OUTPUTS = ("loss", "logprob", "entropy", "logsumexp")
@@ -32,42 +32,22 @@ TEXT = ("argparse", "statistics", "difflib", "textwrap", "optparse", "inspect", 
 CONTEXT = 512
 
 
-class LogprobShape(NamedTuple):
-    """N tokens, width D, vocabulary V."""
-
-    tokens: int
-    width: int
-    vocab: int
-
-    @property
-    def flops(self) -> int:
-        """NDV, the unit of cost; a matrix product is 2 of them."""
-        return self.tokens * self.width * self.vocab
-
-
-NAMED: dict[str, tuple[LogprobShape, ...]] = {
-    "tiny": (LogprobShape(64, 32, 257),),
-    "small": (LogprobShape(512, 576, 49152),),
-    "smollm2": (LogprobShape(2048, 576, 49152),),
-    "large": (LogprobShape(8192, 4096, 151936),),
-    "grid": tuple(LogprobShape(n, d, v) for n in (8192, 16384) for d in (2048, 4096) for v in (128256, 151936, 262144)),
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "tiny": ((64, 32, 257),),
+    "small": ((512, 576, 49152),),
+    "smollm2": ((2048, 576, 49152),),
+    "large": ((8192, 4096, 151936),),
+    "grid": tuple(product((8192, 16384), (2048, 4096), (128256, 151936, 262144))),
 }
 
 
-def random_inputs(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    dead_rows: float = 0.0,
-    settings: dict[str, float] | None = None,
-) -> Inputs:
-    """The same at every call, on the same kind of device. One target is in the last column."""
+def random_tensors(shape: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> dict[str, Tensor]:
+    """One target is in the last column."""
     tokens, width, vocab = shape
-    random = torch.Generator(device).manual_seed(0)
     hidden, weight = random_head(tokens, width, vocab, dtype, random)
-    target = torch.randint(vocab, (tokens,), generator=random, device=device)
+    target = torch.randint(vocab, (tokens,), generator=random, device=random.device)
     target[-1] = vocab - 1
-    return _inputs(hidden, weight, target, dead_rows)
+    return {"hidden": hidden, "weight": weight, "target": target}
 
 
 def random_head(tokens: int, width: int, vocab: int, dtype: torch.dtype, random: torch.Generator) -> tuple[Tensor, ...]:
@@ -77,13 +57,7 @@ def random_head(tokens: int, width: int, vocab: int, dtype: torch.dtype, random:
     return hidden.to(dtype), weight.to(dtype)
 
 
-def smollm2_inputs(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    dead_rows: float = 0.0,
-    settings: dict[str, float] | None = None,
-) -> Inputs:
+def smollm2_tensors(shape: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> dict[str, Tensor]:
     """SmolLM2-135M-Instruct reads source text: its last hidden states, its head, and the tokens that follow.
 
     Raises:
@@ -92,7 +66,7 @@ def smollm2_inputs(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    directory = smollm2()
+    directory, device = smollm2(), random.device
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.to(device)
@@ -108,25 +82,10 @@ def smollm2_inputs(
         raise ValueError(f"the text has {len(ids) - 1} targets, got {tokens}")
     with torch.no_grad():
         hidden = torch.cat([model.model(row[None]).last_hidden_state[0] for row in torch.split(ids[:-1], CONTEXT)])
-    return _inputs(hidden.to(dtype), weight.to(dtype), ids[1:], dead_rows)
+    return {"hidden": hidden.to(dtype), "weight": weight.to(dtype), "target": ids[1:]}
 
 
-def _inputs(hidden: Tensor, weight: Tensor, target: Tensor, dead_rows: float) -> Inputs:
-    shape = LogprobShape(len(hidden), hidden.shape[1], len(weight))
-    tensors = {"hidden": hidden, "weight": weight, "target": target}
-    upstream = per_token_upstream(("logprob", "entropy", "logsumexp"), shape.tokens, dead_rows, hidden.device)
-    return Inputs(shape, tensors, per_row=("hidden", "target"), upstream=upstream)
-
-
-def per_token_upstream(outputs: Names, tokens: int, dead_rows: float, device: torch.device) -> dict[str, Tensor]:
-    """Gradients as of a mean over tokens; those of a dead row, such as one with advantage 0, are all 0."""
-    random = torch.Generator(device).manual_seed(1)
-    alive = torch.randperm(tokens, generator=random, device=device) >= round(dead_rows * tokens)
-    per_token = {o: torch.randn(tokens, generator=random, device=device) * alive / tokens for o in outputs}
-    return {"loss": torch.ones((), device=device), **per_token}
-
-
-def naive(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Names) -> tuple[Tensor, ...]:
+def naive(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     """The formula without a kernel: the logits in the dtype of the model, the rest in float32."""
     logits = hidden @ weight.t()
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -152,7 +111,7 @@ def recompiling(function: Compute) -> Compute:
     return compute
 
 
-def our_provider(name: str, adapter: Callable[..., Compute], gives: Names) -> Provider | None:
+def our_provider(name: str, adapter: Callable[..., Compute], gives: tuple[str, ...]) -> Provider | None:
     """The provider that a name such as ``burnish-triton-64MiB`` stands for; None if it is no such name.
 
     ``burnish-triton-4GiB`` keeps up to 4 GiB of logits for backward and computes the others again,
@@ -173,7 +132,7 @@ def our_provider(name: str, adapter: Callable[..., Compute], gives: Names) -> Pr
     return Provider(name, adapter(**options), gives)
 
 
-def our_providers(adapter: Callable[..., Compute], gives: Names) -> Iterator[Provider]:
+def our_providers(adapter: Callable[..., Compute], gives: tuple[str, ...]) -> Iterator[Provider]:
     """One for each backend but "auto", which is one of the others; two more for the one that keeps logits."""
     for backend in get_args(Backend)[1:]:
         for mode in ("", "-recompute", "-4GiB") if backend == "triton" else ("",):
@@ -184,20 +143,20 @@ def our_providers(adapter: Callable[..., Compute], gives: Names) -> Iterator[Pro
 def adapter(**options: Any) -> Compute:
     """``linear_logprob`` with these keyword arguments."""
 
-    def compute(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Names) -> tuple[Tensor, ...]:
+    def compute(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
         result = linear_logprob(hidden, weight, target, **options)
         return tuple(getattr(result, output) for output in outputs)
 
     return compute
 
 
-def our_logits(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Names) -> tuple[Tensor, ...]:
+def our_logits(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     """For callers that hold the logits anyway."""
     result = logits_logprob(hidden @ weight.t(), target)
     return tuple(getattr(result, output) for output in outputs)
 
 
-def torch_fused(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Names) -> tuple[Tensor, ...]:
+def torch_fused(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     function, options = F.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined, unused-ignore]
     return _from_nll(function, hidden, weight, target, outputs, options=options)
 
@@ -209,7 +168,7 @@ def _torch_missing(device: torch.device) -> str | None:
 
 
 def _from_nll(
-    function: Any, hidden: Tensor, weight: Tensor, target: Tensor, outputs: Names, **options: Any
+    function: Any, hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...], **options: Any
 ) -> tuple[Tensor]:
     """A library's cross-entropy: its mean is the loss, and without a reduction it is −log p."""
     loss = outputs == ("loss",)
@@ -217,19 +176,19 @@ def _from_nll(
     return (nll if loss else -nll,)
 
 
-def trl(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Names) -> tuple[Tensor, ...]:
+def trl(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
     extra = tuple(output for output in outputs if output != "logprob")
     logprob, entropy, *_ = function.apply(hidden, weight, None, target, 1.0, 32768, None, 1.0, extra)
     return tuple({"logprob": logprob, "entropy": entropy}[output] for output in outputs)
 
 
-def liger(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Names) -> tuple[Tensor, ...]:
+def liger(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
     return _from_nll(function, hidden, weight, target, outputs)
 
 
-def liger_scaled(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Names) -> tuple[Tensor, ...]:
+def liger_scaled(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     # From the package, not from its module: so a backend that the user has selected takes its place.
     function = importlib.import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
     if "entropy" not in outputs:
@@ -246,7 +205,9 @@ def _liger_scaled_missing(device: torch.device) -> str | None:
     return None
 
 
-def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Names, *, exact: bool) -> tuple[Tensor]:
+def cut_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...], *, exact: bool
+) -> tuple[Tensor]:
     """``exact`` skips nothing in backward, and sums gradients in float32 where the release can do so."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     options: dict[str, Any] = {"impl": "cce"}
@@ -257,7 +218,7 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, outputs: N
     return _from_nll(function, hidden, weight, target, outputs, **options)
 
 
-def quack(hidden: Tensor, weight: Tensor, target: Tensor, outputs: Names) -> tuple[Tensor, ...]:
+def quack(hidden: Tensor, weight: Tensor, target: Tensor, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
     return (importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy(hidden, weight, target),)
 
 
@@ -297,7 +258,7 @@ def products(inputs: Inputs, kind: str, dtype: torch.dtype) -> Products:
     floors = {f"{2 * len(wanted)}NDV": once}
     if kind != "forward":
         floors[f"{2 * len(wanted) + 2}NDV"] = once | {"logits": 2}
-    flops = 2 * LogprobShape(*inputs.shape).flops
+    flops = 2 * math.prod(inputs.shape)
     return Products({name: steps[name] for name in wanted}, dict.fromkeys(wanted, flops), floors)
 
 
@@ -311,13 +272,10 @@ OPERATION = Operation(
     default_outputs=("logprob", "logprob+entropy"),
     mean=("logprob", -1),
     passes=PASSES,
-    shapes=NAMED,
+    shapes=SHAPES,
     sizes="tokens x width x vocabulary as in 2048x576x49152",
-    shape=lambda sizes: LogprobShape(*sizes),
-    inputs={"random": random_inputs, "smollm2": smollm2_inputs},
+    shape=lambda tokens, width, vocab: (tokens, width, vocab),
+    inputs={"random": random_tensors, "smollm2": smollm2_tensors},
+    per_row=("hidden", "target"),
     products=products,
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return harness.main(OPERATION, arguments, __doc__)

@@ -1,74 +1,76 @@
 """The rules of measuring: the gate against float64, rounds in which every provider runs once, then memory.
 
 A pass is "forward", without gradients, or one with the gradients of some of the inputs. Its floor is the time of what
-it can't do without, such as the matrix products alone.
+it can't do without, such as the matrix products alone. An outcome holds tensors by name: outputs, and gradients named
+after their inputs, ``d_hidden``. A step takes a function ``mark`` that it may call to split its time in spans.
 """
 
 import ctypes
 import gc
 import math
-import multiprocessing
 import platform
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .operation import Inputs, Mark, Names, Operation, Products, Provider, TimedStep, named
+from .operation import Inputs, Products, Provider, named
+from .worker import Lost, Worker
 
 _PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
-
-
-class Outcome(NamedTuple):
-    """Results of a pass; gradients are named after their inputs, ``d_hidden``."""
-
-    outputs: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.outputs | self.gradients
+_QUERY = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader,nounits"]
 
 
 def run(
-    operation: Operation, provider: Provider, inputs: Inputs, outputs: Names, kind: str, mark: Mark = lambda: None
-) -> Outcome:
-    """One pass; ``mark`` is set between forward and backward."""
-    wanted = operation.passes[kind]
+    inputs: Inputs, provider: Provider, outputs: tuple[str, ...], kind: str, mark: Callable[[], object] = lambda: None
+) -> dict[str, Tensor]:
+    """The outcome of one pass; ``mark`` is called between forward and backward."""
+    wanted = inputs.operation.passes[kind]
     tensors = {name: x.detach().requires_grad_(name in wanted) for name, x in inputs.tensors.items()}
     with torch.set_grad_enabled(bool(wanted)):
-        results = operation.compute(provider, tensors, outputs, inputs)
+        results = compute(inputs, provider, tensors, outputs)
     mark()
     if wanted:
         upstream = [inputs.upstream[o].to(r.dtype) for o, r in zip(outputs, results, strict=True)]
         torch.autograd.backward(results, upstream)
     gradients = {f"d_{name}": grad for name in wanted if (grad := tensors[name].grad) is not None}
-    return Outcome({o: r.detach() for o, r in zip(outputs, results, strict=True)}, gradients)
+    return {o: r.detach() for o, r in zip(outputs, results, strict=True)} | gradients
 
 
-def step(operation: Operation, inputs: Inputs, outputs: Names, kind: str, provider: Provider, mark: Mark) -> None:
-    """``run`` as it is timed: its results are freed before the last mark."""
-    run(operation, provider, inputs, outputs, kind, mark)
+def compute(
+    inputs: Inputs, provider: Provider, tensors: dict[str, Tensor], outputs: tuple[str, ...]
+) -> Sequence[Tensor]:
+    """The outputs, shapes checked; a loss that the provider does not give is the mean of what it gives."""
+    output, sign = inputs.operation.mean
+    if outputs == ("loss",) and "loss" not in provider.gives:
+        (value,) = compute(inputs, provider, tensors, (output,))
+        return [sign * value.mean(dtype=torch.promote_types(value.dtype, torch.float32))]
+    results = provider.compute(*tensors.values(), outputs, **inputs.settings)
+    for output, result in zip(outputs, results, strict=True):
+        wanted = inputs.upstream[output].shape
+        if result.shape != wanted:
+            raise ValueError(f"{provider.name}: {output} must be {list(wanted)}, got {list(result.shape)}")
+    return results
 
 
-def plain(operation: Operation, inputs: Inputs, outputs: Names, dtype: torch.dtype, numbers_at_once: int) -> Outcome:
-    """The baseline's formula in ``dtype`` with the gradients of the "train" pass, a few rows at a time.
+def plain(inputs: Inputs, outputs: tuple[str, ...], dtype: torch.dtype, numbers_at_once: int) -> dict[str, Tensor]:
+    """The outcome of the baseline's formula in ``dtype`` in the "train" pass, a few rows at a time.
 
     Gradients of tensors that are taken whole are summed in float32 at least.
     """
-    output, sign = operation.mean
-    loss, parts, upstream = outputs == ("loss",), outputs, inputs.upstream
-    count = len(inputs.tensors[inputs.per_row[0]]) if inputs.per_row else 1
-    if loss:
+    operation, parts, upstream = inputs.operation, outputs, inputs.upstream
+    (output, sign), per_row = operation.mean, operation.per_row
+    count = len(inputs.tensors[per_row[0]]) if per_row else 1
+    if loss := outputs == ("loss",):
         parts = (output,)
         upstream = {output: torch.full((count,), sign / count, dtype=torch.float64, device=inputs.device)}
     wide, wanted = torch.promote_types(dtype, torch.float32), operation.passes["train"]
@@ -76,37 +78,37 @@ def plain(operation: Operation, inputs: Inputs, outputs: Names, dtype: torch.dty
     values: dict[str, list[Tensor]] = {part: [] for part in parts}
     for start in range(0, count, rows_at_once := max(1, numbers_at_once // inputs.shape[-1])):
         rows = slice(start, start + rows_at_once)
-        tensors = (_cast(x[rows] if name in inputs.per_row else x, dtype) for name, x in leaves.items())
+        tensors = (_cast(x[rows] if name in per_row else x, dtype) for name, x in leaves.items())
         results = operation.providers[operation.baseline].compute(*tensors, parts, **inputs.settings)
-        above = (upstream[part][rows] if inputs.per_row else upstream[part] for part in parts)
+        above = (upstream[part][rows] if per_row else upstream[part] for part in parts)
         torch.autograd.backward(results, [grad.to(result.dtype) for grad, result in zip(above, results, strict=True)])
         for part, result in zip(parts, results, strict=True):
             values[part].append(result.detach())
-    gradients = {f"d_{name}": x.grad.to(dtype) for name, x in leaves.items() if x.grad is not None}
-    joined = {part: torch.cat(x) if inputs.per_row else x[0] for part, x in values.items()}
+    joined = {part: torch.cat(x) if per_row else x[0] for part, x in values.items()}
     if loss:
         joined = {"loss": sign * joined[output].mean()}
-    return Outcome(joined, operation.collect(inputs, gradients))
+    gradients = {f"d_{name}": x.grad.to(dtype) for name, x in leaves.items() if x.grad is not None}
+    return operation.collect(inputs, joined | gradients)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def exact(operation: Operation, inputs: Inputs, outputs: Names) -> Outcome:
+def exact(inputs: Inputs, outputs: tuple[str, ...]) -> dict[str, Tensor]:
     """The truth: the formula in float64."""
-    return plain(operation, inputs, outputs, torch.float64, 2**26)
+    return plain(inputs, outputs, torch.float64, 2**26)
 
 
-def limits(operation: Operation, inputs: Inputs, outputs: Names, truth: Outcome) -> dict[str, float]:
+def limits(inputs: Inputs, outputs: tuple[str, ...], truth: dict[str, Tensor]) -> dict[str, float]:
     """2 × the error of the formula in the dtype of the inputs, its results rounded to that dtype, + 1e-6.
 
     On a CPU, products in 16 bits are computed in float32 and rounded: the same digits, and not a hundred times slower.
     """
     dtype = inputs.dtype
     with RoundedProducts(dtype) if inputs.device.type == "cpu" and dtype.itemsize == 2 else nullcontext():
-        outcome = plain(operation, inputs, outputs, dtype, 2**29)
-    rounded = outcome._replace(outputs={name: value.to(dtype) for name, value in outcome.outputs.items()})
+        outcome = plain(inputs, outputs, dtype, 2**29)
+    rounded = {name: value.to(dtype) for name, value in outcome.items()}
     return {name: 2 * error + 1e-6 for name, error in errors(rounded, truth).items()}
 
 
@@ -137,10 +139,9 @@ class _Rounded(torch.autograd.Function):
         return (grad @ b.float().t()).to(a.dtype), (a.float().t() @ grad).to(b.dtype)
 
 
-def errors(outcome: Outcome, truth: Outcome) -> dict[str, float]:
+def errors(outcome: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """The largest error: of outputs in nats, of gradients as a share of the largest entry."""
-    expected = truth.tensors()
-    return {name: _error(name, tensor, expected[name]) for name, tensor in outcome.tensors().items()}
+    return {name: _error(name, tensor, truth[name]) for name, tensor in outcome.items()}
 
 
 def _error(name: str, tensor: Tensor, truth: Tensor) -> float:
@@ -163,7 +164,7 @@ def gate(errors: dict[str, float], limits: dict[str, float], gradients: set[str]
     return None
 
 
-def timed(step: TimedStep, device: torch.device, seconds: float = 0.0, count: int = 1) -> list[float]:
+def timed(step: Callable[..., object], device: torch.device, seconds: float = 0.0, count: int = 1) -> list[float]:
     """Seconds from one mark of a step to the next; the first is set before it, the last after it.
 
     Medians over ``count`` steps back to back, or as many as take ``seconds``: a GPU that is never idle runs at the
@@ -175,7 +176,7 @@ def timed(step: TimedStep, device: torch.device, seconds: float = 0.0, count: in
     return [median(spans) for spans in zip(*_spans(step, device, count), strict=True)]
 
 
-def _spans(step: TimedStep, device: torch.device, count: int) -> list[list[float]]:
+def _spans(step: Callable[..., object], device: torch.device, count: int) -> list[list[float]]:
     """The spans of each step; a step begins where the one before it has ended."""
     on_gpu = device.type == "cuda"
     marks: list[Any] = []
@@ -202,10 +203,10 @@ def _spans(step: TimedStep, device: torch.device, count: int) -> list[list[float
 
 
 def interleave(
-    steps: dict[str, TimedStep],
+    steps: dict[str, Callable[..., object]],
     rounds: int,
     device: torch.device,
-    on_error: Callable[[str, Exception], None] | None = None,
+    on_error: Callable[[str, Exception], None],
     seconds: float = 0.0,
 ) -> dict[str, list[list[float]]]:
     """For every step the spans between its marks, round by round, after one round to warm up; see ``timed``.
@@ -218,9 +219,7 @@ def interleave(
         for name in [name for name in list(steps)[:: -1 if i % 2 else 1] if name in spans]:
             try:
                 spans[name].append(timed(steps[name], device, seconds if i else 0.0))
-            except Exception as error:
-                if on_error is None:
-                    raise
+            except Exception as error:  # a provider may raise anything
                 on_error(name, error)
                 del spans[name]
     return {name: each[1:] for name, each in spans.items()}
@@ -233,15 +232,9 @@ def fastest_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     seconds: dict[torch.dtype, float] = {}
     for candidate in (dtype, torch.float32):
         a, b = torch.randn(64, 512).to(candidate), torch.randn(512, 512).to(candidate)
-        rounds = interleave({"products": partial(_products_of_a_pass, a, b)}, 2, device)["products"]
-        seconds[candidate] = sum(map(sum, rounds))
+        products: Callable[..., object] = lambda _, a=a, b=b: (a @ b.t(), a @ b, b @ a.t())  # noqa: E731
+        seconds[candidate] = timed(products, device, count=3)[0]
     return min(seconds, key=seconds.__getitem__)
-
-
-def _products_of_a_pass(a: Tensor, b: Tensor, mark: Mark) -> None:
-    torch.mm(a, b.t())
-    torch.mm(a, b)
-    torch.mm(b, a.t())
 
 
 def floors(products: Products, seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
@@ -260,7 +253,7 @@ def ratio(seconds: Sequence[float], other: Sequence[float]) -> float:
 
 
 def extra_bytes(
-    operation: Operation, name: str, inputs: Inputs, outputs: Names, passes: Sequence[str], dead_rows: float
+    inputs: Inputs, name: str, outputs: tuple[str, ...], passes: Sequence[str], dead_rows: float
 ) -> dict[str, int | None]:
     """Peak of each pass beyond its inputs, gradients included, when it is not the first; None where it is unknown.
 
@@ -268,27 +261,28 @@ def extra_bytes(
     random inputs of the same shape.
     """
     if inputs.device.type == "cuda":
-        return {kind: _allocated_bytes(operation, name, inputs, outputs, kind) for kind in passes}
+        return {kind: _allocated_bytes(inputs, name, outputs, kind) for kind in passes}
     if not passes or not Path("/proc/self/clear_refs").exists():
         return dict.fromkeys(passes)
-    setting = inputs.shape, inputs.dtype, dead_rows, inputs.settings
-    arguments = operation.name, name, setting, outputs, passes, torch.get_num_threads()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    setting = inputs.shape, inputs.dtype, "cpu", dead_rows, tuple(inputs.settings.items())
+    with closing(Worker()) as worker:
         try:
-            return process.submit(_resident_bytes, *arguments).result()
-        except BrokenProcessPool:  # the system has ended it, most likely for its memory
+            arguments = inputs.operation.name, name, setting, outputs, passes, torch.get_num_threads()
+            peaks: dict[str, int | None] = worker.call(_resident_bytes, *arguments)
+        except Lost:  # the system has ended it, most likely for its memory
             return dict.fromkeys(passes)
+    return peaks
 
 
-def _allocated_bytes(operation: Operation, name: str, inputs: Inputs, outputs: Names, kind: str) -> int | None:
-    provider = operation.find(name)
+def _allocated_bytes(inputs: Inputs, name: str, outputs: tuple[str, ...], kind: str) -> int | None:
+    provider = inputs.operation.find(name)
     try:
-        run(operation, provider, inputs, outputs, kind)
+        run(inputs, provider, outputs, kind)
         gc.collect()
         torch.cuda.synchronize(inputs.device)
         before = torch.cuda.memory_allocated(inputs.device)
         torch.cuda.reset_peak_memory_stats(inputs.device)
-        run(operation, provider, inputs, outputs, kind)
+        run(inputs, provider, outputs, kind)
         torch.cuda.synchronize(inputs.device)
     except torch.OutOfMemoryError:
         return None
@@ -296,27 +290,19 @@ def _allocated_bytes(operation: Operation, name: str, inputs: Inputs, outputs: N
 
 
 def _resident_bytes(
-    operation_name: str,
-    name: str,
-    setting: tuple[tuple[int, ...], torch.dtype, float, dict[str, float]],
-    outputs: Names,
-    passes: Sequence[str],
-    threads: int,
-) -> dict[str, int | None]:
+    operation: str, name: str, setting: Sequence[Any], outputs: tuple[str, ...], passes: Sequence[str], threads: int
+) -> dict[str, int]:
     torch.set_num_threads(threads)
-    operation = named(operation_name)
-    shape, dtype, dead_rows, settings = setting
-    provider = operation.find(name)
-    inputs = next(iter(operation.inputs.values()))(shape, dtype, torch.device("cpu"), dead_rows, settings)
-    peaks: dict[str, int | None] = {}
+    inputs, peaks = named(operation).make_inputs(*setting), {}
+    provider = inputs.operation.find(name)
     for kind in passes:
-        run(operation, provider, inputs, outputs, kind)
+        run(inputs, provider, outputs, kind)
         gc.collect()
         if platform.libc_ver()[0] == "glibc":
             ctypes.CDLL(None).malloc_trim(0)  # what this pass left to the allocator would be missing from the next
         before = resident_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        run(operation, provider, inputs, outputs, kind)
+        run(inputs, provider, outputs, kind)
         peaks[kind] = resident_bytes("VmHWM") - before
     return peaks
 
@@ -325,3 +311,50 @@ def resident_bytes(field: str) -> int:
     """A field of this process' status: "VmRSS" now, "VmHWM" at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+@contextmanager
+def clocks(device: torch.device, pause: float = 0.2) -> Iterator[dict[str, Any]]:
+    """Clock, power and temperature of the GPU, asked of nvidia-smi in a thread while the context is open.
+
+    Yields a dictionary that is filled at the end: "mhz", "watts" and "samples", medians and their count, and the
+    highest "celsius"; or "absent", with the reason, if nvidia-smi failed. It stays empty where there is no GPU.
+    """
+    state: dict[str, Any] = {}
+    if device.type != "cuda":
+        yield state
+        return
+    over, samples, absent = threading.Event(), list[tuple[float, ...]](), ["nvidia-smi has not answered in time"]
+
+    def watch() -> None:
+        while not over.is_set():
+            try:
+                command = [*_QUERY, *_which(device)]
+                answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+                sample = tuple(map(float, answer.splitlines()[0].split(",")))
+            except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+                absent.append(f"{type(error).__name__}: {error}")
+                return
+            if not over.is_set():
+                samples.append(sample)
+            over.wait(pause)
+
+    threading.Thread(target=watch, name="nvidia-smi", daemon=True).start()
+    try:
+        yield state
+    finally:
+        over.set()  # an answer that is still under way is not waited for: it may be of an idle GPU
+        state |= summarize(list(samples)) if samples else {"absent": absent[-1]}
+
+
+def summarize(samples: list[tuple[float, ...]]) -> dict[str, Any]:
+    mhz, watts, celsius = zip(*samples, strict=True)
+    return {"mhz": median(mhz), "watts": median(watts), "celsius": max(celsius), "samples": len(samples)}
+
+
+def _which(device: torch.device) -> list[str]:
+    """The option that names the device to nvidia-smi; torch may see only some of them, and number them otherwise."""
+    try:
+        return [f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]
+    except (RuntimeError, AssertionError, AttributeError):
+        return []

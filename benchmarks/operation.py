@@ -8,36 +8,15 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Names = tuple[str, ...]
-Mark = Callable[[], None]
-TimedStep = Callable[[Mark], object]
 Compute = Callable[..., tuple[Tensor, ...]]
-
-
-class Inputs(NamedTuple):
-    """The tensors of one case."""
-
-    shape: tuple[int, ...]  # as on the command line; last the size of a row that is never to be materialized
-    tensors: dict[str, Tensor]  # in the order in which providers take them
-    per_row: Names  # names of those with an entry per token; the others are taken whole
-    upstream: dict[str, Tensor]  # gradient of each output, in the output's shape
-    settings: dict[str, float] = {}  # noqa: RUF012  keyword arguments of every provider; never written to
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.tensors.values())).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.tensors.values())).dtype
 
 
 @dataclass(frozen=True)
@@ -52,14 +31,32 @@ class Provider:
 
     name: str  # as on the command line
     compute: Compute
-    gives: Names = ("logprob",)  # a "loss" is made from the output of which it is the mean
+    gives: tuple[str, ...] = ("logprob",)  # a "loss" is made from the output of which it is the mean
     missing: Callable[[torch.device], str | None] = lambda device: None  # why it can't run there, None if it can
+
+
+class Inputs(NamedTuple):
+    """The tensors of one case."""
+
+    operation: "Operation"
+    shape: tuple[int, ...]  # as on the command line; last the size of a row that is never to be materialized
+    tensors: dict[str, Tensor]  # in the order in which providers take them
+    upstream: dict[str, Tensor]  # gradient of each output, in the output's shape
+    settings: dict[str, float]  # keyword arguments of every provider; never written to
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.tensors.values())).dtype
 
 
 class Products(NamedTuple):
     """The steps that no implementation of a pass avoids, such as its matrix products."""
 
-    steps: dict[str, TimedStep]
+    steps: dict[str, Callable[..., object]]  # each takes a function that marks the time, see `measure`
     flops: dict[str, int]  # of each step; empty where bytes count
     floors: dict[str, dict[str, int]]  # how often each step is done, for every way to do the pass; the cheapest first
 
@@ -71,46 +68,56 @@ class Operation:
     name: str  # as on the command line, and of the files that are written
     providers: Mapping[str, Provider]
     baseline: str  # its formula in float64 is the truth, its own error sets the limits, and its time is divided by
-    outputs: Names
-    alone: Names  # outputs that can't be joined with others by +
-    default_outputs: Names  # on a GPU the loss, too, where there is one
+    outputs: tuple[str, ...]
+    alone: tuple[str, ...]  # outputs that are one number, and can't be joined with others by +
+    default_outputs: tuple[str, ...]  # on a GPU the loss, too, where there is one
     mean: tuple[str, int]  # the output of which "loss" is the mean, and its sign; ("", 0) where there is none
-    passes: dict[str, Names]  # the tensors whose gradients each pass gives
+    passes: dict[str, tuple[str, ...]]  # the tensors whose gradients each pass gives
     shapes: Mapping[str, tuple[tuple[int, ...], ...]]
     sizes: str  # what the sizes of a shape are
-    shape: Callable[[tuple[int, ...]], tuple[int, ...]]  # makes a shape of the sizes on the command line
-    inputs: Mapping[str, Callable[..., Inputs]]  # (shape, dtype, device, dead_rows, settings); the first is the default
+    shape: Callable[..., tuple[int, ...]]  # makes a shape of the sizes on the command line
+    # Tensors by name, from (shape, dtype, generator on the device); the first source is the default.
+    inputs: Mapping[str, Callable[..., dict[str, Tensor]]]
+    per_row: tuple[str, ...]  # tensors with an entry per token; the others are taken whole
     products: Callable[[Inputs, str, torch.dtype], Products]  # of a pass
     settings: dict[str, tuple[float, ...]] = field(default_factory=dict)  # further numbers, with default values
-    # Names gradients as they are compared.
-    collect: Callable[[Inputs, dict[str, Tensor]], dict[str, Tensor]] = lambda inputs, gradients: gradients
+    # Outcomes as they are compared, from inputs and outcome.
+    collect: Callable[[Inputs, dict[str, Tensor]], dict[str, Tensor]] = lambda inputs, outcome: outcome
     parse_provider: Callable[[str], Provider | None] = lambda name: None  # of names that are not listed
 
-    def can_give(self, provider: Provider, outputs: Names) -> bool:
+    def make_inputs(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        dead_rows: float = 0.0,
+        settings: Iterable[tuple[str, float]] = (),
+        source: str = "random",
+    ) -> Inputs:
+        """The same at every call, on the same kind of device.
+
+        Gradients of outputs are those of a mean over tokens; of a dead row, such as one with advantage 0, they are 0.
+        """
+        tensors = self.inputs[source](shape, dtype, torch.Generator(device).manual_seed(0))
+        random, count = torch.Generator(device).manual_seed(1), shape[0]
+        upstream = {output: torch.ones((), device=device) for output in self.alone}
+        if per_token := [output for output in self.outputs if output not in self.alone]:
+            alive = torch.randperm(count, generator=random, device=device) >= round(dead_rows * count)
+            for output in per_token:
+                upstream[output] = torch.randn(count, generator=random, device=device) * alive / count
+        return Inputs(self, tuple(shape), tensors, upstream, dict(settings))
+
+    def can_give(self, provider: Provider, outputs: tuple[str, ...]) -> bool:
         return set(outputs) <= set(provider.gives) or (outputs == ("loss",) and self.mean[0] in provider.gives)
 
-    def compute(self, provider: Provider, tensors: dict[str, Tensor], outputs: Names, inputs: Inputs) -> list[Tensor]:
-        """The outputs, shapes checked; a loss that the provider does not give is the mean of what it gives."""
-        output, sign = self.mean
-        if outputs == ("loss",) and "loss" not in provider.gives:
-            (value,) = self.compute(provider, tensors, (output,), inputs)
-            return [sign * value.mean(dtype=torch.promote_types(value.dtype, torch.float32))]
-        results = list(provider.compute(*tensors.values(), outputs, **inputs.settings))
-        for output, result in zip(outputs, results, strict=True):
-            wanted = inputs.upstream[output].shape
-            if result.shape != wanted:
-                raise ValueError(f"{provider.name}: {output} must be {list(wanted)}, got {list(result.shape)}")
-        return results
-
-    def parse_outputs(self, text: str) -> Names:
+    def parse_outputs(self, text: str) -> tuple[str, ...]:
         """``logprob+entropy`` as a tuple, in the order of ``outputs``.
 
         Raises:
             ValueError: if a name is unknown, or one that stands alone has company.
         """
         names = text.split("+")
-        unknown = [name for name in names if name not in self.outputs]
-        if unknown:
+        if unknown := [name for name in names if name not in self.outputs]:
             raise ValueError(f"no output {unknown[0]!r}, wanted some of {', '.join(self.outputs)}, joined by +")
         alone = [name for name in names if name in self.alone]
         if alone and len(names) > 1:
@@ -129,8 +136,8 @@ class Operation:
         parts = name.replace(",", "x").split("x")
         if all(part.isdecimal() and int(part) > 0 for part in parts):
             try:
-                return self.shape(tuple(map(int, parts)))
-            except (TypeError, ValueError):  # too many of them, or too few
+                return self.shape(*map(int, parts))
+            except TypeError:  # too many of them, or too few
                 pass
         raise unknown_name("shape", name, self.shapes, f"wanted {self.sizes}, or one of {', '.join(self.shapes)}", 0.5)
 
@@ -162,11 +169,7 @@ class Operation:
             return loaded
         if not callable(loaded):
             raise ValueError(f"provider {name!r} must be a Provider or a function, got {type(loaded).__name__}")
-
-        def compute(*arguments: Any, **settings: Any) -> tuple[Tensor, ...]:
-            return (loaded(*arguments[:-1], **settings),)
-
-        return Provider(name, compute, (self.mean[0],))
+        return Provider(name, lambda *args, **settings: (loaded(*args[:-1], **settings),), (self.mean[0],))
 
 
 def named(name: str) -> Operation:

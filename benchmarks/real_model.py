@@ -99,6 +99,12 @@ def preference_pairs(count: int, seed: int, tasks: Sequence[str] = TASKS) -> Ite
     yield from rows[:count]
 
 
+def labeled(pairs: Iterable[dict[str, Any]], kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """One completion of each pair, "chosen" or "rejected", and whether it is the right one."""
+    for pair, kind in zip(pairs, kinds, strict=False):
+        yield {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

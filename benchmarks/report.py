@@ -17,18 +17,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .clocks import shown
-
-PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
-PACKAGES = ("torch", "triton", "transformers", "trl", *PEERS)
+PEERS = {"trl": "trl", "liger": "liger-kernel", "cce": "cut-cross-entropy", "quack": "quack-kernels"}  # to packages
+PACKAGES = ("torch", "triton", "transformers", *PEERS.values(), "nvidia-cutlass-dsl")
 RULE = (
     "Held to float64 in every value and every gradient, of all rows; allowed is twice the error of the definition in "
     "the dtype of the inputs, + 1e-6. Times are medians over interleaved rounds; MB is the peak above the inputs, "
     "gradients included."
 )
-
-
-Section = tuple[str, list[str], Iterable[list[str]]]  # title, header, rows
 
 
 def merged(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,6 +100,13 @@ def header(case: dict[str, Any]) -> list[str]:
     return [*names, *["MHz / W / °C"] * _clocked(case)]
 
 
+def shown(clocks: dict[str, Any] | None) -> str:
+    """MHz / W / °C."""
+    if not clocks:
+        return ""
+    return "unknown" if "absent" in clocks else f"{clocks['mhz']:.0f} / {clocks['watts']:.0f} / {clocks['celsius']:.0f}"
+
+
 def _clocked(case: dict[str, Any]) -> bool:
     return any(row.get("clocks") for row in case["rows"])
 
@@ -172,7 +174,7 @@ def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
         yield f"| {' | '.join(part.replace('|', '&#124;') for part in line)} |"
 
 
-def markdown(report: dict[str, Any], sections: Iterable[Section] = ()) -> str:
+def markdown(report: dict[str, Any], sections: Iterable[tuple[str, list[str], list[list[str]]]] = ()) -> str:
     machine = report["machine"]
     where = f"{machine.get('gpu', machine['cpu'])}, {machine['threads']} threads"
     where += "" if machine["load"] is None else f", load {machine['load']} before"
@@ -187,7 +189,9 @@ def markdown(report: dict[str, Any], sections: Iterable[Section] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
-def save(report: dict[str, Any], directory: Path, name: str, sections: Iterable[Section] = ()) -> None:
+def save(
+    report: dict[str, Any], directory: Path, name: str, sections: Iterable[tuple[str, list[str], list[list[str]]]] = ()
+) -> None:
     """``name.json`` and ``name.md``, with further tables before those of the cases."""
     directory.mkdir(parents=True, exist_ok=True)
     strict = json.loads(json.dumps(report), parse_constant=str)  # NaN, the error of a failure, is no JSON

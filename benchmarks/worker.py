@@ -9,17 +9,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from .operation import first_line
 from .real_model import Unavailable
-
-START = 600.0  # seconds for a new process, or for the inputs of a case and their truth
-Caller = Callable[[Callable[..., Any], tuple[Any, ...], float], Any]  # (function, arguments, seconds)
-
-
-class LostDevice(RuntimeError):
-    """The GPU can't be used any more in this process."""
 
 
 class CallFailed(RuntimeError):
@@ -32,41 +23,20 @@ class Lost(RuntimeError):
     silent = False
 
 
-def check_device(device: torch.device) -> None:
-    """Raises `LostDevice` if the GPU has become unusable."""
-    if device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize(device)
-        torch.zeros(1, device=device).item()
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-    except Exception as error:
-        raise LostDevice(str(error).strip().partition("\n")[0]) from error
-
-
-def call_here(function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
-    """As `Worker.call`, in this process and without a time limit."""
-    return function(*arguments)
-
-
-def blameless(call: Caller, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
-    """A call in which no provider runs: if it is lost that is a `CallFailed`."""
-    try:
-        return call(function, arguments, seconds)
-    except Lost as error:
-        raise CallFailed(str(error)) from error
-
-
 class Worker:
-    """Calls functions in another process, and in a new one after any failure; they stand at the top of a module."""
+    """Calls functions that stand at the top of a module: in another process, and in a new one after any failure.
 
-    def __init__(self, start: float = START) -> None:
-        self.start = start
+    Args:
+        isolated: False calls them in this process, without a time limit.
+        start: seconds for a new process, and for calls in which no provider runs.
+    """
+
+    def __init__(self, isolated: bool = True, start: float = 600.0) -> None:
+        self.isolated, self.start = isolated, start
         self._process: Any = None
         self._line: Any = None
 
-    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
         """``function(*arguments)``.
 
         Raises:
@@ -74,6 +44,8 @@ class Worker:
             CallFailed: if the function has raised, or no process can be started.
             Lost: if the process has ended or lost the GPU, or does not answer within ``seconds``.
         """
+        if not self.isolated:
+            return function(*arguments)
         try:
             if self._process is None:
                 self._open()
@@ -82,6 +54,13 @@ class Worker:
         except BaseException:
             self.close()
             raise
+
+    def prepare(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+        """A call in which no provider runs: if it is lost that is a `CallFailed`."""
+        try:
+            return self.call(function, *arguments, seconds=self.start if seconds is None else seconds)
+        except Lost as error:
+            raise CallFailed(str(error)) from error
 
     def _open(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -94,9 +73,9 @@ class Worker:
         except Lost as error:
             raise CallFailed(str(error)) from error
 
-    def _receive(self, seconds: float) -> Any:
+    def _receive(self, seconds: float | None) -> Any:
         if not self._line.poll(seconds):
-            lost = Lost(f"no answer in {round(seconds, 1):g} s")
+            lost = Lost(f"no answer in {round(seconds or 0, 1):g} s")
             lost.silent = True
             raise lost
         try:
@@ -125,7 +104,7 @@ def _serve(line: Connection) -> None:
             return
         try:
             line.send((None, function(*arguments)))
-        except LostDevice as error:
+        except Lost as error:
             line.send((Lost, f"the GPU was lost: {error}"))
         except (ValueError, Unavailable) as error:
             line.send((ValueError, str(error)))

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -37,11 +36,7 @@ _INK = "#444444"
 _WIDTH, _HEIGHT = 2.8, 2.25  # inches, of one panel
 _EVERY = 32  # of so many points one is sampled
 
-_UNITS = {
-    "sequences": "completion",
-    "answers": "completion",
-    "": "batch",
-}  # other units are the singular of their dimension
+_UNITS = {"sequences": "completion", "": "batch"}  # others are the singular of their dimension
 # Data an objective needs beside the policy's log-probs, by the names of its arguments.
 _NEEDS = {
     "old_logp": "log-probs of π_old",
@@ -220,21 +215,14 @@ def draw(module: str, picture: Path) -> None:
     for axes in all_axes[len(panels) :]:
         axes.remove()
     if any(panel.of == "loss" for panel in panels.values()):
-        lines = [
-            Line2D([], [], color=_INK, linewidth=2),
-            Line2D([], [], color=_INK, linewidth=1, linestyle=(0, (4, 2))),
-        ]
+        styles: list[dict[str, Any]] = [{"linewidth": 2}, {"linewidth": 1, "linestyle": (0, (4, 2))}]
+        lines = [Line2D([], [], color=_INK, **style) for style in styles]
         drawing.legend(lines, ["loss", "gradient"], loc="outside upper right", ncols=2, frameon=False, fontsize=8)
-    _save(drawing, picture, json.dumps(samples(module)))
-
-
-def _save(drawing: Figure, picture: Path, note: str) -> None:
-    """As a PNG of 64 colors, which is a third as large and looks the same."""
-    drawn = BytesIO()
+    drawn, words = BytesIO(), PngInfo()
     drawing.savefig(drawn, dpi=130)
-    words = PngInfo()
-    words.add_text(SAMPLES, note, zip=True)
-    Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(picture, pnginfo=words, optimize=True)
+    words.add_text(SAMPLES, json.dumps(samples(module)), zip=True)
+    colors = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)  # a third as large, looks the same
+    colors.save(picture, pnginfo=words, optimize=True)
 
 
 def _draw_panel(axes: Axes, name: str, panel: Panel) -> None:

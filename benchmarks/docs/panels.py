@@ -213,8 +213,7 @@ PANELS = {
     "dft": Panel(_P, {"": curve(o.dft, logp=F.logsigmoid)}),
     "z_loss": Panel(Axis("log Z", -2, 2), {"": curve(o.z_loss, logsumexp=_x)}),
     "entropy_bonus": Panel(
-        _P,
-        {"": curve(o.entropy_bonus, entropy=lambda z: torch.special.entr(_of_two_tokens(z).exp()).sum(-1))},
+        _P, {"": curve(o.entropy_bonus, entropy=lambda z: torch.special.entr(_of_two_tokens(z).exp()).sum(-1))}
     ),
     # sequence
     "length_desensitized_sum": Panel(
@@ -297,8 +296,7 @@ PANELS = {
     "gmpo": Panel(_RATIO, _each_sign(o.gmpo)),
     "vespo": Panel(_RATIO_AT, _each_sign(o.vespo, **_FROM_1_OVER_E)),
     "value_loss": Panel(
-        Axis("value V, before: 0", -0.5, 2),
-        {f"R = {R:g}": curve(o.value_loss, value=_x, target=R) for R in (1.0, 0.1)},
+        Axis("value V, before: 0", -0.5, 2), {f"R = {R:g}": curve(o.value_loss, value=_x, target=R) for R in (1.0, 0.1)}
     ),
     "kl_estimate": Panel(
         _D, {kind: curve(o.kl_estimate, logp=_x, kind=kind) for kind in ("k1", "k2", "k3")}, bottom=-4, top=6
@@ -365,6 +363,4 @@ PANELS = {
 }
 
 # Losses that no curve would show.
-UNDRAWN = {
-    "minillm": "what a token adds depends on the tokens after it; its single step is `reverse_kl`",
-}
+UNDRAWN = {"minillm": "what a token adds depends on the tokens after it; its single step is `reverse_kl`"}

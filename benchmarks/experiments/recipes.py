@@ -10,12 +10,12 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ...loops.cli import main as burnish
-from ..real_model import conversations, preference_pairs, smollm2, write_jsonl
+from ..real_model import conversations, labeled, preference_pairs, smollm2, write_jsonl
 from . import common
 
 RESULTS = common.RESULTS / "smollm2_recipes.json"
@@ -32,14 +32,6 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "prm": (["--learning_rate", "1e-4", "--steps", "240"], ["step_loss", "accuracy"]),
     "distill": (["--learning_rate", "2e-5"], ["distillation"]),
 }
-
-
-def unpaired(pairs: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
-    """One completion of each pair, and whether it is the right one."""
-    rng = random.Random(seed)
-    for pair in pairs:
-        kind = rng.choice(["chosen", "rejected"])
-        yield {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
 
 
 def chains(count: int, seed: int, steps: int = 4) -> Iterator[dict[str, Any]]:
@@ -63,7 +55,8 @@ def rows(recipe: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
         case "sft" | "distill":
             return conversations(pairs)
         case "kto":
-            return unpaired(pairs, seed)
+            rng = random.Random(seed)
+            return labeled(pairs, iter(lambda: rng.choice(["chosen", "rejected"]), None))
         case "prm":
             return chains(count, seed)
     return pairs

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,38 +27,17 @@ import torch
 from ..real_model import preference_pairs, write_jsonl
 from ..report import machine, say
 
-SCRIPT = Path(sys.executable).with_name("burnish")
-BURNISH = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "burnish"]
-SIDES = ("chosen", "rejected")
+BURNISH = [sys.executable, "-m", "burnish"]  # the code that runs here; an installed script may be of another
+ALONE = [sys.executable, "-m", f"{__package__}.startup"]
 COMMANDS = {
     "burnish --version": ["--version"],
     "burnish --help": ["--help"],
     "burnish dpo --bta 0.1": ["dpo", "--model", "m", "--data", "d", "--output", "o", "--bta", "0.1"],
     "burnish dpo --help": ["dpo", "--help"],
 }
-# The work that no run of one step avoids, in transformers alone.
-ALONE = """
-import sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-recipe, model, output, *texts = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(model)
-policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6)
-for text in texts:
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    if recipe == "grpo":
-        ids = policy.generate(ids, do_sample=True, max_new_tokens=8, num_return_sequences=4)
-    else:
-        with torch.no_grad():  # the reference
-            policy(ids)
-    policy(ids, labels=ids).loss.backward()
-optimizer.step()
-policy.save_pretrained(output)
-tokenizer.save_pretrained(output)
-"""
 
 
-def timed(command: Sequence[str], first: str = "", allowed: tuple[int, ...] = (0,)) -> dict[str, float]:
+def timed(command: Sequence[str], first: str = "", wanted: int = 0) -> dict[str, float]:
     """Wall and processor seconds of a process, and the seconds until it prints a line that matches ``first``."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     seconds: dict[str, float] = {}
@@ -69,46 +49,91 @@ def timed(command: Sequence[str], first: str = "", allowed: tuple[int, ...] = (0
             if first and "first line" not in seconds and re.search(first, line):
                 seconds["first line"] = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if process.returncode not in allowed:
-        raise RuntimeError(
-            f"{' '.join(command)[:200]} ended with status {process.returncode}:\n{''.join(lines)[-2000:]}"
-        )
+    if process.returncode != wanted:
+        output = "".join(lines)[-2000:]
+        raise RuntimeError(f"{' '.join(command)[:200]} ended with status {process.returncode}:\n{output}")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": time.perf_counter() - began, "cpu_seconds": cpu, **seconds}
 
 
-def answers(rounds: int) -> dict[str, Any]:
-    figures = {}
+def answers(rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
     for name, flags in COMMANDS.items():
-        runs = [timed([*BURNISH, *flags], allowed=(0, 1, 2)) for _ in range(rounds)]
-        figures[name] = {key: median(run[key] for run in runs) for key in runs[0]}
-    return figures
+        runs = [timed([*BURNISH, *flags], wanted=2 if "--bta" in flags else 0) for _ in range(rounds)]
+        yield name, {key: median(run[key] for run in runs) for key in runs[0]}
 
 
-def one_step(model: Path, directory: Path) -> dict[str, Any]:
+def alone(recipe: str, model: str, data: str, output: str) -> None:
+    """What no run of one step avoids, from our own parts: imports, load, one optimizer step and save."""
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ...data import Tokenization, encode_preference, example
+    from ...loops import (
+        LocalSource,
+        Policy,
+        RolloutBuffer,
+        RolloutScheduler,
+        SamplingParams,
+        collate,
+        frozen_copy,
+        pair_mean,
+        sequence_mean,
+        train_step,
+    )
+    from ...objectives import clipped_surrogate, dpo, group_advantage, sequence_sum
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = Policy(network)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6)
+    if recipe == "dpo":
+        reference = frozen_copy(policy)
+        pairs, _ = encode_preference(data, tokenizer, Tokenization(max_length=1024))
+        batches = [collate([example(pairs, i) for i in range(len(pairs))])]
+
+        def objective(policy: Any, batch: Any) -> Any:
+            sums = (sequence_sum(x, batch.sequence, batch.sequences) for x in (policy(batch).logprob, reference(batch)))
+            kinds = [side[batch.completion == i] for side in sums for i in (0, 1)]
+            return {"dpo": dpo(*kinds, beta=0.1)}
+    else:
+        prompts = [json.loads(line) for line in Path(data).read_text().splitlines()]
+        scheduler = RolloutScheduler(
+            LocalSource(policy, tokenizer), prompts, group_size=4, sampling=SamplingParams(max_tokens=8)
+        )
+        scheduler.publish(policy)
+        rollout = RolloutBuffer(scheduler.take(2))
+        scores = rollout.score([lambda completion, answer: float(completion.strip() == answer)])
+        rollout["advantage"] = group_advantage(scores.total, scores.group)[rollout.sequence]
+        batches = rollout.micro_batches(8192)
+
+        def objective(policy: Any, batch: Any) -> Any:
+            columns = batch.columns["sampled_logp"], batch.columns["advantage"]
+            return {"grpo": clipped_surrogate(policy(batch).logprob, *columns, clip_low=0.2, clip_high=0.2)}
+
+    weightings: Any = {"dpo": {"dpo": (1.0, pair_mean)}, "grpo": {"grpo": (1.0, sequence_mean)}}[recipe]
+    train_step(Accelerator(), policy, optimizer, batches, objective, weightings, max_grad_norm=1.0)
+    network.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def one_step(model: Path, directory: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """DPO on 8 pairs, GRPO on 4 completions of 8 tokens to each of 2 prompts; and the same work alone."""
     pairs = list(preference_pairs(8, seed=0))
     prompts = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in pairs]
-    data = {
-        "dpo": write_jsonl(directory / "pairs.jsonl", pairs),
-        "grpo": write_jsonl(directory / "prompts.jsonl", prompts),
-    }
-    questions = [pair["prompt"][0]["content"] for pair in pairs]
-    both = [
-        question + pair[side][0]["content"] for question, pair in zip(questions, pairs, strict=True) for side in SIDES
-    ]
-    texts = {"dpo": both, "grpo": questions[:2]}
     grpo = ["--prompts_per_rollout", "2", "--group_size", "4", "--max_tokens", "8", "--rewards", "{exact_match: 1.0}"]
     flags = {"dpo": ["--batch_size", "8"], "grpo": [*grpo, "--show_every", "0"]}
-    figures: dict[str, Any] = {}
-    for recipe, rows in data.items():
-        places = ["--model", str(model), "--data", str(rows), "--output", str(directory / recipe)]
+    for recipe, rows in {"dpo": pairs, "grpo": prompts}.items():
+        data, output = str(write_jsonl(directory / f"{recipe}.jsonl", rows)), str(directory / recipe)
+        unavoidable = timed([*ALONE, recipe, str(model), data, f"{output}-alone"])
+        yield f"{recipe}: load, step, save", unavoidable
+        places = ["--model", str(model), "--data", data, "--output", output]
         run = timed([*BURNISH, recipe, *places, "--steps", "1", *flags[recipe]])
-        arguments = [recipe, str(model), str(directory / f"{recipe}-alone"), *texts[recipe]]
-        alone = timed([sys.executable, "-c", ALONE, *arguments])
-        figures[f"{recipe}: load, step, save"] = alone
-        figures[f"burnish {recipe}, one step"] = {**run, "ratio": run["seconds"] / alone["seconds"]}
-    return figures
+        ratios = {"ratio": "seconds", "cpu_ratio": "cpu_seconds"}
+        yield f"burnish {recipe}, one step", run | {name: run[key] / unavoidable[key] for name, key in ratios.items()}
+
+
+def demo(output: str) -> Iterator[tuple[str, dict[str, float]]]:
+    yield "burnish demo", timed([*BURNISH, "demo", "--output", output], first=r"step +\d+/")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,16 +146,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="directory of startup.json")
     options = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    report = {"machine": machine(torch.device("cpu")), "figures": answers(options.rounds)}
+    report: dict[str, Any] = {"machine": machine(torch.device("cpu")), "figures": {}}
     with tempfile.TemporaryDirectory() as name:
+        measured = [answers(options.rounds)]
         if options.model:
-            report["figures"] |= one_step(options.model, Path(name))
+            measured.append(one_step(options.model, Path(name)))
         if options.demo:
-            report["figures"]["burnish demo"] = timed(
-                [*BURNISH, "demo", "--output", f"{name}/demo"], first=r"step +\d+/"
-            )
-    for name, figures in report["figures"].items():
-        say(f"{name:24}" + "".join(f"  {key} {value:.2f}" for key, value in figures.items()))
+            measured.append(demo(f"{name}/demo"))
+        for what, figures in chain(*measured):
+            say(f"{what:24}" + "".join(f"  {key} {value:.2f}" for key, value in figures.items()))
+            report["figures"][what] = figures
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "startup.json").write_text(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+if __name__ == "__main__":
+    alone(*sys.argv[1:])

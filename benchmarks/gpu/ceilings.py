@@ -5,6 +5,7 @@ they run the same lines, at given sizes, in products of float32.
 """
 
 import math
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
@@ -15,10 +16,10 @@ from torch.profiler import ProfilerActivity
 
 from ...kernels import passes
 from .. import measure
-from ..clocks import Clocks, shown
-from ..kernels import OPERATION, SPREAD, LogprobShape, random_inputs
-from ..measure import timed
-from ..operation import Inputs, TimedStep
+from ..kernels import OPERATION, SPREAD
+from ..measure import clocks, timed
+from ..operation import Inputs
+from ..report import shown
 
 ROWS = 512  # whose log-probs are compared
 
@@ -34,7 +35,10 @@ def square(device: str, side: int, seconds: float) -> dict[str, Any]:
     """A product of two square matrices: ten at once, and for so long that power sets the clock."""
     a, b = _random(device, (side, side), (side, side))
     out, flops = torch.empty_like(a), 2 * side**3
-    product: TimedStep = lambda _: torch.mm(a, b, out=out)  # noqa: E731
+
+    def product(mark: object) -> Tensor:
+        return torch.mm(a, b, out=out)
+
     timed(product, a.device, count=3)
     burst = flops / timed(product, a.device, count=10)[0] / 1e12
     return {"burst of ten": burst, **_rates({"sustained": (product, flops)}, a.device, seconds)}
@@ -45,7 +49,7 @@ def products(device: str, rows: int, columns: int, width: int, seconds: float) -
     h, w, dc = _random(device, (rows, width), (columns, width), (rows, columns))
     z, dh, dw = (torch.zeros(size, device=device) for size in ((rows, columns), (rows, width), (columns, width)))
     z16, dw16 = z.to(h.dtype), dw.to(h.dtype)
-    steps: dict[str, TimedStep] = {
+    steps = {
         "z f32": lambda _: _multiply(h, w.t(), z, 0.0),
         "z bf16": lambda _: torch.mm(h, w.t(), out=z16),
         "dh += f32": lambda _: _multiply(dc, w, dh, 1.0),
@@ -96,12 +100,12 @@ def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds:
     inputs = _inputs(device, shape)
     names = ("GPU_ROWS", "GPU_COLUMNS") if inputs.device.type == "cuda" else ("ROWS", "COLUMNS")
     sizes: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
-    with Clocks(inputs.device) as clocks, mock.patch.multiple(passes, **sizes):
+    with clocks(inputs.device) as state, mock.patch.multiple(passes, **sizes):
         milliseconds = {
             f"ms{budget.replace('-', ' ')}": 1000 * sum(timed(_ours(inputs, budget), inputs.device, seconds))
             for budget in ("-recompute", "", "-4GiB")
         }
-    return milliseconds | _state(clocks)
+    return milliseconds | _state(state)
 
 
 def profile(device: str, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -117,13 +121,13 @@ def profile(device: str, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"text": profiler.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70)}
 
 
-def _ours(inputs: Inputs, budget: str) -> TimedStep:
+def _ours(inputs: Inputs, budget: str) -> Callable[..., object]:
     provider = OPERATION.find(f"burnish-{'triton' if inputs.device.type == 'cuda' else 'torch'}{budget}")
-    return partial(measure.step, OPERATION, inputs, ("logprob", "entropy"), "train", provider)
+    return partial(measure.run, inputs, provider, ("logprob", "entropy"), "train")
 
 
 def _inputs(device: str, shape: tuple[int, ...]) -> Inputs:
-    return random_inputs(LogprobShape(*shape), torch.bfloat16, torch.device(device))
+    return OPERATION.make_inputs(shape, torch.bfloat16, device)
 
 
 def _random(device: str, *sizes: tuple[int, ...]) -> list[Tensor]:
@@ -145,15 +149,17 @@ def _float32_product(hidden: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _rates(steps: dict[str, tuple[TimedStep, float]], device: torch.device, seconds: float) -> dict[str, Any]:
+def _rates(
+    steps: dict[str, tuple[Callable[..., object], float]], device: torch.device, seconds: float
+) -> dict[str, Any]:
     """The operations, or bytes, of each step in 10¹² a second."""
-    with Clocks(device) as clocks:
+    with clocks(device) as state:
         rates = {name: work / timed(step, device, seconds)[0] / 1e12 for name, (step, work) in steps.items()}
-    return rates | _state(clocks)
+    return rates | _state(state)
 
 
-def _state(clocks: Clocks) -> dict[str, Any]:
-    return {"MHz / W / °C": shown(clocks.result)} if clocks.result else {}
+def _state(clocks: dict[str, Any]) -> dict[str, Any]:
+    return {"MHz / W / °C": shown(clocks)} if clocks else {}
 
 
 def _small(value: Tensor) -> str:

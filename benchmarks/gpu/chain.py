@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import harness
-from ..report import versions
-from ..worker import Caller, CallFailed, Lost, blameless
+from ..report import PEERS, versions
+from ..worker import CallFailed, Lost, Worker
 
 ROOT = Path(__file__).parents[2]  # of the checkout
-PEERS = {"trl": "trl", "liger": "liger-kernel", "cce": "cut-cross-entropy", "quack": "quack-kernels"}
-START = 150.0  # seconds for a process, or for inputs and their truth: imports of a fresh machine take their time
 
 
 class Unit(NamedTuple):
@@ -97,7 +95,7 @@ class Book:
 @cache
 def version(provider: str, device: str) -> str:
     """A hash of all that a figure depends on: device, rules, and the provider's code, or the version of its package."""
-    files = [ROOT / "benchmarks" / f"{name}.py" for name in ("measure", "kernels", "gpu/ceilings")]
+    files = [ROOT / "benchmarks" / f"{name}.py" for name in ("measure", "operation", "kernels", "gpu/ceilings")]
     if provider.startswith("burnish"):
         files += sorted(path for room in ("kernels", "objectives") for path in (ROOT / room).glob("*.py"))
     packages = ["torch", "triton", *[package for name, package in PEERS.items() if provider.startswith(name)]]
@@ -130,21 +128,22 @@ def chain(
     return rest
 
 
-def attempted(call: Caller, unit: Unit, limit: float, *, patience: float, clock: Callable[[], float]) -> dict[str, Any]:
+def attempted(
+    worker: Worker, unit: Unit, limit: float, *, patience: float, clock: Callable[[], float]
+) -> dict[str, Any]:
     """Measures a unit: "done" with the result, "lost" or "failed" with the reason, "cut" after ``limit`` seconds."""
     began = clock()
     outcome: dict[str, Any]
     try:
         if unit.plan is not None:
-            blameless(call, harness.prepare, (unit.plan,), min(START, limit))
-        seconds = max(patience, 2 * unit.seconds)
-        content = call(unit.function, unit.arguments, min(seconds, limit - (clock() - began)))
-        outcome = {"status": "done", "found": content}
-    except Exception as error:  # a mistake in one part is no reason to lose the others
-        if isinstance(error, Lost):
-            outcome = {"status": "lost", "reason": str(error), "silent": error.silent}
-        else:
-            outcome = {"status": "failed", "reason": str(error) if isinstance(error, CallFailed) else repr(error)}
-        if isinstance(error, Lost | CallFailed) and clock() - began >= limit:
+            worker.prepare(harness.prepared, unit.plan, seconds=min(worker.start, limit))
+        seconds = min(max(patience, 2 * unit.seconds), limit - (clock() - began))
+        outcome = {"status": "done", "found": worker.call(unit.function, *unit.arguments, seconds=seconds)}
+    except (Lost, CallFailed) as error:
+        outcome = {"status": "lost" if isinstance(error, Lost) else "failed", "reason": str(error)}
+        outcome |= {"silent": error.silent} if isinstance(error, Lost) else {}
+        if clock() - began >= limit:
             outcome = {"status": "cut", "reason": f"not done after {limit:.0f} s"}
+    except Exception as error:  # a mistake in one part is no reason to lose the others
+        outcome = {"status": "failed", "reason": repr(error)}
     return outcome | {"took": clock() - began}

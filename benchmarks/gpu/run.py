@@ -28,57 +28,45 @@ from contextlib import closing, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import harness
-from ..clocks import shown
 from ..kernels import OPERATION
-from ..operation import Operation, named
-from ..report import merged, plot, save, say, show_table
-from ..worker import Caller, CallFailed, Worker, call_here
+from ..operation import named
+from ..real_model import Unavailable
+from ..report import merged, plot, save, say, show_table, shown
+from ..worker import CallFailed, Worker
 from . import ceilings
-from .chain import START, Book, Unit, attempted, chain
+from .chain import Book, Unit, attempted, chain
 from .targets import HEADER, cells, ours, targets
 
-
-class Options(NamedTuple):
-    device: str
-    shapes: list[str] | None
-    providers: list[str] | None
-    more: list[str]  # further flags of the benchmarks
-    call: Caller = call_here
-    patience: float = 60.0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the head."""
-        return OPERATION.parse_shapes(self.shapes or ["large"])[0]
+START = 150.0  # seconds for a process, or for inputs and their truth: imports of a fresh machine take their time
 
 
-def benchmark(operation_name: str, flags: str, part: str, options: Options, missing: dict[str, str]) -> Iterator[Unit]:
+def benchmark(operation_name: str, flags: str, part: str, options: argparse.Namespace) -> Iterator[Unit]:
     """``burnish bench operation_name`` with these flags, each provider in each case."""
     try:
         operation = named(operation_name)
     except ModuleNotFoundError as error:
-        missing[part] = f"{error.name} is not installed"
+        options.missing[part] = f"{error.name} is not installed"
         return
     shapes = ["--shapes", *options.shapes] if options.shapes else []
     arguments = [*ROUNDS.split(), *flags.split(), *shapes, *options.more, "--device", options.device]
-    parsed = harness.parser(operation, None).parse_args(arguments)
+    parsed = harness.parser(operation).parse_args(arguments)
     known = [name for name in options.providers or parsed.providers if operation.knows(name)]
-    parsed.providers = [name for name in known if name not in missing]  # one whose import hangs is not asked again
+    parsed.providers = [name for name in known if name not in options.missing]  # its import may hang: not asked again
     parsed.patience = options.patience
     if not parsed.providers:
         return
     try:
-        absent, plans = harness.plan(operation, parsed, options.call)
-    except harness.Unmeasurable as error:
-        missing[part] = str(error)
+        absent, plans = harness.plan(operation, parsed, options.worker)
+    except Unavailable as error:
+        options.missing[part] = str(error)
         return
-    missing |= absent
+    options.missing.update(absent)
     for plan, names in plans:
+        title = f"{plan.title}, {' '.join(plan.passes)}"
         for name in names:
-            title = f"{plan.title}, {' '.join(plan.passes)}"
             yield Unit(part, title, name, *estimate(plan, name), harness.measured, (plan, [name]), plan)
 
 
@@ -92,9 +80,8 @@ def estimate(plan: harness.Plan, name: str) -> tuple[float, float]:
     return 1 + len(plan.passes) * each, 5 + 20 * work / exact
 
 
-def measure_ceilings(part: str, options: Options, missing: dict[str, str]) -> Iterator[Unit]:
-    n, d, v = options.shape
-    device = options.device
+def measure_ceilings(part: str, options: argparse.Namespace) -> Iterator[Unit]:
+    (n, d, v), device = options.shape, options.device
     yield Unit(part, "copy", "torch", 5, 10, ceilings.copy, (device, min(2**32, 16 * n * v), 0.5))
     side = min(n, 8192)
     yield Unit(part, f"{side}^3", "cublas", 5, 10, ceilings.square, (device, side, 2.0))
@@ -103,23 +90,23 @@ def measure_ceilings(part: str, options: Options, missing: dict[str, str]) -> It
         yield Unit(part, f"{rows}x{columns}x{d}", "cublas", 5, 10, ceilings.products, arguments)
 
 
-def measure_digits(part: str, options: Options, missing: dict[str, str]) -> Iterator[Unit]:
-    n, d, v = options.shape
+def measure_digits(part: str, options: argparse.Namespace) -> Iterator[Unit]:
+    (n, d, v), missing = options.shape, options.missing
     for width in (d // 8, d // 4, d // 2, d, 2 * d):
         sizes = width, min(n, 256), min(v, 8192)
         yield Unit(part, f"product, K = {width}", "cublas", 1, 10, ceilings.truncation, (options.device, *sizes))
     known = [name for name in options.providers or DIGITS.split() if OPERATION.knows(name)]
     names = [name for name in known if name not in missing]
-    missing |= harness.missing(OPERATION, names, options.device, options.call, options.patience)
+    missing.update(harness.missing(OPERATION, names, options.device, options.worker, options.patience))
     for name in ("cublas", *(name for name in names if name not in missing)):
         yield Unit(part, "log-probs", name, 4, 10, ceilings.logprobs, (options.device, options.shape, name))
 
 
-def measure_profile(part: str, options: Options, missing: dict[str, str]) -> Iterator[Unit]:
+def measure_profile(part: str, options: argparse.Namespace) -> Iterator[Unit]:
     yield Unit(part, "step", "burnish", 8, 10, ceilings.profile, (options.device, options.shape))
 
 
-def measure_tiles(part: str, options: Options, missing: dict[str, str]) -> Iterator[Unit]:
+def measure_tiles(part: str, options: argparse.Namespace) -> Iterator[Unit]:
     n = options.shape[0]
     for rows, columns in ((n // 2, 8192), (n, 8192), (n, 16384), (n // 2, 16384), (n, 4096)):
         arguments = options.device, options.shape, rows, columns, 0.5
@@ -137,7 +124,7 @@ GRID = "--shapes grid --outputs logprob+entropy --passes train forward --provide
 LOSSES = "--shapes large --dtypes float32 --seconds 0.05 --providers burnish trl"
 COMPILED = "--outputs logprob+entropy --passes train --providers compiled"
 
-PARTS: dict[str, Callable[[str, Options, dict[str, str]], Iterator[Unit]]] = {
+PARTS: dict[str, Callable[[str, argparse.Namespace], Iterator[Unit]]] = {
     "ceilings": measure_ceilings,
     "head": partial(benchmark, "kernels", HEAD),
     "digits": measure_digits,
@@ -152,7 +139,10 @@ PARTS: dict[str, Callable[[str, Options, dict[str, str]], Iterator[Unit]]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
+    """Returns 0; 1 if one of ours has failed, or nothing was measured yet; 2 for a mistake in the arguments."""
+    began = clock()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="burnish bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -165,21 +155,15 @@ def parser() -> argparse.ArgumentParser:
     add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; so on a GPU")
     add("--patience", type=float, default=60.0, help="seconds for one measurement, or twice its estimate, if isolated")
     add("--output", type=Path, default=Path("runs/bench"), help="where the measurements and the report are")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
-    """Returns 0; 1 if one of ours has failed, or nothing was measured yet; 2 for a mistake in the arguments."""
-    began = clock()
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    flags, more = parser().parse_known_args(arguments)
+    flags, more = parser.parse_known_args(arguments)
     isolate = flags.device.startswith("cuda") if flags.isolate is None else flags.isolate
-    with closing(Worker(START)) as worker:
-        call = worker.call if isolate else call_here
-        options = Options(flags.device, flags.shapes, flags.providers, more, call, flags.patience)
+    with closing(Worker(isolate, START)) as worker:
         try:
             report = harness.new_report(shlex.join(["burnish", "bench", "gpu", *arguments]), flags.device)
-            units = planned(flags.parts, options, report["unavailable"])
+            # Of `missing` every part adds its own: providers that can't be measured, with the reason.
+            flags.more, flags.missing, flags.worker = more, report["unavailable"], worker
+            flags.shape = OPERATION.parse_shapes(flags.shapes or ["large"])[0]  # of the head
+            units = planned(flags)
         except (ValueError, CallFailed) as error:
             print(f"burnish bench gpu: {error}", file=sys.stderr)
             return 2
@@ -187,7 +171,7 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
             say(f"{name} is not measured: {reason}")
         flags.output.mkdir(parents=True, exist_ok=True)
         book = Book(flags.output / "gpu.jsonl", flags.device)
-        attempt = partial(attempted, call, patience=flags.patience, clock=clock)
+        attempt = partial(attempted, worker, patience=flags.patience, clock=clock)
 
         def left() -> float:
             return 60 * float(flags.minutes) - (clock() - began)
@@ -201,23 +185,21 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
     return status(book, report)
 
 
-def operations() -> Iterator[Operation]:
-    for name in ("kernels", "divergence", "objectives"):
-        with suppress(ModuleNotFoundError):
-            yield named(name)
-
-
-def planned(parts: Sequence[str], options: Options, missing: dict[str, str]) -> list[Unit]:
-    """The units of all parts; providers that can't take part go into ``missing``, with the reason.
+def planned(options: argparse.Namespace) -> list[Unit]:
+    """The units of all parts.
 
     Raises:
         ValueError: for a mistake in the arguments.
         CallFailed: if no process can be started.
     """
+    operations = []
+    for name in ("kernels", "divergence", "objectives"):
+        with suppress(ModuleNotFoundError):
+            operations.append(named(name))
     for name in options.providers or []:
-        if not any(operation.knows(name) for operation in operations()):
+        if not any(operation.knows(name) for operation in operations):
             OPERATION.find(name)
-    return [unit for part in parts for unit in PARTS[part](part, options, missing)]
+    return [unit for part in options.parts for unit in PARTS[part](part, options)]
 
 
 def write(record: dict[str, Any], book: Book, report: dict[str, Any], output: Path) -> None:
@@ -265,7 +247,7 @@ def finish(report: dict[str, Any], book: Book, output: Path, *, plots: bool = Tr
             report["unavailable"]["clock, power and temperature"] = row["clocks"]["absent"]
     report["targets"] = list(targets(report["cases"], report["machine"]))
     sections = [(name, *grid(rows)) for name, rows in report["tables"].items()]
-    save(report, output, "gpu", [("", HEADER, list(cells(report["targets"]))), *sections])
+    save(report, output, "gpu", [("", HEADER, cells(report["targets"])), *sections])
     if plots:
         plot(report, output / "gpu.png")
 

@@ -10,13 +10,12 @@ tensor of that size, and to write the gradient.
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import objectives as ob
-from .. import harness
 from ..kernels import recompiling
 from ..operation import Inputs, Operation, Products, Provider, needs
 from . import trl_losses
@@ -26,21 +25,13 @@ LOW, HIGH = 0.2, 0.28
 LIMIT = 1024  # Dr. GRPO's constant length
 
 
-class Shape(NamedTuple):
-    """Completions, and the tokens of all of them together."""
-
-    completions: int
-    tokens: int
-
-
-NAMED = {
-    "tiny": (Shape(8, 100),),
-    "small": (Shape(64, 25_000),),
-    "large": (Shape(512, 200_000),),
-    "grid": (Shape(64, 25_000), Shape(512, 200_000), Shape(4096, 1_600_000)),
+SHAPES = {
+    "tiny": ((8, 100),),
+    "small": ((64, 25_000),),
+    "large": ((512, 200_000),),
+    "grid": ((64, 25_000), (512, 200_000), (4096, 1_600_000)),
 }
 PASSES = {"forward": (), "train": ("logp", "padded")}
-
 
 # Tensors an objective may read, per token, flat and in padded rows, and per completion. The last ones are made by TRL's
 # collator and model, and so are no part of its loss code.
@@ -51,22 +42,15 @@ Tensors = namedtuple(
 )
 
 
-def random_inputs(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    dead_rows: float = 0.0,
-    settings: dict[str, float] | None = None,
-) -> Inputs:
-    """Completions of very different lengths, and policies that are near to one another; the same at every call.
+def random_tensors(shape: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> dict[str, Tensor]:
+    """Completions of very different lengths, and policies that are near to one another.
 
     Raises:
         ValueError: if the completions can't be halved, or would have no tokens.
     """
-    count, tokens = shape
+    (count, tokens), device = shape, random.device
     if count % 2 or tokens < 2 * count:
         raise ValueError(f"objectives: wanted an even number of completions, 2 tokens for each; got {count}x{tokens}")
-    random = torch.Generator(device).manual_seed(0)
     share = torch.rand(count, generator=random, device=device).add_(0.2)
     length = 1 + (share / share.sum() * (tokens - count)).long()
     length[0] += tokens - length.sum()
@@ -76,31 +60,15 @@ def random_inputs(
         return scale * torch.randn(size, generator=random, device=device)
 
     old = -noise(1.0, tokens).abs()
-    flat = {"logp": old + noise(0.1, tokens), "old": old, "ref": old + noise(0.1, tokens)}
-    flat = {name: x.to(dtype) for name, x in flat.items()}
-    padded, padded_old, padded_ref = (x.new_zeros(mask.shape).masked_scatter_(mask, x) for x in flat.values())
+    flat = [x.to(dtype) for x in (old + noise(0.1, tokens), old, old + noise(0.1, tokens))]
+    padded, padded_old, padded_ref = (x.new_zeros(mask.shape).masked_scatter_(mask, x) for x in flat)
     advantage, mismatched = noise(1.0, count).to(dtype), noise(5.0, count).to(dtype)
-    rows = trl_losses.make_rows(padded, mask)
-    tensors = Tensors(
-        **flat,
-        padded=padded,
-        padded_old=padded_old,
-        padded_ref=padded_ref,
-        mask=mask,
-        sequence=torch.arange(count, device=device).repeat_interleave(length),
-        length=length,
-        advantage=advantage,
-        desirable=torch.arange(count, device=device) < count // 2,
-        mismatched=mismatched,
-        completion_mask=mask.long(),
-        zeros=rows.zeros,
-        ids=rows.ids,
-        row_mask=rows.row_mask,
-        ref_sum=padded_ref.sum(1),
-        old_sum=padded_old.sum(1),
-    )
-    upstream = {name: torch.ones((), device=device) for name in OURS}
-    return Inputs(Shape(count, tokens), tensors._asdict(), (), upstream)
+    sequence = torch.arange(count, device=device).repeat_interleave(length)
+    desirable = torch.arange(count, device=device) < count // 2
+    trl = trl_losses.make_rows(padded, mask)
+    theirs = mask.long(), trl.zeros, trl.ids, trl.row_mask, padded_ref.sum(1), padded_old.sum(1)
+    per_token = *flat, padded, padded_old, padded_ref, mask, sequence
+    return Tensors._make([*per_token, length, advantage, desirable, mismatched, *theirs])._asdict()
 
 
 def _mean(loss: Tensor, stats: ob.types.Stats) -> Tensor:
@@ -219,11 +187,11 @@ def trl(*arguments: Any) -> tuple[Tensor, ...]:
     return (THEIRS[name](Tensors(*tensors)),)
 
 
-def collect(inputs: Inputs, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradient by flat log-probs: of padded rows the entries that are tokens."""
-    if "d_padded" in gradients:
-        return {"d_logp": gradients["d_padded"][inputs.tensors["mask"]]}
-    return gradients
+def collect(inputs: Inputs, outcome: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the gradient by flat log-probs: of padded rows the entries that are tokens."""
+    if (gradient := outcome.pop("d_padded", None)) is not None:
+        outcome["d_logp"] = gradient[inputs.tensors["mask"]]
+    return outcome
 
 
 def products(inputs: Inputs, kind: str, dtype: torch.dtype) -> Products:
@@ -252,14 +220,11 @@ OPERATION = Operation(
     default_outputs=_NAMES,
     mean=("", 0),
     passes=PASSES,
-    shapes=NAMED,
+    shapes=SHAPES,
     sizes="completions x tokens",
-    shape=lambda sizes: Shape(*sizes),
-    inputs={"random": random_inputs},
+    shape=lambda completions, tokens: (completions, tokens),
+    inputs={"random": random_tensors},
+    per_row=(),
     products=products,
     collect=collect,
 )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    return harness.main(OPERATION, arguments, __doc__)

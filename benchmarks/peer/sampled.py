@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -27,13 +27,6 @@ COMPARED = 2  # prompts of that step
 _SHOTS, _LONG = 6, 280  # answered questions before the one that is asked, and letters of none: 256 tokens or so
 _TINY: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
 _TINY |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
-
-
-class Completions(NamedTuple):
-    """So many to each prompt, of so many tokens."""
-
-    group: int
-    tokens: int
 
 
 def questions(pairs: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -100,9 +93,9 @@ def gradient_kept(path: Path) -> Iterator[None]:
         hook.remove()
 
 
-def full_length(metrics: Sequence[dict[str, Any]], wanted: Completions) -> bool:
-    """True if hardly a completion ended before it was cut."""
-    return all(line["completions/mean_length"] >= (1 - CUT) * wanted.tokens for line in metrics)
+def full_length(metrics: Sequence[dict[str, Any]], tokens: int) -> bool:
+    """True if hardly a completion ended before it was cut at so many tokens."""
+    return all(line["completions/mean_length"] >= (1 - CUT) * tokens for line in metrics)
 
 
 def replay(samples: Path) -> Callable[[Sequence[Any], Any], dict[str, Any]]:

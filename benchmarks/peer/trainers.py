@@ -10,21 +10,22 @@ of the process, beside which stands what it takes before it has loaded a model.
 """
 
 import argparse
-import datetime
 import importlib
+import io
 import json
 import os
+import pkgutil
 import platform
 import resource
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
-from itertools import pairwise
+from datetime import date
+from itertools import cycle, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,36 +35,51 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..measure import resident_bytes
 from ..operation import unknown_name
-from ..real_model import preference_pairs, smollm2, write_jsonl
+from ..real_model import labeled, preference_pairs, smollm2, write_jsonl
 from ..report import figure, load, show_table, table, versions
+from ..worker import Worker
 from . import sampled
 
 PEER = "trl"
 AGREEMENT = 1e-4
 HEADER = ["provider", "difference", "s per step", "min–max", "÷peer", "CPU s", "÷peer"]
 HEADER += ["peak MB", "÷peer", "imports MB"]
-_MEGABYTES = 2**20 / 1e6  # of a MiB
 Rows = Iterator[dict[str, Any]]
-Metrics = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Recipe:
     """One of our recipes beside the trainer that does the same."""
 
+    name: str  # of our settings, and of the peer's trainer and its configuration
+    module: str  # of `loops.recipes`
     rows: Callable[[Rows], Rows]  # examples from preference pairs; as many as there are
-    ours: dict[str, Any]  # fields of its configuration
-    trainer: str  # name of the peer's trainer
-    theirs: dict[str, Any]  # fields of its configuration
-    providers: dict[str, dict[str, Any]] = field(default_factory=dict)  # further ones, with the fields that they change
-    sampling: sampled.Completions | None = None  # where each side samples; None where both are given completions
+    ours: dict[str, Any]  # fields of our settings
+    theirs: dict[str, Any]  # fields of the peer's configuration
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)  # further providers, with the fields that they change
     model: Callable[[Path | None, Path], Path] = lambda given, directory: given or smollm2()  # written to the directory
 
-    def names(self) -> tuple[str, ...]:
-        return (PEER, "trl without checkpointing", "burnish", *self.providers)
+    @property
+    def providers(self) -> dict[str, dict[str, Any]]:
+        """Names, with the fields that each changes."""
+        return {
+            PEER: {},
+            f"{PEER} without checkpointing": {"gradient_checkpointing": False},
+            "burnish": {},
+            **self.more,
+        }
 
-    def changes(self, provider: str) -> dict[str, Any]:
-        return {"trl without checkpointing": {"gradient_checkpointing": False}, **self.providers}.get(provider, {})
+    @property
+    def samples(self) -> dict[str, int] | None:
+        """Completions to a prompt, and their tokens, if each side samples its own; None if both are given them."""
+        fields = {"group": "group_size", "tokens": "max_tokens"}
+        return {name: self.ours[key] for name, key in fields.items()} if "group_size" in self.ours else None
+
+    def resolve(self) -> tuple[Any, Any]:
+        """Our settings and our recipe, imported on use."""
+        recipes = f"{__package__.partition('.')[0]}.loops.recipes"
+        run = f"{recipes}.{self.module}:run_{self.name.lower()}"
+        return pkgutil.resolve_name(f"{recipes}.settings:{self.name}"), pkgutil.resolve_name(run)
 
 
 def completions(pairs: Rows) -> Rows:
@@ -72,84 +88,59 @@ def completions(pairs: Rows) -> Rows:
         yield {"prompt": pair["prompt"], "completion": pair["chosen"]}
 
 
-def labeled(pairs: Rows) -> Rows:
-    """Alternately the right answer to a question, and the wrong one to the next."""
-    for i, pair in enumerate(pairs):
-        kind = ("chosen", "rejected")[i % 2]
-        yield {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
+def alternating(pairs: Rows) -> Rows:
+    """The right answer to a question, and the wrong one to the next."""
+    return labeled(pairs, cycle(("chosen", "rejected")))
 
 
 _PRECOMPUTED = {"burnish precompute": {"reference": "precompute"}}
+_APO = "apo_zero_unpaired"  # not the loss `kto`: each side pairs prompts with other completions of its own for z0
+_SAMPLED: dict[str, Any] = {"group_size": 8, "max_tokens": 64, "rewards": {f"{sampled.__name__}:vowels": 1.0}}
+_SAMPLED |= {"old_logprobs": "recomputed", "max_prompt_length": None}
+_TRL_SAMPLED: dict[str, Any] = {"num_generations": 8, "max_completion_length": 64, "loss_type": "grpo"}
+_TRL_SAMPLED |= {"shuffle_dataset": False}
+_TRL_SAMPLED |= {"per_device_train_batch_size": 8}  # its default; on a CPU it makes logits of every token of these rows
+_GROUPS = {"burnish by groups": {"micro_tokens": 1024}}
 RECIPES = {
-    "dpo": Recipe(lambda pairs: pairs, {"reference": "copy"}, "DPO", {"beta": 0.1}, _PRECOMPUTED),
-    "sft": Recipe(completions, {}, "SFT", {}),
-    # Not with the loss `kto`: each side pairs prompts with other completions of its own for z0.
+    "dpo": Recipe("DPO", "preference", lambda pairs: pairs, {"reference": "copy"}, {"beta": 0.1}, _PRECOMPUTED),
+    "sft": Recipe("SFT", "sft", completions, {}, {}),
     "kto": Recipe(
-        labeled,
-        {"reference": "copy", "loss": "apo_zero_unpaired"},
-        "KTO",
-        {"beta": 0.1, "loss_type": "apo_zero_unpaired"},
-        _PRECOMPUTED,
+        "KTO", "kto", alternating, {"reference": "copy", "loss": _APO}, {"beta": 0.1, "loss_type": _APO}, _PRECOMPUTED
     ),
-    "grpo": Recipe(
-        sampled.questions,
-        {
-            "old_logprobs": "recomputed",
-            "group_size": 8,
-            "max_tokens": 64,
-            "max_prompt_length": None,
-            "rewards": {f"{sampled.__name__}:vowels": 1.0},
-        },
-        "GRPO",
-        {
-            "per_device_train_batch_size": 8,  # its default; without a GPU it makes logits of every token of these rows
-            "num_generations": 8,
-            "max_completion_length": 64,
-            "loss_type": "grpo",
-            "shuffle_dataset": False,
-        },
-        {"burnish by groups": {"micro_tokens": 1024}},
-        sampled.Completions(group=8, tokens=64),
-        sampled.talkative,
-    ),
+    "grpo": Recipe("GRPO", "grpo", sampled.questions, _SAMPLED, _TRL_SAMPLED, _GROUPS, sampled.talkative),
 }
 
 
-def parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0; 1 if ours does not agree with the peer, or one could not run; 2 for a mistake in the arguments."""
     parser = argparse.ArgumentParser(
         prog="burnish bench loops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--recipe", choices=RECIPES, default="dpo")
-    names = "; ".join(f"{name}: {', '.join(recipe.names())}" for name, recipe in RECIPES.items())
-    add("--providers", nargs="+", metavar="NAME", help=f"the peer, and some of the recipe's: {names}")
+    providers = "; ".join(f"{name}: {', '.join(recipe.providers)}" for name, recipe in RECIPES.items())
+    add("--providers", nargs="+", metavar="NAME", help=f"the peer, and some of the recipe's: {providers}")
     add("--model", type=Path, help="directory of another model")
     add("--steps", type=int, default=6, help="the first is not timed")
     add("--batch_size", type=int, default=8, help="examples a step, or prompts")
     add("--rounds", type=int, default=2, help="in each, every provider runs once, in a process of its own")
     add("--output", type=Path, default=Path("runs/bench"), help="directory of loops.json, loops.md and loops.png")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if ours does not agree with the peer, or one could not run; 2 for a mistake in the arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(arguments)
-    known = RECIPES[options.recipe].names()
-    wanted = options.providers or known
-    try:
-        for name in wanted:
-            if name not in known:
-                raise unknown_name("provider", name, known, f"Known are {', '.join(map(repr, known))}")
-        if options.steps < 2 or options.rounds < 1 or options.batch_size < 1:
-            raise ValueError("--steps must be >= 2, --rounds and --batch_size >= 1")
-    except ValueError as error:
-        print(f"burnish bench loops: {error}", file=sys.stderr)
+    options = parser.parse_args(arguments)
+    known = RECIPES[options.recipe].providers
+    wanted = options.providers or list(known)
+    problem = None
+    if unknown := [name for name in wanted if name not in known]:
+        problem = unknown_name("provider", unknown[0], known, f"Known are {', '.join(map(repr, known))}")
+    if options.steps < 2 or options.rounds < 1 or options.batch_size < 1:
+        problem = ValueError("--steps must be >= 2, --rounds and --batch_size >= 1")
+    if problem:
+        print(f"burnish bench loops: {problem}", file=sys.stderr)
         return 2
     names = (PEER, *(name for name in known if name in wanted and name != PEER))
     try:
         report = compare(options.recipe, options.steps, options.batch_size, options.rounds, names, options.model)
-    except (RuntimeError, ImportError) as error:
+    except (RuntimeError, ImportError, ValueError) as error:
         print(f"burnish bench loops: {error}", file=sys.stderr)
         return 1
     report = {"command": shlex.join(["burnish", "bench", "loops", *arguments])} | report
@@ -168,31 +159,29 @@ def compare(
         directory = Path(temporary)
         model = chosen.model(model, directory)
         data = write_jsonl(directory / "rows.jsonl", chosen.rows(preference_pairs(steps * batch_size, seed=0)))
-        differences = gradient_differences(recipe, names, model, data) if chosen.sampling else {}
+        differences = gradient_differences(recipe, names, model, data) if chosen.samples else {}
         for _ in range(rounds):
             for name in names:
                 results[name].append(in_own_process(recipe, name, model, data, batch_size, steps))
-    if not chosen.sampling:
-        differences = {name: loss_difference(runs[0], results[PEER][0]) for name, runs in results.items()}
+    if not chosen.samples:
+        losses = {name: runs[0]["losses"] for name, runs in results.items()}
+        both = {name: zip(each, losses[PEER], strict=True) for name, each in losses.items()}
+        differences = {name: max(abs(a - b) for a, b in pairs) for name, pairs in both.items()}
+    limit = sampled.AGREEMENT if chosen.samples else AGREEMENT
     return {
         "recipe": recipe,
         "model": model.name,
-        "date": datetime.date.today().isoformat(),
+        "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load": {"before": before, "after": load()},
         "versions": versions(("torch", "transformers", "trl", "accelerate")),
         "steps": steps,
         "batch_size": batch_size,
-        "answers": chosen.sampling and chosen.sampling._asdict(),
+        "answers": chosen.samples,
         "rounds": rounds,
-        "figures": {name: summarize(runs, differences.get(name), chosen.sampling) for name, runs in results.items()},
+        "figures": {name: summarize(runs, differences.get(name), limit) for name, runs in results.items()},
     }
-
-
-def loss_difference(ours: dict[str, Any], peer: dict[str, Any]) -> float:
-    """The largest over all steps."""
-    return float(max(abs(a - b) for a, b in zip(ours["losses"], peer["losses"], strict=True)))
 
 
 def gradient_differences(recipe: str, names: Iterable[str], model: Path, data: Path) -> dict[str, float]:
@@ -210,11 +199,9 @@ def gradient_differences(recipe: str, names: Iterable[str], model: Path, data: P
         }
 
 
-def summarize(
-    runs: list[dict[str, Any]], difference: float | None, sampling: sampled.Completions | None
-) -> dict[str, Any]:
+def summarize(runs: list[dict[str, Any]], difference: float | None, limit: float) -> dict[str, Any]:
     """Figures of the runs of one provider; the ``difference`` from the peer is None for the peer in another setting."""
-    agrees = difference is None or difference <= (sampled.AGREEMENT if sampling else AGREEMENT)
+    agrees = difference is None or difference <= limit
     seconds = [s for run in runs for s in run["seconds"]]
     return {
         "losses": runs[0]["losses"],
@@ -231,37 +218,30 @@ def summarize(
 
 def cells(report: dict[str, Any]) -> Iterator[list[str]]:
     """The rows of the table as text."""
-    peer = report["figures"][PEER]
+    peer, keys = report["figures"][PEER], ("seconds_median", "processor_seconds_median", "peak_mib")
     for name, figures in report["figures"].items():
         difference = "" if figures["difference"] is None else f"{figures['difference']:.0e}"
         if not figures["agrees"]:
             yield [name, difference, "failed", *[""] * (len(HEADER) - 3)]
             continue
-        seconds, ratio = _share(figures, peer, "seconds_median")
+        time_share, processor_share, memory_share = (f"{figures[key] / peer[key]:.2f}" for key in keys)
         span = f"{figures['seconds_min']:.3g}–{figures['seconds_max']:.3g}"
-        processors = _share(figures, peer, "processor_seconds_median")
-        memory = _share(figures, peer, "peak_mib", _MEGABYTES, ".0f")
-        imports = f"{figures['imported_mib'] * _MEGABYTES:.0f}"
-        yield [name, difference, seconds, span, ratio, *processors, *memory, imports]
-
-
-def _share(
-    figures: dict[str, Any], peer: dict[str, Any], key: str, unit: float = 1.0, digits: str = ".3g"
-) -> list[str]:
-    return [f"{figures[key] * unit:{digits}}", f"{figures[key] / peer[key]:.2f}"]
+        seconds, processors = (f"{figures[key]:.3g}" for key in keys[:2])
+        peak, imports = (f"{figures[key] * 2**20 / 1e6:.0f}" for key in ("peak_mib", "imported_mib"))
+        yield [name, difference, seconds, span, time_share, processors, processor_share, peak, memory_share, imports]
 
 
 def save(report: dict[str, Any], directory: Path) -> None:
     """``loops.json``, ``loops.md`` and ``loops.png``."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "loops.json").write_text(json.dumps(report, indent=1) + "\n")
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     load = "load {before} before, {after} after".format_map(report["load"])
     setting = f"{report['model']}, {report['steps']} steps of {report['batch_size']}, {report['rounds']} rounds, {load}"
     if report["answers"]:
         setting += ", {group} completions of {tokens} tokens to a prompt".format_map(report["answers"])
     machine = report["gpu"] or report["machine"]
-    lines = [f"# `{report['command']}`", "", f"{machine}; {versions}; {report['date']}; {setting}.", ""]
+    lines = [f"# `{report['command']}`", "", f"{machine}; {packages}; {report['date']}; {setting}.", ""]
     (directory / "loops.md").write_text("\n".join([*lines, *table(HEADER, cells(report))]) + "\n")
     plot(report, directory / "loops.png")
 
@@ -280,17 +260,14 @@ def plot(report: dict[str, Any], path: Path) -> None:
     picture.savefig(path, dpi=120)
 
 
-def in_own_process(
-    recipe: str, provider: str, model: Path, data: Path, batch_size: int, steps: int, *evidence: Path
-) -> dict[str, Any]:
+def in_own_process(recipe: str, provider: str, *arguments: Any) -> dict[str, Any]:
     """`run_provider`, in another process."""
-    arguments = (recipe, provider, model, data, batch_size, steps, *evidence)
-    command = [sys.executable, "-m", __name__, *map(str, arguments)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{provider} failed:\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with closing(Worker()) as worker:
+        try:
+            result: dict[str, Any] = worker.call(run_provider, recipe, provider, *arguments)
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(f"{provider} failed: {error}") from error
     return result
 
 
@@ -299,23 +276,24 @@ def run_provider(
 ) -> dict[str, Any]:
     """Train; the gradient of the first step and its completions are kept in ``evidence``, if it is given."""
     chosen = RECIPES[recipe]
-    fields, train = chosen.changes(provider), train_trl if provider.startswith(PEER) else train_burnish
+    fields, train = chosen.providers[provider], train_trl if provider.startswith(PEER) else train_burnish
     if train is train_trl:
-        getattr(importlib.import_module("trl"), f"{chosen.trainer}Trainer")
+        getattr(importlib.import_module("trl"), f"{chosen.name}Trainer")
     else:
-        from ...loops.cli import main as _  # noqa: F401  its memory counts before the model's
+        chosen.resolve()  # its memory counts before the model's
     imported = _peak_mib()
     if evidence is not None and train is train_trl:
         samples = next(evidence.glob(f"*/{sampled.SAMPLES}"))
         fields = fields | {"rollout": sampled.replay(samples), "max_grad_norm": 0.0}
     elif evidence is not None:
         fields = fields | {"output": str(evidence / provider), "max_grad_norm": float("inf")}
-    with clock() as marks, sampled.gradient_kept(evidence / f"{provider}.pt") if evidence else nullcontext():
+    kept = sampled.gradient_kept(evidence / f"{provider}.pt") if evidence else nullcontext()
+    with redirect_stdout(io.StringIO()), clock() as marks, kept:
         metrics = train(model, data, batch_size, steps, recipe=recipe, **fields)
     wall, processors = ([b - a for a, b in pairwise(times)] for times in zip(*marks, strict=True))
     return {
         "losses": [line["loss"] for line in metrics],
-        "full_length": chosen.sampling is None or sampled.full_length(metrics, chosen.sampling),
+        "full_length": not chosen.samples or sampled.full_length(metrics, chosen.ours["max_tokens"]),
         "seconds": wall,
         "processor_seconds": processors,
         "imported_mib": imported,
@@ -349,29 +327,17 @@ def train_burnish(
     learning_rate: float = 1e-6,
     recipe: str = "dpo",
     **fields: Any,
-) -> Metrics:
+) -> list[dict[str, Any]]:
     """Metrics of each step."""
-    from ...loops.recipes.grpo import run_grpo
-    from ...loops.recipes.kto import run_kto
-    from ...loops.recipes.preference import run_dpo
-    from ...loops.recipes.settings import DPO, GRPO, KTO, SFT
-    from ...loops.recipes.sft import run_sft
-
-    make: Any
-    run: Any
-    make, run = {
-        "dpo": (DPO, run_dpo),
-        "sft": (SFT, run_sft),
-        "kto": (KTO, run_kto),
-        "grpo": (GRPO, run_grpo),
-    }[recipe]
-    with tempfile.TemporaryDirectory() as directory:
-        batch = {"prompts_per_rollout" if recipe == "grpo" else "batch_size": batch_size}
-        common = {"steps": steps, **batch, "learning_rate": learning_rate}
-        fixed = {"schedule": "constant", "shuffle": False, "output": directory}
-        config = make(model=str(model), data=str(data), **(common | fixed | RECIPES[recipe].ours | fields))
+    chosen = RECIPES[recipe]
+    settings, run = chosen.resolve()
+    with tempfile.TemporaryDirectory() as output:
+        batch = {"prompts_per_rollout" if chosen.samples else "batch_size": batch_size}
+        fixed = {"steps": steps, "learning_rate": learning_rate, "schedule": "constant", "shuffle": False}
+        places = {"model": str(model), "data": str(data), "output": output}
+        config = settings(**(places | batch | fixed | chosen.ours | fields))
         run(config)
-        return [json.loads(line) for line in (Path(config.output) / "metrics.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in Path(config.output, "metrics.jsonl").read_text().splitlines()]
 
 
 def train_trl(
@@ -383,7 +349,7 @@ def train_trl(
     recipe: str = "dpo",
     rollout: Callable[..., Any] | None = None,
     **fields: Any,
-) -> Metrics:
+) -> list[dict[str, Any]]:
     """Metrics of each step of the peer's trainer, with its defaults where nothing is said.
 
     Args:
@@ -397,8 +363,8 @@ def train_trl(
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    rows = batch_size * (peer.sampling.group if peer.sampling else 1)
-    more: dict[str, Any] = {"reward_funcs": sampled.vowels, "rollout_func": rollout} if peer.sampling else {}
+    rows = batch_size * peer.ours.get("group_size", 1)
+    more: dict[str, Any] = {"reward_funcs": sampled.vowels, "rollout_func": rollout} if peer.samples else {}
     with tempfile.TemporaryDirectory() as output:
         settings = {
             "output_dir": output,
@@ -422,18 +388,12 @@ def train_trl(
             **fields,
         }
         settings["gradient_accumulation_steps"] = rows // settings["per_device_train_batch_size"]
-        trainer = getattr(trl, f"{peer.trainer}Trainer")(
+        trainer = getattr(trl, f"{peer.name}Trainer")(
             model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
             processing_class=tokenizer,
             train_dataset=load_dataset("json", data_files=str(data), split="train"),
-            args=getattr(trl, f"{peer.trainer}Config")(**settings),
+            args=getattr(trl, f"{peer.name}Config")(**settings),
             **more,
         )
         trainer.train()
     return [line for line in trainer.state.log_history if "loss" in line]
-
-
-if __name__ == "__main__":
-    recipe, provider, model, data, batch_size, steps, *evidence = sys.argv[1:]
-    sizes = int(batch_size), int(steps)
-    print(json.dumps(run_provider(recipe, provider, Path(model), Path(data), *sizes, *map(Path, evidence))))

@@ -3,13 +3,15 @@
 import importlib
 import os
 import sys
+import threading
 import time
 
 import pytest
 import torch
-from burnish.benchmarks import clocks
-from burnish.benchmarks.clocks import Clocks, shown
+from burnish.benchmarks import measure
 from burnish.benchmarks.gpu import ceilings
+from burnish.benchmarks.measure import clocks
+from burnish.benchmarks.report import shown
 from burnish.kernels import passes
 
 SHAPE = (40, 32, 257)
@@ -99,6 +101,7 @@ SMI = """#!{python}
 import sys
 assert "--query-gpu=clocks.sm,power.draw,temperature.gpu" in sys.argv, sys.argv
 print("1755, 690.5, 61")
+open(sys.argv[0] + ".asked", "a").write("again")
 """
 
 
@@ -107,14 +110,14 @@ def test_clocks_are_what_nvidia_smi_says_meanwhile(tmp_path, monkeypatch):
     smi.write_text(SMI.format(python=sys.executable))
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(clocks, "_which", lambda device: [])
-    with Clocks(torch.device("cuda"), pause=0.01) as asked:
-        end = time.monotonic() + 30
-        while not asked._samples and time.monotonic() < end:
-            time.sleep(0.01)
-    assert asked.result.pop("samples") >= 1
-    assert asked.result == {"mhz": 1755, "watts": 690.5, "celsius": 61}
-    assert shown(asked.result) == "1755 / 690 / 61"
+    monkeypatch.setattr(measure, "_which", lambda device: [])
+    with clocks(torch.device("cuda"), pause=0.01) as state:
+        asked, end = tmp_path / "nvidia-smi.asked", time.monotonic() + 30
+        while not (asked.exists() and len(asked.read_text()) > len("again")) and time.monotonic() < end:
+            time.sleep(0.01)  # until it is asked a second time
+    assert state.pop("samples") >= 1
+    assert state == {"mhz": 1755, "watts": 690.5, "celsius": 61}
+    assert shown(state) == "1755 / 690 / 61"
 
 
 @pytest.mark.parametrize(
@@ -130,19 +133,19 @@ def test_clocks_that_are_not_to_be_had_are_said_to_be_absent(tmp_path, monkeypat
         (tmp_path / "nvidia-smi").write_text(script)
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with Clocks(torch.device("cuda")) as asked:
-        end = time.monotonic() + 30
-        while "in time" in asked._absent and time.monotonic() < end:
-            time.sleep(0.01)
-    assert why in asked.result["absent"] and shown(asked.result) == "unknown"
+    with clocks(torch.device("cuda")) as state:
+        for thread in threading.enumerate():
+            if thread.name == "nvidia-smi":
+                thread.join(30)  # it ends with the first failure
+    assert why in state["absent"] and shown(state) == "unknown"
 
 
 def test_on_a_cpu_there_are_no_clocks():
-    with Clocks(torch.device("cpu")) as asked:
+    with clocks(torch.device("cpu")) as state:
         pass
-    assert asked.result is None and shown(asked.result) == ""
+    assert state == {} and shown(state) == ""
 
 
 def test_the_clocks_are_medians_and_the_highest_temperature():
-    found = clocks.summarize([(1000, 500, 50), (1700, 700, 60), (1800, 690, 55)])
+    found = measure.summarize([(1000, 500, 50), (1700, 700, 60), (1800, 690, 55)])
     assert found == {"mhz": 1700, "watts": 690, "celsius": 60, "samples": 3}

@@ -6,7 +6,7 @@ import time
 import pytest
 from burnish.benchmarks.gpu import chain as chains
 from burnish.benchmarks.gpu.chain import Book, Unit, attempted, chain, version
-from burnish.benchmarks.worker import Lost, Worker, call_here
+from burnish.benchmarks.worker import Lost, Worker
 from tasks import no_memory, returns, sleeps
 
 
@@ -82,7 +82,7 @@ def test_guesses_are_corrected_by_what_the_others_took(run):
 def test_new_code_of_ours_is_measured_again_and_the_peers_are_not(run, tmp_path, monkeypatch):
     for room in ("benchmarks/gpu", "kernels", "objectives"):
         (tmp_path / "tree" / room).mkdir(parents=True)
-    for name in ("measure", "kernels", "gpu/ceilings"):
+    for name in ("measure", "operation", "kernels", "gpu/ceilings"):
         (tmp_path / "tree" / "benchmarks" / f"{name}.py").write_text(name)
     kernel = tmp_path / "tree" / "kernels" / "passes.py"
     kernel.write_text("old")
@@ -149,9 +149,9 @@ def test_an_error_is_tried_again_by_the_next_call_and_a_row_that_failed_too(run)
 def test_each_way_to_end_is_a_record():
     worker = Worker()
 
-    def record(function, *arguments, call=worker.call, limit=60.0):
+    def record(function, *arguments, worker=worker, limit=60.0):
         measured = Unit("head", "a", "x", 0.5, 1, function, arguments)
-        found = attempted(call, measured, limit, patience=1.5, clock=time.monotonic)
+        found = attempted(worker, measured, limit, patience=1.5, clock=time.monotonic)
         return found["status"], found.get("found", found.get("reason"))
 
     try:
@@ -162,10 +162,11 @@ def test_each_way_to_end_is_a_record():
         assert record(sleeps, limit=1.0) == ("cut", "not done after 1 s")
     finally:
         worker.close()
-    assert record(returns, 9, call=call_here) == ("done", 9)
-    assert record(no_memory, call=call_here) == ("failed", "RuntimeError('no room for the truth')")
+    here = Worker(isolated=False)
+    assert record(returns, 9, worker=here) == ("done", 9)
+    assert record(no_memory, worker=here) == ("failed", "RuntimeError('no room for the truth')")
 
-    def lost(*_):
+    def lost():
         raise Lost("gone")
 
-    assert record(returns, 1, call=lost) == ("lost", "gone")
+    assert record(lost, worker=here) == ("lost", "gone")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from burnish.benchmarks import divergence
-from burnish.benchmarks.divergence import OPERATION, PROVIDERS, naive, random_inputs
+from burnish.benchmarks.divergence import OPERATION, PROVIDERS, naive
 from burnish.benchmarks.operation import Provider, with_triton
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ def rows(report):
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_the_definition_is_that_of_the_paper(beta):
-    inputs = random_inputs(SHAPE, torch.float64, CPU)
+    inputs = OPERATION.make_inputs(SHAPE, torch.float64)
     hs, ws, ht, wt = inputs.tensors.values()
     (found,) = naive(hs, ws, ht, wt, ("divergence",), beta=beta)
     p, q = (hs @ ws.t()).softmax(-1), (ht @ wt.t()).softmax(-1)
@@ -94,7 +94,7 @@ def test_shapes_have_one_width_or_two():
 )
 def test_a_floor_is_named_by_its_operations(kind, beta, floors):
     for widths in ((8, 8), (4, 12)):
-        inputs = random_inputs((12, *widths, 61), torch.float32, CPU, settings={"beta": beta})
+        inputs = OPERATION.make_inputs((12, *widths, 61), torch.float32, settings=[("beta", beta)])
         found = divergence.products(inputs, kind, torch.float32)
         for name, counts in found.floors.items():
             done = sum(found.flops[step] * count for step, count in counts.items())

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from burnish.benchmarks import divergence, kernels
-from burnish.benchmarks.kernels import random_inputs
 
 N, D, V = 6, 4, 11
 
@@ -71,7 +70,7 @@ def without_ctx(found):
 
 
 NLL, ENTROPY = torch.arange(1.0, N + 1), torch.full((N,), 0.5)
-HEAD = tuple(random_inputs((N, D, V), torch.float32, torch.device("cpu")).tensors.values())
+HEAD = tuple(kernels.OPERATION.make_inputs((N, D, V), torch.float32).tensors.values())
 
 
 @pytest.mark.parametrize(("outputs", "reduction"), [(("loss",), "mean"), (("logprob",), "none")])
@@ -141,7 +140,7 @@ def test_trl_divergence(monkeypatch):
     found = without_ctx(signature("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction.forward"))
     stub = Stub(found, (NLL, ENTROPY))
     install(monkeypatch, divergence, "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction", stub)
-    heads = tuple(divergence.random_inputs((N, D, 2 * D, V), torch.float32, torch.device("cpu")).tensors.values())
+    heads = tuple(divergence.OPERATION.make_inputs((N, D, 2 * D, V), torch.float32).tensors.values())
     assert divergence.trl(*heads, ("divergence",), beta=0.3) == (NLL,)
     names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
     assert [stub.given[name] is x for name, x in zip(names, heads, strict=True)] == [True] * 4
@@ -152,7 +151,7 @@ def test_liger_divergence(monkeypatch):
     found = signature("liger_kernel.transformers.functional", "liger_fused_linear_jsd")
     stub = Stub(found, NLL.mean())
     install(monkeypatch, divergence, "liger_kernel.transformers.functional", "liger_fused_linear_jsd", stub)
-    heads = tuple(divergence.random_inputs((N, D, 2 * D, V), torch.float32, torch.device("cpu")).tensors.values())
+    heads = tuple(divergence.OPERATION.make_inputs((N, D, 2 * D, V), torch.float32).tensors.values())
     assert divergence.liger(*heads, ("loss",), beta=0.3, accumulate=torch.float32) == (NLL.mean(),)
     names = ("student_input", "student_weight", "teacher_input", "teacher_weight")
     assert [stub.given[name] is x for name, x in zip(names, heads, strict=True)] == [True] * 4

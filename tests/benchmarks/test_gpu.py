@@ -4,17 +4,19 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
 from burnish.benchmarks.__main__ import main
 from burnish.benchmarks.gpu import run as gpu
 from burnish.benchmarks.gpu.chain import version
-from burnish.benchmarks.gpu.run import PARTS, Options
+from burnish.benchmarks.gpu.run import PARTS
 from burnish.benchmarks.gpu.targets import targets
 from burnish.benchmarks.kernels import PROVIDERS
 from burnish.benchmarks.operation import Provider
 from burnish.benchmarks.report import merged
+from burnish.benchmarks.worker import Worker
 
 H200 = {"gpu": "NVIDIA H200"}
 TINY = ["gpu", "--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--seconds", "0.001", "--no-memory"]
@@ -198,6 +200,11 @@ def test_a_provider_that_dies_or_hangs_loses_a_row_and_the_chain_goes_on(tmp_pat
     assert "danger:hangs is not asked again: logprob" in done.stdout and "nothing is left" in done.stdout
 
 
+def options_for(device, shapes, providers, shape):
+    here = {"more": [], "missing": {}, "worker": Worker(isolated=False), "patience": 60.0}
+    return Namespace(device=device, shapes=shapes, providers=providers, shape=shape, **here)
+
+
 def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
     """As on a GPU with every package, which none of this needs."""
     for name in ("kernels", "divergence", "objectives"):
@@ -206,10 +213,9 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
             present = Provider(key, provider.compute, provider.gives)
             monkeypatch.setitem(operation.providers, key, present)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    missing = {}
-    options = Options("cuda", None, None, [])
-    units = {part: list(PARTS[part](part, options, missing)) for part in PARTS}
-    assert missing == {} and all(units.values())
+    options = options_for("cuda", None, None, (8192, 4096, 151936))
+    units = {part: list(PARTS[part](part, options)) for part in PARTS}
+    assert options.missing == {} and all(units.values())
     assert [unit.provider for unit in units["compiled"]] == ["compiled"]
     unwanted = {"burnish-reference", "burnish-torch", "compiled"}
     assert not unwanted & {unit.provider for part, each in units.items() if part != "compiled" for unit in each}
@@ -223,7 +229,8 @@ def test_each_part_names_units_for_a_gpu_without_the_slow_ones(monkeypatch):
 
 
 def test_digits_are_asked_of_cublas_and_of_the_named_providers():
-    units = PARTS["digits"]("digits", Options("cpu", ["tiny"], ["burnish", "naive"], []), {})
+    options = options_for("cpu", ["tiny"], ["burnish", "naive"], (64, 32, 257))
+    units = PARTS["digits"]("digits", options)
     assert [unit.provider for unit in units if unit.case == "log-probs"] == ["cublas", "naive"]
 
 

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 import torch
 from burnish.benchmarks.__main__ import main
-from burnish.benchmarks.kernels import NAMED, PROVIDERS, naive
+from burnish.benchmarks.kernels import PROVIDERS, SHAPES, naive
 from burnish.benchmarks.operation import Provider, with_triton
 from burnish.benchmarks.report import cells as report_rows
 
@@ -229,4 +229,4 @@ def test_an_unknown_benchmark_is_told_the_nearest(capsys):
 
 def test_the_grid_is_that_of_the_study():
     sizes = [(n, d, v) for n in (8192, 16384) for d in (2048, 4096) for v in (128256, 151936, 262144)]
-    assert list(NAMED["grid"]) == sizes
+    assert list(SHAPES["grid"]) == sizes

@@ -5,16 +5,14 @@ import dataclasses
 import pytest
 import torch
 from burnish.benchmarks.peer import objectives
-from burnish.benchmarks.peer.objectives import OURS, PROVIDERS, THEIRS, Tensors, random_inputs
+from burnish.benchmarks.peer.objectives import OPERATION, OURS, PROVIDERS, THEIRS, Tensors
 
 pytest.importorskip("trl", reason="the peer is not installed")
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def inputs():
-    return random_inputs((8, 100), torch.float64, CPU)
+    return OPERATION.make_inputs((8, 100), torch.float64)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -69,4 +67,4 @@ def test_without_the_peer_there_is_nothing_to_hold_them_to(bench, monkeypatch, c
 @pytest.mark.parametrize("shape", [(7, 100), (8, 15)])
 def test_answers_that_can_not_be_paired_or_have_no_tokens_are_refused(shape):
     with pytest.raises(ValueError, match="an even number of completions, 2 tokens for each"):
-        random_inputs(shape, torch.float32, CPU)
+        OPERATION.make_inputs(shape, torch.float32)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from burnish.benchmarks.__main__ import main
-from burnish.benchmarks.kernels import OPERATION, PROVIDERS, naive, our_provider, our_providers, random_inputs
+from burnish.benchmarks.kernels import OPERATION, PROVIDERS, naive, our_provider, our_providers
+from burnish.benchmarks.measure import compute
 from burnish.benchmarks.operation import Provider, needs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -42,10 +43,10 @@ def test_a_provider_of_logprob_can_be_asked_for_the_loss_and_nothing_more():
 
 
 def test_an_output_of_the_wrong_shape_is_an_error_not_a_broadcast():
-    inputs = random_inputs((3, 2, 5), torch.float32, CPU)
+    inputs = OPERATION.make_inputs((3, 2, 5), torch.float32)
     provider = Provider("mean", lambda hidden, weight, target, outputs: (hidden.mean(),))
     with pytest.raises(ValueError, match=r"mean: logprob must be \[3\], got \[\]"):
-        OPERATION.compute(provider, inputs.tensors, ("logprob",), inputs)
+        compute(inputs, provider, inputs.tensors, ("logprob",))
 
 
 def test_every_backend_of_ours_is_measured_and_the_one_that_keeps_logits_in_each_mode():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from burnish.benchmarks.peer.sampled import (
     SAMPLES,
-    Completions,
     distance,
     full_length,
     questions,
@@ -56,9 +55,7 @@ def test_the_reward_is_the_share_of_vowels():
 
 def test_completions_have_their_length_if_hardly_one_has_ended_early():
     lines = [{"completions/mean_length": mean} for mean in (64.0, 63.0)]
-    assert full_length(lines, Completions(8, 64)) and not full_length(
-        [*lines, {"completions/mean_length": 62.0}], Completions(8, 64)
-    )
+    assert full_length(lines, 64) and not full_length([*lines, {"completions/mean_length": 62.0}], 64)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_a_provider_that_dies_or_hangs_is_shown_with_the_reason_and_the_others_a
 
 
 def plan(**changes):
-    setting = ("kernels", "random", (64, 32, 257), "float32", "cpu", 0.0, (), ("logprob",), ("forward",))
+    setting = ("kernels", (64, 32, 257), "float32", "cpu", 0.0, (), "random", ("logprob",), ("forward",))
     return harness.Plan(*setting, 1, 0.0, False, 1)._replace(**changes)
 
 
@@ -45,22 +45,26 @@ def test_a_lost_gpu_ends_the_case_for_all_and_an_error_does_not(monkeypatch):
     (case,) = harness.measured(plan(), ["broken", "naive"])
     assert [row["status"] for row in case["rows"]] == ["failed", "measured"]
 
-    def no_device(device):
-        raise worker.LostDevice("unspecified launch failure")
-
-    monkeypatch.setattr(harness, "check_device", no_device)
-    with pytest.raises(worker.LostDevice, match="illegal memory access"):
+    failure = harness.failure
+    monkeypatch.setattr(harness, "failure", lambda error, device: failure(error, torch.device("cuda")))
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(worker.Lost, match="illegal memory access"):
         harness.measured(plan(), ["broken", "naive"])
 
 
-def test_a_gpu_that_does_not_answer_is_lost(monkeypatch):
-    def broken(device):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+def test_a_gpu_that_does_not_answer_is_lost_and_one_without_memory_is_not(monkeypatch):
+    def synchronize(device):
+        raise problem
 
-    worker.check_device(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    with pytest.raises(worker.LostDevice, match=r"illegal memory access was encountered$"):
-        worker.check_device(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    problem = torch.OutOfMemoryError("CUDA out of memory")
+    raised = ValueError("no such tile\nmore")
+    failed = {"status": "failed", "reason": "ValueError: no such tile"}
+    assert harness.failure(raised, torch.device("cuda")) == harness.failure(raised, torch.device("cpu")) == failed
+    problem = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(worker.Lost, match=r"ValueError: no such tile$"):
+        harness.failure(raised, torch.device("cuda"))
+    assert harness.failure(raised, torch.device("cpu")) == failed
 
 
 def test_a_provider_that_fails_only_when_timed_has_failed(monkeypatch):
@@ -90,24 +94,24 @@ def fails():
 @pytest.mark.slow
 def test_an_error_in_the_other_process_is_raised_here_and_the_next_call_has_a_new_process():
     with closing(worker.Worker()) as other:
-        first = other.call(os.getpid, (), 60)
-        assert other.call(os.getpid, (), 60) == first != os.getpid()
+        first = other.call(os.getpid, seconds=60)
+        assert other.call(os.getpid, seconds=60) == first != os.getpid()
         with pytest.raises(ValueError, match="smollm2 has width 576"):
-            other.call(mistaken, (), 60)
+            other.call(mistaken, seconds=60)
         with pytest.raises(worker.CallFailed, match="out of memory"):
-            other.call(fails, (), 60)
+            other.call(fails, seconds=60)
         with pytest.raises(worker.Lost, match="ended its process with status 3") as lost:
-            other.call(os._exit, (3,), 60)
+            other.call(os._exit, 3, seconds=60)
         assert not lost.value.silent
-        assert other.call(os.getpid, (), 60) != first
+        assert other.call(os.getpid, seconds=60) != first
 
 
 def test_a_case_without_memory_for_the_truth_is_named_and_the_next_one_measured(bench, monkeypatch):
     calls = []
 
-    def call(self, function, arguments, seconds):
+    def call(self, function, *arguments, seconds):
         calls.append(function)
-        if function is harness.prepare and calls.count(harness.prepare) == 1:
+        if function is harness.prepared and calls.count(harness.prepared) == 1:
             raise worker.CallFailed("OutOfMemoryError: CUDA out of memory")
         if function is harness.measured and arguments[1] == ["trl"]:
             raise worker.Lost("no answer in 8 s")
