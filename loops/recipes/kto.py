@@ -17,20 +17,8 @@ from ..runs.context import open_run
 from ..runs.feed import Feed
 from ..runs.reference import Reference
 from ..runs.teacher import open_teacher
-from ..train.losses import (
-    ENTROPY,
-    TOKEN_LOSSES,
-    Loss,
-    Losses,
-    Term,
-    columns_of,
-    distillation,
-    losses_of,
-    outputs_for,
-    parse_losses,
-    policy_tensors,
-    tensors_needed,
-)
+from ..train.losses import ENTROPY, Loss, Losses, Term, columns_of, outputs_for, policy_tensors, tensors_needed
+from ..train.mix import TOKEN_LOSSES, distillation, losses_of, parse_losses
 from ..train.step import sum_over_ranks
 from .settings import KTO
 

@@ -19,16 +19,14 @@ from ..train.losses import (
     CHOSEN,
     ENTROPY,
     PAIR_LOGPS,
-    PAIR_LOSSES,
     REJECTED,
-    STEP_COUPLED,
     Term,
     columns_of,
     outputs_for,
-    parse_losses,
     policy_tensors,
     tensors_needed,
 )
+from ..train.mix import PAIR_LOSSES, STEP_COUPLED, parse_losses
 from .settings import CPO, DPO, ORPO
 
 

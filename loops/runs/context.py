@@ -18,7 +18,8 @@ from ..config import Common, ReferenceKind
 from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
-from ..train.losses import Losses, TensorReader, compose, refuse_split_steps, weightings
+from ..train.losses import Losses, TensorReader, compose, weightings
+from ..train.mix import refuse_split_steps
 from ..train.step import evaluate, optimize
 from . import checkpoint
 from .feed import Feed

@@ -14,18 +14,15 @@ from burnish.loops.recipes.kto import FEEDBACK_LOSSES
 from burnish.loops.rl.policy_gradient import POLICY_LOSSES
 from burnish.loops.train.losses import (
     CHOSEN,
-    PAIR_LOSSES,
-    TOKEN_LOSSES,
     Term,
     compose,
-    hyper_parameters,
-    parse_losses,
     policy_tensors,
     tensor_parameters,
     tensors_needed,
     units_of,
     weightings,
 )
+from burnish.loops.train.mix import PAIR_LOSSES, TOKEN_LOSSES, hyper_parameters, parse_losses
 from burnish.loops.train.step import train_step
 from burnish.objectives import apo_zero_unpaired, dpo, nll, sequence_sum, simpo, value_loss
 from tiny import make_examples, make_model
