@@ -1,6 +1,7 @@
 """From encoded data to the micro-batches of a step, on this rank's device."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from ...data import Batches, Example, example
 from ..batch import Batch, collate
 
 
+@dataclass
 class Feed:
     """``feed(step)`` gives this rank's micro-batches of that step, which depend on nothing but its number.
 
-    Args:
+    Attributes:
         dataset: encoded examples.
         batches: the plan: which examples make up which micro-batch of which rank.
         columns: names of columns of the dataset that travel with the batch: one number per example, or a list of
@@ -25,26 +27,14 @@ class Feed:
             something over the whole step before its first forward pass.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        batches: Batches,
-        *,
-        rank: int = 0,
-        device: torch.device | str = "cpu",
-        columns: Sequence[str] = (),
-        per_token: Mapping[str, Sequence[Tensor]] | None = None,
-        mark: Callable[[Example], Example] = lambda example: example,
-        prepare: Callable[["Feed", int, list[Batch]], list[Batch]] = lambda feed, step, micro_batches: micro_batches,
-    ) -> None:
-        self.dataset = dataset
-        self.batches = batches
-        self.rank = rank
-        self.device = device
-        self.columns = columns
-        self.per_token = dict(per_token or {})
-        self.mark = mark
-        self.prepare = prepare
+    dataset: Dataset
+    batches: Batches
+    rank: int = 0
+    device: torch.device | str = "cpu"
+    columns: Sequence[str] = ()
+    per_token: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    mark: Callable[[Example], Example] = lambda example: example
+    prepare: Callable[["Feed", int, list[Batch]], list[Batch]] = lambda feed, step, micro_batches: micro_batches
 
     @property
     def steps(self) -> int:
@@ -59,7 +49,7 @@ class Feed:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = self.dataset[list(indices or [0])]  # at once: one by one takes as long as a small model's step
-        columns = {name: self._column(rows[name], indices) for name in self.columns}
+        columns = {name: _column(rows[name], indices) for name in self.columns}
         for name, values in self.per_token.items():
             columns[name] = torch.cat([values[i] for i in indices]) if indices else values[0][:0]
         examples = map(Example, rows["prompt"], rows["completions"], rows["trained"]) if indices else ()
@@ -68,6 +58,7 @@ class Feed:
     def example(self, index: int) -> Example:
         return self.mark(example(self.dataset, index))
 
-    def _column(self, rows: Sequence[Any], indices: Sequence[int]) -> Tensor:
-        column = torch.tensor([number for row in rows for number in (row if isinstance(row, list) else [row])])
-        return column if indices else column[:0]  # of the dtype that it has elsewhere
+
+def _column(rows: Sequence[Any], indices: Sequence[int]) -> Tensor:
+    column = torch.tensor([number for row in rows for number in (row if isinstance(row, list) else [row])])
+    return column if indices else column[:0]  # of the dtype that it has elsewhere

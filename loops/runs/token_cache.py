@@ -12,15 +12,13 @@ from torch import Tensor
 
 from ..batch import Batch
 
-BatchPlan = Iterable[tuple[Sequence[int], Batch]]  # this rank's batches, with the indices of their examples
-
 
 def store_tokens(
     path: Path,
     compute: Callable[[Batch], Mapping[str, Tensor]],
-    plan: BatchPlan,
+    plan: Iterable[tuple[Sequence[int], Batch]],
     accelerator: Accelerator,
-    metadata: Mapping[str, str] | None = None,
+    metadata: dict[str, str] | None = None,
 ) -> None:
     """Compute tensors of every trained token of the data, and write them by example. Every rank calls it.
 
@@ -28,7 +26,7 @@ def store_tokens(
         path: a safetensors file, written atomically by the main process: each tensor, over the tokens of all examples
             in their order, and ``length``, the number of tokens of each example.
         compute: ``compute(batch)`` gives tensors [tokens, ...] by name.
-        plan: every example in exactly one batch of one rank.
+        plan: this rank's batches with the indices of their examples; every example is in one batch of one rank.
     """
     computed: list[tuple[int, dict[str, Tensor]]] = []
     for indices, batch in plan:
@@ -38,10 +36,10 @@ def store_tokens(
     examples = [tensors for _, tensors in sorted(gather_object(computed), key=lambda pair: pair[0])]
     if accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = {name: torch.cat([tensors[name] for tensors in examples]) for name in examples[0]}
-        lengths = [len(next(iter(tensors.values()))) for tensors in examples]
+        tensors = {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
+        tensors["length"] = torch.tensor([len(next(iter(example.values()))) for example in examples])
         partial = path.with_suffix(".partial")
-        save_file({**whole, "length": torch.tensor(lengths)}, partial, metadata=dict(metadata or {}))
+        save_file(tensors, partial, metadata=metadata)
         partial.replace(path)
     accelerator.wait_for_everyone()
 
@@ -50,6 +48,6 @@ def load_tokens(path: Path) -> tuple[dict[str, list[Tensor]], dict[str, str]]:
     """Read what `store_tokens` wrote: by name one tensor per example, and the metadata."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = dict(file.metadata() or {})
+        metadata = file.metadata() or {}
     lengths = tensors.pop("length").tolist()
     return {name: list(torch.split(tensor, lengths)) for name, tensor in tensors.items()}, metadata

@@ -89,7 +89,7 @@ def looped(directory):
 def test_the_loop_gives_the_numbers_of_the_recipe(directory, looped, tmp_path, monkeypatch):
     """The same samples, rewards and steps: metrics and weights are the same bits."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    monkeypatch.setattr("burnish.loops.runs.run.draw_curves", lambda metrics, picture: None)
+    monkeypatch.setattr("burnish.loops.runs.context.draw_curves", lambda metrics, picture: None)
     config = GRPO(
         model=str(directory),
         data=str(write_rows(tmp_path / "prompts.jsonl", PROMPTS)),

@@ -18,7 +18,8 @@ def parts():
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     policy(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return {"accelerator": Accelerator(), "policy": policy, "optimizer": optimizer, "schedule": schedule}
+    parts = {"optimizer": optimizer, "schedule": schedule}
+    return {"accelerator": Accelerator(), "policy": policy, "parts": parts}
 
 
 def test_what_is_saved_comes_back(tmp_path, parts):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from burnish.loops.runs.curves import draw_curves, foremost, read_curves
+from burnish.loops.runs.report import draw_curves, foremost, read_curves
 from matplotlib.figure import Figure
 
 
