@@ -13,7 +13,6 @@ from ...data import Accounting, encode_preference, encode_ranking, encode_scores
 from ...objectives import Stats, bradley_terry, centering, plackett_luce, score_regression
 from ...objectives.reward import CompletionIds, PerCompletion
 from ..batch import Batch, collate
-from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, ends_marked, scores
 from ..runs.context import RunContext, open_run
@@ -28,7 +27,8 @@ def run_reward(config: Reward) -> dict[str, float]:
     encode, columns = _DATA[config.loss]
     if config.margin is not None:
         encode, columns = partial(_with_margin, column=config.margin), ("margin",)
-    context = open_run(config, encode, lambda model: Scorer(model, layout=config.layout), load_weights=_reward_head)
+    load = partial(load_classifier, task="SEQ_CLS", labels={0: "reward"})
+    context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
     mark = partial(ends_marked, pad=set_padding(context))
     return context.train(losses, read_scores, columns=columns, mark=mark)
 
@@ -68,10 +68,6 @@ def set_padding(context: RunContext[Scorer]) -> int:
         pad = context.tokenizer.pad_token_id
         config.pad_token_id = context.tokenizer.eos_token_id if pad is None else pad
     return int(config.pad_token_id)
-
-
-def _reward_head(config: Common) -> nn.Module:
-    return load_classifier(config, "SEQ_CLS", {0: "reward"})
 
 
 def _with_margin(*arguments: Any, column: str, **options: Any) -> tuple[Dataset, Accounting]:

@@ -27,16 +27,14 @@ from .token_cache import load_tokens
 def open_teacher(
     context: RunContext[Policy], config: Teacher, *, needed: bool
 ) -> tuple[Callable[[Batch], TeacherOutputs] | None, TokenColumns]:
-    """The teacher of a configuration, and the columns that it reads where its tokens are stored before training.
+    """The teacher of a checked configuration, and the columns that it reads where it is stored before training.
 
     The file of the stored tokens has the k likeliest at every trained token, ids int32 and logprobs [tokens, k], and in
     its metadata the temperature and a digest of the examples.
 
     Raises:
-        ValueError: if a loss needs a teacher and there is none, or one is given that no loss needs.
         DataError: if the teacher has other tokens than the student, or was stored for other data.
     """
-    config.check(needed=needed)
     if not needed:
         return None, lambda data: {}
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": config.beta}[config.divergence]
