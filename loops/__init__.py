@@ -34,28 +34,12 @@ if TYPE_CHECKING:
     from .runs.context import RunContext as RunContext, open_run as open_run
     from .runs.ranks import from_main as from_main
     from .runs.reference import adapters_off as adapters_off, frozen_copy as frozen_copy
-    from .train.losses import (
-        Term as Term,
-        compose as compose,
-        policy_tensors as policy_tensors,
-        score_tensors as score_tensors,
-        weightings as weightings,
-    )
-    from .train.step import (
-        Objective as Objective,
-        StepResult as StepResult,
-        evaluate as evaluate,
-        optimize as optimize,
-        train_step as train_step,
-    )
-    from .train.weighting import (
-        Weights as Weights,
-        completion_mean as completion_mean,
-        fixed_length as fixed_length,
-        pair_mean as pair_mean,
-        sequence_mean as sequence_mean,
-        token_mean as token_mean,
-        weighted as weighted,
-    )
+    from .train.losses import Term as Term, compose as compose, policy_tensors as policy_tensors
+    from .train.losses import score_tensors as score_tensors, weightings as weightings
+    from .train.step import Objective as Objective, StepResult as StepResult, evaluate as evaluate
+    from .train.step import optimize as optimize, train_step as train_step
+    from .train.weighting import Weights as Weights, completion_mean as completion_mean, fixed_length as fixed_length
+    from .train.weighting import pair_mean as pair_mean, sequence_mean as sequence_mean, token_mean as token_mean
+    from .train.weighting import weighted as weighted
 
 __getattr__ = lazy_exports(__name__)

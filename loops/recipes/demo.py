@@ -65,8 +65,8 @@ def demo(config: Demo) -> dict[str, float]:
 
     title = f"sums of two {TERM}-digit numbers, {HELD_OUT} never seen"
     table = Table("stage", "held-out accuracy", title=title, min_width=len(title) + 4)
-    for stage, value in accuracy.items():
-        table.add_row(stage, f"{value:.1%}")
+    for name, value in accuracy.items():
+        table.add_row(name, f"{value:.1%}")
     console.print(table)
     _draw(directory, accuracy)
     console.print(f"picture: {directory / 'accuracy.png'}   runs: {directory}/sft, dpo, grpo")

@@ -85,12 +85,12 @@ def prepare_feedback(
 ) -> Callable[[Feed, int, list[Batch]], list[Batch]]:
     """Add what losses compare a completion with, measured over a whole step before its first forward pass: the columns
     ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
-    measure = kl_of_mismatched(policy, reference, accelerator) if "kl" in tensors_needed(losses) else None
+    takes_kl = "kl" in tensors_needed(losses)
 
     def prepare(feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
         added = {"delta": torch.tensor(rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype())}
-        if measure is not None:
-            added["kl"] = measure(feed, step)
+        if takes_kl:
+            added["kl"] = kl_of_mismatched(feed, step, policy, reference, accelerator)
         return [
             replace(batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], **added})
             for batch in micro_batches
@@ -99,34 +99,29 @@ def prepare_feedback(
     return prepare
 
 
+@torch.no_grad()
 def kl_of_mismatched(
-    policy: Policy, reference: Reference, accelerator: Accelerator
-) -> Callable[[Feed, int], torch.Tensor]:
+    feed: Feed, step: int, policy: Policy, reference: Reference, accelerator: Accelerator
+) -> torch.Tensor:
     """KTO's z₀ of a step, one number for all ranks: the KL estimate from completions of other prompts.
 
     Each prompt of the step is paired with the completion half a step further on, so that neither ranks nor
     micro-batches matter, and that the two completions of a pair do not meet. A step of one example has z₀ = 0.
     """
-
-    @torch.no_grad()
-    def measure(feed: Feed, step: int) -> torch.Tensor:
-        indices = feed.batches.indices(step)
-        half = len(indices) // 2
-        other = dict(zip(indices, indices[half:] + indices[:half], strict=True))
-        ratios = []
-        with evaluating(policy.model), accelerator.autocast():
-            for part in feed.plan(step) if half else []:
-                mismatched = [Example(feed.example(i).prompt, *feed.example(other[i])[1:]) for i in part]
-                batch = collate(mismatched, device=accelerator.device)
-                log_ratio = policy(batch).logprob - reference(batch)
-                ratios.append(sequence_sum(log_ratio, batch.sequence, batch.sequences).double())
-        local = {"sum": sum(float(ratio.sum()) for ratio in ratios), "count": float(sum(map(len, ratios)))}
-        total = sum_over_ranks(accelerator, local)
-        mean = torch.tensor([total["sum"] / max(total["count"], 1.0)], device=accelerator.device, dtype=torch.float64)
-        precision = torch.promote_types(policy.plain.dtype, torch.float32)
-        return kto_kl(mean, torch.zeros_like(mean)).to(precision)
-
-    return measure
+    indices = feed.batches.indices(step)
+    half = len(indices) // 2
+    other = dict(zip(indices, indices[half:] + indices[:half], strict=True))
+    ratios = []
+    with evaluating(policy.model), accelerator.autocast():
+        for part in feed.plan(step) if half else []:
+            mismatched = [Example(feed.example(i).prompt, *feed.example(other[i])[1:]) for i in part]
+            batch = collate(mismatched, device=accelerator.device)
+            log_ratio = policy(batch).logprob - reference(batch)
+            ratios.append(sequence_sum(log_ratio, batch.sequence, batch.sequences).double())
+    local = {"sum": sum(float(ratio.sum()) for ratio in ratios), "count": float(sum(map(len, ratios)))}
+    total = sum_over_ranks(accelerator, local)
+    mean = torch.tensor([total["sum"] / max(total["count"], 1.0)], device=accelerator.device, dtype=torch.float64)
+    return kto_kl(mean, torch.zeros_like(mean)).to(torch.promote_types(policy.plain.dtype, torch.float32))
 
 
 def feedback_metrics(beta: float) -> dict[str, Term]:

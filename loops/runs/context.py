@@ -23,19 +23,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from ...data import Accounting, Batches, Tokenization, load, token_cost
-from ..batch import Batch
 from ..config import Common
 from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer, save_model
 from ..models.policy import Policy
 from ..train.losses import Losses, TensorReader, compose, weightings
-from ..train.mix import refuse_split_steps
+from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint
-from .feed import Feed
+from .feed import Feed, stored_tokens
 from .reference import Reference, adapters_off, column, frozen_copy
 from .report import Journal, draw_curves, progress
-from .token_cache import load_tokens, store_tokens
 
 Model = TypeVar("Model", bound=Backbone)
 TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
@@ -87,24 +85,7 @@ class RunContext(Generic[Model]):
             ranks=accelerator.num_processes,
         )
         computed = {name: tensors for columns in per_token for name, tensors in columns(data).items()}
-        where: dict[str, Any] = {"rank": accelerator.process_index, "device": accelerator.device}
-        return Feed(data, batches, per_token=computed, **where, **options)
-
-    def compute_once(
-        self,
-        name: str,
-        data: Dataset,
-        compute: Callable[[Batch], Mapping[str, Tensor]],
-        metadata: dict[str, str] | None = None,
-    ) -> Path:
-        """The file, in the run directory, of what ``compute`` gives of every trained token of ``data``, see
-        `store_tokens`; written by one pass over the data unless it is there."""
-        path = self.directory / f"{name}-{data._fingerprint}.safetensors"
-        if not path.exists():
-            feed = self.feed(data, whole=True)
-            plan = ((indices, feed.batch(indices)) for indices in feed.plan(0))
-            store_tokens(path, compute, plan, self.accelerator, metadata)
-        return path
+        return Feed(data, batches, accelerator.process_index, accelerator.device, per_token=computed, **options)
 
     def reference(
         self, kind: str, *, needed: bool = True, temperature: float = 1.0
@@ -127,7 +108,8 @@ class RunContext(Generic[Model]):
             current = autocast(torch.no_grad()(lambda batch: {"logprob": policy(batch).logprob}))
 
             def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
-                tensors, _ = load_tokens(self.compute_once("reference", data, current))
+                path = self.directory / f"reference-{data._fingerprint}.safetensors"
+                tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator)
                 return {"ref_logprob": tensors["logprob"]}
 
             return column("ref_logprob"), columns
@@ -162,7 +144,12 @@ class RunContext(Generic[Model]):
             CheckpointError: if the disk is full.
         """
         config, accelerator = self.config, self.accelerator
-        refuse_split_steps(losses, micro_tokens=config.micro_tokens, ranks=accelerator.num_processes)
+        coupled = sorted(STEP_COUPLED & losses.keys())
+        if coupled and (config.micro_tokens is not None or accelerator.num_processes > 1):
+            raise ValueError(
+                f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
+                "pass --micro_tokens null and run one process"
+            )
         if feed is None:
             evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
             feed = self.feed(self.data, **options)
@@ -173,7 +160,9 @@ class RunContext(Generic[Model]):
             (self.directory / "config.yaml").write_text(to_yaml(config))
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         adamw = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
-        schedule = learning_rate_schedule(config, adamw, feed.steps)
+        warmup = round(config.warmup * feed.steps) if config.warmup < 1 else int(config.warmup)
+        shape = "constant_with_warmup" if config.schedule == "constant" and warmup else config.schedule
+        schedule = get_scheduler(shape, adamw, num_warmup_steps=warmup, num_training_steps=feed.steps)
         policy, optimizer = accelerator.prepare(self.model, adamw)
         checkpoints = self.directory / "checkpoints"
         state: dict[str, Any] = {"accelerator": accelerator, "policy": policy}
@@ -298,14 +287,3 @@ def open_accelerator(config: Common) -> Accelerator:
 
 def to_yaml(config: Common) -> str:
     return str(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
-
-
-def learning_rate_schedule(
-    config: Common, optimizer: torch.optim.Optimizer, steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
-    warmup = round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)
-    name = "constant_with_warmup" if config.schedule == "constant" and warmup else config.schedule
-    schedule: torch.optim.lr_scheduler.LRScheduler = get_scheduler(
-        name, optimizer, num_warmup_steps=warmup, num_training_steps=steps
-    )
-    return schedule

@@ -1,11 +1,16 @@
-"""From encoded data to the micro-batches of a step, on this rank's device."""
+"""From encoded data to the micro-batches of a step, on this rank's device; and what one pass over them gives."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from datasets import Dataset
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ...data import Batches, Example, example
@@ -62,3 +67,42 @@ class Feed:
 def _column(rows: Sequence[Any], indices: Sequence[int]) -> Tensor:
     column = torch.tensor([number for row in rows for number in (row if isinstance(row, list) else [row])])
     return column if indices else column[:0]  # of the dtype that it has elsewhere
+
+
+def stored_tokens(
+    path: Path,
+    feed: Feed,
+    compute: Callable[[Batch], Mapping[str, Tensor]],
+    accelerator: Accelerator,
+    metadata: dict[str, str] | None = None,
+) -> tuple[dict[str, list[Tensor]], dict[str, str]]:
+    """Tensors of every trained token, by name one per example, and metadata: read from ``path``, where they are written
+    first if it does not exist. Every rank calls it.
+
+    Args:
+        path: a safetensors file, written atomically by the main process: each tensor, over the tokens of all examples
+            in their order, and ``length``, the number of tokens of each example.
+        feed: its first step is all of the data.
+        compute: ``compute(batch)`` gives tensors [tokens, ...] by name.
+    """
+    if not path.exists():
+        computed: list[tuple[int, dict[str, Tensor]]] = []
+        for indices in feed.plan(0):
+            batch = feed.batch(indices)
+            lengths = [sum(map(sum, example.trained)) for example in batch.examples]
+            parts = {name: torch.split(tensor.cpu(), lengths) for name, tensor in compute(batch).items()}
+            computed += [(index, {name: part[i] for name, part in parts.items()}) for i, index in enumerate(indices)]
+        examples = [tensors for _, tensors in sorted(gather_object(computed), key=lambda pair: pair[0])]
+        if accelerator.is_main_process:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tensors = {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
+            tensors["length"] = torch.tensor([len(next(iter(example.values()))) for example in examples])
+            partial = path.with_suffix(".partial")
+            save_file(tensors, partial, metadata=metadata)
+            partial.replace(path)
+        accelerator.wait_for_everyone()
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata() or {}
+    counts = tensors.pop("length").tolist()
+    return {name: list(torch.split(tensor, counts)) for name, tensor in tensors.items()}, metadata

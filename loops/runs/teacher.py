@@ -21,7 +21,7 @@ from ..config import Teacher
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
 from .context import RunContext, TokenColumns
-from .token_cache import load_tokens
+from .feed import stored_tokens
 
 
 def open_teacher(
@@ -61,13 +61,13 @@ def open_teacher(
         for i in range(len(data)):
             digest.update(json.dumps(example(data, i)).encode())
         metadata = {"temperature": str(temperature), "examples": digest.hexdigest()}
-        if config.logprobs is None:
-            path = context.compute_once("teacher", data, likeliest, metadata)
-        elif not (path := Path(config.logprobs)).exists():
+        path = Path(config.logprobs or context.directory / f"teacher-{data._fingerprint}.safetensors")
+        if config.logprobs and not path.exists():
             raise DataError(
                 f"{path}: no such file; a run with top_k leaves one, teacher-....safetensors, in its directory"
             )
-        tensors, stored = load_tokens(path)
+        feed = context.feed(data, whole=True)
+        tensors, stored = stored_tokens(path, feed, likeliest, context.accelerator, metadata)
         if stored["examples"] != metadata["examples"]:
             raise DataError(
                 f"{path}: the teacher was asked about other tokens than this data has; ask it again (top_k)"

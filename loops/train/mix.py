@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from ...objectives import PerToken, Stats, preference, reference_free, supervised
 from ..batch import CompletionSelector
 from . import weighting as weights
-from .losses import CHOSEN, REJECTED, Loss, Losses, Term
+from .losses import CHOSEN, REJECTED, Loss, Term
 
 
 def parse_losses(
@@ -111,16 +111,6 @@ def _bind(name: str, function: Loss, shared: Mapping[str, Any], settings: Mappin
 def hyper_parameters(function: Any) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters.values()
     return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
-
-
-def refuse_split_steps(losses: Losses, *, micro_tokens: int | None, ranks: int) -> None:
-    """Raises if a loss couples all pairs of a step, and they are not all in one micro-batch on one rank."""
-    coupled = sorted(STEP_COUPLED & losses.keys())
-    if coupled and (micro_tokens is not None or ranks > 1):
-        raise ValueError(
-            f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
-            "pass --micro_tokens null and run one process"
-        )
 
 
 def losses_of(module: ModuleType) -> dict[str, Loss]:

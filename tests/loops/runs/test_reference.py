@@ -1,5 +1,7 @@
 """References: frozen, adapters off, and computed once, are the same log-probs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -8,8 +10,8 @@ from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.settings import DPO
 from burnish.loops.runs.context import RunContext
+from burnish.loops.runs.feed import stored_tokens
 from burnish.loops.runs.reference import adapters_off, frozen_copy
-from burnish.loops.runs.token_cache import load_tokens, store_tokens
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny import make_examples, make_model
@@ -51,9 +53,11 @@ def test_adapters_off_wants_adapters():
 
 def test_precomputed_log_probs_belong_to_their_examples(tmp_path):
     reference, examples = frozen_copy(Policy(make_model("llama"))), make_examples(5)
-    plan = [(indices, collate([examples[i] for i in indices])) for indices in ([3, 0], [], [4, 1, 2])]
-    store_tokens(tmp_path / "cache", lambda batch: {"logprob": reference(batch)}, plan, Accelerator())
-    tensors, metadata = load_tokens(tmp_path / "cache")
+    feed = SimpleNamespace(
+        plan=lambda step: [[3, 0], [], [4, 1, 2]], batch=lambda indices: collate([examples[i] for i in indices])
+    )
+    compute = lambda batch: {"logprob": reference(batch)}  # noqa: E731
+    tensors, metadata = stored_tokens(tmp_path / "cache", feed, compute, Accelerator())
     for example, logprob in zip(examples, tensors["logprob"], strict=True):
         torch.testing.assert_close(logprob, reference(collate([example])), rtol=0, atol=1e-12)
     assert metadata == {}
