@@ -30,9 +30,11 @@ class Journal:
         self.accelerator, self.path = accelerator, directory / "metrics.jsonl"
         accelerator.init_trackers("logs")
         if accelerator.is_main_process:
-            kept = [line for line in _lines(self.path) if line["step"] <= start] if start else []
+            lines = self.path.read_text().splitlines(keepends=True) if start and self.path.exists() else []
+            # A process that was killed may have left half a line at the end.
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
             partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial.write_text("".join(kept))
             partial.replace(self.path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -44,17 +46,6 @@ class Journal:
     def close(self) -> None:
         for tracker in self.accelerator.trackers:  # `end_training` would end the process group as well
             tracker.finish()
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal; a process that was killed may have left half a line at the end."""
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
 
 
 @contextmanager

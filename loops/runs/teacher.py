@@ -67,20 +67,20 @@ def open_teacher(
                 f"{path}: no such file; a run with top_k leaves one, teacher-....safetensors, in its directory"
             )
         feed = context.feed(data, whole=True)
-        tensors, stored = stored_tokens(path, feed, likeliest, context.accelerator, metadata)
-        if stored["examples"] != metadata["examples"]:
+        tensors, written = stored_tokens(path, feed, likeliest, context.accelerator, metadata)
+        if written["examples"] != metadata["examples"]:
             raise DataError(
                 f"{path}: the teacher was asked about other tokens than this data has; ask it again (top_k)"
             )
-        if float(at := stored["temperature"]) != temperature:
+        if float(at := written["temperature"]) != temperature:
             raise DataError(f"{path}: stored at temperature {at}, and teacher.temperature is {temperature}; use {at}")
         return {f"teacher_{name}": tensors[name] for name in ("ids", "logprobs")}
 
-    def told(batch: Batch) -> TeacherOutputs:
+    def from_columns(batch: Batch) -> TeacherOutputs:
         ids, logprobs = batch.columns["teacher_ids"], batch.columns["teacher_logprobs"]
         return TeacherOutputs(beta, temperature, top_k=(ids.long(), logprobs))
 
-    return told, columns
+    return from_columns, columns
 
 
 def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:

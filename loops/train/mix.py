@@ -130,11 +130,6 @@ def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
 
 # The losses that recipes offer by name: of single tokens, which every recipe on text can add to its own, and of pairs.
 TOKEN_LOSSES = losses_of(supervised)
-PAIR_LOSSES = {
-    **losses_of(preference),
-    **losses_of(reference_free),
-    **TOKEN_LOSSES,
-    "distillation": distillation,
-}
+PAIR_LOSSES = {**losses_of(preference), **losses_of(reference_free), **TOKEN_LOSSES, "distillation": distillation}
 STEP_COUPLED = {"aot", "aot_unpaired"}  # they sort the pairs of a step
 WEIGHTINGS = {"token_mean": weights.token_mean, "sequence_mean": weights.sequence_mean}
