@@ -42,9 +42,9 @@ def open_teacher(
     model = None if config.model is None else load_teacher(context, config)
     if model is not None and config.top_k is None:
 
-        @context.accelerator.autocast()
         def live(batch: Batch) -> TeacherOutputs:
-            return model.teacher_outputs(batch, beta=beta, temperature=temperature, dense=not policy.fused)
+            with context.accelerator.autocast():
+                return model.teacher_outputs(batch, beta=beta, temperature=temperature, dense=not policy.fused)
 
         return live, lambda data: {}
 
