@@ -61,7 +61,9 @@ _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a
 
 
 def _usage() -> str:
-    purposes = {name: _load("settings", settings).__doc__ for name, (settings, _) in _RECIPES.items()}
+    purposes = {
+        name: _load("settings", settings).__doc__.partition("\n")[0] for name, (settings, _) in _RECIPES.items()
+    }
     lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, "bench": _BENCH}.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."

@@ -169,15 +169,14 @@ def _draw(directory: Path, accuracy: dict[str, float]) -> None:
     bars.set_ylim(0, 1.1)
     bars.set_xticks(range(len(accuracy)), [stage.replace(" ", "\n") for stage in accuracy], fontsize=8)
     bars.set_title("held-out accuracy")
-    _plot(loss, directory / "sft", "loss", "SFT loss, nats per token")
-    _plot(margins, directory / "dpo", "rewards/accuracies", "DPO: pairs told apart")
-    _plot(reward, directory / "grpo", "reward", "GRPO: answers that are right")
+    for axis, stage, metric, title in (
+        (loss, "sft", "loss", "SFT loss, nats per token"),
+        (margins, "dpo", "rewards/accuracies", "DPO: pairs told apart"),
+        (reward, "grpo", "reward", "GRPO: answers that are right"),
+    ):
+        lines = [json.loads(line) for line in (directory / stage / "metrics.jsonl").read_text().splitlines()]
+        axis.plot([line["step"] for line in lines], [line[metric] for line in lines])
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
     figure.savefig(directory / "accuracy.png", dpi=120)
-
-
-def _plot(axis: Any, run: Path, metric: str, title: str) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    axis.plot([line["step"] for line in lines], [line[metric] for line in lines])
-    axis.set_title(title)
-    axis.set_xlabel("step")
-    axis.grid(alpha=0.3)
