@@ -1,7 +1,6 @@
 """``burnish <recipe> [--config file.yaml] [--any.field value]``"""
 
 import dataclasses
-import difflib
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from .. import __version__
 from .config import readable_range
+from .registry import nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,11 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return bench(given[1:])
     if given[0] not in _RECIPES:
-        kind, known = (
-            ("flag", ["--help", "--version"]) if given[0].startswith("-") else ("recipe", [*_RECIPES, "bench"])
-        )
-        nearest = difflib.get_close_matches(given[0], known, n=1, cutoff=0.0)[0]
-        print(f"burnish: no {kind} {given[0]!r}, did you mean {nearest!r}?\n\n{_usage()}", file=sys.stderr)
+        kind, known = "recipe", [*_RECIPES, "bench"]
+        if given[0].startswith("-"):
+            kind, known = "flag", ["--help", "--version"]
+        print(f"{nearest(f'burnish: no {kind}', given[0], known)}\n\n{_usage()}", file=sys.stderr)
         return 2
     return _run(given[0], given[1:])
 
@@ -133,11 +132,7 @@ class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         unknown = re.search(r"unrecognized arguments: -*([\w.]+)|Option '([\w.]+)' is not accepted", message)
         if unknown:
-            name = unknown[1] or unknown[2]
-            fields = list(self.get_defaults().keys())
-            begun = [field for field in fields if field.startswith(name)]
-            nearest = begun or difflib.get_close_matches(name, fields, n=1, cutoff=0.0)
-            message = f"no field {name!r}" + (f", did you mean {nearest[0]!r}?" if nearest else "")
+            message = nearest("no field", unknown[1] or unknown[2], self.get_defaults().keys(), cutoff=0.0)
         outside = re.search(r'key "([\w.]+)":.*: (\S+ |)does not conform to restriction ([^\n]+)', message, re.S)
         if outside:
             value = outside[2].strip() or message.rpartition("Given value: ")[2].strip()
