@@ -11,7 +11,8 @@ from typing import Any
 def lazy_exports(package: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package whose ``__init__`` imports its exports under ``if TYPE_CHECKING:``.
 
-    Type checkers and editors read those imports; at run time each is made when its name is first used.
+    Type checkers and editors read those imports; at run time each is made when its name is first used. ``__all__`` is
+    all of their names.
     """
     module = sys.modules[package]
     source = {
@@ -24,6 +25,8 @@ def lazy_exports(package: str) -> Callable[[str], Any]:
     }
 
     def __getattr__(name: str) -> Any:
+        if name == "__all__":
+            return sorted(source)
         if name not in source:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         path, attribute = source[name]

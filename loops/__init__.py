@@ -12,74 +12,34 @@ recipes/            settings, losses and, online, advantages: copy one and edit 
 config, cli         settings checked by their types; the command
 """
 
+# ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a statement of its own
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .batch import Batch, collate
-    from .models.inputs import Rows, arrange
-    from .models.policy import Policy
-    from .models.scorer import Scorer
-    from .rewards.scoring import RewardFunction
-    from .rewards.table import RewardTable, score
-    from .rl.buffer import RolloutBuffer
-    from .rl.context import RLContext, open_rl
-    from .rollouts.local.source import DetachedSource, LocalSource
-    from .rollouts.sample import Sample, SamplingParams
-    from .rollouts.scheduler import RolloutScheduler
-    from .rollouts.vllm.server import VLLMServer
-    from .rollouts.vllm.weights import Adapters, Files
-    from .runs.context import RunContext, open_run
-    from .runs.ranks import from_main
-    from .runs.reference import adapters_off, frozen_copy
-    from .train.losses import Term, compose, policy_tensors, score_tensors, weightings
-    from .train.step import Objective, StepResult, evaluate, optimize, train_step
-    from .train.weighting import Weights, completion_mean, fixed_length, pair_mean, sequence_mean, token_mean, weighted
-
-__all__ = [
-    "Adapters",
-    "Batch",
-    "DetachedSource",
-    "Files",
-    "LocalSource",
-    "Objective",
-    "Policy",
-    "RLContext",
-    "RewardFunction",
-    "RewardTable",
-    "RolloutBuffer",
-    "RolloutScheduler",
-    "Rows",
-    "RunContext",
-    "Sample",
-    "SamplingParams",
-    "Scorer",
-    "StepResult",
-    "Term",
-    "VLLMServer",
-    "Weights",
-    "adapters_off",
-    "arrange",
-    "collate",
-    "completion_mean",
-    "compose",
-    "evaluate",
-    "fixed_length",
-    "from_main",
-    "frozen_copy",
-    "open_rl",
-    "open_run",
-    "optimize",
-    "pair_mean",
-    "policy_tensors",
-    "score",
-    "score_tensors",
-    "sequence_mean",
-    "token_mean",
-    "train_step",
-    "weighted",
-    "weightings",
-]
+    from .batch import Batch as Batch, collate as collate
+    from .models.inputs import Rows as Rows, arrange as arrange
+    from .models.policy import Policy as Policy
+    from .models.scorer import Scorer as Scorer
+    from .rewards.scoring import RewardFunction as RewardFunction
+    from .rewards.table import RewardTable as RewardTable, score as score
+    from .rl.buffer import RolloutBuffer as RolloutBuffer
+    from .rl.context import RLContext as RLContext, open_rl as open_rl
+    from .rollouts.local.source import DetachedSource as DetachedSource, LocalSource as LocalSource
+    from .rollouts.sample import Sample as Sample, SamplingParams as SamplingParams
+    from .rollouts.scheduler import RolloutScheduler as RolloutScheduler
+    from .rollouts.vllm.server import VLLMServer as VLLMServer
+    from .rollouts.vllm.weights import Adapters as Adapters, Files as Files
+    from .runs.context import RunContext as RunContext, open_run as open_run
+    from .runs.ranks import from_main as from_main
+    from .runs.reference import adapters_off as adapters_off, frozen_copy as frozen_copy
+    from .train.losses import Term as Term, compose as compose, policy_tensors as policy_tensors
+    from .train.losses import score_tensors as score_tensors, weightings as weightings
+    from .train.step import Objective as Objective, StepResult as StepResult, evaluate as evaluate
+    from .train.step import optimize as optimize, train_step as train_step
+    from .train.weighting import Weights as Weights, completion_mean as completion_mean, fixed_length as fixed_length
+    from .train.weighting import pair_mean as pair_mean, sequence_mean as sequence_mean, token_mean as token_mean
+    from .train.weighting import weighted as weighted
 
 __getattr__ = lazy_exports(__name__)

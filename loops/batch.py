@@ -54,9 +54,7 @@ class Batch:
 
 
 def collate(
-    examples: Sequence[Example],
-    columns: Mapping[str, Tensor] | None = None,
-    device: torch.device | str = "cpu",
+    examples: Sequence[Example], columns: Mapping[str, Tensor] | None = None, device: torch.device | str = "cpu"
 ) -> Batch:
     """The batch of these examples, with its tensors on ``device``; without examples, an empty batch, which trains."""
     target: list[int] = []

@@ -1,7 +1,6 @@
 """``burnish <recipe> [--config file.yaml] [--any.field value]``"""
 
 import dataclasses
-import difflib
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from .. import __version__
 from .config import readable_range
+from .registry import nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,65 +31,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return bench(given[1:])
     if given[0] not in _RECIPES:
-        kind, known = ("flag", ["--help", "--version"]) if given[0].startswith("-") else ("recipe", list(_LINES))
-        nearest = difflib.get_close_matches(given[0], known, n=1, cutoff=0.0)[0]
-        print(f"burnish: no {kind} {given[0]!r}, did you mean {nearest!r}?\n\n{_usage()}", file=sys.stderr)
+        kind, known = "recipe", [*_RECIPES, "bench"]
+        if given[0].startswith("-"):
+            kind, known = "flag", ["--help", "--version"]
+        print(f"{nearest(f'burnish: no {kind}', given[0], known)}\n\n{_usage()}", file=sys.stderr)
         return 2
     return _run(given[0], given[1:])
 
 
-# The class in `recipes.settings`, the function in `recipes`, and the purpose. Nothing is imported before it is used.
+# The class in `recipes.settings`, whose docstring is the purpose, and the function in `recipes`.
+# Nothing is imported before it is used.
 _RECIPES = {
-    "sft": ("SFT", "sft:run_sft", "supervised fine-tuning on messages, text, or prompts with completions"),
-    "dpo": ("DPO", "preference:run_dpo", "preference training on pairs: dpo, ipo, hinge, ... or a mix of them"),
-    "kto": (
-        "KTO",
-        "kto:run_kto",
-        "training on completions marked desirable or not: kto, bco, apo_zero_unpaired",
-    ),
-    "orpo": ("ORPO", "preference:run_orpo", "preference training in one stage, without a reference"),
-    "cpo": ("CPO", "preference:run_cpo", "preference training without a reference: cpo, simpo, alpha_po"),
-    "reward": ("Reward", "reward:run_reward", "a reward model, from pairs, scores or rankings"),
-    "prm": ("PRM", "prm:run_prm", "a process reward model, from solutions whose steps are labeled"),
-    "distill": (
-        "Distill",
-        "distill:run_distill",
-        "training on a teacher's distribution of the next token: another model, or its stored top-k",
-    ),
-    "grpo": (
-        "GRPO",
-        "grpo:run_grpo",
-        "reinforcement learning from rewards: grpo, dr_grpo, dapo, cispo, gspo, gmpo, sapo, vespo, dppo",
-    ),
-    "rloo": ("RLOO", "grpo:run_grpo", "reinforcement learning from rewards, against the mean of the other completions"),
-    "ppo": ("PPO", "ppo:run_ppo", "reinforcement learning from rewards with a value function"),
-    "online_dpo": (
-        "OnlineDPO",
-        "online_dpo:run_online_dpo",
-        "preference training on pairs of the policy's own completions",
-    ),
-    "demo": ("Demo", "demo:demo", "train a small model from scratch, offline, in a minute and a half"),
+    "sft": ("SFT", "sft:run_sft"),
+    "dpo": ("DPO", "preference:run_dpo"),
+    "kto": ("KTO", "kto:run_kto"),
+    "orpo": ("ORPO", "preference:run_orpo"),
+    "cpo": ("CPO", "preference:run_cpo"),
+    "reward": ("Reward", "reward:run_reward"),
+    "prm": ("PRM", "prm:run_prm"),
+    "distill": ("Distill", "distill:run_distill"),
+    "grpo": ("GRPO", "grpo:run_grpo"),
+    "rloo": ("RLOO", "grpo:run_grpo"),
+    "ppo": ("PPO", "ppo:run_ppo"),
+    "online_dpo": ("OnlineDPO", "online_dpo:run_online_dpo"),
+    "demo": ("Demo", "demo:demo"),
 }
-_LINES = {name: line for name, (_, _, line) in _RECIPES.items()} | {
-    "bench": "measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right"
-}
+_BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 
 
 def _usage() -> str:
-    lines = "\n".join(f"  {name:10} {line}" for name, line in _LINES.items())
+    purposes = {
+        name: _load("settings", settings).__doc__.partition("\n")[0] for name, (settings, _) in _RECIPES.items()
+    }
+    lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, "bench": _BENCH}.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    settings, path, _ = _RECIPES[name]
+    settings, path = _RECIPES[name]
     try:
         config = parse(name, _load("settings", settings), arguments)
         # Threads that spin while they wait take the cores from each other: read when torch is first imported.
         if name == "demo":
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         recipe = _load(*path.split(":"))
-        _hide_progress_bars()
+        if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
+            import datasets
+            import transformers
+
+            datasets.disable_progress_bars()
+            transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         recipe(config)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         if os.environ.get("BURNISH_TRACEBACK") or not _is_ours(error):
@@ -101,16 +93,6 @@ def _run(name: str, arguments: list[str]) -> int:
 
 def _load(module: str, name: str) -> Any:
     return getattr(import_module(f".recipes.{module}", __package__), name)
-
-
-def _hide_progress_bars() -> None:
-    """Bars of loading and tokenizing are for a terminal."""
-    import datasets
-    import transformers
-
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -125,59 +107,32 @@ def _is_ours(error: BaseException) -> bool:
 def parse(name: str, config_class: type, arguments: list[str]) -> Any:
     """The configuration of YAML file and flags; flags win, wherever they stand. Exits with status 2 on a mistake."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__)
+    parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="a YAML file with these fields")
     parser.add_class_arguments(config_class)
-    parser.fields = _fields(config_class)
-    parsed: Namespace = parser.parse_args(_config_first(arguments))
+
+    def names_file(i: int) -> bool:
+        return arguments[i].startswith("--config=") or "--config" in arguments[max(i - 1, 0) : i + 1]
+
+    # Of two settings jsonargparse lets the later one win.
+    files_first = sorted(range(len(arguments)), key=names_file, reverse=True)
+    parsed = parser.parse_args([arguments[i] for i in files_first])
     parsed.pop("config", None)
-    return _build(config_class, parsed)
-
-
-def _build(config_class: type, parsed: Namespace) -> Any:
-    values = {}
-    for field in dataclasses.fields(config_class):
-        value = parsed[field.name]
-        nested = field.default_factory
-        is_group = isinstance(value, Namespace) and dataclasses.is_dataclass(nested)
-        values[field.name] = nested(**vars(value)) if is_group else value  # type: ignore[operator]
+    groups: Any = {field.name: field.default_factory for field in dataclasses.fields(config_class)}
+    values = {
+        field: groups[field](**vars(value)) if isinstance(value, Namespace) else value
+        for field, value in vars(parsed).items()
+    }
     return config_class(**values)
-
-
-def _config_first(arguments: list[str]) -> list[str]:
-    """jsonargparse lets the later of two settings win; a flag should win over the file in either order."""
-    files, rest = [], []
-    waiting = iter(arguments)
-    for argument in waiting:
-        if argument == "--config":
-            files += [argument, *([value] if (value := next(waiting, None)) is not None else [])]
-        elif argument.startswith("--config="):
-            files.append(argument)
-        else:
-            rest.append(argument)
-    return files + rest
-
-
-def _fields(config_class: type, prefix: str = "") -> list[str]:
-    names = []
-    for field in dataclasses.fields(config_class):
-        names.append(prefix + field.name)
-        if dataclasses.is_dataclass(field.default_factory):
-            names += _fields(field.default_factory, f"{field.name}.")
-    return names
 
 
 class _Parser(ArgumentParser):
     """Says in two lines what was wrong and which field was probably meant, instead of repeating every flag."""
 
-    fields: Sequence[str] = ()
-
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         unknown = re.search(r"unrecognized arguments: -*([\w.]+)|Option '([\w.]+)' is not accepted", message)
         if unknown:
-            name = unknown[1] or unknown[2]
-            nearest = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.0)
-            message = f"no field {name!r}" + (f", did you mean {nearest[0]!r}?" if nearest else "")
+            message = nearest("no field", unknown[1] or unknown[2], self.get_defaults().keys(), cutoff=0.0)
         outside = re.search(r'key "([\w.]+)":.*: (\S+ |)does not conform to restriction ([^\n]+)', message, re.S)
         if outside:
             value = outside[2].strip() or message.rpartition("Given value: ")[2].strip()

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def nearest(complaint: str, name: str, known: Iterable[str]) -> str:
-    """``complaint 'name'``, and the nearest of the known names."""
+def nearest(complaint: str, name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
+    """``complaint 'name'``, and the known name that begins with it or is nearest; all of them if none is near."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, 1, cutoff)
     return f"{complaint} {name!r}" + (f", did you mean {near[0]!r}?" if near else f"; there are {', '.join(names)}")
 
 

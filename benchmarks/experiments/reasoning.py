@@ -24,7 +24,7 @@ from ...loops.recipes.grpo import run_grpo
 from ...loops.recipes.settings import GRPO
 from ...loops.rewards.reasoning_gym import reasoning_gym_rows
 from ...loops.rollouts.replay import read_samples
-from ...loops.runs.curves import draw_curves
+from ...loops.runs.report import draw_curves
 from ..real_model import smollm2, write_jsonl
 from ..report import load, machine
 from .common import RESULTS, read_metrics

@@ -10,6 +10,7 @@ Every stage is the recipe that ``burnish sft``, ``burnish dpo`` and ``burnish gr
 directory. No stage sees any of the questions that the accuracies are of.
 """
 
+import itertools
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -49,51 +50,23 @@ def demo(config: Demo) -> dict[str, float]:
 
     console.rule("DPO + NLL: its own right and wrong answers")
     answers = sample(directory / "sft/model", asked, count=4, temperature=1.0)
-    data = write(directory / "dpo.jsonl", pairs(asked, answers))
-    run_dpo(
-        DPO(
-            model=str(directory / "sft/model"),
-            data=str(data),
-            output=str(directory / "dpo"),
-            steps=config.dpo_steps,
-            batch_size=96,
-            learning_rate=1e-3,
-            schedule="linear",
-            warmup=0.1,
-            loss={"dpo": 1.0, "nll": 1.0},
-            beta=0.1,
-            seed=config.seed,
-        )
-    )
+    stage = _stage(directory, "dpo", "sft/model", pairs(asked, answers), seed=config.seed, steps=config.dpo_steps)
+    run_dpo(DPO(**stage, batch_size=96, learning_rate=1e-3, warmup=0.1, loss={"dpo": 1.0, "nll": 1.0}, beta=0.1))
     accuracy["after DPO"] = score(directory / "dpo/model", held_out)
 
     console.rule("GRPO: a reward for right answers")
-    data = write(directory / "grpo.jsonl", ({"prompt": q, "answer": solve(q)} for q in [*taught, *asked]))
-    run_grpo(
-        GRPO(
-            model=str(directory / "dpo/model"),
-            data=str(data),
-            output=str(directory / "grpo"),
-            rewards={"exact_match": {"ignore": ["whitespace"]}},
-            steps=config.grpo_steps,
-            prompts_per_rollout=128,
-            group_size=8,
-            max_tokens=TERM + 3,
-            epochs_per_rollout=3,
-            loss_kwargs={"clip_low": 0.02, "clip_high": 0.3},  # failures are pushed down no further than they must be
-            learning_rate=2.5e-4,
-            schedule="linear",
-            warmup=0.15,
-            show_every=20,
-            seed=config.seed,
-        )
-    )
+    rows = ({"prompt": q, "answer": solve(q)} for q in [*taught, *asked])
+    stage = _stage(directory, "grpo", "dpo/model", rows, seed=config.seed, steps=config.grpo_steps)
+    stage |= {"rewards": {"exact_match": {"ignore": ["whitespace"]}}, "max_tokens": TERM + 3, "show_every": 20}
+    stage |= {"prompts_per_rollout": 128, "group_size": 8, "epochs_per_rollout": 3}
+    clip = {"clip_low": 0.02, "clip_high": 0.3}  # failures are pushed down no further than they must be
+    run_grpo(GRPO(**stage, learning_rate=2.5e-4, warmup=0.15, loss_kwargs=clip))
     accuracy["after GRPO"] = score(directory / "grpo/model", held_out)
 
     title = f"sums of two {TERM}-digit numbers, {HELD_OUT} never seen"
     table = Table("stage", "held-out accuracy", title=title, min_width=len(title) + 4)
-    for stage, value in accuracy.items():
-        table.add_row(stage, f"{value:.1%}")
+    for name, value in accuracy.items():
+        table.add_row(name, f"{value:.1%}")
     console.print(table)
     _draw(directory, accuracy)
     console.print(f"picture: {directory / 'accuracy.png'}   runs: {directory}/sft, dpo, grpo")
@@ -103,26 +76,29 @@ def demo(config: Demo) -> dict[str, float]:
 def save_start(directory: Path, *, seed: int) -> None:
     """The untrained model, and its tokenizer of one token per character."""
     torch.manual_seed(seed)
-    _model().save_pretrained(directory)
-    _tokenizer().save_pretrained(directory)
+    shape = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    tokens = {"vocab_size": len(ALPHABET) + 2, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    config: Any = LlamaConfig
+    LlamaForCausalLM(config(**shape, **tokens, max_position_embeddings=32)).save_pretrained(directory)
+    vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *ALPHABET])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    build: Any = PreTrainedTokenizerFast
+    build(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>").save_pretrained(directory)
 
 
 def teach(directory: Path, questions: Iterable[str], *, steps: int, seed: int, batch_size: int = 96) -> None:
     """SFT of the model in ``directory/start`` on the answers to these questions, into ``directory/sft``."""
-    data = write(directory / "sft.jsonl", ({"prompt": q, "completion": solve(q)} for q in questions))
-    run_sft(
-        SFT(
-            model=str(directory / "start"),
-            data=str(data),
-            output=str(directory / "sft"),
-            steps=steps,
-            batch_size=batch_size,
-            learning_rate=2e-3,
-            schedule="cosine",
-            warmup=0.05,
-            seed=seed,
-        )
-    )
+    rows = ({"prompt": q, "completion": solve(q)} for q in questions)
+    stage = _stage(directory, "sft", "start", rows, seed=seed, steps=steps)
+    run_sft(SFT(**stage, batch_size=batch_size, learning_rate=2e-3, schedule="cosine", warmup=0.05))
+
+
+def _stage(directory: Path, name: str, start: str, rows: Iterable[dict[str, str]], **settings: Any) -> dict[str, Any]:
+    """The settings of a stage that begins with the model in ``directory/start``, its rows written to a file."""
+    data = write(directory / f"{name}.jsonl", rows)
+    return {"model": str(directory / start), "data": str(data), "output": str(directory / name), **settings}
 
 
 def solve(question: str) -> str:
@@ -168,32 +144,6 @@ def questions(rng: random.Random, count: int) -> list[str]:
     return [f"{n // 10**TERM:0{TERM}d}+{n % 10**TERM:0{TERM}d}=" for n in numbers]
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *ALPHABET])}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    characters.decoder = decoders.Fuse()
-    build: Any = PreTrainedTokenizerFast
-    tokenizer: PreTrainedTokenizerFast = build(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>")
-    return tokenizer
-
-
-def _model() -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(ALPHABET) + 2,
-            hidden_size=96,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=32,
-            bos_token_id=None,
-            eos_token_id=0,
-            pad_token_id=0,
-        )
-    )
-
-
 def write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -201,12 +151,10 @@ def write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
 
 def _vacant(wanted: Path) -> Path:
     """The directory, or the first of wanted-2, wanted-3, ... that does not exist."""
-    candidate, number = wanted, 1
-    while candidate.exists():
-        number += 1
-        candidate = wanted.with_name(f"{wanted.name}-{number}")
-    candidate.mkdir(parents=True)
-    return candidate
+    names = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    vacant = next(path for path in itertools.chain([wanted], names) if not path.exists())
+    vacant.mkdir(parents=True)
+    return vacant
 
 
 def _draw(directory: Path, accuracy: dict[str, float]) -> None:
@@ -221,15 +169,14 @@ def _draw(directory: Path, accuracy: dict[str, float]) -> None:
     bars.set_ylim(0, 1.1)
     bars.set_xticks(range(len(accuracy)), [stage.replace(" ", "\n") for stage in accuracy], fontsize=8)
     bars.set_title("held-out accuracy")
-    _plot(loss, directory / "sft", "loss", "SFT loss, nats per token")
-    _plot(margins, directory / "dpo", "rewards/accuracies", "DPO: pairs told apart")
-    _plot(reward, directory / "grpo", "reward", "GRPO: answers that are right")
+    for axis, stage, metric, title in (
+        (loss, "sft", "loss", "SFT loss, nats per token"),
+        (margins, "dpo", "rewards/accuracies", "DPO: pairs told apart"),
+        (reward, "grpo", "reward", "GRPO: answers that are right"),
+    ):
+        lines = [json.loads(line) for line in (directory / stage / "metrics.jsonl").read_text().splitlines()]
+        axis.plot([line["step"] for line in lines], [line[metric] for line in lines])
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
     figure.savefig(directory / "accuracy.png", dpi=120)
-
-
-def _plot(axis: Any, run: Path, metric: str, title: str) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    axis.plot([line["step"] for line in lines], [line[metric] for line in lines])
-    axis.set_title(title)
-    axis.set_xlabel("step")
-    axis.grid(alpha=0.3)

@@ -25,19 +25,16 @@ from ..runs.feed import Feed
 from ..runs.teacher import load_teacher, open_teacher
 from ..train.losses import (
     ENTROPY,
-    TOKEN_LOSSES,
-    WEIGHTINGS,
     Loss,
     TensorReader,
     Tensors,
     Term,
     columns_of,
-    distillation,
     outputs_for,
-    parse_losses,
     policy_tensors,
     tensors_needed,
 )
+from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, parse_losses
 from .settings import Distill
 
 LOSSES: dict[str, Loss] = {**TOKEN_LOSSES, "distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}

@@ -17,35 +17,21 @@ from ..runs.context import open_run
 from ..runs.feed import Feed
 from ..runs.reference import Reference
 from ..runs.teacher import open_teacher
-from ..train.losses import (
-    ENTROPY,
-    TOKEN_LOSSES,
-    Loss,
-    Losses,
-    Term,
-    columns_of,
-    distillation,
-    losses_of,
-    outputs_for,
-    parse_losses,
-    policy_tensors,
-    tensors_needed,
-)
+from ..train.losses import ENTROPY, Losses, Term, columns_of, outputs_for, policy_tensors, tensors_needed
+from ..train.mix import TOKEN_LOSSES, distillation, losses_of, parse_losses
 from ..train.step import sum_over_ranks
 from .settings import KTO
 
-FEEDBACK_LOSSES: dict[str, Loss] = {**losses_of(feedback), **TOKEN_LOSSES, "distillation": distillation}
+FEEDBACK_LOSSES = {**losses_of(feedback), **TOKEN_LOSSES, "distillation": distillation}
 
 
 def run_kto(config: KTO) -> dict[str, float]:
     """Train; returns the metrics of the last step."""
     losses = kto_losses(config)
-    has_teacher = "divergence" in tensors_needed(losses)
-    config.teacher.check(needed=has_teacher)
     context = open_run(config, encode_unpaired)
     reference, precomputed = context.reference(config.reference)
     assert reference is not None
-    teacher, stored = open_teacher(context, config.teacher, needed=has_teacher)
+    teacher, stored = open_teacher(context, config.teacher, needed="divergence" in tensors_needed(losses))
     rewards = RunningMean()
     return context.train(
         losses,
@@ -66,6 +52,7 @@ def kto_losses(config: KTO) -> dict[str, Term]:
     names = ("beta", "desirable_weight", "undesirable_weight")
     shared = {name: getattr(config, name) for name in names} | config.loss_kwargs
     losses = parse_losses(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.loss_kwargs)
+    config.teacher.check(needed="divergence" in tensors_needed(losses))
     if "kto" in losses and config.batch_size < 2:
         raise ValueError("kto: its z0 comes from completions of other prompts; use a batch_size of 2 or more")
     if "kto" in losses and config.reference == "precompute":
@@ -87,63 +74,54 @@ class RunningMean:
         self.total, self.steps = self.total + metrics["rewards"], self.steps + 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"total": self.total, "steps": self.steps}
+        return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.total, self.steps = state["total"], state["steps"]
+        vars(self).update(state)
 
 
 def prepare_feedback(
-    terms: Losses, rewards: RunningMean, policy: Policy, reference: Reference, accelerator: Accelerator
+    losses: Losses, rewards: RunningMean, policy: Policy, reference: Reference, accelerator: Accelerator
 ) -> Callable[[Feed, int, list[Batch]], list[Batch]]:
     """Add what losses compare a completion with, measured over a whole step before its first forward pass: the columns
     ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
-    measure = kl_of_mismatched(policy, reference, accelerator) if "kl" in tensors_needed(terms) else None
+    takes_kl = "kl" in tensors_needed(losses)
 
     def prepare(feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
-        kl = {} if measure is None else {"kl": measure(feed, step)}
-        delta = torch.tensor(rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype())
+        added = {"delta": torch.tensor(rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype())}
+        if takes_kl:
+            added["kl"] = kl_of_mismatched(feed, step, policy, reference, accelerator)
         return [
-            replace(batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], "delta": delta, **kl})
+            replace(batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], **added})
             for batch in micro_batches
         ]
 
     return prepare
 
 
+@torch.no_grad()
 def kl_of_mismatched(
-    policy: Policy, reference: Reference, accelerator: Accelerator
-) -> Callable[[Feed, int], torch.Tensor]:
+    feed: Feed, step: int, policy: Policy, reference: Reference, accelerator: Accelerator
+) -> torch.Tensor:
     """KTO's z₀ of a step, one number for all ranks: the KL estimate from completions of other prompts.
 
     Each prompt of the step is paired with the completion half a step further on, so that neither ranks nor
     micro-batches matter, and that the two completions of a pair do not meet. A step of one example has z₀ = 0.
     """
-
-    @torch.no_grad()
-    def measure(feed: Feed, step: int) -> torch.Tensor:
-        indices = feed.batches.indices(step)
-        half = len(indices) // 2
-        other = dict(zip(indices, indices[half:] + indices[:half], strict=True))
-        ratios = []
-        with evaluating(policy.model), accelerator.autocast():
-            for mine in feed.plan(step) if half else []:
-                pairs = [mismatched(feed.example(i), feed.example(other[i])) for i in mine]
-                batch = collate(pairs, device=accelerator.device)
-                log_ratio = policy(batch).logprob - reference(batch)
-                ratios.append(sequence_sum(log_ratio, batch.sequence, batch.sequences).double())
-        parts = {"sum": sum(float(ratio.sum()) for ratio in ratios), "count": float(sum(map(len, ratios)))}
-        total = sum_over_ranks(accelerator, parts)
-        mean = torch.tensor([total["sum"] / max(total["count"], 1.0)], device=accelerator.device, dtype=torch.float64)
-        precision = torch.promote_types(policy.plain.dtype, torch.float32)
-        return kto_kl(mean, torch.zeros_like(mean)).to(precision)
-
-    return measure
-
-
-def mismatched(example: Example, other: Example) -> Example:
-    """The prompt of one example with the completion of another."""
-    return Example(example.prompt, other.completions, other.trained)
+    indices = feed.batches.indices(step)
+    half = len(indices) // 2
+    other = dict(zip(indices, indices[half:] + indices[:half], strict=True))
+    ratios = []
+    with evaluating(policy.model), accelerator.autocast():
+        for part in feed.plan(step) if half else []:
+            mismatched = [Example(feed.example(i).prompt, *feed.example(other[i])[1:]) for i in part]
+            batch = collate(mismatched, device=accelerator.device)
+            log_ratio = policy(batch).logprob - reference(batch)
+            ratios.append(sequence_sum(log_ratio, batch.sequence, batch.sequences).double())
+    local = {"sum": sum(float(ratio.sum()) for ratio in ratios), "count": float(sum(map(len, ratios)))}
+    total = sum_over_ranks(accelerator, local)
+    mean = torch.tensor([total["sum"] / max(total["count"], 1.0)], device=accelerator.device, dtype=torch.float64)
+    return kto_kl(mean, torch.zeros_like(mean)).to(torch.promote_types(policy.plain.dtype, torch.float32))
 
 
 def feedback_metrics(beta: float) -> dict[str, Term]:

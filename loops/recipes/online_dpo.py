@@ -10,17 +10,8 @@ from ...objectives import PerSequence
 from ..rl.buffer import Examples, RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
-from ..train.losses import (
-    CHOSEN,
-    ENTROPY,
-    PAIR_LOGPS,
-    PAIR_LOSSES,
-    Term,
-    outputs_for,
-    parse_losses,
-    policy_tensors,
-    tensors_needed,
-)
+from ..train.losses import CHOSEN, ENTROPY, PAIR_LOGPS, Term, outputs_for, policy_tensors, tensors_needed
+from ..train.mix import PAIR_LOSSES, parse_losses
 from .settings import OnlineDPO
 
 

@@ -19,31 +19,26 @@ from ..train.losses import (
     CHOSEN,
     ENTROPY,
     PAIR_LOGPS,
-    PAIR_LOSSES,
     REJECTED,
-    STEP_COUPLED,
     Term,
     columns_of,
     outputs_for,
-    parse_losses,
     policy_tensors,
     tensors_needed,
 )
+from ..train.mix import PAIR_LOSSES, STEP_COUPLED, parse_losses
 from .settings import CPO, DPO, ORPO
 
 
 def run_dpo(config: DPO) -> dict[str, float]:
     """Train; returns the metrics of the last step."""
     losses = dpo_losses(config)
-    score = None
+    needed, reduce, score = tensors_needed(losses), completion_logprob(config), None
     if config.divergence != "reverse_kl":
         score = partial(f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha)
-    reduce = completion_logprob(config)
-    has_teacher = "divergence" in tensors_needed(losses)
-    config.teacher.check(needed=has_teacher)
     context = open_run(config, encode_preference)
-    reference, precomputed = context.reference(config.reference, needed="ref_chosen" in tensors_needed(losses))
-    teacher, stored = open_teacher(context, config.teacher, needed=has_teacher)
+    reference, precomputed = context.reference(config.reference, needed="ref_chosen" in needed)
+    teacher, stored = open_teacher(context, config.teacher, needed="divergence" in needed)
     read = policy_tensors(
         reference=reference, reduce=reduce, score=score, teacher=teacher, outputs=outputs_for(losses), pairs=True
     )
@@ -75,6 +70,7 @@ def dpo_losses(config: DPO) -> dict[str, Term]:
     """
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
     losses = parse_losses(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
+    config.teacher.check(needed="divergence" in tensors_needed(losses))
     of_pairs = [name for name, loss in losses.items() if loss.unit == "pairs"]
     if config.pair_weight == "wpo":
         if coupled := sorted(STEP_COUPLED & losses.keys()):

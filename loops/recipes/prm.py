@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ...data import encode_stepwise, step_example
 from ...objectives import step_loss
 from ..batch import collate
-from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, scores
 from ..runs.context import open_run
@@ -23,16 +22,14 @@ def run_prm(config: PRM) -> dict[str, float]:
     encode = partial(
         encode_stepwise, separator=config.separator, train_on_last_step_only=config.train_on_last_step_only
     )
-    context = open_run(config, encode, lambda model: Scorer(model, layout=config.layout), load_weights=_step_head)
+    load = partial(load_classifier, task="TOKEN_CLS", labels={0: "wrong", 1: "right"})
+    context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
     context.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
     return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))
 
 
 def step_scores(
-    scorer: Scorer,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str | list[dict[str, Any]],
-    steps: Sequence[str],
+    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]], steps: Sequence[str]
 ) -> Tensor:
     """The probability [steps] that each step of a solution is right, given those before it.
 
@@ -45,7 +42,3 @@ def step_scores(
     separator = getattr(scorer.plain.config, "step_separator", "\n")
     solution = step_example(prompt, steps, tokenizer, separator=separator)
     return scores(scorer, [collate([solution], device=scorer.device)]).sigmoid()
-
-
-def _step_head(config: Common) -> nn.Module:
-    return load_classifier(config, "TOKEN_CLS", {0: "wrong", 1: "right"})

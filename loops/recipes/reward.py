@@ -13,10 +13,9 @@ from ...data import Accounting, encode_preference, encode_ranking, encode_scores
 from ...objectives import Stats, bradley_terry, centering, plackett_luce, score_regression
 from ...objectives.reward import CompletionIds, PerCompletion
 from ..batch import Batch, collate
-from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, ends_marked, scores
-from ..runs.context import RunContext, open_run
+from ..runs.context import open_run
 from ..train.losses import Tensors, Term, score_tensors
 from ..train.weighting import Weights
 from .settings import Reward
@@ -28,8 +27,12 @@ def run_reward(config: Reward) -> dict[str, float]:
     encode, columns = _DATA[config.loss]
     if config.margin is not None:
         encode, columns = partial(_with_margin, column=config.margin), ("margin",)
-    context = open_run(config, encode, lambda model: Scorer(model, layout=config.layout), load_weights=_reward_head)
-    mark = partial(ends_marked, pad=set_padding(context))
+    load = partial(load_classifier, task="SEQ_CLS", labels={0: "reward"})
+    context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
+    saved, tokenizer = context.model.plain.config, context.tokenizer
+    if saved.pad_token_id is None:  # transformers needs it to find the end of a completion
+        saved.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    mark = partial(ends_marked, pad=saved.pad_token_id)
     return context.train(losses, read_scores, columns=columns, mark=mark)
 
 
@@ -59,19 +62,6 @@ def reward_scores(
     examples = [ends_marked(example(data, i), pad) for i in range(len(data))]
     batches = [collate(examples[i : i + batch_size], device=scorer.device) for i in range(0, len(examples), batch_size)]
     return scores(scorer, batches)
-
-
-def set_padding(context: RunContext[Scorer]) -> int:
-    """The padding token, which `transformers` needs to find the end of a completion; set where the model has none."""
-    config = context.model.plain.config
-    if config.pad_token_id is None:
-        pad = context.tokenizer.pad_token_id
-        config.pad_token_id = context.tokenizer.eos_token_id if pad is None else pad
-    return int(config.pad_token_id)
-
-
-def _reward_head(config: Common) -> nn.Module:
-    return load_classifier(config, "SEQ_CLS", {0: "reward"})
 
 
 def _with_margin(*arguments: Any, column: str, **options: Any) -> tuple[Dataset, Accounting]:

@@ -2,16 +2,8 @@
 
 from ...data import encode_supervised
 from ..runs.context import open_run
-from ..train.losses import (
-    ENTROPY,
-    TOKEN_LOSSES,
-    WEIGHTINGS,
-    Term,
-    columns_of,
-    outputs_for,
-    parse_losses,
-    policy_tensors,
-)
+from ..train.losses import ENTROPY, Term, columns_of, outputs_for, policy_tensors
+from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, parse_losses
 from .settings import SFT
 
 

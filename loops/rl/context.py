@@ -28,9 +28,8 @@ from ..rollouts.local.source import LocalSource
 from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
-from ..runs.context import RunContext, open_run
+from ..runs.context import RunContext, open_accelerator, open_run
 from ..runs.ranks import from_main
-from ..runs.run import open_accelerator
 from ..train.losses import Losses, TensorReader
 from .buffer import RolloutBuffer
 from .settings import OnlineConfig

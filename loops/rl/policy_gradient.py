@@ -30,19 +30,17 @@ from ..runs.reference import Reference, column
 from ..train import weighting as weights
 from ..train.losses import (
     ENTROPY,
-    TOKEN_LOSSES,
     Loss,
     Losses,
     TensorReader,
     Tensors,
     Term,
-    losses_of,
     outputs_for,
-    parse_losses,
     policy_tensors,
     tensors_needed,
     units_of,
 )
+from ..train.mix import TOKEN_LOSSES, losses_of, parse_losses
 from .buffer import RolloutBuffer
 from .context import RLContext
 from .feed import RolloutFeed

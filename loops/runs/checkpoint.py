@@ -3,7 +3,7 @@
     checkpoints/step-00000120/
         state.pt         trained parameters, optimizer, schedule, and what the recipe remembers
         random-0.pt      generator states of rank 0 (one file per rank)
-        manifest.json    sha256 and size of every file, written last
+        manifest.json    sha256 of every file, written last
 
 The batches of a step are a function of its number, so the step is the data cursor.
 """
@@ -19,109 +19,116 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self, cast
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 import numpy
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.serialization import config as serialization
 
 log = logging.getLogger(__name__)
 
 KEPT = 2  # an older checkpoint stands by in case the newest turns out to be damaged
 
 
-class StepMemory(Protocol):
+class StepMemory(Stateful, Protocol):
     """State of a recipe beside its parameters, the same on every rank; it sees the metrics of every step."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def observe(self, metrics: Mapping[str, float]) -> None: ...
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none could be read."""
+    """A checkpoint, or the trained model, could not be written, or none could be read."""
+
+
+@contextmanager
+def writing(what: str, directory: Path) -> Iterator[None]:
+    """Write to the disk; where that fails, the message names the checkpoint under ``directory`` to go on from.
+
+    Raises:
+        CheckpointError: if the disk is full or not writable; the checkpoints that were there stay as they were.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as RuntimeError
+        for partial in directory.glob(".partial-*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "write" in str(error)
+        free = shutil.disk_usage(directory.parent).free / 2**20
+        newest = [path.name for path in _all(directory)]
+        raise CheckpointError(
+            f"{what} could not be written to {directory.parent}"
+            + (f": the disk is full ({free:.0f} MiB free)" if full else "")
+            + f". {newest[0] + ' is intact' if newest else 'There is no earlier checkpoint'}: "
+            + ("make room and " if full else "")
+            + f"start again with --resume true ({error})"
+        ) from error
 
 
 def save(
-    directory: Path,
-    step: int,
-    *,
-    accelerator: Accelerator,
-    policy: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    memory: StepMemory | None = None,
+    directory: Path, step: int, *, accelerator: Accelerator, policy: nn.Module, parts: Mapping[str, Stateful]
 ) -> Path:
     """Write the checkpoint of ``step`` under ``directory`` and drop all but the newest `KEPT`. Every rank calls it.
+
+    Args:
+        parts: what else has a state: optimizer, schedule, and what the recipe remembers.
 
     Raises:
         CheckpointError: if the disk is full or not writable; the checkpoints that were there stay as they were.
     """
     final = directory / f"step-{step:08d}"
     partial = directory / f".partial-{final.name}"
-    try:
+    with writing(f"checkpoint of step {step}", directory):
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         accelerator.wait_for_everyone()
-        digests = {}
-        random_file = partial / f"random-{accelerator.process_index}.pt"
-        digests[random_file.name] = _write(random_file, _random_state())
+        random_file = f"random-{accelerator.process_index}.pt"
+        digests = {random_file: _write(partial / random_file, _random_state())}
         if accelerator.is_main_process:
-            model = trained_state(accelerator.unwrap_model(policy))
-            state = {"model": model, "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-            state |= {"memory": memory.state_dict()} if memory is not None else {}
-            digests["state.pt"] = _write(partial / "state.pt", {"step": step, **state})
+            state: dict[str, Any] = {"step": step, "model": trained_state(accelerator.unwrap_model(policy))}
+            state |= {name: part.state_dict() for name, part in parts.items()}
+            digests["state.pt"] = _write(partial / "state.pt", state)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            _seal(partial, digests)
+            # The files of other ranks are read for their digests.
+            manifest = {path.name: digests.get(path.name) or _sha256(path) for path in sorted(partial.iterdir())}
+            with (partial / "manifest.json").open("w") as file:
+                json.dump(manifest, file, indent=2)
+                file.flush()
+                os.fsync(file.fileno())
+            _sync(partial)
             shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
             partial.rename(final)
             _sync(directory)
             for old in _all(directory)[KEPT:]:
                 shutil.rmtree(old)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        shutil.rmtree(partial, ignore_errors=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "write" in str(error)
-        free = shutil.disk_usage(directory).free / 2**20
-        last = _all(directory)
-        raise CheckpointError(
-            f"checkpoint of step {step} could not be written to {directory}"
-            + (f": the disk is full ({free:.0f} MiB free)" if full else "")
-            + f". {last[0].name + ' is intact' if last else 'There is no earlier one'}: "
-            + f"make room and start again with --resume true ({error})"
-        ) from error
     return final
 
 
-def load_newest(
-    directory: Path,
-    *,
-    accelerator: Accelerator,
-    policy: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    memory: StepMemory | None = None,
-) -> int:
+def load_newest(directory: Path, *, accelerator: Accelerator, policy: nn.Module, parts: Mapping[str, Stateful]) -> int:
     """Restore the newest whole checkpoint and return its step, or 0. Damaged ones are named in the log."""
     for path in _all(directory):
-        problem = _damage(path)
-        if problem:
+        if problem := _damage(path):
             log.warning("checkpoint %s is damaged and passed over: %s", path.name, problem)
             continue
-        state = _read(path / "state.pt")
+        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
         restore_trained_state(accelerator.unwrap_model(policy), state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        schedule.load_state_dict(state["schedule"])
-        if memory is not None:
-            memory.load_state_dict(state["memory"])
-        mine = path / f"random-{accelerator.process_index}.pt"
-        if mine.exists():
-            _set_random_state(_read(mine))
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        random_file = path / f"random-{accelerator.process_index}.pt"
+        if random_file.exists():
+            _set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
         else:
-            log.warning("checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators",
-                        path.name, accelerator.process_index)  # fmt: skip
+            log.warning(
+                "checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators",
+                path.name,
+                accelerator.process_index,
+            )
         return int(state["step"])
     return 0
 
@@ -143,77 +150,34 @@ def restore_trained_state(policy: nn.Module, state: dict[str, torch.Tensor]) -> 
 
 
 def _write(path: Path, state: Any) -> str:
-    """Write the file and flush it to the disk; returns its SHA-256."""
-    with path.open("wb") as file, _Digest(file) as digest:
-        with _without_crc32():
-            torch.save(state, cast(BinaryIO, digest))
+    """Write the file and flush it to the disk; returns its SHA-256, computed in another thread meanwhile."""
+    sha256 = hashlib.sha256()
+    with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
+
+        def write(data: bytes) -> int:
+            hashed = thread.submit(sha256.update, data)
+            try:
+                return file.write(data)
+            finally:
+                hashed.result()  # torch frees the data when this returns
+
+        # The SHA-256 stands for the checksum that torch computes of every tensor in one thread.
+        options: Any = serialization
+        with options.patch("save.compute_crc32", False):
+            torch.save(state, cast(Any, SimpleNamespace(write=write, flush=file.flush)))
         file.flush()
         os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-class _Digest:
-    """A file whose SHA-256 is computed in another thread while it is written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.sha256 = hashlib.sha256()
-        self.hexdigest = self.sha256.hexdigest
-        self.flush = file.flush
-        self.thread = ThreadPoolExecutor(1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.thread.shutdown()
-
-    def write(self, data: bytes) -> int:
-        hashed = self.thread.submit(self.sha256.update, data)
-        try:
-            return self.file.write(data)
-        finally:
-            hashed.result()  # torch frees the data when this returns
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    """The manifest's SHA-256 stands for the checksum that torch computes of every tensor in one thread."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-def _read(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _seal(partial: Path, digests: Mapping[str, str]) -> None:
-    """Write the manifest, with the digests that are known; the files of other ranks are read."""
-    files = sorted(partial.iterdir())
-    manifest = {
-        file.name: {"sha256": digests.get(file.name) or _sha256(file), "size": file.stat().st_size} for file in files
-    }
-    with (partial / "manifest.json").open("w") as file:
-        json.dump(manifest, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(partial)
+    return sha256.hexdigest()
 
 
 def _damage(path: Path) -> str | None:
     """Describe what is wrong with this checkpoint; None if nothing is."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        for name, entry in manifest.items():
-            if (path / name).stat().st_size != entry["size"]:
-                return f"{name} has another size than when it was written"
-            if _sha256(path / name) != entry["sha256"]:
+        for name, digest in manifest.items():
+            if _sha256(path / name) != digest:
                 return f"{name} has another sha256 than when it was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         return str(error)
     return None
 
@@ -239,12 +203,11 @@ def _sync(directory: Path) -> None:
 
 def _random_state() -> dict[str, Any]:
     name, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
-    version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": [name, keys.tolist(), *rest],
-        "python": [version, list(internal), gauss],
+        "numpy": (name, keys.tolist(), *rest),
+        "python": random.getstate(),
     }
 
 
@@ -252,7 +215,5 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])
-    name, keys, *rest = state["numpy"]
-    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    numpy.random.set_state(state["numpy"])
+    random.setstate(state["python"])

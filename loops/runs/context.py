@@ -1,33 +1,45 @@
-"""An open run: its settings, ranks, tokenizer, model and data, and how losses train on them."""
+"""An open run: its settings, ranks, tokenizer, model and data, and how losses train on them.
+
+config.yaml      the resolved configuration
+metrics.jsonl    one JSON object per step
+checkpoints/     see `checkpoint`
+model/           the trained model, as transformers loads it; adapter/ beside it where adapters were trained
+curves.png       the metrics over the steps
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+import yaml
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from ...data import Accounting, Batches, Tokenization, load, token_cost
-from ..batch import Batch
-from ..config import Common, ReferenceKind
+from ..config import Common
 from ..models.backbone import Backbone
-from ..models.io import load_model, load_tokenizer
+from ..models.io import load_model, load_tokenizer, save_model
 from ..models.policy import Policy
-from ..train.losses import Losses, TensorReader, compose, refuse_split_steps, weightings
+from ..train.losses import Losses, TensorReader, compose, weightings
+from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint
-from .feed import Feed
-from .progress import progress
-from .reference import Reference, adapters_off, column, frozen_copy, precompute
-from .run import Journal, Steps, due, finish, learning_rate_schedule, open_accelerator, to_yaml
+from .feed import Feed, stored_tokens
+from .reference import Reference, adapters_off, column, frozen_copy
+from .report import Journal, draw_curves, progress
 
 Model = TypeVar("Model", bound=Backbone)
 TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
+
+# What may differ when a run is resumed: none of it changes the steps that were already taken.
+_FREE = {"resume", "steps", "epochs", "eval_every", "save_every", "report_to", "vllm"}
 
 
 @dataclass
@@ -73,11 +85,10 @@ class RunContext(Generic[Model]):
             ranks=accelerator.num_processes,
         )
         computed = {name: tensors for columns in per_token for name, tensors in columns(data).items()}
-        where: dict[str, Any] = {"rank": accelerator.process_index, "device": accelerator.device}
-        return Feed(data, batches, per_token=computed, **where, **options)
+        return Feed(data, batches, accelerator.process_index, accelerator.device, per_token=computed, **options)
 
     def reference(
-        self, kind: ReferenceKind, *, needed: bool = True, temperature: float = 1.0
+        self, kind: str, *, needed: bool = True, temperature: float = 1.0
     ) -> tuple[Reference | None, TokenColumns]:
         """The policy as it is before the first step, frozen; and the columns that it reads where it is precomputed.
 
@@ -90,37 +101,29 @@ class RunContext(Generic[Model]):
         if not needed:
             return None, lambda data: {}
         policy: Any = self.model
+        # In the precision of the policy: rounding in one of the two alone would look like a difference.
+        autocast = self.accelerator.autocast()
         if kind == "precompute":
             # Before the first step the policy is its own reference: new adapters add nothing.
-            current = self._in_policy_precision(torch.no_grad()(lambda batch: policy(batch).logprob))
+            current = autocast(torch.no_grad()(lambda batch: {"logprob": policy(batch).logprob}))
 
             def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
-                feed = self.feed(data, whole=True)
-                cache = self.directory / f"reference-{data._fingerprint}.safetensors"
-                plan = ((indices, feed.batch(indices)) for indices in feed.plan(0))
-                return {"ref_logprob": precompute(current, plan, cache, self.accelerator)}
+                path = self.directory / f"reference-{data._fingerprint}.safetensors"
+                tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator)
+                return {"ref_logprob": tensors["logprob"]}
 
             return column("ref_logprob"), columns
         without_adapters = kind == "adapters_off" or (kind == "auto" and self.config.lora.r > 0)
         make = adapters_off if without_adapters else frozen_copy
-        return self._in_policy_precision(make(policy, temperature=temperature)), lambda data: {}
-
-    def _in_policy_precision(self, reference: Reference) -> Reference:
-        """Rounding in one of policy and reference alone would look like a difference."""
-
-        def rounded(batch: Batch) -> Tensor:
-            with self.accelerator.autocast():
-                return reference(batch)
-
-        return rounded
+        return autocast(make(policy, temperature=temperature)), lambda data: {}
 
     def train(
         self,
         losses: Losses,
         read: TensorReader,
-        feed: Steps | None = None,
+        feed: Any = None,
         *,
-        evaluation: Steps | Callable[[int], Mapping[str, float]] | None = None,
+        evaluation: Feed | Callable[[int], Mapping[str, float]] | None = None,
         memory: checkpoint.StepMemory | None = None,
         report: Callable[[], Mapping[str, float]] = dict,
         **options: Any,
@@ -130,17 +133,23 @@ class RunContext(Generic[Model]):
         Args:
             losses: with those that are only measured.
             read: lays out the tensors of a batch for them.
-            feed: the micro-batches of every step; those of the data unless given, evaluated on all held-out data, with
-                the ``options`` of `RunContext.feed`.
+            feed: ``feed(step)`` gives the micro-batches of each of so many ``feed.steps``; those of the data unless
+                given, evaluated on all held-out data, with the ``options`` of `RunContext.feed`.
             evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
             memory: what is remembered from step to step, and in checkpoints.
             report: further metrics of the step that was just taken.
 
         Raises:
             ValueError: if a loss couples all pairs of a step, which are split.
+            CheckpointError: if the disk is full.
         """
         config, accelerator = self.config, self.accelerator
-        refuse_split_steps(losses, micro_tokens=config.micro_tokens, ranks=accelerator.num_processes)
+        coupled = sorted(STEP_COUPLED & losses.keys())
+        if coupled and (config.micro_tokens is not None or accelerator.num_processes > 1):
+            raise ValueError(
+                f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
+                "pass --micro_tokens null and run one process"
+            )
         if feed is None:
             evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
             feed = self.feed(self.data, **options)
@@ -151,21 +160,24 @@ class RunContext(Generic[Model]):
             (self.directory / "config.yaml").write_text(to_yaml(config))
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         adamw = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
-        schedule = learning_rate_schedule(config, adamw, feed.steps)
+        warmup = round(config.warmup * feed.steps) if config.warmup < 1 else int(config.warmup)
+        shape = "constant_with_warmup" if config.schedule == "constant" and warmup else config.schedule
+        schedule = get_scheduler(shape, adamw, num_warmup_steps=warmup, num_training_steps=feed.steps)
         policy, optimizer = accelerator.prepare(self.model, adamw)
-        parts: dict[str, Any] = {"accelerator": accelerator, "policy": policy}
-        parts |= {"optimizer": optimizer, "schedule": schedule}
         checkpoints = self.directory / "checkpoints"
-        start = checkpoint.load_newest(checkpoints, **parts, memory=memory) if config.resume else 0
+        state: dict[str, Any] = {"accelerator": accelerator, "policy": policy}
+        state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
+        start = checkpoint.load_newest(checkpoints, **state) if config.resume else 0
 
         def evaluated(steps: int) -> dict[str, float]:
-            assert evaluation is not None
-            metrics: Mapping[str, float]
-            if isinstance(evaluation, Steps):
-                metrics = evaluate(accelerator, policy, evaluation(0), objective, weighed)
+            if isinstance(evaluation, Feed):
+                metrics: Mapping[str, float] = evaluate(accelerator, policy, evaluation(0), objective, weighed)
             else:
-                metrics = evaluation(steps)
+                metrics = {} if evaluation is None else evaluation(steps)
             return {f"eval/{name}": value for name, value in metrics.items()}
+
+        def due(step: int, every: int | None) -> bool:
+            return step == feed.steps or (every is not None and step % every == 0)
 
         metrics: dict[str, float] = {}
         with (
@@ -175,26 +187,30 @@ class RunContext(Generic[Model]):
             if evaluation is not None and start == 0:
                 journal.write(0, evaluated(0))
             for step in optimize(
-                batches=feed,
-                objective=objective,
-                weightings=weighed,
+                policy,
+                feed,
+                objective,
+                weighed,
+                accelerator=accelerator,
+                optimizer=optimizer,
+                schedule=schedule,
                 steps=feed.steps,
                 start=start,
                 max_grad_norm=config.max_grad_norm,
-                **parts,
             ):
                 metrics = {**step.metrics, **report()}
                 if memory is not None:
                     memory.observe(metrics)
-                last = step.number == feed.steps
-                if evaluation is not None and (last or due(step.number, config.eval_every)):
-                    metrics = {**metrics, **evaluated(step.number)}
+                if due(step.number, config.eval_every):
+                    metrics |= evaluated(step.number)
                 journal.write(step.number, metrics)
                 show(step.number, metrics)
-                if last or due(step.number, config.save_every):
-                    checkpoint.save(checkpoints, step.number, **parts, memory=memory)
+                if due(step.number, config.save_every):
+                    checkpoint.save(checkpoints, step.number, **state)
         if accelerator.is_main_process:
-            finish(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
+            with checkpoint.writing("the model", checkpoints):
+                save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
+            draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
         accelerator.wait_for_everyone()
         return metrics
 
@@ -217,7 +233,7 @@ def open_run(
         accelerator: of a run that is open already.
 
     Raises:
-        RunError: if the directory holds another run, or holds a run and ``config.resume`` is false.
+        ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
     """
     accelerator = accelerator or open_accelerator(config)
     tokenizer = load_tokenizer(config)
@@ -236,3 +252,38 @@ def open_run(
         model = model.to(accelerator.device)
     wrapped = Policy(model, **config.kernel) if wrap is None else wrap(model)
     return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data)
+
+
+def open_accelerator(config: Common) -> Accelerator:
+    """The `Accelerator` of a run whose directory is free, or holds the same run to go on with.
+
+    Raises:
+        ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
+    """
+    AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
+    accelerator = Accelerator(
+        mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
+        log_with=config.report_to,
+        project_dir=config.output,
+    )
+    accelerator.gradient_state._set_sync_gradients(True)  # one that died between two micro-batches
+    set_seed(config.seed)
+    path = Path(config.output) / "config.yaml"
+    if not path.exists():
+        return accelerator
+    if not config.resume:
+        raise ValueError(
+            f"output: {config.output} already holds a run; go on with it (--resume true) or name another directory"
+        )
+    before, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
+    for key in now:
+        if key not in _FREE and before.get(key) != now[key]:
+            raise ValueError(
+                f"resume: {config.output} was run with {key}={before.get(key)!r}, now it is {now[key]!r}; "
+                "set it back, or name another output directory"
+            )
+    return accelerator
+
+
+def to_yaml(config: Common) -> str:
+    return str(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))

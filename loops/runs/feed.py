@@ -1,20 +1,27 @@
-"""From encoded data to the micro-batches of a step, on this rank's device."""
+"""From encoded data to the micro-batches of a step, on this rank's device; and what one pass over them gives."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from datasets import Dataset
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ...data import Batches, Example, example
 from ..batch import Batch, collate
 
 
+@dataclass
 class Feed:
     """``feed(step)`` gives this rank's micro-batches of that step, which depend on nothing but its number.
 
-    Args:
+    Attributes:
         dataset: encoded examples.
         batches: the plan: which examples make up which micro-batch of which rank.
         columns: names of columns of the dataset that travel with the batch: one number per example, or a list of
@@ -25,26 +32,14 @@ class Feed:
             something over the whole step before its first forward pass.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        batches: Batches,
-        *,
-        rank: int = 0,
-        device: torch.device | str = "cpu",
-        columns: Sequence[str] = (),
-        per_token: Mapping[str, Sequence[Tensor]] | None = None,
-        mark: Callable[[Example], Example] = lambda example: example,
-        prepare: Callable[["Feed", int, list[Batch]], list[Batch]] = lambda feed, step, micro_batches: micro_batches,
-    ) -> None:
-        self.dataset = dataset
-        self.batches = batches
-        self.rank = rank
-        self.device = device
-        self.columns = columns
-        self.per_token = dict(per_token or {})
-        self.mark = mark
-        self.prepare = prepare
+    dataset: Dataset
+    batches: Batches
+    rank: int = 0
+    device: torch.device | str = "cpu"
+    columns: Sequence[str] = ()
+    per_token: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    mark: Callable[[Example], Example] = lambda example: example
+    prepare: Callable[["Feed", int, list[Batch]], list[Batch]] = lambda feed, step, micro_batches: micro_batches
 
     @property
     def steps(self) -> int:
@@ -59,7 +54,7 @@ class Feed:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = self.dataset[list(indices or [0])]  # at once: one by one takes as long as a small model's step
-        columns = {name: self._column(rows[name], indices) for name in self.columns}
+        columns = {name: _column(rows[name], indices) for name in self.columns}
         for name, values in self.per_token.items():
             columns[name] = torch.cat([values[i] for i in indices]) if indices else values[0][:0]
         examples = map(Example, rows["prompt"], rows["completions"], rows["trained"]) if indices else ()
@@ -68,6 +63,46 @@ class Feed:
     def example(self, index: int) -> Example:
         return self.mark(example(self.dataset, index))
 
-    def _column(self, rows: Sequence[Any], indices: Sequence[int]) -> Tensor:
-        column = torch.tensor([number for row in rows for number in (row if isinstance(row, list) else [row])])
-        return column if indices else column[:0]  # of the dtype that it has elsewhere
+
+def _column(rows: Sequence[Any], indices: Sequence[int]) -> Tensor:
+    column = torch.tensor([number for row in rows for number in (row if isinstance(row, list) else [row])])
+    return column if indices else column[:0]  # of the dtype that it has elsewhere
+
+
+def stored_tokens(
+    path: Path,
+    feed: Feed,
+    compute: Callable[[Batch], Mapping[str, Tensor]],
+    accelerator: Accelerator,
+    metadata: dict[str, str] | None = None,
+) -> tuple[dict[str, list[Tensor]], dict[str, str]]:
+    """Tensors of every trained token, by name one per example, and metadata: read from ``path``, where they are written
+    first if it does not exist. Every rank calls it.
+
+    Args:
+        path: a safetensors file, written atomically by the main process: each tensor, over the tokens of all examples
+            in their order, and ``length``, the number of tokens of each example.
+        feed: its first step is all of the data.
+        compute: ``compute(batch)`` gives tensors [tokens, ...] by name.
+    """
+    if not path.exists():
+        computed: list[tuple[int, dict[str, Tensor]]] = []
+        for indices in feed.plan(0):
+            batch = feed.batch(indices)
+            lengths = [sum(map(sum, example.trained)) for example in batch.examples]
+            parts = {name: torch.split(tensor.cpu(), lengths) for name, tensor in compute(batch).items()}
+            computed += [(index, {name: part[i] for name, part in parts.items()}) for i, index in enumerate(indices)]
+        examples = [tensors for _, tensors in sorted(gather_object(computed), key=lambda pair: pair[0])]
+        if accelerator.is_main_process:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tensors = {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
+            tensors["length"] = torch.tensor([len(next(iter(example.values()))) for example in examples])
+            partial = path.with_suffix(".partial")
+            save_file(tensors, partial, metadata=metadata)
+            partial.replace(path)
+        accelerator.wait_for_everyone()
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata() or {}
+    counts = tensors.pop("length").tolist()
+    return {name: list(torch.split(tensor, counts)) for name, tensor in tensors.items()}, metadata

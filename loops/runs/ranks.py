@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,21 +26,20 @@ def from_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     """
     if accelerator.num_processes == 1:
         return function()
-    said: list[Any] = [None]
+    answer: list[Any] = [None, None]  # the result, and what went wrong
     failed: Exception | None = None
     if accelerator.is_main_process:
         try:
-            said = [(function(), None)]
+            answer[0] = function()
         except Exception as error:
-            failed, said = error, [(None, f"{type(error).__name__}: {error}")]
-    dist.broadcast_object_list(said, src=0, group=_control(dist.group.WORLD), device=torch.device("cpu"))
+            failed, answer[1] = error, f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(answer, src=0, group=_control(dist.group.WORLD), device=torch.device("cpu"))
     if failed is not None:
         raise failed
-    result, problem = said[0]
+    result, problem = answer
     if problem is not None:
         raise MainProcessError(f"rank {accelerator.process_index}: the main process failed: {problem}")
-    given: T = result
-    return given
+    return cast(T, result)
 
 
 @lru_cache(maxsize=1)

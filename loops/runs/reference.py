@@ -1,20 +1,18 @@
-"""Log-probs under the frozen reference policy: from a copy, from the policy without its adapters, or computed once.
+"""Log-probs under the frozen reference policy: from a copy, or from the policy without its adapters.
 
-A reference is a function ``reference(batch) -> log-probs [tokens]``, see `RunContext.reference`.
+A reference is a function ``reference(batch) -> log-probs [tokens]``. `RunContext.reference` makes the one that a
+configuration names, which may also have been computed before training.
 """
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from ..batch import Batch
 from ..models.policy import Policy
-from .token_cache import BatchPlan, load_tokens, store_tokens
 
 Reference = Callable[[Batch], Tensor]
 
@@ -25,15 +23,8 @@ def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
     """
-    no_critic = {id(policy.critic): None}
-    frozen = copy.deepcopy(policy, no_critic).requires_grad_(False).eval()
-
-    def reference(batch: Batch) -> Tensor:
-        with torch.no_grad():
-            logprob: Tensor = frozen(batch, temperature=temperature).logprob
-        return logprob
-
-    return reference
+    frozen: Any = copy.deepcopy(policy, {id(policy.critic): None}).requires_grad_(False).eval()  # without a critic
+    return torch.no_grad()(lambda batch: frozen(batch, temperature=temperature).logprob)
 
 
 def adapters_off(policy: Policy, *, temperature: float = 1.0) -> Reference:
@@ -46,26 +37,15 @@ def adapters_off(policy: Policy, *, temperature: float = 1.0) -> Reference:
     if not hasattr(model, "disable_adapter"):
         raise ValueError("adapters_off: wanted a model wrapped by peft; without adapters use frozen_copy")
 
+    @torch.no_grad()
     def reference(batch: Batch) -> Tensor:
-        with torch.no_grad(), model.disable_adapter():
+        with model.disable_adapter():
             logprob: Tensor = policy(batch, temperature=temperature).logprob
         return logprob
 
     return reference
 
 
-def column(name: str = "ref_logprob") -> Reference:
-    """Log-probs that were computed before training and travel with the batch."""
+def column(name: str) -> Reference:
+    """Log-probs that were computed before and travel with the batch."""
     return lambda batch: batch.columns[name]
-
-
-def precompute(reference: Reference, plan: BatchPlan, path: Path, accelerator: Accelerator) -> list[Tensor]:
-    """The reference log-probs of every example, [tokens of the example] each, read from ``path`` where it exists.
-
-    Args:
-        plan: see `token_cache`.
-        path: a safetensors file whose name identifies model and data.
-    """
-    if not path.exists():
-        store_tokens(path, lambda batch: {"logprob": reference(batch)}, plan, accelerator)
-    return load_tokens(path)[0]["logprob"]

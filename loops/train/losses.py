@@ -8,34 +8,21 @@ The tensors of a batch are stored under such names and units, and each loss take
 ``objectives/SIGNATURES.md`` lists them.
 """
 
-import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import ModuleType
-from typing import Any, Literal, cast, get_args, get_origin
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels import Extra
-from ...objectives import (
-    PerPair,
-    PerToken,
-    Stats,
-    preference,
-    reference_free,
-    sequence_mean,
-    sequence_sum,
-    supervised,
-    wpo_weight,
-)
+from ...objectives import PerPair, PerToken, Stats, sequence_mean, sequence_sum, wpo_weight
 from ..batch import Batch, CompletionSelector
 from ..models.lm_head import TeacherOutputs
 from . import weighting as weights
 from .step import Objective
-from .weighting import LossUnit, Weighting, Weightings
 
 Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit
@@ -43,7 +30,6 @@ TensorReader = Callable[[nn.Module, Batch], Tensors]
 
 CHOSEN, REJECTED = 0, 1
 _UNITS = {"completions": "sequences", "steps": "tokens"}  # of objectives on scores
-_COMPLETIONS: dict[str, CompletionSelector] = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}
 
 
 @dataclass(frozen=True)
@@ -61,45 +47,43 @@ class Term:
 
     function: Loss
     coefficient: float = 1.0
-    weighting: Weighting | None = None
+    weighting: weights.Weighting | None = None
     of: CompletionSelector = None
     columns: tuple[str, ...] = ()
     factor: str | None = None
 
     @cached_property
-    def unit(self) -> LossUnit:
-        """Unit of the loss's entries, from its return annotation."""
+    def unit(self) -> str:
+        """Unit of the loss's entries, from its return annotation: tokens, sequences or pairs."""
         loss, _ = get_args(inspect.signature(self.function).return_annotation)
-        return cast(LossUnit, _unit(loss))
+        return _unit(loss)
 
-    def weigh(self, batch: Batch) -> weights.Weights:
-        if self.weighting is not None:
-            return self.weighting(batch)
-        if self.unit == "tokens":
-            return weights.token_mean(batch, of=self.of)
-        return weights.completion_mean(batch, of=self.of) if self.unit == "sequences" else weights.pair_mean(batch)
+    @cached_property
+    def weigh(self) -> weights.Weighting:
+        if self.weighting is not None or self.unit not in ("tokens", "sequences"):
+            return self.weighting or weights.pair_mean
+        return partial(weights.token_mean if self.unit == "tokens" else weights.completion_mean, of=self.of)
+
+    @cached_property
+    def _inputs(self) -> list[tuple[str, str, bool]]:
+        """Name and unit of each tensor that the loss takes, and whether it can do without."""
+        return [(p.name, _unit(p.annotation), p.default is not p.empty) for p in tensor_parameters(self.function)]
 
     def __call__(self, tensors: Tensors, batch: Batch) -> tuple[Tensor, Stats]:
-        arguments = {p.name: self._argument(p, tensors, batch) for p in tensor_parameters(self.function)}
-        loss, stats = self.function(**{name: value for name, value in arguments.items() if value is not None})
+        arguments = {}
+        for name, unit, optional in self._inputs:
+            value = tensors.get((unit, name), batch.columns.get(name))
+            if value is None:
+                if optional:
+                    continue
+                raise ValueError(_lacks(self.function, name, unit))
+            if unit == "sequences" and len(value) != batch.sequences:
+                value = value[batch.example]  # a column with one entry per example
+            if self.of is not None and unit in ("tokens", "sequences"):
+                value = value[batch.tokens_of(self.of) if unit == "tokens" else batch.completions_of(self.of)]
+            arguments[name] = value
+        loss, stats = self.function(**arguments)
         return (loss if self.factor is None else tensors[self.unit, self.factor] * loss), stats
-
-    def _argument(self, parameter: inspect.Parameter, tensors: Tensors, batch: Batch) -> Tensor | None:
-        unit = _unit(parameter.annotation)
-        value = tensors.get((unit, parameter.name))
-        if value is None:
-            value = _column(batch, parameter.name, unit)
-        if value is None:
-            if parameter.default is parameter.empty:
-                name = getattr(self.function, "func", self.function).__name__
-                missing = f"{parameter.name} per {unit.removesuffix('s') or 'step'}"
-                sources = [source for source, names in _SOURCES.items() if parameter.name in names]
-                source = sources[0] if sources else "a column of the data of that name"
-                raise ValueError(f"{name}: there is no tensor {missing}; {source} would give it")
-            return None
-        if self.of is None or unit not in ("tokens", "sequences"):
-            return value
-        return value[batch.tokens_of(self.of) if unit == "tokens" else batch.completions_of(self.of)]
 
 
 Losses = Mapping[str, Term]
@@ -118,11 +102,6 @@ ENTROPY = {"entropy": Term(_entropy, 0.0)}
 PAIR_LOGPS = {"logps/chosen": Term(_pair_logps, 0.0)}
 
 
-def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
-    """Divergence from the teacher's distribution of the next token, see `burnish.loops.runs.teacher`."""
-    return divergence, {}
-
-
 def compose(losses: Losses, read: TensorReader) -> Objective:
     """The objective of these losses, all from one forward pass, that of ``read``."""
 
@@ -133,7 +112,7 @@ def compose(losses: Losses, read: TensorReader) -> Objective:
     return objective
 
 
-def weightings(losses: Losses) -> Weightings:
+def weightings(losses: Losses) -> weights.Weightings:
     return {name: (term.coefficient, term.weigh) for name, term in losses.items()}
 
 
@@ -149,11 +128,8 @@ def tensors_needed(losses: Losses) -> set[str]:
 
 def outputs_for(losses: Losses) -> tuple[Extra, ...]:
     """Further outputs of the log-prob kernel that the losses need."""
-    needed: dict[Extra, bool] = {
-        "mean_logprob": "mean_logp" in tensors_needed(losses),
-        "log_sum_squares": any(term.factor == "wpo" for term in losses.values()),
-    }
-    return tuple(name for name, used in needed.items() if used)
+    mean: tuple[Extra, ...] = ("mean_logprob",) if "mean_logp" in tensors_needed(losses) else ()
+    return (*mean, "log_sum_squares") if any(term.factor == "wpo" for term in losses.values()) else mean
 
 
 def policy_tensors(
@@ -178,9 +154,6 @@ def policy_tensors(
         pairs: whether the examples are pairs of a chosen and a rejected completion.
         temperature: of the policy's softmax, the one that completions were sampled at.
     """
-    reduced: Callable[[Tensor, Batch], Tensor] = reduce or (
-        lambda x, batch: sequence_sum(x, batch.sequence, batch.sequences)
-    )
 
     def read(policy: nn.Module, batch: Batch) -> Tensors:
         options: dict[str, Any] = {"outputs": outputs} if outputs else {}
@@ -197,20 +170,20 @@ def policy_tensors(
             "sequence": batch.sequence,
         }
         tensors: Tensors = {("tokens", name): value for name, value in of_tokens.items() if value is not None}
-        for name in ("logp", "ref_logp"):
-            if ("tokens", name) in tensors:
-                tensors["sequences", name] = reduced(tensors["tokens", name], batch)
+        ids = batch.sequence, batch.sequences
+        for name in ("logp", "ref_logp") if reference is not None else ("logp",):
+            of_token = tensors["tokens", name]
+            tensors["sequences", name] = sequence_sum(of_token, *ids) if reduce is None else reduce(of_token, batch)
         if forward.log_sum_squares is not None:
-            wpo = wpo_weight(forward.logprob, forward.log_sum_squares, batch.sequence, batch.sequences)
-            tensors["sequences", "wpo"] = wpo
+            tensors["sequences", "wpo"] = wpo_weight(forward.logprob, forward.log_sum_squares, *ids)
         if pairs:
             logp = tensors["sequences", "logp"]
             tensors |= pair_tensors(logp, batch) | pair_tensors(logp, batch, "logp_")
-            tensors |= pair_tensors(sequence_mean(forward.logprob, batch.sequence, batch.sequences), batch, "mean_")
+            tensors |= pair_tensors(sequence_mean(forward.logprob, *ids), batch, "mean_")
             if reference is not None:
                 tensors |= pair_tensors(tensors["sequences", "ref_logp"], batch, "ref_")
             if forward.log_sum_squares is not None:
-                chosen, rejected = pair_tensors(wpo, batch).values()
+                chosen, rejected = pair_tensors(tensors["sequences", "wpo"], batch).values()
                 tensors["pairs", "wpo"] = chosen * rejected
             if score is not None:
                 for side in ("chosen", "rejected"):
@@ -238,70 +211,6 @@ def pair_tensors(value: Tensor, batch: Batch, prefix: str = "") -> Tensors:
     }
 
 
-def parse_losses(
-    mix: str | Mapping[str, float | Mapping[str, Any]],
-    shared: Mapping[str, float],
-    known: Mapping[str, Loss],
-    *,
-    of: CompletionSelector = None,
-    weighting: Callable[..., weights.Weights] = weights.token_mean,
-    given: Collection[str] = (),
-) -> dict[str, Term]:
-    """The losses of a configured mix: ``dpo``, or ``{dpo: 1.0, nll: {coefficient: 0.2, weighting: sequence_mean}}``.
-
-    Beside its hyper-parameters a loss may have ``coefficient``; ``weighting``, one of token_mean, sequence_mean and
-    fixed_length (with its ``length``); ``of``, the completions it is applied to: all, chosen, rejected, or the name of
-    a bool column; and ``weight``, the name of a column that its units are weighted by.
-
-    Args:
-        shared: hyper-parameters for every loss that has one of that name.
-        known: the losses of this recipe, by name.
-        of, weighting: defaults for losses with one entry per token.
-        given: names of the shared hyper-parameters that the user set: each must belong to at least one loss.
-
-    Raises:
-        ValueError: if a name or a hyper-parameter is unknown, naming the nearest one there is, or out of range.
-    """
-    losses = {}
-    for name, entry in ({mix: 1.0} if isinstance(mix, str) else mix).items():
-        settings: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"coefficient": entry}
-        function = _known(name, known)
-        coefficient = settings.pop("coefficient", 1.0)
-        chosen = settings.pop("of", None)
-        completions = of if chosen is None and Term(function).unit == "tokens" else _COMPLETIONS.get(chosen, chosen)
-        by = settings.pop("weight", None)
-        weigh = _weighting(name, Term(function, of=completions), settings, by, weighting)
-        columns = tuple(column for column in (by, completions) if isinstance(column, str))
-        losses[name] = Term(_bind(name, function, shared, settings), coefficient, weigh, completions, columns)
-    known_parameters = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in losses.values()))
-    for name in given:
-        if name not in known_parameters:
-            raise ValueError(
-                f"loss_kwargs: no loss of this mix has {name!r}; they have {', '.join(sorted(known_parameters))}"
-            )
-    return losses
-
-
-def losses_of(module: ModuleType) -> dict[str, Loss]:
-    """Every objective of a module of `burnish.objectives`: its public functions that return loss and stats."""
-    return {
-        name: function
-        for name, function in vars(module).items()
-        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
-        if get_args(inspect.signature(function).return_annotation)[1:] == (Stats,)
-    }
-
-
-def refuse_split_steps(terms: Losses, *, micro_tokens: int | None, ranks: int) -> None:
-    """Raises if a loss couples all pairs of a step, and they are not all in one micro-batch on one rank."""
-    coupled = sorted(STEP_COUPLED & terms.keys())
-    if coupled and (micro_tokens is not None or ranks > 1):
-        raise ValueError(
-            f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
-            "pass --micro_tokens null and run one process"
-        )
-
-
 def tensor_parameters(function: Any) -> list[inspect.Parameter]:
     """The tensors of a loss: its positional parameters."""
     parameters = inspect.signature(getattr(function, "func", function)).parameters.values()
@@ -313,11 +222,6 @@ def units_of(function: Any) -> dict[str, str]:
     return {parameter.name: _unit(parameter.annotation) for parameter in tensor_parameters(function)}
 
 
-def hyper_parameters(function: Any) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters.values()
-    return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
-
-
 def _unit(annotation: Any) -> str:
     """The unit of a jaxtyping annotation is the name of its dimension; a number for the whole step has none."""
     for kind in (annotation, *get_args(annotation)):
@@ -326,73 +230,11 @@ def _unit(annotation: Any) -> str:
     return ""
 
 
-def _column(batch: Batch, name: str, unit: str) -> Tensor | None:
-    """A column of the data, expanded from examples to completions for a loss that takes it per sequence."""
-    value = batch.columns.get(name)
-    if value is not None and unit == "sequences" and len(value) != batch.sequences:
-        return value[batch.example]
-    return value
-
-
-def _known(name: str, known: Mapping[str, Loss]) -> Loss:
-    if name.startswith("{"):
-        raise ValueError(f"loss: {name} is no mapping: YAML wants a space after each colon, as in {{dpo: 1, nll: 0.2}}")
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise ValueError(f"loss: {name!r} is not one of {', '.join(sorted(known))}; did you mean {nearest!r}?")
-    return known[name]
-
-
-def _weighting(
-    name: str, term: Term, settings: dict[str, Any], by: str | None, default: Callable[..., weights.Weights]
-) -> Weighting:
-    """The weighting of a loss; its entries are taken out of ``settings``."""
-    kind = settings.pop("weighting", None)
-    weighting: Weighting = partial(default, of=term.of) if term.unit == "tokens" else term.weigh
-    if kind is not None:
-        if term.unit != "tokens" or kind not in ("token_mean", "sequence_mean", "fixed_length"):
-            raise ValueError(
-                f"loss: {name} has one entry per {term.unit.removesuffix('s')}, weighting={kind!r} does not fit; "
-                "wanted token_mean, sequence_mean or fixed_length for a loss of tokens, and none for another"
-            )
-        if kind == "fixed_length" and (by is not None or "length" not in settings):
-            raise ValueError(f"loss: {name}: weighting fixed_length needs its length, and takes no weight column")
-        length = {"length": settings.pop("length")} if kind == "fixed_length" else {}
-        weighting = partial(getattr(weights, kind), of=term.of, **length)
-    return (
-        weighting if by is None else partial(weights.weighted, weighting=weighting, by=by, unit=term.unit, of=term.of)
-    )
-
-
-def _bind(name: str, function: Loss, shared: Mapping[str, Any], settings: Mapping[str, Any]) -> Loss:
-    """The function with its hyper-parameters: those of its ``settings``, or those ``shared`` by the mix."""
-    parameters = hyper_parameters(function)
-    for parameter in settings:
-        if parameter not in parameters:
-            wanted = ", ".join(sorted(parameters)) or "none"
-            raise ValueError(f"loss: {name} has no {parameter!r}; it has {wanted}")
-    if not parameters:
-        return function
-    bound = {parameter: value for parameter, value in {**shared, **settings}.items() if parameter in parameters}
-    missing = {p.name for p in parameters.values() if p.default is p.empty} - bound.keys()
-    if missing:
-        example = f"{{{', '.join(f'{parameter}: ...' for parameter in sorted(missing))}}}"
-        raise ValueError(f"loss: {name} needs {', '.join(sorted(missing))}; give it with --loss_kwargs '{example}'")
-    _check_ranges(name, parameters, bound)
-    return partial(function, **bound)
-
-
-def _check_ranges(name: str, parameters: Mapping[str, inspect.Parameter], bound: Mapping[str, Any]) -> None:
-    """Raise ValueError unless each value is among those of its `Literal`, or in the `Range` of its annotation."""
-    values = {parameter.name: bound.get(parameter.name, parameter.default) for parameter in parameters.values()}
-    for parameter, value in values.items():
-        annotation = parameters[parameter].annotation
-        if get_origin(annotation) is Literal and value not in get_args(annotation):
-            *others, last = get_args(annotation)
-            raise ValueError(f"{name}: {parameter} must be {', '.join(others)} or {last}, got {value!r}")
-        for allowed in getattr(annotation, "__metadata__", ()):
-            if not isinstance(value, int | float) or not allowed.holds(value, values):
-                raise ValueError(f"{name}: {parameter} must be {allowed.words}, got {value}")
+def _lacks(function: Any, name: str, unit: str) -> str:
+    sources = [source for source, names in _SOURCES.items() if name in names]
+    source = sources[0] if sources else "a column of the data of that name"
+    missing = f"{name} per {unit.removesuffix('s') or 'step'}"
+    return f"{getattr(function, 'func', function).__name__}: there is no tensor {missing}; {source} would give it"
 
 
 _SOURCES = {  # what gives the tensors that a loss may lack
@@ -407,15 +249,3 @@ _SOURCES = {  # what gives the tensors that a loss may lack
     "score_tensors, with one marked token per completion,": ("score", "group"),
     "an online recipe": ("old_logp", "sampled_logp", "start_logp", "old_value", "advantage", "correction"),
 }
-
-
-# The losses that recipes offer by name: of single tokens, which every recipe on text can add to its own, and of pairs.
-TOKEN_LOSSES: dict[str, Loss] = losses_of(supervised)
-PAIR_LOSSES: dict[str, Loss] = {
-    **losses_of(preference),
-    **losses_of(reference_free),
-    **TOKEN_LOSSES,
-    "distillation": distillation,
-}
-STEP_COUPLED = {"aot", "aot_unpaired"}  # they sort the pairs of a step
-WEIGHTINGS = {"token_mean": weights.token_mean, "sequence_mean": weights.sequence_mean}

@@ -9,7 +9,7 @@ The gradient of a step is the same for every split into micro-batches and ranks,
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -36,31 +36,41 @@ class StepResult:
 
 
 class Sums:
-    """Weighted sums of losses and stats, in float64, divided once at the end: no mean of means."""
+    """Weighted sums of losses and stats, in float64, divided once at the end: no mean of means.
 
-    def __init__(self, weightings: Weightings) -> None:
-        self.weightings = weightings
-        self.sums: dict[str, Tensor] = {}  # metric -> Σ w·x of this rank
-        self.weights: dict[str, Tensor] = {}  # loss -> Σ w, which for `fixed_length` is not its denominator
+    Attributes:
+        weights: of each micro-batch, by loss.
+        denominators: Z of each loss over all micro-batches of all ranks; 0 for one without any unit, whose sum is 0.
+    """
+
+    def __init__(self, accelerator: Accelerator, micro_batches: Sequence[Batch], weightings: Weightings) -> None:
+        self.accelerator, self.weightings = accelerator, weightings
+        self.weights = [{name: weigh(batch) for name, (_, weigh) in weightings.items()} for batch in micro_batches]
+        shares = {name: sum((weights[name].share for weights in self.weights), 0.0) for name in weightings}
+        self.denominators = sum_over_ranks(accelerator, shares)
+        self.sums: dict[str, Tensor | float] = {}  # metric -> Σ w·x of this rank
         self.term: dict[str, str] = {}  # metric -> the loss whose weights it shares
 
-    def add(self, name: str, weight: Tensor, loss: Tensor, stats: Stats) -> None:
-        self.weights[name] = self.weights.get(name, weight.new_zeros(())) + weight.sum()
-        for metric, value in {name: loss.detach(), **stats}.items():
-            # The same stat of two losses is the same number (both log rewards, say): the first one is kept.
-            if self.term.setdefault(metric, name) == name:
-                self.sums[metric] = self.sums.get(metric, weight.new_zeros(())) + (weight * value).sum()
+    def add(self, i: int, losses: Mapping[str, tuple[Tensor, Stats]]) -> None:
+        """Add the losses of micro-batch ``i``."""
+        for name, (weight, _) in self.weights[i].items():
+            loss, stats = losses[name]
+            for metric, value in {name: loss.detach(), **stats}.items():
+                # The same stat of two losses is the same number (both log rewards, say): the first one is kept.
+                if self.term.setdefault(metric, name) == name:
+                    self.sums[metric] = self.sums.get(metric, 0.0) + (weight * value).sum()
 
-    def means(self, accelerator: Accelerator, denominators: Mapping[str, float]) -> dict[str, float]:
+    def means(self) -> dict[str, float]:
         """The metrics over all ranks; ``loss``, the weighted total, comes first. A stat is its weighted mean."""
-        totals = sum_over_ranks(accelerator, {metric: float(value) for metric, value in self.sums.items()})
-        weights = sum_over_ranks(accelerator, {name: float(weight) for name, weight in self.weights.items()})
-        counted = {name for name, (coefficient, _) in self.weightings.items() if coefficient or denominators[name]}
-        means = {
-            metric: total / ((denominators if metric in self.weightings else weights)[self.term[metric]] or 1.0)
-            for metric, total in totals.items()
-            if self.term[metric] in counted  # without a term that is only measured and had no unit to measure
-        }
+        totals = sum_over_ranks(self.accelerator, {metric: float(value) for metric, value in self.sums.items()})
+        # Σ w of each loss, which for `fixed_length` is not its denominator
+        local = {name: float(sum(weights[name].weight.sum() for weights in self.weights)) for name in self.weightings}
+        weights = sum_over_ranks(self.accelerator, local)
+        means = {}
+        for metric, total in totals.items():
+            name = self.term[metric]
+            if self.weightings[name][0] or self.denominators[name]:  # not a term that is only measured and has no unit
+                means[metric] = total / ((self.denominators if metric in self.weightings else weights)[name] or 1.0)
         loss = sum(coefficient * means[name] for name, (coefficient, _) in self.weightings.items() if coefficient)
         return {"loss": loss, **means}
 
@@ -90,20 +100,18 @@ def train_step(
         ``skipped``: 1 if no step was taken, because the gradient was not finite or was 0 everywhere, as without any
         trained token.
     """
-    denominators = global_denominators(accelerator, micro_batches, weightings)
-    sums = Sums(weightings)
+    sums = Sums(accelerator, micro_batches, weightings)
     for i, batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         with nullcontext() if last else accelerator.no_sync(policy):
             losses = objective(policy, batch)
             total: Tensor | float = 0.0
-            for name, (coefficient, weighting) in weightings.items():
-                loss, stats = losses[name]
-                weight = weighting(batch).weight
+            for name, (coefficient, _) in weightings.items():
                 if coefficient:
-                    share = coefficient / (denominators[name] or 1.0)
-                    total = total + share * (weight.to(loss.dtype) * loss).sum()
-                sums.add(name, weight, loss, stats)
+                    loss, _ = losses[name]
+                    share = coefficient / (sums.denominators[name] or 1.0)
+                    total = total + share * (sums.weights[i][name].weight.to(loss.dtype) * loss).sum()
+            sums.add(i, losses)
             # Ranks average their gradients, and the loss is a sum over ranks.
             accelerator.backward(total * accelerator.num_processes)
     grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm))
@@ -112,18 +120,7 @@ def train_step(
         optimizer.step()
     optimizer.zero_grad()
     tokens = sum_over_ranks(accelerator, {"tokens": float(sum(len(batch.target) for batch in micro_batches))})
-    return {**sums.means(accelerator, denominators), "grad_norm": grad_norm, **tokens, "skipped": float(not taken)}
-
-
-def global_denominators(
-    accelerator: Accelerator, micro_batches: Iterable[Batch], weightings: Weightings
-) -> dict[str, float]:
-    """Z of each named loss over all micro-batches of all ranks; 0 for a loss without any unit, whose sum is 0 too."""
-    shares = {name: 0.0 for name in weightings}
-    for batch in micro_batches:
-        for name, (_, weighting) in weightings.items():
-            shares[name] += weighting(batch).share
-    return sum_over_ranks(accelerator, shares)
+    return {**sums.means(), "grad_norm": grad_norm, **tokens, "skipped": float(not taken)}
 
 
 def sum_over_ranks(accelerator: Accelerator, values: Mapping[str, float]) -> dict[str, float]:
@@ -180,13 +177,10 @@ def evaluate(
     weightings: Weightings,
 ) -> dict[str, float]:
     """The metrics of `train_step` over these batches, without training."""
-    denominators = global_denominators(accelerator, micro_batches, weightings)
-    sums = Sums(weightings)
+    sums = Sums(accelerator, micro_batches, weightings)
     training = policy.training
     policy.eval()
-    for batch in micro_batches:
-        losses = objective(policy, batch)
-        for name, (_, weighting) in weightings.items():
-            sums.add(name, weighting(batch).weight, *losses[name])
+    for i, batch in enumerate(micro_batches):
+        sums.add(i, objective(policy, batch))
     policy.train(training)
-    return sums.means(accelerator, denominators)
+    return sums.means()

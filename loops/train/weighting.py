@@ -11,7 +11,7 @@ bool column, one entry per example.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,13 @@ class Weights(NamedTuple):
 
 
 Weighting = Callable[[Batch], Weights]
-LossUnit = Literal["tokens", "sequences", "pairs"]
 Weightings = Mapping[str, tuple[float, Weighting]]  # name of a loss -> (coefficient, weighting)
 
 
 def token_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
     """w = 1, Z = Σ|o|: every token counts the same (SFT; DAPO, Yu et al. 2025, arXiv:2503.14476)."""
-    return _each(len(_sequence(batch, of)), batch)
+    weight = torch.ones_like(_sequence(batch, of), dtype=torch.float64)
+    return Weights(weight, float(len(weight)))
 
 
 def sequence_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
@@ -46,42 +46,37 @@ def sequence_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
 def fixed_length(batch: Batch, *, length: int, of: CompletionSelector = None) -> Weights:
     """w = 1/L, Z = N: a constant instead of the length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
     sequence = _sequence(batch, of)
-    completions = float(len(torch.unique(sequence)))
-    return Weights(torch.full_like(sequence, 1 / length, dtype=torch.float64), completions)
+    weight = torch.full_like(sequence, 1 / length, dtype=torch.float64)
+    return Weights(weight, float(len(torch.unique(sequence))))
 
 
 def completion_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
     """w = 1, Z = number of completions: for a loss with one entry per completion."""
-    return _each(int(batch.completions_of(of).sum()), batch)
+    weight = torch.ones_like(batch.completion[batch.completions_of(of)], dtype=torch.float64)
+    return Weights(weight, float(len(weight)))
 
 
-def example_mean(batch: Batch) -> Weights:
-    """w = 1, Z = number of examples: for a loss with one entry per example."""
-    return _each(len(batch.examples), batch)
+def pair_mean(batch: Batch) -> Weights:
+    """w = 1, Z = number of pairs: for a loss with one entry per pair, which is an example of preference data."""
+    weight = torch.ones(len(batch.examples), dtype=torch.float64, device=batch.target.device)
+    return Weights(weight, float(len(weight)))
 
 
-pair_mean = example_mean  # an example of preference data is a pair
-
-
-def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: LossUnit, of: CompletionSelector = None) -> Weights:
+def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: str, of: CompletionSelector = None) -> Weights:
     """w = w' · c, Z = Σ w' · c: a weighting times a column c of the data, such as the importance of each example.
 
     Args:
         weighting: w', any but `fixed_length`, whose Z is no sum of weights.
-        unit: unit of the loss's entries.
+        unit: unit of the loss's entries: tokens, sequences or pairs.
     """
-    example = {
-        "tokens": lambda: batch.example[batch.sequence][batch.tokens_of(of)],
-        "sequences": lambda: batch.example[batch.completions_of(of)],
-        "pairs": lambda: torch.arange(len(batch.examples), device=batch.target.device),
-    }[unit]()
-    weight = weighting(batch).weight * batch.columns[by].double()[example]
+    column = batch.columns[by].double()
+    if unit == "tokens":
+        column = column[batch.example[batch.sequence][batch.tokens_of(of)]]
+    elif unit == "sequences":
+        column = column[batch.example[batch.completions_of(of)]]
+    weight = weighting(batch).weight * column
     return Weights(weight, float(weight.sum()))
 
 
 def _sequence(batch: Batch, of: CompletionSelector) -> Tensor:
     return batch.sequence if of is None else batch.sequence[batch.tokens_of(of)]
-
-
-def _each(units: int, batch: Batch) -> Weights:
-    return Weights(torch.ones(units, dtype=torch.float64, device=batch.sequence.device), float(units))

@@ -32,17 +32,14 @@ from burnish.loops.train.losses import (
     CHOSEN,
     ENTROPY,
     PAIR_LOGPS,
-    PAIR_LOSSES,
-    TOKEN_LOSSES,
     Term,
     compose,
-    distillation,
     outputs_for,
-    parse_losses,
     policy_tensors,
     score_tensors,
     weightings,
 )
+from burnish.loops.train.mix import PAIR_LOSSES, TOKEN_LOSSES, distillation, parse_losses
 from burnish.loops.train.step import train_step
 from burnish.loops.train.weighting import fixed_length, sequence_mean
 from burnish.objectives import centering, clipped_surrogate, entropy_bonus, kl_estimate, nll, step_loss, value_loss

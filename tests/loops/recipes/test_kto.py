@@ -49,7 +49,8 @@ def test_z0_is_the_mean_log_ratio_of_answers_given_to_other_prompts(policy):
     examples = [Example(e.prompt, e.completions, [[True] * len(e.completions[0])]) for e in make_examples(COUNT, 1)]
     for swapped in (False, True):
         now, before = (other, policy) if swapped else (policy, other)
-        kl = kl_of_mismatched(now, frozen_copy(before), Accelerator())(feed_of(examples, [True] * COUNT), 0)
+        feed = feed_of(examples, [True] * COUNT)
+        kl = kl_of_mismatched(feed, 0, now, frozen_copy(before), Accelerator())
         ratios = [
             answer_logp(now, examples[i].prompt, answer) - answer_logp(before, examples[i].prompt, answer)
             for i in range(COUNT)

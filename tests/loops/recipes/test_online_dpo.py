@@ -7,7 +7,7 @@ from burnish.loops.recipes.settings import OnlineDPO
 from burnish.loops.rewards import RewardTable
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample
-from burnish.loops.train.losses import PAIR_LOSSES
+from burnish.loops.train.mix import PAIR_LOSSES
 from online import lines, prepare
 
 NAN = float("nan")

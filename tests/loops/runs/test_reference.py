@@ -1,11 +1,18 @@
 """References: frozen, adapters off, and computed once, are the same log-probs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
+from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
-from burnish.loops.runs.reference import adapters_off, frozen_copy, precompute
+from burnish.loops.recipes.settings import DPO
+from burnish.loops.runs.context import RunContext
+from burnish.loops.runs.feed import stored_tokens
+from burnish.loops.runs.reference import adapters_off, frozen_copy
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tiny import make_examples, make_model
 
@@ -44,14 +51,26 @@ def test_adapters_off_wants_adapters():
         adapters_off(Policy(make_model("llama")))
 
 
-def test_precomputed_log_probs_belong_to_their_examples_and_are_read_back(tmp_path):
-    policy, examples = Policy(make_model("llama")), make_examples(5)
-    reference = frozen_copy(policy)
-    plan = [[3, 0], [], [4, 1, 2]]
-    batches = [(indices, collate([examples[i] for i in indices])) for indices in plan]
-    cache = tmp_path / "reference.safetensors"
-    computed = precompute(reference, batches, cache, Accelerator())
-    for example, logprob in zip(examples, computed, strict=True):
+def test_precomputed_log_probs_belong_to_their_examples(tmp_path):
+    reference, examples = frozen_copy(Policy(make_model("llama"))), make_examples(5)
+    feed = SimpleNamespace(
+        plan=lambda step: [[3, 0], [], [4, 1, 2]], batch=lambda indices: collate([examples[i] for i in indices])
+    )
+    compute = lambda batch: {"logprob": reference(batch)}  # noqa: E731
+    tensors, metadata = stored_tokens(tmp_path / "cache", feed, compute, Accelerator())
+    for example, logprob in zip(examples, tensors["logprob"], strict=True):
         torch.testing.assert_close(logprob, reference(collate([example])), rtol=0, atol=1e-12)
-    again = precompute(lambda batch: pytest.fail("computed twice"), batches, cache, Accelerator())
-    assert all(torch.equal(a, b) for a, b in zip(computed, again, strict=True))
+    assert metadata == {}
+
+
+def test_a_precomputed_reference_is_computed_once(tmp_path):
+    policy, examples = Policy(make_model("llama")), make_examples(5)
+    data = Dataset.from_dict({name: [getattr(example, name) for example in examples] for name in Example._fields})
+    context = RunContext(DPO(model="", data="", output=str(tmp_path)), Accelerator(), None, policy, data)
+    _, columns = context.reference("precompute")
+    computed = columns(data)["ref_logprob"]
+    torch.testing.assert_close(torch.cat(list(computed)), policy(collate(examples)).logprob.detach())
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    assert all(torch.equal(a, b) for a, b in zip(computed, columns(data)["ref_logprob"], strict=True))

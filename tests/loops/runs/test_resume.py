@@ -42,5 +42,5 @@ def test_sft_survives_a_truncated_newest_checkpoint_and_says_so(kills, config, t
     config["steps"] = 80 if kills else 20
     happened, log = kill_and_resume("sft", config, "write:7", "truncate", f"random:{kills}")
     assert happened["truncate"] == 1
-    assert "is damaged and passed over: state.pt has another size" in log
+    assert "is damaged and passed over: state.pt has another sha256" in log
     assert_undisturbed(config)

@@ -13,14 +13,8 @@ from burnish.loops.models.lm_head import TeacherOutputs
 from burnish.loops.models.scorer import ends_marked
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl.policy_gradient import rollout_tensors
-from burnish.loops.train.losses import (
-    PAIR_LOSSES,
-    columns_of,
-    parse_losses,
-    policy_tensors,
-    score_tensors,
-    tensors_needed,
-)
+from burnish.loops.train.losses import columns_of, policy_tensors, score_tensors, tensors_needed
+from burnish.loops.train.mix import PAIR_LOSSES, parse_losses
 from tiny import make_classifier, make_examples, make_model
 
 PAGE = (Path(__file__).parents[3] / "objectives" / "SIGNATURES.md").read_text()

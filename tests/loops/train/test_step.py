@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from burnish.loops.batch import collate
 from burnish.loops.config import Common
 from burnish.loops.models.policy import Policy
-from burnish.loops.runs.run import open_accelerator
+from burnish.loops.runs.context import open_accelerator
 from burnish.loops.train.losses import Term, compose, policy_tensors
 from burnish.loops.train.step import PATIENCE, evaluate, optimize, train_step
 from burnish.loops.train.weighting import token_mean

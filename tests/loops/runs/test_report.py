@@ -1,9 +1,11 @@
-"""The picture of a run: which metrics are in it."""
+"""What a run shows: its journal, and which metrics are in its picture."""
 
 import json
 
 import pytest
-from burnish.loops.runs.curves import draw_curves, foremost, read_curves
+import torch.distributed as dist
+from accelerate import Accelerator
+from burnish.loops.runs.report import Journal, draw_curves, foremost, read_curves
 from matplotlib.figure import Figure
 
 
@@ -48,3 +50,23 @@ def test_single_points_are_no_curve(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.7, "grad_norm": 1.0}) + "\n")
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_resumed_journal_takes_back_the_steps_after_and_half_a_line(tmp_path):
+    lines = [json.dumps({"step": step, "loss": 0.5}) + "\n" for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join([*lines, '{"step": 4, "lo']))
+    journal = Journal(tmp_path, 2, Accelerator())
+    journal.write(3, {"loss": 0.4})
+    journal.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2]) + '{"step": 3, "loss": 0.4}\n'
+
+
+def test_ranks_can_still_meet_when_the_trackers_have_finished(tmp_path):
+    accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        Journal(tmp_path, 0, accelerator).close()
+        assert dist.is_initialized()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

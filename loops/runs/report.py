@@ -1,0 +1,130 @@
+"""What a run shows: ``metrics.jsonl`` and trackers, a line for each step, and a picture of the metrics at the end."""
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+_TOLD = ("loss", "nll", "reward", "rewards/accuracies", "rewards/margins")
+_SHOWN = (*_TOLD, "grad_norm", *(f"eval/{name}" for name in _TOLD))
+_QUIET = 10.0  # seconds between lines where there is no terminal to draw a bar on
+
+_NOT_DRAWN = {"step", "seconds", "tokens", "skipped"}
+_FIRST = ("loss", "reward", "kl", "entropy", "grad_norm", "completions/mean_length", "learning_rate")
+_PANELS = 12
+_PANEL = (4.0, 2.6)  # inches
+
+
+class Journal:
+    """``metrics.jsonl`` and the trackers. What was logged after the step that a run resumes from is taken back."""
+
+    def __init__(self, directory: Path, start: int, accelerator: Accelerator) -> None:
+        self.accelerator, self.path = accelerator, directory / "metrics.jsonl"
+        accelerator.init_trackers("logs")
+        if accelerator.is_main_process:
+            lines = self.path.read_text().splitlines(keepends=True) if start and self.path.exists() else []
+            # A process that was killed may have left half a line at the end.
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
+            partial = self.path.with_suffix(".partial")
+            partial.write_text("".join(kept))
+            partial.replace(self.path)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.accelerator.is_main_process:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.accelerator.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        for tracker in self.accelerator.trackers:  # `end_training` would end the process group as well
+            tracker.finish()
+
+
+@contextmanager
+def progress(steps: int, start: int, *, visible: bool) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    """A bar on a terminal, a line every few seconds elsewhere; yields ``show(step, metrics)``."""
+    console = Console()
+    bar = Progress(
+        TextColumn("step"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        disable=not (visible and console.is_terminal),
+    )
+    task = bar.add_task("", total=steps, completed=start)
+    shown = -math.inf  # when the last line was
+
+    def show(step: int, metrics: Mapping[str, float]) -> None:
+        nonlocal shown
+        text = "  ".join(f"{name} {metrics[name]:.4g}" for name in _SHOWN if name in metrics)
+        bar.update(task, completed=step, description=text)
+        if bar.disable and visible and (step == steps or time.monotonic() - shown > _QUIET):
+            shown = time.monotonic()
+            console.print(f"step {step}/{steps}  {text}", soft_wrap=True)
+
+    with nullcontext() if bar.disable else bar:
+        yield show
+
+
+def draw_curves(metrics: Path, picture: Path) -> None:
+    """One panel for each of the foremost metrics of ``metrics.jsonl``, unless none was measured more than once."""
+    curves = foremost(read_curves(metrics))
+    if all(len(points) < 2 for lines in curves.values() for points in lines.values()):
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(curves))
+    rows = -(-len(curves) // columns)
+    width, height = _PANEL[0] * columns, _PANEL[1] * rows
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    # Margins in inches: matplotlib's own layouts draw everything once more to find them.
+    figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.35 / height, wspace=0.27, hspace=0.5)
+    for i, (name, lines) in enumerate(curves.items()):
+        axis = figure.add_subplot(rows, columns, i + 1)
+        for label, points in lines.items():
+            axis.plot(*zip(*points, strict=True), label=label, marker="o" if label == "held out" else "", markersize=3)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("step", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.locator_params(nbins=5)
+        axis.grid(alpha=0.3)
+        if len(lines) > 1:
+            axis.legend(fontsize=8)
+    figure.savefig(picture, dpi=110)
+
+
+def read_curves(metrics: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Steps and values by metric and by what it was measured on; held-out metrics are beside their training twin."""
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for line in map(json.loads, metrics.read_text().splitlines()):
+        for name, value in line.items():
+            if name not in _NOT_DRAWN and math.isfinite(value):
+                measured_on = "held out" if name.startswith("eval/") else "training"
+                curves[name.removeprefix("eval/")][measured_on].append((line["step"], value))
+    return curves
+
+
+def foremost(curves: dict[str, Any]) -> dict[str, Any]:
+    """At most twelve: loss and reward, what was measured on held-out data, what every policy is watched by, the rest.
+
+    A recipe that samples has forty metrics, which take longer to draw than some runs take to train.
+    """
+
+    def place(name: str) -> tuple[bool, bool, int]:
+        known = _FIRST.index(name) if name in _FIRST else len(_FIRST)
+        return known > _FIRST.index("reward"), "held out" not in curves[name], known
+
+    return {name: curves[name] for name in sorted(curves, key=place)[:_PANELS]}

@@ -1,0 +1,135 @@
+"""The losses that a configuration can name, and the mixes of them: hyper-parameters, ranges, weightings."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any, Literal, get_args, get_origin
+
+from ...objectives import PerToken, Stats, preference, reference_free, supervised
+from ..batch import CompletionSelector
+from . import weighting as weights
+from .losses import CHOSEN, REJECTED, Loss, Term
+
+
+def parse_losses(
+    mix: str | Mapping[str, float | Mapping[str, Any]],
+    shared: Mapping[str, float],
+    known: Mapping[str, Loss],
+    *,
+    of: CompletionSelector = None,
+    weighting: Callable[..., weights.Weights] = weights.token_mean,
+    given: Collection[str] = (),
+) -> dict[str, Term]:
+    """The losses of a configured mix: ``dpo``, or ``{dpo: 1.0, nll: {coefficient: 0.2, weighting: sequence_mean}}``.
+
+    Beside its hyper-parameters a loss may have ``coefficient``; ``weighting``, one of token_mean, sequence_mean and
+    fixed_length (with its ``length``); ``of``, the completions it is applied to: all, chosen, rejected, or the name of
+    a bool column; and ``weight``, the name of a column that its units are weighted by.
+
+    Args:
+        shared: hyper-parameters for every loss that has one of that name.
+        known: the losses of this recipe, by name.
+        of, weighting: defaults for losses with one entry per token.
+        given: names of the shared hyper-parameters that the user set: each must belong to at least one loss.
+
+    Raises:
+        ValueError: if a name or a hyper-parameter is unknown, naming the nearest one there is, or out of range.
+    """
+    losses = {}
+    for name, entry in ({mix: 1.0} if isinstance(mix, str) else mix).items():
+        if name.startswith("{"):
+            raise ValueError(
+                f"loss: {name} is no mapping: YAML wants a space after each colon, as in {{dpo: 1, nll: 0.2}}"
+            )
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"loss: {name!r} is not one of {', '.join(sorted(known))}; did you mean {nearest!r}?")
+        settings: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"coefficient": entry}
+        coefficient, by = settings.pop("coefficient", 1.0), settings.pop("weight", None)
+        applies_to = settings.pop("of", None)
+        completions: CompletionSelector = of if Term(known[name]).unit == "tokens" else None
+        if applies_to is not None:
+            completions = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}.get(applies_to, applies_to)
+        weigh = _weighting(name, Term(known[name], of=completions), settings, by, weighting)
+        columns = tuple(column for column in (by, completions) if isinstance(column, str))
+        losses[name] = Term(_bind(name, known[name], shared, settings), coefficient, weigh, completions, columns)
+    known_parameters = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in losses.values()))
+    for name in given:
+        if name not in known_parameters:
+            raise ValueError(
+                f"loss_kwargs: no loss of this mix has {name!r}; they have {', '.join(sorted(known_parameters))}"
+            )
+    return losses
+
+
+def _weighting(
+    name: str, term: Term, settings: dict[str, Any], by: str | None, default: Callable[..., weights.Weights]
+) -> weights.Weighting:
+    """The weighting of a loss; its entries are taken out of ``settings``."""
+    kind = settings.pop("weighting", None)
+    weighting = partial(default, of=term.of) if term.unit == "tokens" else term.weigh
+    if kind is not None:
+        if term.unit != "tokens" or kind not in ("token_mean", "sequence_mean", "fixed_length"):
+            raise ValueError(
+                f"loss: {name} has one entry per {term.unit.removesuffix('s')}, weighting={kind!r} does not fit; "
+                "wanted token_mean, sequence_mean or fixed_length for a loss of tokens, and none for another"
+            )
+        if kind == "fixed_length" and (by is not None or "length" not in settings):
+            raise ValueError(f"loss: {name}: weighting fixed_length needs its length, and takes no weight column")
+        length = {"length": settings.pop("length")} if kind == "fixed_length" else {}
+        weighting = partial(getattr(weights, kind), of=term.of, **length)
+    if by is None:
+        return weighting
+    return partial(weights.weighted, weighting=weighting, by=by, unit=term.unit, of=term.of)
+
+
+def _bind(name: str, function: Loss, shared: Mapping[str, Any], settings: Mapping[str, Any]) -> Loss:
+    """The function with its hyper-parameters: those of its ``settings``, or those ``shared`` by the mix."""
+    parameters = hyper_parameters(function)
+    for parameter in settings:
+        if parameter not in parameters:
+            wanted = ", ".join(sorted(parameters)) or "none"
+            raise ValueError(f"loss: {name} has no {parameter!r}; it has {wanted}")
+    bound = {parameter: value for parameter, value in {**shared, **settings}.items() if parameter in parameters}
+    values = {parameter.name: bound.get(parameter.name, parameter.default) for parameter in parameters.values()}
+    if missing := sorted(parameter for parameter, value in values.items() if value is inspect.Parameter.empty):
+        example = f"{{{', '.join(f'{parameter}: ...' for parameter in missing)}}}"
+        raise ValueError(f"loss: {name} needs {', '.join(missing)}; give it with --loss_kwargs '{example}'")
+    for parameter, value in values.items():
+        annotation = parameters[parameter].annotation
+        if get_origin(annotation) is Literal and value not in get_args(annotation):
+            *others, last = get_args(annotation)
+            raise ValueError(f"{name}: {parameter} must be {', '.join(others)} or {last}, got {value!r}")
+        for allowed in getattr(annotation, "__metadata__", ()):  # a `Range`
+            if not isinstance(value, int | float) or not allowed.holds(value, values):
+                raise ValueError(f"{name}: {parameter} must be {allowed.words}, got {value}")
+    return partial(function, **bound) if parameters else function
+
+
+def hyper_parameters(function: Any) -> dict[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters.values()
+    return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def losses_of(module: ModuleType) -> dict[str, Loss]:
+    """Every objective of a module of `burnish.objectives`: its public functions that return loss and stats."""
+    return {
+        name: function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+        if get_args(inspect.signature(function).return_annotation)[1:] == (Stats,)
+    }
+
+
+def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
+    """Divergence from the teacher's distribution of the next token, see `burnish.loops.runs.teacher`."""
+    return divergence, {}
+
+
+# The losses that recipes offer by name: of single tokens, which every recipe on text can add to its own, and of pairs.
+TOKEN_LOSSES = losses_of(supervised)
+PAIR_LOSSES = {**losses_of(preference), **losses_of(reference_free), **TOKEN_LOSSES, "distillation": distillation}
+STEP_COUPLED = {"aot", "aot_unpaired"}  # they sort the pairs of a step
+WEIGHTINGS = {"token_mean": weights.token_mean, "sequence_mean": weights.sequence_mean}
