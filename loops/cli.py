@@ -1,6 +1,7 @@
 """``burnish <recipe> [--config file.yaml] [--any.field value]``"""
 
 import dataclasses
+import io
 import logging
 import os
 import re
@@ -18,6 +19,8 @@ from .registry import nearest
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script; returns its exit status."""
+    if arguments is None:
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Output(1, "w", closefd=False)), line_buffering=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     if not given or given[0] in ("-h", "--help"):
@@ -37,6 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{nearest(f'burnish: no {kind}', given[0], known)}\n\n{_usage()}", file=sys.stderr)
         return 2
     return _run(given[0], given[1:])
+
+
+class _Output(io.FileIO):
+    """Standard output whose reader may go away, such as ``| head``, and leave the run to itself."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
 
 
 # The class in `recipes.settings`, whose docstring is the purpose, and the function in `recipes`.

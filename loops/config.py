@@ -129,8 +129,8 @@ class Common(Settings):
     """Steps of linear warmup; below 1, a share of all steps."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay."""
-    max_grad_norm: PositiveFloat = 1.0
-    """L2 norm that the gradient is clipped to."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """L2 norm that the gradient is clipped to; 0 measures it and clips nothing."""
     truncation: Literal["keep_start", "keep_end", "error"] = "keep_start"
     """The part of a row that is too long which is kept: its start, its end, or nothing (an error)."""
     on_bad_row: Literal["error", "skip"] = "error"
@@ -162,7 +162,7 @@ class Common(Settings):
     resume: bool = False
     """Go on from the newest whole checkpoint in `output`, with the same final weights as an unbroken run."""
     report_to: str | list[str] | None = None
-    """Trackers of Accelerate, such as tensorboard."""
+    """Trackers of Accelerate, such as tensorboard or wandb; none is none."""
     lora: Lora = field(default_factory=Lora)
     """Low-rank adapters."""
     quantize: Literal["4bit", "8bit"] | None = None

@@ -57,7 +57,11 @@ def writing(what: str, directory: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as RuntimeError
         for partial in directory.glob(".partial-*"):
             shutil.rmtree(partial, ignore_errors=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "write" in str(error)
+        full = (
+            getattr(error, "errno", None) == errno.ENOSPC
+            or "No space left" in str(error)
+            or "failed writing" in str(error)
+        )
         free = shutil.disk_usage(directory.parent).free / 2**20
         newest = [path.name for path in _all(directory)]
         raise CheckpointError(
@@ -70,12 +74,19 @@ def writing(what: str, directory: Path) -> Iterator[None]:
 
 
 def save(
-    directory: Path, step: int, *, accelerator: Accelerator, policy: nn.Module, parts: Mapping[str, Stateful]
+    directory: Path,
+    step: int,
+    *,
+    accelerator: Accelerator,
+    policy: nn.Module,
+    parts: Mapping[str, Stateful],
+    data: str = "",
 ) -> Path:
     """Write the checkpoint of ``step`` under ``directory`` and drop all but the newest `KEPT`. Every rank calls it.
 
     Args:
         parts: what else has a state: optimizer, schedule, and what the recipe remembers.
+        data: digest of the data that the step is a cursor of.
 
     Raises:
         CheckpointError: if the disk is full or not writable; the checkpoints that were there stay as they were.
@@ -90,7 +101,11 @@ def save(
         random_file = f"random-{accelerator.process_index}.pt"
         digests = {random_file: _write(partial / random_file, _random_state())}
         if accelerator.is_main_process:
-            state: dict[str, Any] = {"step": step, "model": trained_state(accelerator.unwrap_model(policy))}
+            state: dict[str, Any] = {
+                "step": step,
+                "data": data,
+                "model": trained_state(accelerator.unwrap_model(policy)),
+            }
             state |= {name: part.state_dict() for name, part in parts.items()}
             digests["state.pt"] = _write(partial / "state.pt", state)
         accelerator.wait_for_everyone()
@@ -110,13 +125,24 @@ def save(
     return final
 
 
-def load_newest(directory: Path, *, accelerator: Accelerator, policy: nn.Module, parts: Mapping[str, Stateful]) -> int:
-    """Restore the newest whole checkpoint and return its step, or 0. Damaged ones are named in the log."""
+def load_newest(
+    directory: Path, *, accelerator: Accelerator, policy: nn.Module, parts: Mapping[str, Stateful], data: str = ""
+) -> int:
+    """Restore the newest whole checkpoint and return its step, or 0. Damaged ones are named in the log.
+
+    Raises:
+        CheckpointError: if it is of other data, or of a model that trains other parameters.
+    """
     for path in _all(directory):
         if problem := _damage(path):
             log.warning("checkpoint %s is damaged and passed over: %s", path.name, problem)
             continue
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        if state["data"] != data:
+            raise CheckpointError(
+                f"resume: the data is not what {path.name} was trained on, so its steps would be other examples; "
+                "give it the data as it was, or begin in another directory"
+            )
         restore_trained_state(accelerator.unwrap_model(policy), state["model"])
         for name, part in parts.items():
             part.load_state_dict(state[name])

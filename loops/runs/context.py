@@ -7,8 +7,11 @@ model/           the trained model, as transformers loads it; adapter/ beside it
 curves.png       the metrics over the steps
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+import fcntl
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -17,7 +20,8 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import set_seed
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import LoggerType, set_seed
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler
@@ -27,19 +31,23 @@ from ..config import Common
 from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer, save_model
 from ..models.policy import Policy
+from ..registry import nearest
 from ..train.losses import Losses, TensorReader, compose, weightings
 from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint
-from .feed import Feed, stored_tokens
+from .feed import Feed, digest, stored_tokens
 from .reference import Reference, adapters_off, column, frozen_copy
 from .report import Journal, draw_curves, progress
 
 Model = TypeVar("Model", bound=Backbone)
 TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
 
-# What may differ when a run is resumed: none of it changes the steps that were already taken.
-_FREE = {"resume", "steps", "epochs", "eval_every", "save_every", "report_to", "vllm"}
+log = logging.getLogger(__name__)
+
+# What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint knows its
+# data by content, wherever it lies now.
+_FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "save_every", "report_to", "vllm"}
 
 
 @dataclass
@@ -155,9 +163,6 @@ class RunContext(Generic[Model]):
             feed = self.feed(self.data, **options)
         objective, weighed = compose(losses, read), weightings(losses)
         accelerator.wait_for_everyone()  # every rank has looked at the directory before the main process writes to it
-        if accelerator.is_main_process:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            (self.directory / "config.yaml").write_text(to_yaml(config))
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         adamw = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         warmup = round(config.warmup * feed.steps) if config.warmup < 1 else int(config.warmup)
@@ -165,7 +170,7 @@ class RunContext(Generic[Model]):
         schedule = get_scheduler(shape, adamw, num_warmup_steps=warmup, num_training_steps=feed.steps)
         policy, optimizer = accelerator.prepare(self.model, adamw)
         checkpoints = self.directory / "checkpoints"
-        state: dict[str, Any] = {"accelerator": accelerator, "policy": policy}
+        state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
         state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
         start = checkpoint.load_newest(checkpoints, **state) if config.resume else 0
 
@@ -181,6 +186,7 @@ class RunContext(Generic[Model]):
 
         metrics: dict[str, float] = {}
         with (
+            _claimed(config) if accelerator.is_main_process else nullcontext(),
             closing(Journal(self.directory, start, accelerator)) as journal,
             progress(feed.steps, start, visible=accelerator.is_main_process) as show,
         ):
@@ -196,7 +202,7 @@ class RunContext(Generic[Model]):
                 schedule=schedule,
                 steps=feed.steps,
                 start=start,
-                max_grad_norm=config.max_grad_norm,
+                max_grad_norm=config.max_grad_norm or math.inf,
             ):
                 metrics = {**step.metrics, **report()}
                 if memory is not None:
@@ -207,10 +213,10 @@ class RunContext(Generic[Model]):
                 show(step.number, metrics)
                 if due(step.number, config.save_every):
                     checkpoint.save(checkpoints, step.number, **state)
-        if accelerator.is_main_process:
-            with checkpoint.writing("the model", checkpoints):
-                save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
-            draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
+            if accelerator.is_main_process:
+                with checkpoint.writing("the model", checkpoints):
+                    save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
+                draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
         accelerator.wait_for_everyone()
         return metrics
 
@@ -261,16 +267,28 @@ def open_accelerator(config: Common) -> Accelerator:
         ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
     """
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
+    named = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
+    trackers = [name for name in named if name != "none"]
+    for name in trackers:
+        if name not in LoggerType.list():
+            raise ValueError(nearest("report_to: no tracker", name, [*LoggerType.list(), "none"]))
+        if name != "all" and name not in map(str, get_available_trackers()):
+            raise ValueError(f"report_to: {name} is not installed; install it, or leave it out")
     accelerator = Accelerator(
         mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
-        log_with=config.report_to,
+        log_with=trackers or None,
         project_dir=config.output,
     )
     accelerator.gradient_state._set_sync_gradients(True)  # one that died between two micro-batches
     set_seed(config.seed)
+    _check_directory(config)
+    return accelerator
+
+
+def _check_directory(config: Common) -> None:
     path = Path(config.output) / "config.yaml"
     if not path.exists():
-        return accelerator
+        return
     if not config.resume:
         raise ValueError(
             f"output: {config.output} already holds a run; go on with it (--resume true) or name another directory"
@@ -282,7 +300,29 @@ def open_accelerator(config: Common) -> Accelerator:
                 f"resume: {config.output} was run with {key}={before.get(key)!r}, now it is {now[key]!r}; "
                 "set it back, or name another output directory"
             )
-    return accelerator
+        if key in ("steps", "epochs") and before.get(key) != now[key] and config.schedule != "constant":
+            log.warning("resume: %s was %s, now it is %s: the learning rate goes on as if it had been so all along",
+                        key, before.get(key), now[key])  # fmt: skip
+
+
+@contextmanager
+def _claimed(config: Common) -> Iterator[None]:
+    """Write the configuration, and hold the lock of the run directory, which ends with the process at the latest.
+
+    Raises:
+        ValueError: if another process trains in the directory, or has begun to since it was looked at.
+    """
+    directory = Path(config.output)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            message = f"output: another process trains in {directory}; wait for it, or name another directory"
+            raise ValueError(message) from error
+        _check_directory(config)
+        (directory / "config.yaml").write_text(to_yaml(config))
+        yield
 
 
 def to_yaml(config: Common) -> str:

@@ -1,5 +1,6 @@
 """From encoded data to the micro-batches of a step, on this rank's device; and what one pass over them gives."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,15 @@ class Feed:
 def _column(rows: Sequence[Any], indices: Sequence[int]) -> Tensor:
     column = torch.tensor([number for row in rows for number in (row if isinstance(row, list) else [row])])
     return column if indices else column[:0]  # of the dtype that it has elsewhere
+
+
+def digest(data: Dataset) -> str:
+    """SHA-256 of encoded examples and their columns, in their order."""
+    sha256 = hashlib.sha256()
+    for rows in data.with_format("arrow").iter(1000):
+        for batch in rows.combine_chunks().to_batches():
+            sha256.update(batch.serialize())
+    return sha256.hexdigest()
 
 
 def stored_tokens(

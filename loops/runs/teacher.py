@@ -4,8 +4,6 @@ A teacher is a function ``teacher(batch) -> TeacherOutputs``. A policy that is g
 from it, per token, from the same forward pass as everything else.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,13 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ...data import DataError, check_same_vocabulary, example
+from ...data import DataError, Example, check_same_vocabulary
 from ..batch import Batch
 from ..config import Teacher
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
 from .context import RunContext, TokenColumns
-from .feed import stored_tokens
+from .feed import digest, stored_tokens
 
 
 def open_teacher(
@@ -57,10 +55,7 @@ def open_teacher(
         return {"ids": ids.int(), "logprobs": logprobs}
 
     def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
-        digest = hashlib.sha256()
-        for i in range(len(data)):
-            digest.update(json.dumps(example(data, i)).encode())
-        metadata = {"temperature": str(temperature), "examples": digest.hexdigest()}
+        metadata = {"temperature": str(temperature), "examples": digest(data.select_columns(list(Example._fields)))}
         path = Path(config.logprobs or context.directory / f"teacher-{data._fingerprint}.safetensors")
         if config.logprobs and not path.exists():
             raise DataError(

@@ -1,0 +1,126 @@
+"""One run, one directory: one writer, one configuration, one set of data."""
+
+import fcntl
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from burnish.loops.recipes.settings import SFT
+from burnish.loops.recipes.sft import run_sft
+from burnish.loops.runs import context
+from safetensors.torch import load_file
+from tiny import save_model, sums, write_rows
+
+
+@pytest.fixture
+def settings(tmp_path):
+    rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)]
+    data = write_rows(tmp_path / "messages.jsonl", rows)
+    model = save_model(tmp_path / "start")
+    return {"model": str(model), "data": str(data), "output": str(tmp_path / "run"), "batch_size": 2, "save_every": 1}
+
+
+def stopped_at(step, settings, monkeypatch):
+    """A run that ends with the checkpoint of ``step``."""
+    save = context.checkpoint.save
+
+    def then_die(directory, number, **parts):
+        save(directory, number, **parts)
+        if number == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(context.checkpoint, "save", then_die)
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(SFT(**settings))
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("change", ["append", "edit", "cut"])
+def test_a_run_goes_on_with_its_own_data_only(settings, tmp_path, monkeypatch, change):
+    stopped_at(2, settings, monkeypatch)
+    path = tmp_path / "messages.jsonl"
+    lines = path.read_text().splitlines()
+    edited = lines[0].replace(json.loads(lines[0])["messages"][0]["content"], "9+9=", 1)
+    changed = {"append": [*lines, lines[0]], "edit": [edited, *lines[1:]], "cut": lines[:1]}[change]
+    path.write_text("".join(line + "\n" for line in changed))
+    with pytest.raises(context.checkpoint.CheckpointError, match="the data is not what step-00000002 was trained on"):
+        run_sft(SFT(**settings, resume=True))
+
+
+def test_a_run_and_its_data_may_be_moved(settings, tmp_path, monkeypatch):
+    whole = {**settings, "output": str(tmp_path / "whole")}
+    run_sft(SFT(**whole))
+    stopped_at(2, settings, monkeypatch)
+    (tmp_path / "elsewhere").mkdir()
+    moved = {"data": tmp_path / "elsewhere/messages.jsonl", "output": tmp_path / "elsewhere/run"}
+    (tmp_path / "messages.jsonl").rename(moved["data"])
+    (tmp_path / "run").rename(moved["output"])
+    run_sft(SFT(**{**settings, **{name: str(path) for name, path in moved.items()}}, resume=True))
+    expected, weights = (load_file(run / "model/model.safetensors") for run in (tmp_path / "whole", moved["output"]))
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+def test_a_directory_has_one_writer(settings, tmp_path, monkeypatch):
+    stopped_at(2, settings, monkeypatch)
+    with (tmp_path / "run/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="output: another process trains in"):
+            run_sft(SFT(**settings, resume=True))
+    run_sft(SFT(**settings, resume=True))
+
+
+def test_of_two_runs_that_begin_at_once_one_is_refused(settings, monkeypatch):
+    load, other = context.load_model, []
+
+    def meanwhile(config):
+        monkeypatch.undo()
+        other.append(run_sft(SFT(**settings)))
+        return load(config)
+
+    monkeypatch.setattr(context, "load_model", meanwhile)
+    with pytest.raises(ValueError, match="already holds a run"):
+        run_sft(SFT(**settings))
+    assert len(other) == 1
+
+
+def test_other_steps_bend_the_schedule_which_is_said(settings, monkeypatch, caplog):
+    stopped_at(2, settings, monkeypatch)
+    run_sft(SFT(**settings, resume=True, steps=6))
+    assert "resume: steps was None, now it is 6: the learning rate goes on as if" in caplog.text
+
+
+def test_a_norm_of_zero_clips_nothing(settings, tmp_path):
+    weights = []
+    for norm in (0.0, 1e9):
+        output = tmp_path / f"norm-{norm}"
+        run_sft(SFT(**{**settings, "output": str(output)}, max_grad_norm=norm, learning_rate=1e-2))
+        weights.append(load_file(output / "model/model.safetensors"))
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    start = load_file(tmp_path / "start/model.safetensors")
+    assert not all(torch.equal(weight, start[name]) for name, weight in weights[0].items())
+
+
+@pytest.mark.parametrize(
+    ("tracker", "message"),
+    [("wandbb", "report_to: no tracker 'wandbb', did you mean 'wandb'"), ("clearml", "clearml is not installed")],
+)
+def test_a_tracker_that_is_not_there_stops_the_run_before_anything_is_loaded(settings, tmp_path, tracker, message):
+    with pytest.raises(ValueError, match=message):
+        run_sft(SFT(**{**settings, "model": "nowhere"}, report_to=tracker))
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_tracker_is_named_none(settings):
+    assert run_sft(SFT(**settings, report_to="none", steps=1))["loss"] > 0
+
+
+def test_a_reader_of_the_output_may_go_away(settings, tmp_path):
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    command = [sys.executable, "-m", "burnish", "sft", *flags]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run.stdout.close()
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    assert (tmp_path / "run/model/model.safetensors").exists()
