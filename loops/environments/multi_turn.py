@@ -23,7 +23,7 @@ from torch import Tensor
 from ...data.columns import Message
 from ..config import Limits
 from ..rewards.scoring import as_score
-from ..rewards.workers import OutOfTime, call, is_async, within
+from ..rewards.scoring import OutOfTime, call, is_async, within
 from ..rollouts.sample import Request, Row, Sample, VersionSpan, plain
 from ..rollouts.source import RolloutSource, check_completions
 from .chat_turns import ChatTurns

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ...data.columns import Message
-from ..rewards.workers import call
+from ..rewards.scoring import call
 from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
 from ...data.columns import Message
-from ..rewards.workers import OutOfTime, call, within
+from ..rewards.scoring import OutOfTime, call, within
 from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
 

@@ -3,7 +3,6 @@
 The length of a completion is the number of tokens that the policy sampled: those of tools and users do not count.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +11,7 @@ from typing import Any
 
 from ..rollouts.sample import Row, Sample
 from .math import MathEquivalence
-from .scoring import as_score
-
-
-def length(sample: Sample) -> int:
-    return sum(sample.trained)
+from .scoring import as_score, is_async
 
 
 @dataclass(frozen=True)
@@ -35,12 +30,11 @@ class LengthTarget:
 
     def __post_init__(self) -> None:
         if self.target < 0 or not self.coefficient > 0:
-            raise ValueError(
-                f"length: target must be >= 0 and coefficient > 0, got {self.target} and {self.coefficient}"
-            )
+            problem = f"target must be >= 0 and coefficient > 0, got {self.target} and {self.coefficient}"
+            raise ValueError(f"length: {problem}")
 
     def __call__(self, row: Row, sample: Sample) -> float:
-        return -self.coefficient * abs(length(sample) - self.target)
+        return -self.coefficient * abs(sum(sample.trained) - self.target)
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class SoftOverlong:
             )
 
     def __call__(self, row: Row, sample: Sample) -> float:
-        over = length(sample) - (self.limit - self.buffer)
+        over = sum(sample.trained) - (self.limit - self.buffer)
         if over <= 0:
             return 0.0
         return -1.0 if over > self.buffer else -over / self.buffer
@@ -133,7 +127,7 @@ class CosineLength:
     def __post_init__(self) -> None:
         if self.limit < 1:
             raise ValueError(f"cosine: limit must be >= 1 token, got {self.limit}")
-        if inspect.iscoroutinefunction(self.correct) or inspect.iscoroutinefunction(type(self.correct).__call__):
+        if is_async(self.correct):
             raise ValueError("cosine: correct must be a plain function; isolate the whole, not what is inside it")
 
     @property
@@ -142,7 +136,9 @@ class CosineLength:
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
         value = as_score(self.correct(row, sample))
-        if value is None or isinstance(value, str):
-            return None if value is None else math.nan
+        if value is None:
+            return None
+        if isinstance(value, str):
+            return math.nan
         start, end = self.right if value >= 0.5 else self.wrong
-        return end + (start - end) * (1 + math.cos(math.pi * min(length(sample) / self.limit, 1.0))) / 2
+        return end + (start - end) * (1 + math.cos(math.pi * min(sum(sample.trained) / self.limit, 1.0))) / 2
