@@ -2,7 +2,7 @@
 
 multi_turn, chat_turns    one loop, tokens in, tokens out; the tokens between turns under a chat template
 tools                     functions that the policy calls; a calculator
-single_turn, games        one turn with a verifier (reasoning-gym); a game of several turns with known optimal play
+games                     one turn with a verifier (reasoning-gym); a game of several turns with known optimal play
 resolve                   the name in a configuration
 """
 

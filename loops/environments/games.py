@@ -1,17 +1,40 @@
-"""A game of several turns whose optimal play is known: guess a number, and be told whether it is higher or lower.
+"""One turn with a verifier, such as those of reasoning-gym; a game of several turns whose optimal play is known.
 
-Each reply halves the range at best, so that among n numbers the best player needs ⌈log₂(n + 1)⌉ guesses in the worst
-case: asking for the middle does it, and nothing does better.
+The game: guess a number, and be told whether it is higher or lower. Each reply halves the range at best, so that among
+n numbers the best player needs ⌈log₂(n + 1)⌉ guesses in the worst case: asking for the middle does it, and nothing does
+better.
 """
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ...data.columns import Message
+from ..rewards.reasoning_gym import ReasoningGym
+from ..rewards.scoring import call
 from ..rollouts.sample import Row, Sample
-from .multi_turn import Step
+from .multi_turn import Environment, Step
+
+
+class SingleTurn:
+    """An environment of a reward function ``(row, sample)``, such as ``ReasoningGym()``."""
+
+    def __init__(self, reward: Callable[[Row, Sample], float | Awaitable[float | None] | None]) -> None:
+        self.reward = reward
+        self.row: Row = {}
+
+    def reset(self, row: Row) -> Sequence[Message]:
+        self.row = row
+        prompt: Any = row["prompt"]
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+    async def step(self, completion: Sample) -> Step:
+        return Step(done=True, reward=await call(self.reward, self.row, completion))
+
+
+def reasoning_gym(tag: str = "answer") -> Environment:
+    return SingleTurn(ReasoningGym(tag))
 
 
 def optimal_guesses(numbers: int) -> int:
