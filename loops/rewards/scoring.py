@@ -183,28 +183,26 @@ def as_score(value: Any) -> float | str | None:
     """The number that a reward function returned, or the kind of failure; None stays None."""
     if value is None:
         return None
-    if hasattr(value, "item"):  # a tensor, an array, or a scalar of numpy
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError):  # of several elements
-            return "not a number"
+    try:
+        value = value.item() if hasattr(value, "item") else value  # a tensor, an array, or a scalar of numpy
+    except (ValueError, RuntimeError):  # of several elements
+        return "not a number"
     if not isinstance(value, Real):
         return "not a number"
     try:
         number = float(value)
     except OverflowError:  # an int beyond all floats
-        number = math.inf
+        return "infinite"
     if math.isnan(number):
         return "nan"
     return "infinite" if abs(number) > _LARGEST else number
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a function of the user's and return its result.
+    """Call a function of the user's: an async one is awaited, and must not block the event loop.
 
-    An async function is awaited, and must not block the event loop. A plain one is called in a daemon thread, which is
-    left behind when its time is up: nothing stops a thread of Python, and one that computes without letting go of the
-    interpreter (a regular expression that backtracks forever, a power of huge integers) holds up all others; `isolated`
+    A plain one is called in a daemon thread, which is left behind when its time is up: nothing stops a thread, and one
+    that never lets go of the interpreter (a regular expression that backtracks forever) holds up all others; `isolated`
     is for those.
     """
     try:
@@ -264,7 +262,8 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
         if isinstance(error, KeyError):
             detail += f"\nthe row has the columns ({', '.join(map(str, rows[0]))})"
     else:
-        values = [returned] if single else returned.tolist() if hasattr(returned, "tolist") else returned
+        values = returned.tolist() if hasattr(returned, "tolist") else returned
+        values = [returned] if single else values
         if not isinstance(values, list | tuple) or len(values) != len(samples):
             shown = len(values) if isinstance(values, list | tuple) else _shown(returned)
             failure, detail = "wrong length", f"returned {shown} for {len(samples)} completions"

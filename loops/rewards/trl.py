@@ -8,8 +8,6 @@ from typing import Any
 from ..rollouts.sample import Row, Sample, plain
 from .scoring import call, from_text, marked, name_of
 
-GIVEN = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
-
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """A reward function as one of ours: the names of its parameters tell whether it was written for TRL or for text."""
@@ -40,7 +38,8 @@ def from_trl(function: Callable[..., Any]) -> Callable[..., Any]:
                 f"from_trl: {name_of(function)} needs {name}, which only TRL's trainer has; give that parameter a "
                 "default"
             )
-    columns = ["prompt", *(name for name in required if name not in GIVEN)]
+    ours = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
+    columns = ["prompt", *(name for name in required if name not in ours)]
     return marked(partial(_call_trl, function), function, over="step", columns=columns)
 
 
@@ -53,7 +52,12 @@ async def _call_trl(function: Callable[..., Any], rows: Sequence[Row], samples: 
     named: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
     named |= {
         "prompts": [row["prompt"] for row in rows],
-        "completions": [_completion(row, sample) for row, sample in zip(rows, samples, strict=True)],
+        "completions": [
+            sample.text
+            if isinstance(row["prompt"], str)
+            else sample.info.get("messages", [{"role": "assistant", "content": sample.text}])
+            for row, sample in zip(rows, samples, strict=True)
+        ],
         "completion_ids": [sample.tokens for sample in samples],
         "log_extra": log_extra,
         "log_metric": lambda name, value: log_extra(name, [value] * len(samples)),
@@ -62,12 +66,6 @@ async def _call_trl(function: Callable[..., Any], rows: Sequence[Row], samples: 
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         named = {name: value for name, value in named.items() if name in parameters}
     return await call(function, **named)
-
-
-def _completion(row: Row, sample: Sample) -> Any:
-    if isinstance(row["prompt"], str):
-        return sample.text
-    return sample.info.get("messages", [{"role": "assistant", "content": sample.text}])
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
