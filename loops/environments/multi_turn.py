@@ -1,6 +1,6 @@
-"""MultiTurnSource of the policy with an environment: tokens in, tokens out.
+"""Conversations of the policy with an environment: tokens in, tokens out.
 
-    environment.reset(row)     the first messages, or their tokens
+    environment.reset(row)         the first messages, or their tokens
     source.sample(request)         one completion; turn k is `Request.turn`
     environment.step(completion)   its observation, whether the conversation is over, and a reward
     ...
@@ -50,9 +50,8 @@ class Step(NamedTuple):
 class Environment(Protocol):
     """The other side of one conversation. All of its functions may be async.
 
-    One that has a function ``close()`` is closed exactly once, however the conversation ends: by itself, by a
-    failure, at a limit, or because nothing more is to be sampled. A plain ``reset`` or ``step`` that took too long goes
-    on in its thread, and the environment is closed when it returns.
+    One that has a function ``close()`` is closed exactly once, however the conversation ends. A plain ``reset`` or
+    ``step`` that took too long goes on in its thread, and the environment is closed when it returns.
     """
 
     def reset(self, row: Row) -> Sequence[Message] | Sequence[int] | Awaitable[Sequence[Message] | Sequence[int]]:
@@ -72,8 +71,7 @@ async def close(environment: Any) -> None:
 
 @dataclass
 class MultiTurnSource:
-    """A source of conversations: a `RolloutSource` itself, on top of another. What a request has for a prompt is not
-    looked at: `reset` gives it.
+    """A source of conversations: a `RolloutSource` on top of another. `reset` gives the prompt, not the request.
 
     ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards, None where there was none, or in a word
     how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (for TRL's rewards and for people) and

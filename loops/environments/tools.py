@@ -60,7 +60,7 @@ class Tools:
         calls = parse_calls(completion.text)
         if not calls:
             return Step(done=True)
-        results = await asyncio.gather(*(self._make(*call) for call in calls))
+        results = await asyncio.gather(*(self._make(*parsed) for parsed in calls))
         messages = [
             {"role": self.role, "name": name, "content": text}
             for (name, _, _), (_, text) in zip(calls, results, strict=True)
@@ -71,9 +71,8 @@ class Tools:
         """Make a call; returns (True, its result) or (False, its error)."""
         if not problem and name not in self.tools:
             near = difflib.get_close_matches(name, self.tools, n=1)
-            problem = f"no tool {name!r}, " + (
-                f"did you mean {near[0]}?" if near else f"there are {', '.join(self.tools)}"
-            )
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.tools)}"
+            problem = f"no tool {name!r}, {hint}"
         if problem:
             return False, f"error: {problem}"
         try:

@@ -24,11 +24,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class RewardModel:
-    """The score that a reward model gives to prompt and completion, where the completion ends; see
-    `loops.recipes.reward`.
+    """The score that a reward model gives to prompt and completion, where the completion ends (`loops.recipes.reward`).
 
-    A completion without a token can't be scored. Completions to one prompt are scored together, and the prompt is read
-    once.
+    A completion without a token can't be scored. Completions to one prompt are scored together, and it is read once.
 
     Args:
         tokenizer: the policy's.
@@ -139,11 +137,7 @@ def load_prm(
 
 
 def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
-    """Refuse a model that would read something else than the policy wrote.
-
-    Raises:
-        ValueError: naming the first token that differs, or that only the policy has.
-    """
+    """Raise ValueError at the first token that the model would read as another than the policy wrote, or not at all."""
     for index, token, other in vocabulary_differences(policy, model):
         there = "does not exist" if other is None else f"is {other!r}"
         raise ValueError(

@@ -1,8 +1,7 @@
 """Functions in processes of their own, which are killed when a call takes too long.
 
-A process imports no more than the function needs: math equivalence starts in a second, and torch alone takes several,
-and hundreds of megabytes. So it is started anew rather than by `multiprocessing`, which would import the script that
-runs, and need its ``if __name__ == "__main__"``.
+A process imports no more than the function needs: math equivalence starts in a second, torch alone takes several. So it
+is started anew rather than by `multiprocessing`, which would import the script that runs.
 """
 
 import asyncio
@@ -42,10 +41,8 @@ class isolated:
         if processes < 1:
             raise ValueError(f"isolated: processes must be >= 1, got {processes}")
         if getattr(function, "__module__", "") == "__main__":
-            raise ValueError(
-                f"isolated: {name} is defined in the script that runs, which another process can't import; move it to "
-                "a module"
-            )
+            where = "in the script that runs, which another process can't import"
+            raise ValueError(f"isolated: {name} is defined {where}; move it to a module")
         try:
             self._pickled = pickle.dumps(function)
         except Exception as error:  # pickle raises whatever objects raise

@@ -98,9 +98,7 @@ def from_text(function: Callable[..., Any]) -> Callable[..., Any]:
     ``completion`` is the text of the completion, ``row`` the whole row, and every other parameter one of its columns,
     such as ``prompt``.
     """
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    columns = [p.name for p in named if p.default is p.empty and p.name not in ("completion", "row", "sample")]
+    columns = [name for name in required(function) if name not in ("completion", "row", "sample")]
     return marked(partial(_call_by_names, function), function, columns=columns)
 
 
@@ -112,6 +110,12 @@ def marked(reward: Callable[..., Any], function: Callable[..., Any], **attribute
 
 def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def required(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters that have no default value."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]) -> None:

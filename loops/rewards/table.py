@@ -1,5 +1,6 @@
 """One table of scores per rollout, read by advantages, metrics and the monitor of degenerate rewards alike."""
 
+import itertools
 import logging
 import statistics
 from collections import Counter, defaultdict
@@ -89,12 +90,9 @@ def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -
     Raises:
         ValueError: if a sample was not scored by one of these functions.
     """
-    for sample in samples:
-        for reward in rewards:
-            if reward.name not in sample.rewards:
-                raise ValueError(
-                    f"reward {reward.name}: completion {sample.index} of task {sample.task} was not scored"
-                )
+    for sample, reward in itertools.product(samples, rewards):
+        if reward.name not in sample.rewards:
+            raise ValueError(f"reward {reward.name}: completion {sample.index} of task {sample.task} was not scored")
     scores: list[list[Any]] = [[sample.rewards[reward.name] for reward in rewards] for sample in samples]
     numbers = [[torch.nan if isinstance(value, str | None) else value for value in row] for row in scores]
     measured = torch.tensor(numbers, dtype=torch.float64).reshape(len(samples), len(rewards))

@@ -18,10 +18,10 @@ _NUMBER = re.compile(r"((?<![\w.])(?:(?<![)\]}%])[-+−])?(?:[0-9]{1,3}(?:,[0-9]
 class Format:
     """1 where the regular expression matches the whole completion, and 0 otherwise.
 
-    A dot matches every character, newlines too. Without a pattern: reasoning between <think> and </think>, then the
-    answer, as in DeepSeek-R1 (Guo et al. 2025, arXiv:2501.12948) and TRL's ``think_format_reward``. A pattern that can
-    match one text in very many ways, such as (a+)+, may take forever at it and stops the whole program: have one that
-    you are not sure of run in a process of its own (`isolated`, or isolate: true).
+    A dot matches newlines too. Without a pattern: reasoning between <think> and </think>, then the answer, as in
+    DeepSeek-R1 (Guo et al. 2025, arXiv:2501.12948) and TRL's ``think_format_reward``. A pattern that can match one text
+    in very many ways, such as (a+)+, may take forever and stop the whole program: let it run in a process of its own
+    (`isolated`, or isolate: true).
     """
 
     pattern: str = THINK
@@ -82,10 +82,8 @@ def normalize(text: str, ignore: Sequence[str]) -> str:
     punctuation    all of it, outside of numbers; and so the signs around a formula ($42$) or a bold word (**42**)
     whitespace     how much of it, and where the text begins and ends
     """
-    if "unicode" in ignore:
-        text = unicodedata.normalize("NFKC", text)
-    if "case" in ignore:
-        text = text.casefold()
+    text = unicodedata.normalize("NFKC", text) if "unicode" in ignore else text
+    text = text.casefold() if "case" in ignore else text
     pieces = _NUMBER.split(text) if "numbers" in ignore else [text]  # words, number, words, ..., number, words
     pieces[::2] = [_words(piece, ignore) for piece in pieces[::2]]
     pieces[1::2] = map(_number, pieces[1::2])

@@ -6,12 +6,15 @@ from functools import partial
 from typing import Any
 
 from ..rollouts.sample import Row, Sample, plain
-from .scoring import call, from_text, marked, name_of
+from .scoring import call, from_text, marked, name_of, required
 
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """A reward function as one of ours: the names of its parameters tell whether it was written for TRL or for text."""
-    parameters = _parameters(function)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built-in functions have none that can be read
+        return function
     if parameters.keys() & {"prompts", "completions", "completion_ids"}:
         return from_trl(function)
     return from_text(function) if "completion" in parameters else function
@@ -27,19 +30,13 @@ def from_trl(function: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         ValueError: if it cannot do without TRL's trainer.
     """
-    required = [
-        p.name
-        for p in _parameters(function).values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
+    names = required(function)
     for name in ("trainer_state", "environments"):
-        if name in required:
-            raise ValueError(
-                f"from_trl: {name_of(function)} needs {name}, which only TRL's trainer has; give that parameter a "
-                "default"
-            )
+        if name in names:
+            needs = f"{name_of(function)} needs {name}, which only TRL's trainer has"
+            raise ValueError(f"from_trl: {needs}; give that parameter a default")
     ours = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
-    columns = ["prompt", *(name for name in required if name not in ours)]
+    columns = ["prompt", *(name for name in names if name not in ours)]
     return marked(partial(_call_trl, function), function, over="step", columns=columns)
 
 
@@ -62,14 +59,7 @@ async def _call_trl(function: Callable[..., Any], rows: Sequence[Row], samples: 
         "log_extra": log_extra,
         "log_metric": lambda name, value: log_extra(name, [value] * len(samples)),
     }
-    parameters = _parameters(function)
+    parameters = inspect.signature(function).parameters
     if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         named = {name: value for name, value in named.items() if name in parameters}
     return await call(function, **named)
-
-
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    try:
-        return dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # built-in functions have none that can be read
-        return {}
