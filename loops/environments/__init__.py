@@ -18,16 +18,8 @@ if TYPE_CHECKING:
     from .tools import Tools, check_tool_tags, tool_metrics
 
 __all__ = [
-    "ChatTurns",
-    "Environment",
-    "Limits",
-    "MultiTurnSource",
-    "Step",
-    "Tools",
-    "check_tool_tags",
-    "resolve_environment",
-    "tool_metrics",
-    "turns_for",
-]
+    "ChatTurns", "Environment", "Limits", "MultiTurnSource", "Step", "Tools", "check_tool_tags",
+    "resolve_environment", "tool_metrics", "turns_for",
+]  # fmt: skip
 
 __getattr__ = lazy_exports(__name__)

@@ -49,7 +49,15 @@ class Tools:
         if len(self.tools) < len(tools):
             raise ValueError(f"tools: names must differ, got {', '.join(tool.__name__ for tool in tools)}")
         self.seconds, self.longest, self.role = seconds, longest, role
-        self.schemas = [_schema(tool) for tool in tools]
+        self.schemas: list[dict[str, Any]] = []
+        for tool in tools:
+            try:
+                self.schemas.append(get_json_schema(tool))
+            except Exception as error:  # it raises several kinds
+                raise ValueError(
+                    f"tools: {tool.__name__} can't be described to the model: {error}; give every argument a type hint "
+                    "and a line under Args: in the docstring"
+                ) from error
 
     def reset(self, row: Row) -> Sequence[Message]:
         """The row's prompt; ``ChatTurns(encoder, {"tools": tools.schemas})`` describes the tools to the template."""
@@ -135,17 +143,6 @@ def _parse(piece: str) -> tuple[str, dict[str, Any], str]:
     return (name, arguments, "") if isinstance(arguments, dict) else (name, {}, '"arguments" must be an object')
 
 
-def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        schema: dict[str, Any] = get_json_schema(tool)
-    except Exception as error:  # it raises several kinds
-        raise ValueError(
-            f"tools: {tool.__name__} can't be described to the model: {error}; give every argument a type hint and a "
-            "line under Args: in the docstring"
-        ) from error
-    return schema
-
-
 # The calculator walks the syntax tree: nothing is evaluated that is not listed here.
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -169,8 +166,8 @@ def calculator(expression: str) -> str:
     return str(_value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
 
 
-def _value(node: ast.expr) -> int | float:
-    value: Any
+def _value(node: ast.expr) -> Any:
+    value: Any  # int or float
     match node:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
             value = node.value
@@ -191,5 +188,4 @@ def _value(node: ast.expr) -> int | float:
             raise ValueError(f"not arithmetic: {ast.unparse(node)}")
     if isinstance(value, int) and value.bit_length() > _DIGITS * 4:
         raise ValueError(f"the result has more than {_DIGITS} digits")
-    result: int | float = value
-    return result
+    return value

@@ -21,21 +21,9 @@ if TYPE_CHECKING:
     from .trl import from_trl
 
 __all__ = [
-    "RewardError",
-    "RewardFunction",
-    "RewardMonitor",
-    "RewardTable",
-    "batched",
-    "check_columns",
-    "from_trl",
-    "isolated",
-    "refuse_broken",
-    "resolve",
-    "resolve_names",
-    "reward_metrics",
-    "reward_table",
-    "score",
+    "RewardError", "RewardFunction", "RewardMonitor", "RewardTable", "batched", "check_columns", "from_trl",
+    "isolated", "refuse_broken", "resolve", "resolve_names", "reward_metrics", "reward_table", "score",
     "score_samples",
-]
+]  # fmt: skip
 
 __getattr__ = lazy_exports(__name__)

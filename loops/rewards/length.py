@@ -121,9 +121,7 @@ class CosineLength:
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
         value = as_score(self.correct(row, sample))
-        if value is None:
-            return None
-        if isinstance(value, str):
-            return math.nan
+        if isinstance(value, str | None):
+            return math.nan if value else None
         start, end = self.right if value >= 0.5 else self.wrong
         return end + (start - end) * (1 + math.cos(math.pi * min(sum(sample.trained) / self.limit, 1.0))) / 2

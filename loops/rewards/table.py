@@ -68,9 +68,8 @@ def score(
     """Score every sample by every function that has not scored it yet, and return the table of all scores.
 
     Args:
-        rewards: ``f(row, sample)``; ``f(completion, ...)``, called by the names of its parameters with the text of the
-            completion and columns of the row, such as ``prompt``; functions written for TRL, ``f(prompts, completions,
-            ...)``; those of `burnish.loops.rewards`; or any of them in a `RewardFunction`, with a weight.
+        rewards: ``f(row, sample)``; ``f(completion, ...)``, see `scoring.from_text`; functions written for TRL,
+            ``f(prompts, completions, ...)``; or any of them in a `RewardFunction`, with a weight.
         rows: of each sample, the row that its prompt came from; ``sample.row`` unless given.
 
     Raises:
@@ -101,14 +100,9 @@ def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -
     measured[torch.tensor(failed, dtype=torch.bool)] = torch.nan
     compared = measured.clone()
     compared[torch.tensor([sample.finish == "aborted" for sample in samples], dtype=torch.bool)] = torch.nan
-    return RewardTable(
-        compared,
-        torch.tensor([sample.task for sample in samples], dtype=torch.int64),
-        torch.tensor([reward.weight for reward in rewards], dtype=torch.float64),
-        [reward.name for reward in rewards],
-        scores,
-        measured,
-    )
+    group = torch.tensor([sample.task for sample in samples], dtype=torch.int64)
+    weight = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
+    return RewardTable(compared, group, weight, [reward.name for reward in rewards], scores, measured)
 
 
 def reward_metrics(table: RewardTable) -> dict[str, float]:
@@ -164,33 +158,30 @@ class RewardMonitor:
 
     def _problems(self, table: RewardTable, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
         """(kind, problem), those that were reported before included."""
-        lasting = []  # what is a problem once it lasts, what to do about it, and whether it is so in this step
         silent = "so it teaches nothing; the metrics rewards/<name>/unscored/... say why, and the first time was logged"
+        lasting = []  # what is a problem once it lasts, what to do about it, and whether it is so in this step
         for (name, numbers), weight in zip(table.numbers.items(), table.weight.tolist(), strict=True):
             lasting.append((f"reward {name}: gave no score", silent, len(numbers) == 0 < len(samples)))
-            before = self._largest[name]
             if len(numbers):
-                largest = numbers.abs().max().item()
+                largest, before = numbers.abs().max().item(), self._largest[name][-100:]
                 usual = statistics.median(before) if len(before) >= self.patience else 0.0
+                self._largest[name].append(largest)
                 if usual and largest > self.factor * usual:
-                    yield (
-                        f"explosion {name}",
-                        f"reward {name}: a score of size {largest:g}, where {usual:g} was usual; clip it, or take its "
-                        "logarithm, because one such completion decides the whole step",
-                    )
-                self._largest[name] = [*before, largest][-100:]
+                    change = f"a score of size {largest:g}, where {usual:g} was usual"
+                    advice = "clip it, or take its logarithm, because one such completion decides the whole step"
+                    yield f"explosion {name}", f"reward {name}: {change}; {advice}"
             if len(numbers) > 1:
                 self._spread[name].append(abs(weight) * numbers.std().item())
         known = {name: past for name, past in self._spread.items() if len(past) >= self.patience and any(past)}
         spread = {name: statistics.fmean(past[-100:]) for name, past in known.items()}
         loud, quiet = max(spread, key=spread.__getitem__, default=""), min(spread, key=spread.__getitem__, default="")
         if len(spread) > 1 and spread[loud] > self.factor * spread[quiet]:
-            yield (
-                f"drowned {quiet}",
-                f"reward {quiet}: varies by {spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights "
-                f"included, so that {loud} decides alone; change the weights, or normalize each reward before "
-                "summing (reward_aggregation: normalize; in code, gdpo_advantage)",
+            sizes = f"{spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights included"
+            advice = (
+                "change the weights, or normalize each reward before summing (reward_aggregation: normalize; in code,"
             )
+            problem = f"varies by {sizes}, so that {loud} decides alone; {advice} gdpo_advantage)"
+            yield f"drowned {quiet}", f"reward {quiet}: {problem}"
         compared = len(set(table.group.tolist())) < len(table.group)  # else each is alone in its group
         alike = compared and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1
         what = "rewards: all completions of a prompt were worth the same"
