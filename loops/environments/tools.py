@@ -103,11 +103,7 @@ def parse_calls(text: str) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def check_tool_tags(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that would hide calls.
-
-    Raises:
-        ValueError: if a tag is a special token: completions are decoded without those.
-    """
+    """Raise ValueError if a tag is a special token: completions are decoded without them, so calls would be hidden."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     hidden = sorted({OPEN, CLOSE} & (special | set(tokenizer.all_special_tokens)))
     if hidden:

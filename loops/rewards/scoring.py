@@ -151,11 +151,7 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
 
 
 def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
-    """Check on the first samples that each function works at all.
-
-    Raises:
-        RewardError: with the traceback of a function that raised in each of its calls.
-    """
+    """Raise RewardError, with the first traceback, if a function raised in each of its calls for these samples."""
     for reward in rewards:
         if samples and all(sample.rewards[reward.name] == "error" for sample in samples):
             raise RewardError(
@@ -166,11 +162,7 @@ def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
 
 
 def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], source: str = "the data") -> None:
-    """Check before anything is sampled that the data has what the functions read.
-
-    Raises:
-        ValueError: naming the function, the column, and what there is.
-    """
+    """Raise ValueError, before anything is sampled, if there is no column of a name that a function reads."""
     there = [str(column) for column in columns]
     for reward in rewards:
         for wanted in getattr(reward.function, "columns", ()):
@@ -219,11 +211,7 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result; when its time is up it is cancelled, and not waited for: it might refuse.
-
-    Raises:
-        OutOfTime: if it takes longer than that.
-    """
+    """The coroutine's result, or `OutOfTime`: then it is cancelled, and not waited for, because it might refuse."""
     task = asyncio.ensure_future(coroutine)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # if given up, nothing else retrieves it
     try:
@@ -266,8 +254,8 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
         if isinstance(error, KeyError):
             detail += f"\nthe row has the columns ({', '.join(map(str, rows[0]))})"
     else:
-        values = returned.tolist() if hasattr(returned, "tolist") else returned
-        values = [returned] if single else values
+        values = [returned] if single else returned
+        values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, list | tuple) or len(values) != len(samples):
             shown = len(values) if isinstance(values, list | tuple) else _shown(returned)
             failure, detail = "wrong length", f"returned {shown} for {len(samples)} completions"
