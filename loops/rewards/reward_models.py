@@ -45,25 +45,25 @@ class RewardModel:
         check_same_tokens("reward_model", self.tokenizer, self.model_tokenizer)
 
     def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> list[float | None]:
-        parts: list[list[int]] = []  # the completions of each forward pass
+        parts: list[list[Sample]] = []  # the completions of each forward pass
         cost = 0
-        for i, sample in enumerate(samples):
+        for sample in samples:
             if not sample.tokens:
                 continue
-            alike = bool(parts) and sample.prompt == samples[parts[-1][0]].prompt
+            alike = bool(parts) and sample.prompt == parts[-1][0].prompt
             if not alike or cost + len(sample.tokens) > self.micro_tokens:
                 parts.append([])
                 cost = len(sample.prompt)
-            parts[-1].append(i)
+            parts[-1].append(sample)
             cost += len(sample.tokens)
-        values: list[float | None] = [None] * len(samples)
+        batches = []
         for part in parts:
-            completions = [samples[i].tokens for i in part]
-            example = Example(samples[part[0]].prompt, completions, [[True] * len(tokens) for tokens in completions])
-            batch = collate([ends_marked(example, self.scorer.plain.config.pad_token_id)], device=self.scorer.device)
-            for i, value in zip(part, scores(self.scorer, [batch]).tolist(), strict=True):
-                values[i] = value
-        return values
+            completions = [sample.tokens for sample in part]
+            example = Example(part[0].prompt, completions, [[True] * len(tokens) for tokens in completions])
+            marked = ends_marked(example, self.scorer.plain.config.pad_token_id)
+            batches.append(collate([marked], device=self.scorer.device))
+        values = iter(scores(self.scorer, batches).tolist() if batches else ())
+        return [next(values) if sample.tokens else None for sample in samples]
 
 
 @dataclass(frozen=True)
