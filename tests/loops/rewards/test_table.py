@@ -10,6 +10,7 @@ from burnish.loops.rewards import (
     RewardFunction,
     RewardMonitor,
     batched,
+    from_trl,
     reward_metrics,
     reward_table,
     score,
@@ -46,6 +47,17 @@ def test_functions_of_every_form_are_columns_of_one_table(samples):
     assert table.reward.tolist() == [[1, 1, 1, 2], [0, 0, 4, 0]]
     assert table.weight.tolist() == [1, 0.5, 1, 1]
     assert table.total.tolist() == [1 + 0.5 + 1 + 2, 4]
+
+
+def test_a_marked_function_keeps_its_name(samples):
+    @batched
+    def longest(rows, samples):
+        return [float(len(sample.text)) for sample in samples]
+
+    def of_trl(prompts, completions):
+        return [0.0] * len(prompts)
+
+    assert score([longest, from_trl(of_trl)], samples).names == ["longest", "of_trl"]
 
 
 def test_a_completion_is_scored_once_by_each_function(samples):
