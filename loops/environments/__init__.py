@@ -2,7 +2,7 @@
 
 multi_turn, chat_turns    one loop, tokens in, tokens out; the tokens between turns under a chat template
 tools                     functions that the policy calls; a calculator
-single_turn, games        one turn with a verifier (reasoning-gym); a game of several turns with known optimal play
+games                     one turn with a verifier (reasoning-gym); a game of several turns with known optimal play
 resolve                   the name in a configuration
 """
 
@@ -18,16 +18,8 @@ if TYPE_CHECKING:
     from .tools import Tools, check_tool_tags, tool_metrics
 
 __all__ = [
-    "ChatTurns",
-    "Environment",
-    "Limits",
-    "MultiTurnSource",
-    "Step",
-    "Tools",
-    "check_tool_tags",
-    "resolve_environment",
-    "tool_metrics",
-    "turns_for",
-]
+    "ChatTurns", "Environment", "Limits", "MultiTurnSource", "Step", "Tools", "check_tool_tags",
+    "resolve_environment", "tool_metrics", "turns_for",
+]  # fmt: skip
 
 __getattr__ = lazy_exports(__name__)

@@ -8,18 +8,15 @@ the renderings of two conversations that differ in the assistant's completion al
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from ...data.chat import Encoder, common_prefix
 from ...data.columns import Message
 
-_ASKED: Message = {"role": "user", "content": "Ready?"}
+_OPENING: Message = {"role": "user", "content": "Ready?"}
 _REPLIES = ("yes", "no")
 
 
-@dataclass(frozen=True)
 class ChatTurns:
     """Turns under a tokenizer's chat template.
 
@@ -31,12 +28,14 @@ class ChatTurns:
             token, or renders the beginning of a conversation in another way when more follows.
     """
 
-    encoder: Encoder
-    options: Mapping[str, Any] = field(default_factory=dict)
-    _checked_roles: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self.suffix([{"role": "user", "content": "Go on."}])
+    def __init__(self, encoder: Encoder, options: Mapping[str, Any] | None = None) -> None:
+        self.encoder, self.options = encoder, options or {}
+        self._opening = self.prompt([_OPENING])
+        tokenizer = encoder.tokenizer
+        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = added | set(tokenizer.all_special_ids)
+        self._checked_roles: set[str] = set()
+        self.end = self.suffix([{"role": "user", "content": "Go on."}])[0]  # the token that ends the assistant's turn
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return self.encoder.chat(list(messages), self.options, generation_prompt=True)
@@ -53,39 +52,24 @@ class ChatTurns:
             self._checked_roles.add(role)
         return self._common_end(messages)
 
-    @cached_property
-    def end(self) -> int:
-        """The token that ends the assistant's turn."""
-        return self.suffix([{"role": "user", "content": "Go on."}])[0]
-
     def _common_end(self, messages: Sequence[Message]) -> list[int]:
-        asked = self._asked
         first, second = (
-            self.prompt([_ASKED, {"role": "assistant", "content": reply}, *messages]) for reply in _REPLIES
+            self.prompt([_OPENING, {"role": "assistant", "content": reply}, *messages]) for reply in _REPLIES
         )
         shared = common_prefix(first[::-1], second[::-1])
         answered, suffix = first[: len(first) - shared], first[len(first) - shared :]
-        text = str(self.encoder.tokenizer.decode(answered[len(asked) :], skip_special_tokens=True))
-        if first[: len(asked)] != asked or not text.strip().endswith(_REPLIES[0]):
+        start = len(self._opening)
+        text = str(self.encoder.tokenizer.decode(answered[start:], skip_special_tokens=True))
+        if first[:start] != self._opening or not text.strip().endswith(_REPLIES[0]):
             raise ValueError(
                 "turns: the chat template renders the beginning of a conversation in another way when more follows, so "
                 "what was sampled would stand where the model has never seen it; use a template whose generation "
                 "prompt is what it renders before a completion, or end the conversation after one turn"
             )
-        start = next((i for i, token in enumerate(suffix) if token in self._special), None)
-        if start is None or str(self.encoder.tokenizer.decode(suffix[:start])).strip():
+        end = next((i for i, token in enumerate(suffix) if token in self._special), None)
+        if end is None or str(self.encoder.tokenizer.decode(suffix[:end])).strip():
             raise ValueError(
                 "turns: the chat template ends the assistant's message without an end token, so nothing says where a "
                 "turn ends; use a template that writes one"
             )
-        return suffix[start:]
-
-    @cached_property
-    def _asked(self) -> list[int]:
-        return self.prompt([_ASKED])
-
-    @cached_property
-    def _special(self) -> frozenset[int]:
-        tokenizer = self.encoder.tokenizer
-        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        return frozenset(added | set(tokenizer.all_special_ids))
+        return suffix[end:]

@@ -1,26 +1,44 @@
-"""A game of several turns whose optimal play is known: guess a number, and be told whether it is higher or lower.
-
-Each reply halves the range at best, so that among n numbers the best player needs ⌈log₂(n + 1)⌉ guesses in the worst
-case: asking for the middle does it, and nothing does better.
-"""
+"""One turn with a verifier, such as those of reasoning-gym; a game of several turns whose optimal play is known."""
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ...data.columns import Message
+from ..rewards.reasoning_gym import ReasoningGym
+from ..rewards.scoring import call
 from ..rollouts.sample import Row, Sample
-from .multi_turn import Step
+from .multi_turn import Environment, Step
+
+
+class SingleTurn:
+    """An environment of a reward function ``(row, sample)``, such as ``ReasoningGym()``."""
+
+    def __init__(self, reward: Callable[[Row, Sample], float | Awaitable[float | None] | None]) -> None:
+        self.reward = reward
+        self.row: Row = {}
+
+    def reset(self, row: Row) -> Sequence[Message]:
+        self.row = row
+        prompt: Any = row["prompt"]
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+    async def step(self, completion: Sample) -> Step:
+        return Step(done=True, reward=await call(self.reward, self.row, completion))
+
+
+def reasoning_gym(tag: str = "answer") -> Environment:
+    return SingleTurn(ReasoningGym(tag))
 
 
 def optimal_guesses(numbers: int) -> int:
-    """⌈log₂(n + 1)⌉"""
+    """⌈log₂(n + 1)⌉ in the worst case: each reply halves the range at best, and asking for the middle does it."""
     return numbers.bit_length()
 
 
 class GuessNumber:
-    """One game. The last whole number of a completion is the guess.
+    """Guess a number, and be told whether it is higher or lower. The last whole number of a completion is the guess.
 
     r = min(1, b/k) for finding it with the k-th guess, where b is `optimal_guesses`, and 0 for not finding it: optimal
     play always earns 1. A completion without a number, or with one outside of the range, is a wasted guess.
@@ -36,8 +54,7 @@ class GuessNumber:
         self.low = self.high = self.secret = self.used = 0
 
     def reset(self, row: Row) -> Sequence[Message]:
-        self.low, self.high, self.secret = row["low"], row["high"], row["secret"]
-        self.used = 0
+        self.low, self.high, self.secret, self.used = row["low"], row["high"], row["secret"], 0
         prompt: Sequence[Message] = row["prompt"]
         return prompt
 
@@ -61,8 +78,6 @@ def guess_rows(count: int, *, low: int = 1, high: int = 100, seed: int = 0) -> l
     if high < low:
         raise ValueError(f"guess_rows: wanted low <= high, got {low} and {high}")
     rng = random.Random(seed)
-    rules = (
-        f"I have chosen a whole number from {low} to {high}. Guess it: say one number, and I answer higher or lower."
-    )
-    prompt = [{"role": "user", "content": rules}]
+    rules = "Guess it: say one number, and I answer higher or lower."
+    prompt = [{"role": "user", "content": f"I have chosen a whole number from {low} to {high}. {rules}"}]
     return [{"prompt": prompt, "low": low, "high": high, "secret": rng.randint(low, high)} for _ in range(count)]

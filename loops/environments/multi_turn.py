@@ -1,6 +1,6 @@
-"""MultiTurnSource of the policy with an environment: tokens in, tokens out.
+"""Conversations of the policy with an environment: tokens in, tokens out.
 
-    environment.reset(row)     the first messages, or their tokens
+    environment.reset(row)         the first messages, or their tokens
     source.sample(request)         one completion; turn k is `Request.turn`
     environment.step(completion)   its observation, whether the conversation is over, and a reward
     ...
@@ -11,19 +11,18 @@ are trained and have log-probs. Nothing that was sampled is tokenized again.
 
 import asyncio
 import logging
-import math
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ...data.columns import Message
 from ..config import Limits
-from ..rewards.scoring import as_score
-from ..rewards.workers import OutOfTime, call, is_async, within
+from ..rewards.scoring import OutOfTime, as_score, call, is_async, within
+from ..rollouts.event_loops import run
 from ..rollouts.sample import Request, Row, Sample, VersionSpan, plain
 from ..rollouts.source import RolloutSource, check_completions
 from .chat_turns import ChatTurns
@@ -51,9 +50,8 @@ class Step(NamedTuple):
 class Environment(Protocol):
     """The other side of one conversation. All of its functions may be async.
 
-    One that has a function ``close()`` is closed exactly once, however the conversation ends: by itself, by a
-    failure, at a limit, or because nothing more is to be sampled. A plain ``reset`` or ``step`` that took too long goes
-    on in its thread, and the environment is closed when it returns.
+    One that has a function ``close()`` is closed exactly once, however the conversation ends. A plain ``reset`` or
+    ``step`` that took too long goes on in its thread, and the environment is closed when it returns.
     """
 
     def reset(self, row: Row) -> Sequence[Message] | Sequence[int] | Awaitable[Sequence[Message] | Sequence[int]]:
@@ -73,8 +71,7 @@ async def close(environment: Any) -> None:
 
 @dataclass
 class MultiTurnSource:
-    """A source of conversations: a `RolloutSource` itself, on top of another. What a request has for a prompt is not
-    looked at: `reset` gives it.
+    """A source of conversations: a `RolloutSource` on top of another. `reset` gives the prompt, not the request.
 
     ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards, None where there was none, or in a word
     how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (for TRL's rewards and for people) and
@@ -146,82 +143,74 @@ class MultiTurnSource:
             await asyncio.shield(closing)  # a conversation that is cancelled once more leaves it to `close`
 
     async def _conversation(self, environment: "_Played", request: Request, index: int) -> Sample:
-        prompt = await self._open(environment, request)
-        whole = Sample(request.task, index, prompt, [], [], [], [], "length")
-        whole.info |= {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": None}
-        for turn in range(self.limits.turns):
-            completion = await self._complete(request, whole, turn)
-            _append(whole, completion)
-            whole.finish = completion.finish
-            step = None if completion.finish == "aborted" else await self._step(environment, completion)
-            if step is None:
-                whole.finish = "aborted"
-                whole.info["environment_reward"] = "aborted"
-                break
-            self._note(whole, step)
-            if step.done or completion.finish == "length":
-                break
-            observation = self._observation_tokens(step, completion, request)
-            whole.finish = "length"
-            if turn + 1 == self.limits.turns or len(observation) >= self._left(whole):
-                break
-            _append_context(whole, observation)
-            whole.info["messages"] += _messages(step.observation)
-        whole.text = "\n".join(m["content"] for m in whole.info["messages"] if m["role"] == "assistant")
-        return whole
-
-    async def _open(self, environment: "_Played", request: Request) -> list[int]:
-        try:
-            opening = await within(self.limits.seconds, call(environment.reset, self.row(request.task)))
-        except Exception as error:
-            raise ValueError(f"environment: reset failed at the row of task {request.task}: {error!r}") from error
-        prompt = list(opening) if _is_tokens(opening) else self._turns().prompt(opening)
-        if not prompt:
-            raise ValueError(f"environment: reset gave task {request.task} an empty prompt; say something first")
-        if len(prompt) >= self._context:
-            raise ValueError(
-                f"environment: reset gave task {request.task} a prompt of {len(prompt)} tokens, which leaves nothing "
-                f"of the model's context of {self._context} for completions; say less"
-            )
-        return prompt
-
-    @property
-    def _context(self) -> float:
-        known: int | None = getattr(self.source, "context", None)
-        return math.inf if known is None else known
-
-    def _left(self, whole: Sample) -> int:
-        """Tokens that the conversation may still grow by, within its limit and the model's context."""
-        return int(min(self.limits.tokens, self._context - len(whole.prompt))) - len(whole.tokens)
-
-    async def _complete(self, request: Request, whole: Sample, turn: int) -> Sample:
-        """One more turn of the policy, within what is left of the conversation."""
-        room = min(request.sampling.max_tokens, self._left(whole))
+        prompt, limit = await self._open(environment, request)
+        sample = Sample(request.task, index, prompt, [], [], [], [], "length")
+        info = sample.info
+        info |= {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": None}
         stop = request.sampling.stop
         if self.turns is not None and self.turns.end not in stop:
             stop = (*stop, self.turns.end)
-        asked = Request(
-            request.task,
-            [*whole.prompt, *whole.tokens],
-            [whole.index],
-            replace(request.sampling, max_tokens=room, stop=stop),
-            request.key,
-            turn,
-        )
-        completions = await self.source.sample(asked)
-        check_completions(completions, asked, "environment")
-        return completions[0]
+        for turn in range(self.limits.turns):
+            start = len(sample.tokens)
+            most = min(request.sampling.max_tokens, limit - start)
+            sampling = replace(request.sampling, max_tokens=most, stop=stop)
+            asked = replace(request, prompt=[*prompt, *sample.tokens], indices=[index], sampling=sampling, turn=turn)
+            completions = await self.source.sample(asked)
+            check_completions(completions, asked, "environment")
+            completion = completions[0]
+            sample.tokens += completion.tokens
+            sample.trained += completion.trained
+            sample.logprobs += completion.logprobs
+            sample.spans += [
+                VersionSpan(version, first + start, end + start) for version, first, end in completion.spans
+            ]
+            sample.finish = completion.finish
+            info["messages"].append({"role": "assistant", "content": completion.text})
+            info["turns"] += 1
+            step = None if completion.finish == "aborted" else await self._step(environment, completion)
+            if step is None:
+                sample.finish, info["environment_reward"] = "aborted", "aborted"
+                break
+            self._note(info, step)
+            if step.done or completion.finish == "length":
+                break
+            messages, context = self._observation(step.observation, completion, request)
+            sample.finish = "length"
+            if turn + 1 == self.limits.turns or len(context) >= limit - len(sample.tokens):
+                break
+            sample.tokens += context
+            sample.trained += [False] * len(context)
+            sample.logprobs += [0.0] * len(context)
+            info["messages"] += messages
+        sample.text = "\n".join(m["content"] for m in info["messages"] if m["role"] == "assistant")
+        return sample
+
+    async def _open(self, environment: "_Played", request: Request) -> tuple[list[int], int]:
+        """The prompt, and how many tokens may follow within the limit and the model's context."""
+        try:
+            opening = await within(self.limits.seconds, environment.call("reset", self.row(request.task)))
+        except Exception as error:
+            raise ValueError(f"environment: reset failed at the row of task {request.task}: {error!r}") from error
+        prompt = list(opening) if _is_tokens(opening) else self._turns().prompt(opening)
+        context = getattr(self.source, "context", None)
+        if not prompt:
+            raise ValueError(f"environment: reset gave task {request.task} an empty prompt; say something first")
+        if context is None:
+            return prompt, self.limits.tokens
+        if len(prompt) >= context:
+            raise ValueError(
+                f"environment: reset gave task {request.task} a prompt of {len(prompt)} tokens, which leaves nothing "
+                f"of the model's context of {context} for completions; say less"
+            )
+        return prompt, min(self.limits.tokens, context - len(prompt))
 
     async def _step(self, environment: "_Played", completion: Sample) -> Step | None:
         try:
-            step: Step = await within(self.limits.seconds, call(environment.step, completion))
+            step: Step = await within(self.limits.seconds, environment.call("step", completion))
         except Exception as error:
-            self._failed(
-                "timeout" if isinstance(error, OutOfTime) else "error",
-                f"in step (task {completion.task}, completion {completion.index}); the conversation is aborted and has "
-                "no reward, as are further ones, which are counted",
-                error,
-            )
+            place = f"in step (task {completion.task}, completion {completion.index})"
+            what = f"{place}; the conversation is aborted and has no reward, as are further ones, which are counted"
+            self._failed("timeout" if isinstance(error, OutOfTime) else "error", what, error)
             return None
         return step
 
@@ -236,15 +225,15 @@ class MultiTurnSource:
             log.warning("environment: %s %s", kind, what, exc_info=error)
         self.failures[kind] += 1
 
-    def _note(self, whole: Sample, step: Step) -> None:
-        info = whole.info
-        value = as_score(step.reward)
-        if isinstance(value, str):
-            self.failures[value] += 1
-        info["turn_rewards"].append(value)
-        given = [reward for reward in info["turn_rewards"] if reward is not None]
-        failed = [reward for reward in given if isinstance(reward, str)]
-        info["environment_reward"] = failed[0] if failed else sum(given) if given else None
+    def _note(self, info: dict[str, Any], step: Step) -> None:
+        """Add the reward and the counts of a turn."""
+        reward = as_score(step.reward)
+        if isinstance(reward, str):
+            self.failures[reward] += 1
+        info["turn_rewards"].append(reward)
+        rewards = [reward for reward in info["turn_rewards"] if reward is not None]
+        failed = [reward for reward in rewards if isinstance(reward, str)]
+        info["environment_reward"] = failed[0] if failed else sum(rewards) if rewards else None
         for name, count in step.counts.items():
             who = f"environment: counts[{name!r}]"
             number = plain(count, who)
@@ -252,17 +241,18 @@ class MultiTurnSource:
                 raise ValueError(f"{who} must be a number, to be summed over the turns, got {number!r}")
             info[name] = info.get(name, 0) + number
 
-    def _observation_tokens(self, step: Step, completion: Sample, request: Request) -> list[int]:
-        """The tokens between this completion and the next."""
-        if not step.observation:
+    def _observation(self, observation: Any, completion: Sample, request: Request) -> tuple[list[Message], list[int]]:
+        """The environment's messages, and the tokens between this completion and the next."""
+        if not observation:
             raise ValueError("environment: step observed nothing and is not done; return an observation, or done=True")
-        if _is_tokens(step.observation):
-            return [int(token) for token in cast(Sequence[int], step.observation)]
-        suffix = self._turns().suffix(_messages(step.observation))
+        if _is_tokens(observation):
+            return [], [int(token) for token in observation]
+        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+        suffix = self._turns().suffix(messages)
         # Any sampled end token stands for the template's; a completion without one is ended by the template's.
         last = completion.tokens[-1:]
         ended = last == suffix[:1] or (last and last[0] in request.sampling.stop)
-        return suffix[1:] if ended else suffix
+        return messages, suffix[1:] if ended else suffix
 
     def _turns(self) -> ChatTurns:
         if self.turns is None:
@@ -271,63 +261,33 @@ class MultiTurnSource:
 
 
 class _Played:
-    """An environment that is closed when nothing of it runs: a plain function that was given up is in its thread yet.
-
-    `close` then leaves it to that thread to close the environment when it comes back.
-    """
+    """An environment that is closed when nothing of it runs: a plain function that was given up goes on in a thread."""
 
     def __init__(self, environment: Environment) -> None:
-        self._environment, self._mutex = environment, threading.Lock()
-        self._running = self._closed = False
-        self.reset, self.step = self._noted(environment.reset), self._noted(environment.step)
+        self.environment = environment
+        self.latest: Future[None] = Future()  # call of a plain function
+
+    async def call(self, name: str, argument: Any) -> Any:
+        function = getattr(self.environment, name)
+        if is_async(function):
+            return await call(function, argument)
+        latest = self.latest = Future()
+
+        def tracked() -> Any:
+            if not latest.set_running_or_notify_cancel():  # closed before this thread began
+                return None
+            try:
+                return function(argument)
+            finally:
+                latest.set_result(None)
+
+        return await call(tracked)
 
     async def close(self) -> None:
-        with self._mutex:
-            self._closed = True
-            running = self._running
-        if not running:
-            await close(self._environment)
-
-    def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if is_async(function):
-            return function
-
-        def noted(*arguments: Any) -> Any:
-            with self._mutex:
-                if self._closed:  # given up before this thread began
-                    return None
-                self._running = True
-            try:
-                return function(*arguments)
-            finally:
-                with self._mutex:
-                    self._running = False
-                if self._closed:
-                    asyncio.run(close(self._environment))
-
-        return noted
-
-
-def _append(whole: Sample, completion: Sample) -> None:
-    offset = len(whole.tokens)
-    whole.tokens += completion.tokens
-    whole.trained += completion.trained
-    whole.logprobs += completion.logprobs
-    whole.spans += [VersionSpan(version, start + offset, end + offset) for version, start, end in completion.spans]
-    whole.info["messages"].append({"role": "assistant", "content": completion.text})
-    whole.info["turns"] += 1
-
-
-def _append_context(whole: Sample, tokens: Sequence[int]) -> None:
-    whole.tokens += tokens
-    whole.trained += [False] * len(tokens)
-    whole.logprobs += [0.0] * len(tokens)
-
-
-def _messages(observation: Any) -> list[Message]:
-    if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
-    return [] if _is_tokens(observation) else list(observation)
+        if self.latest.cancel() or self.latest.done():
+            await close(self.environment)
+        else:  # in its thread, when the call returns
+            self.latest.add_done_callback(lambda _: run(close(self.environment)))
 
 
 def _is_tokens(observation: Any) -> bool:

@@ -14,18 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import Encoder
 from ..registry import build, find
-from ..rewards.reasoning_gym import ReasoningGym
 from ..rollouts.event_loops import run
 from .chat_turns import ChatTurns
 from .multi_turn import Environment, close
-from .single_turn import SingleTurn
 from .tools import check_tool_tags
 
-SHIPPED = {
-    "guess_number": ".games:GuessNumber",
-    "reasoning_gym": ".resolve:reasoning_gym",
-    "tools": ".tools:Tools",
-}
+SHIPPED = {"guess_number": ".games:GuessNumber", "reasoning_gym": ".games:reasoning_gym", "tools": ".tools:Tools"}
 TOOLS = {"calculator": ".tools:calculator"}
 
 
@@ -38,15 +32,14 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
     if not isinstance(spec, str) and len(spec) != 1:
         raise ValueError(f"environment: wanted one name, got {', '.join(spec) or 'none'}")
     name, settings = (spec, {}) if isinstance(spec, str) else next(iter(spec.items()))
-    settings = dict(settings)
     if name == "tools":
-        settings["tools"] = [find("tool", tool, TOOLS, __package__) for tool in settings.get("tools", ())]
-    found = find("environment", name, SHIPPED, __package__)
-    make = partial(build, f"environment {name}", found, settings, factory=True)
-    one = make()
-    run(close(one))
+        settings = {**settings, "tools": [find("tool", t, TOOLS, __package__) for t in settings.get("tools", ())]}
+    factory = find("environment", name, SHIPPED, __package__)
+    make = partial(build, f"environment {name}", factory, settings, factory=True)
+    environment = make()
+    run(close(environment))
     for part in ("reset", "step"):
-        if not callable(getattr(one, part, None)):
+        if not callable(getattr(environment, part, None)):
             raise ValueError(f"environment {name}: has no function {part}; wanted reset(row) and step(completion)")
     return make
 
@@ -59,13 +52,9 @@ def turns_for(
     Raises:
         ValueError: if the template can't be followed turn by turn, or the tokenizer hides tool calls.
     """
-    one = make()
-    schemas = getattr(one, "schemas", None)
-    run(close(one))
+    environment = make()
+    schemas = getattr(environment, "schemas", None)
+    run(close(environment))
     if schemas:
         check_tool_tags(tokenizer)
     return ChatTurns(Encoder(tokenizer, chat_template), {"tools": schemas} if schemas else {})
-
-
-def reasoning_gym(tag: str = "answer") -> Environment:
-    return SingleTurn(ReasoningGym(tag))

@@ -15,25 +15,17 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
 from ...data.columns import Message
-from ..rewards.workers import OutOfTime, call, within
+from ..rewards.scoring import OutOfTime, call, within
 from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-
-class Call(NamedTuple):
-    """A tool call of the policy; ``problem`` says why it can't be made, or is empty."""
-
-    name: str = ""
-    arguments: dict[str, Any] = {}  # noqa: RUF012
-    problem: str = ""
 
 
 class Tools:
@@ -57,7 +49,15 @@ class Tools:
         if len(self.tools) < len(tools):
             raise ValueError(f"tools: names must differ, got {', '.join(tool.__name__ for tool in tools)}")
         self.seconds, self.longest, self.role = seconds, longest, role
-        self.schemas = [_schema(tool) for tool in tools]
+        self.schemas: list[dict[str, Any]] = []
+        for tool in tools:
+            try:
+                self.schemas.append(get_json_schema(tool))
+            except Exception as error:  # it raises several kinds
+                raise ValueError(
+                    f"tools: {tool.__name__} can't be described to the model: {error}; give every argument a type hint "
+                    "and a line under Args: in the docstring"
+                ) from error
 
     def reset(self, row: Row) -> Sequence[Message]:
         """The row's prompt; ``ChatTurns(encoder, {"tools": tools.schemas})`` describes the tools to the template."""
@@ -68,50 +68,42 @@ class Tools:
         calls = parse_calls(completion.text)
         if not calls:
             return Step(done=True)
-        results = await asyncio.gather(*map(self._do, calls))
+        results = await asyncio.gather(*(self._make(*parsed) for parsed in calls))
         messages = [
-            {"role": self.role, "name": request.name, "content": text}
-            for request, (_, text) in zip(calls, results, strict=True)
+            {"role": self.role, "name": name, "content": text}
+            for (name, _, _), (_, text) in zip(calls, results, strict=True)
         ]
         return Step(messages, counts={"tool_calls": len(calls), "tool_failures": sum(not fine for fine, _ in results)})
 
-    async def _do(self, request: Call) -> tuple[bool, str]:
+    async def _make(self, name: str, arguments: dict[str, Any], problem: str) -> tuple[bool, str]:
         """Make a call; returns (True, its result) or (False, its error)."""
-        problem = request.problem or self._mistake(request)
+        if not problem and name not in self.tools:
+            near = difflib.get_close_matches(name, self.tools, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.tools)}"
+            problem = f"no tool {name!r}, {hint}"
         if problem:
             return False, f"error: {problem}"
         try:
-            result = await within(self.seconds, call(self.tools[request.name], **request.arguments))
+            inspect.signature(self.tools[name]).bind(**arguments)
+        except TypeError as error:
+            return False, f"error: {name}: {error}"
+        try:
+            result = await within(self.seconds, call(self.tools[name], **arguments))
         except OutOfTime as late:
-            return False, f"error: {request.name} {late}"
+            return False, f"error: {name} {late}"
         except Exception as error:
             return False, f"error: {type(error).__name__}: {error}"
         text = result if isinstance(result, str) else json.dumps(result, default=str)
         return True, text if len(text) <= self.longest else f"{text[: self.longest]}... (cut)"
 
-    def _mistake(self, request: Call) -> str:
-        if request.name not in self.tools:
-            near = difflib.get_close_matches(request.name, self.tools, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.tools)}"
-            return f"no tool {request.name!r}, {hint}"
-        try:
-            inspect.signature(self.tools[request.name]).bind(**request.arguments)
-        except TypeError as error:
-            return f"{request.name}: {error}"
-        return ""
 
-
-def parse_calls(text: str) -> list[Call]:
-    """The calls in a text, in order; what is no call but begins like one comes with a problem."""
+def parse_calls(text: str) -> list[tuple[str, dict[str, Any], str]]:
+    """The calls in a text, in order: (name, arguments, what is wrong with it if it only begins like a call)."""
     return [_parse(piece) for piece in re.findall(f"{OPEN}(.*?)(?={OPEN}|$)", text, re.DOTALL)]
 
 
 def check_tool_tags(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that would hide calls.
-
-    Raises:
-        ValueError: if a tag is a special token: completions are decoded without those.
-    """
+    """Raise ValueError if a tag is a special token: completions are decoded without them, so calls would be hidden."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     hidden = sorted({OPEN, CLOSE} & (special | set(tokenizer.all_special_tokens)))
     if hidden:
@@ -129,36 +121,22 @@ def tool_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics | ({"tools/failure_frequency": failures / calls} if calls else {})
 
 
-def _parse(piece: str) -> Call:
+def _parse(piece: str) -> tuple[str, dict[str, Any], str]:
     content, closed, _ = piece.partition(CLOSE)
     if not closed:
-        return Call(problem=f"a call must end with {CLOSE}")
+        return "", {}, f"a call must end with {CLOSE}"
     try:
         request = json.loads(content)
     except (ValueError, RecursionError) as error:
-        return Call(problem=f"the call is not JSON: {error}")
-    if not isinstance(request, dict) or not isinstance(request.get("name"), str):
-        return Call(problem='a call is an object with "name" and "arguments"')
+        return "", {}, f"the call is not JSON: {error}"
+    if not isinstance(request, dict) or not isinstance(name := request.get("name"), str):
+        return "", {}, 'a call is an object with "name" and "arguments"'
     arguments = request.get("arguments", {})
-    if isinstance(arguments, str):  # some models write JSON within JSON
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            return Call(request["name"], problem=f"the arguments are not JSON: {error}")
-    if not isinstance(arguments, dict):
-        return Call(request["name"], problem='"arguments" must be an object')
-    return Call(request["name"], arguments)
-
-
-def _schema(tool: Callable[..., Any]) -> dict[str, Any]:
     try:
-        schema: dict[str, Any] = get_json_schema(tool)
-    except Exception as error:  # it raises several kinds
-        raise ValueError(
-            f"tools: {tool.__name__} can't be described to the model: {error}; give every argument a type hint and a "
-            "line under Args: in the docstring"
-        ) from error
-    return schema
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments  # some write JSON within JSON
+    except ValueError as error:
+        return name, {}, f"the arguments are not JSON: {error}"
+    return (name, arguments, "") if isinstance(arguments, dict) else (name, {}, '"arguments" must be an object')
 
 
 # The calculator walks the syntax tree: nothing is evaluated that is not listed here.
@@ -184,30 +162,26 @@ def calculator(expression: str) -> str:
     return str(_value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
 
 
-def _value(node: ast.expr) -> int | float:
+def _value(node: ast.expr) -> Any:
+    value: Any  # int or float
     match node:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
-            return _small(node.value)  # type: ignore[arg-type]
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
+            value = node.value
+        case ast.UnaryOp(op=ast.UAdd()):
             value = _value(node.operand)
-            return -value if isinstance(node.op, ast.USub) else value
+        case ast.UnaryOp(op=ast.USub()):
+            value = -_value(node.operand)
         case ast.BinOp(op=ast.Pow()):
-            return _power(_value(node.left), _value(node.right))
+            base, exponent = _value(node.left), _value(node.right)
+            if abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > _DIGITS:
+                raise ValueError(f"the result has more than {_DIGITS} digits")
+            value = base**exponent
+            if isinstance(value, complex):
+                raise ValueError("the result is not a real number")
         case ast.BinOp() if type(node.op) in _BINARY:
-            return _small(_BINARY[type(node.op)](_value(node.left), _value(node.right)))
-    raise ValueError(f"not arithmetic: {ast.unparse(node)}")
-
-
-def _power(base: int | float, exponent: int | float) -> int | float:
-    if abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > _DIGITS:
-        raise ValueError(f"the result has more than {_DIGITS} digits")
-    value = base**exponent
-    if isinstance(value, complex):
-        raise ValueError("the result is not a real number")
-    return _small(value)
-
-
-def _small(value: int | float) -> int | float:
+            value = _BINARY[type(node.op)](_value(node.left), _value(node.right))
+        case _:
+            raise ValueError(f"not arithmetic: {ast.unparse(node)}")
     if isinstance(value, int) and value.bit_length() > _DIGITS * 4:
         raise ValueError(f"the result has more than {_DIGITS} digits")
     return value

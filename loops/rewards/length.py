@@ -1,9 +1,5 @@
-"""Rewards of length and repetition.
+"""Rewards of length and repetition. Only tokens that the policy sampled count, not those of tools and users."""
 
-The length of a completion is the number of tokens that the policy sampled: those of tools and users do not count.
-"""
-
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,22 +8,14 @@ from typing import Any
 
 from ..rollouts.sample import Row, Sample
 from .math import MathEquivalence
-from .scoring import as_score
-
-
-def length(sample: Sample) -> int:
-    return sum(sample.trained)
+from .scoring import as_score, is_async
 
 
 @dataclass(frozen=True)
 class LengthTarget:
-    """How far the length is from the one that is wanted: r = −α |n − n*|.
+    """How far the length is from ``target``, n*: r = −α |n − n*|, with the ``coefficient`` α > 0.
 
-    Args:
-        target: n* tokens.
-        coefficient: α > 0; the paper has 0.0003, beside a reward of 1 for a right answer.
-
-    Paper: Aggarwal and Welleck 2025 (L1), arXiv:2503.04697.
+    Paper: Aggarwal and Welleck 2025 (L1), arXiv:2503.04697; α = 0.0003 there, beside a reward of 1 for a right answer.
     """
 
     target: int
@@ -35,12 +23,11 @@ class LengthTarget:
 
     def __post_init__(self) -> None:
         if self.target < 0 or not self.coefficient > 0:
-            raise ValueError(
-                f"length: target must be >= 0 and coefficient > 0, got {self.target} and {self.coefficient}"
-            )
+            got = f"{self.target} and {self.coefficient}"
+            raise ValueError(f"length: target must be >= 0 and coefficient > 0, got {got}")
 
     def __call__(self, row: Row, sample: Sample) -> float:
-        return -self.coefficient * abs(length(sample) - self.target)
+        return -self.coefficient * abs(sum(sample.trained) - self.target)
 
 
 @dataclass(frozen=True)
@@ -63,13 +50,11 @@ class SoftOverlong:
 
     def __post_init__(self) -> None:
         if not 0 <= self.buffer <= self.limit or self.limit < 1:
-            raise ValueError(
-                f"soft_overlong: wanted 0 <= buffer <= limit and limit >= 1, got buffer {self.buffer} and limit "
-                f"{self.limit}"
-            )
+            got = f"buffer {self.buffer} and limit {self.limit}"
+            raise ValueError(f"soft_overlong: wanted 0 <= buffer <= limit and limit >= 1, got {got}")
 
     def __call__(self, row: Row, sample: Sample) -> float:
-        over = length(sample) - (self.limit - self.buffer)
+        over = sum(sample.trained) - (self.limit - self.buffer)
         if over <= 0:
             return 0.0
         return -1.0 if over > self.buffer else -over / self.buffer
@@ -79,12 +64,8 @@ class SoftOverlong:
 class Repetition:
     """The share of n-grams that are repeats of others: r = −p (1 − unique/all), 0 for less than n tokens.
 
-    N-grams are of sampled tokens side by side: none spans a tool's or a user's turn. It is TRL's
+    N-grams are of sampled tokens side by side: none spans a tool's or a user's turn. ``penalty`` is p ≥ 0. It is TRL's
     ``get_repetition_penalty_reward``; the paper charges the repeated tokens one by one.
-
-    Args:
-        n: tokens of an n-gram.
-        penalty: p ≥ 0, of a completion that repeats nothing but itself.
 
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.2.
     """
@@ -111,14 +92,12 @@ class CosineLength:
 
         r = b + ½(a − b)(1 + cos(π min(n/L, 1)))
 
-    from a at no token to b at L tokens, one such pair for right and one for wrong completions.
-
     The paper has a further penalty for completions that reach the limit, which `SoftOverlong` is for; here, as in TRL,
     they get b. The default values are TRL's.
 
     Args:
         limit: L, tokens.
-        right, wrong: (a, b).
+        right, wrong: (a, b), the rewards of right and wrong completions of no token and of L tokens.
         correct: a plain function that scores whether a completion is right, at 0.5 or more; None is passed on, and
             anything but a number is NaN.
 
@@ -133,7 +112,7 @@ class CosineLength:
     def __post_init__(self) -> None:
         if self.limit < 1:
             raise ValueError(f"cosine: limit must be >= 1 token, got {self.limit}")
-        if inspect.iscoroutinefunction(self.correct) or inspect.iscoroutinefunction(type(self.correct).__call__):
+        if is_async(self.correct):
             raise ValueError("cosine: correct must be a plain function; isolate the whole, not what is inside it")
 
     @property
@@ -142,7 +121,7 @@ class CosineLength:
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
         value = as_score(self.correct(row, sample))
-        if value is None or isinstance(value, str):
-            return None if value is None else math.nan
+        if isinstance(value, str | None):
+            return math.nan if value else None
         start, end = self.right if value >= 0.5 else self.wrong
-        return end + (start - end) * (1 + math.cos(math.pi * min(length(sample) / self.limit, 1.0))) / 2
+        return end + (start - end) * (1 + math.cos(math.pi * min(sum(sample.trained) / self.limit, 1.0))) / 2

@@ -19,15 +19,11 @@ class MathEquivalence:
 
     42, 42.0, $42$ and \\boxed{42} are the same answer, and so are 1/2, 0.5 and \\frac12. What is in \\boxed{} is looked
     at first. A completion without any mathematics is wrong (0). To a row whose answer can't be read it does not apply
-    (None); what the library fails at is an error, and masks the completion. What stands after #### is the answer of a
-    row that has it (GSM8K).
+    (None). The answer is in ``column``: text, LaTeX with or without dollar signs, or a number; where there is a ####
+    (GSM8K), what stands after it.
 
-    It is slow where sympy is (simplifying an expression may take forever), so name it in a configuration, which has it
-    run in a process of its own, or wrap it in `isolated`. The library's own timeouts are alarm signals, which only the
-    main thread can have: they are off.
-
-    Args:
-        column: of the row's answer: text, LaTeX with or without dollar signs, or a number.
+    Simplifying an expression may take forever, so name it in a configuration, which has it run in a process of its own,
+    or wrap it in `isolated`. The library's own timeouts are alarms, which only the main thread can have: they are off.
 
     Library: Math-Verify (Kydlíček 2025), the extra `burnish[math]`.
     """

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..registry import nearest
 from ..rollouts.sample import Row, Sample
@@ -25,17 +25,14 @@ class ReasoningGym:
     """
 
     tag: str = "answer"
-
-    @property
-    def columns(self) -> Sequence[str]:
-        return ("task", "entry")
+    columns: ClassVar[Sequence[str]] = ("task", "entry")
 
     def __call__(self, row: Row, sample: Sample) -> float:
         answer: str | None = sample.text.strip()
         if self.tag:
             matches = re.findall(f"<{self.tag}>(.*?)</{self.tag}>", sample.text, re.DOTALL)
             answer = matches[-1].strip() if matches else None
-        return float(_verifier(row["task"])(answer, _decoded(json.loads(row["entry"]))))
+        return float(_verifier(row["task"])(answer, json.loads(row["entry"], object_hook=_decoded)))
 
 
 def reasoning_gym_rows(
@@ -52,46 +49,33 @@ def reasoning_gym_rows(
     Raises:
         ValueError: if there is no such task, or it has no such option; names the nearest.
     """
-    gym = _gym()
-    _, kind = _registered(task)
+    gym = _gym(task)
+    known = gym.factory.DATASETS[task][1].__dataclass_fields__
     for option in options:
-        if option not in kind.__dataclass_fields__:
-            raise ValueError(nearest(f"reasoning_gym {task}: no option", option, kind.__dataclass_fields__))
+        if option not in known:
+            raise ValueError(nearest(f"reasoning_gym {task}: no option", option, known))
     data = gym.create_dataset(task, seed=seed, size=count, **options)
     rows: list[dict[str, Any]] = []
-    for index in range(count):
-        entry = data[index]
-        question = f"{entry['question']}\n{instruction}".strip()
-        rows.append(
-            {
-                "prompt": [{"role": "user", "content": question}],
-                "answer": entry["answer"],
-                "task": task,
-                "entry": json.dumps(_encoded(entry)),
-            }
-        )
+    for entry in map(data.__getitem__, range(count)):
+        prompt = [{"role": "user", "content": f"{entry['question']}\n{instruction}".strip()}]
+        rows.append({"prompt": prompt, "answer": entry["answer"], "task": task, "entry": json.dumps(_encoded(entry))})
     return rows
 
 
 @functools.cache
 def _verifier(task: str) -> Any:
-    _registered(task)
-    return _gym().get_score_answer_fn(task)
+    return _gym(task).get_score_answer_fn(task)
 
 
-def _registered(task: str) -> Any:
-    from reasoning_gym.factory import DATASETS
-
-    if task not in DATASETS:
-        raise ValueError(nearest("reasoning_gym: no task", task, DATASETS))
-    return DATASETS[task]
-
-
-def _gym() -> Any:
+def _gym(task: str) -> Any:
+    """The library, which has this task."""
     try:
         import reasoning_gym
+        from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ImportError("reasoning_gym: needs the package; pip install 'burnish[reasoning]'") from error
+    if task not in DATASETS:
+        raise ValueError(nearest("reasoning_gym: no task", task, DATASETS))
     return reasoning_gym
 
 
@@ -104,11 +88,7 @@ def _encoded(value: Any) -> Any:
     return [_encoded(item) for item in value] if isinstance(value, list) else value
 
 
-def _decoded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
-    if isinstance(value, dict):
-        ((kind, items),) = value.items()
-        decoded = _decoded(items)
-        return tuple(decoded) if kind == "tuple" else dict(decoded)
-    return value
+def _decoded(value: dict[str, Any]) -> Any:
+    """The inverse, for one object of JSON, whose parts are decoded already."""
+    ((kind, items),) = value.items()
+    return tuple(items) if kind == "tuple" else dict(items)

@@ -8,8 +8,7 @@ rewards:
 """
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from ..registry import build, find
@@ -31,7 +30,6 @@ SHIPPED = {
     "reward_model": ".reward_models:load_reward_model",
     "prm": ".reward_models:load_prm",
 }
-_FACTORIES = ("reward_model", "prm")
 _ISOLATED = ("math", "cosine")  # sympy may take forever at what a policy makes up
 
 
@@ -49,25 +47,12 @@ def resolve(spec: Mapping[str, float | Mapping[str, Any]], **given: Any) -> list
     Raises:
         ValueError: with the names there are, if one is not found.
     """
-    return _resolved(spec, partial(_function, given=given))
+    return _resolved(spec, given)
 
 
 def resolve_names(spec: Mapping[str, float | Mapping[str, Any]]) -> list[RewardFunction]:
     """Their names and weights, for ranks that call none of them: nothing is loaded. See `resolve`."""
-    return _resolved(spec, lambda name, settings: _not_here)
-
-
-def _resolved(
-    spec: Mapping[str, float | Mapping[str, Any]], make: Callable[[str, dict[str, Any]], Any]
-) -> list[RewardFunction]:
-    if not spec:
-        raise ValueError(f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function")
-    rewards = [_weighted(name, value, make) for name, value in spec.items()]
-    names = [reward.name for reward in rewards]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"rewards: two are called {name}; rename one, as in {{other: {{function: {name}}}}}")
-    return rewards
+    return _resolved(spec, None)
 
 
 def environment_reward(row: Row, sample: Sample) -> float | None:
@@ -78,19 +63,24 @@ def environment_reward(row: Row, sample: Sample) -> float | None:
     return math.nan if isinstance(reward, str) else reward
 
 
-def _weighted(
-    name: str, value: float | Mapping[str, Any], make: Callable[[str, dict[str, Any]], Any]
-) -> RewardFunction:
-    if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
-        raise ValueError(f"reward {name}: wanted its weight, or a mapping of settings, got {value!r}")
-    settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
-    weight, timeout = float(settings.pop("weight", 1.0)), float(settings.pop("timeout", 30.0))
-    what = str(settings.pop("function", name))
-    isolate = settings.pop("isolate", what in _ISOLATED)
-    function = make(what, settings)
-    if isolate and function is not _not_here:
-        function = isolated(function)
-    return RewardFunction(name.rpartition(":")[2], function, weight, timeout)
+def _resolved(spec: Mapping[str, float | Mapping[str, Any]], given: Mapping[str, Any] | None) -> list[RewardFunction]:
+    if not spec:
+        raise ValueError(f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function")
+    rewards: dict[str, RewardFunction] = {}
+    for key, value in spec.items():
+        if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
+            raise ValueError(f"reward {key}: wanted its weight, or a mapping of settings, got {value!r}")
+        settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
+        weight, timeout = float(settings.pop("weight", 1.0)), float(settings.pop("timeout", 30.0))
+        what, name = str(settings.pop("function", key)), key.rpartition(":")[2]
+        isolate = settings.pop("isolate", what in _ISOLATED)
+        function = _not_here if given is None else _function(what, settings, given)
+        if isolate and given is not None:
+            function = isolated(function)
+        if name in rewards:
+            raise ValueError(f"rewards: two are called {name}; rename one, as in {{other: {{function: {name}}}}}")
+        rewards[name] = RewardFunction(name, function, weight, timeout)
+    return list(rewards.values())
 
 
 def _not_here(row: Row, sample: Sample) -> float:
@@ -102,7 +92,8 @@ def _function(name: str, settings: dict[str, Any], given: Mapping[str, Any]) -> 
     if isinstance(inner, str):  # the reward that another one asks
         settings["correct"] = _function(inner, {}, given)
     factory = find("reward", name, SHIPPED, __package__)
-    function = build(f"reward {name}", factory, settings, factory=name in _FACTORIES, **given)
+    is_factory = name in ("reward_model", "prm")
+    function = build(f"reward {name}", factory, settings, factory=is_factory, **given)
     if not callable(function):
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
     return adapted(function)

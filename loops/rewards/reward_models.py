@@ -5,7 +5,7 @@ so a model of another vocabulary is refused.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,7 +16,6 @@ from ...objectives import step_aggregate
 from ..batch import collate
 from ..models.scorer import Scorer, ends_marked, scores
 from ..rollouts.sample import Row, Sample
-from .scoring import Over
 
 Tokenizer = Any  # of transformers
 
@@ -25,11 +24,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class RewardModel:
-    """The score that a reward model gives to prompt and completion, where the completion ends; see
-    `loops.recipes.reward`.
+    """The score that a reward model gives to prompt and completion, where the completion ends (`loops.recipes.reward`).
 
-    A completion without a token can't be scored. Completions to one prompt are scored together, and the prompt is read
-    once.
+    A completion without a token can't be scored. Completions to one prompt are scored together, and it is read once.
 
     Args:
         tokenizer: the policy's.
@@ -41,25 +38,32 @@ class RewardModel:
     tokenizer: Tokenizer
     model_tokenizer: Tokenizer
     micro_tokens: int = 8192
-    over: ClassVar[Over] = "group"
+    over: ClassVar[str] = "group"
     concurrency: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_same_tokens("reward_model", self.tokenizer, self.model_tokenizer)
 
     def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> list[float | None]:
-        scorable = [i for i, sample in enumerate(samples) if sample.tokens]
-        values: list[float | None] = [None] * len(samples)
-        pad = self.scorer.plain.config.pad_token_id
-        for chosen in _within(self.micro_tokens, scorable, samples):
-            completions = [samples[i].tokens for i in chosen]
-            example = Example(
-                samples[chosen[0]].prompt, completions, [[True] * len(completion) for completion in completions]
-            )
-            batch = collate([ends_marked(example, pad)], device=self.scorer.device)
-            for i, value in zip(chosen, scores(self.scorer, [batch]).tolist(), strict=True):
-                values[i] = value
-        return values
+        parts: list[list[Sample]] = []  # the completions of each forward pass
+        cost = 0
+        for sample in samples:
+            if not sample.tokens:
+                continue
+            alike = bool(parts) and sample.prompt == parts[-1][0].prompt
+            if not alike or cost + len(sample.tokens) > self.micro_tokens:
+                parts.append([])
+                cost = len(sample.prompt)
+            parts[-1].append(sample)
+            cost += len(sample.tokens)
+        batches = []
+        for part in parts:
+            completions = [sample.tokens for sample in part]
+            example = Example(part[0].prompt, completions, [[True] * len(tokens) for tokens in completions])
+            marked = ends_marked(example, self.scorer.plain.config.pad_token_id)
+            batches.append(collate([marked], device=self.scorer.device))
+        values = iter(scores(self.scorer, batches).tolist() if batches else ())
+        return [next(values) if sample.tokens else None for sample in samples]
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,10 @@ class ProcessRewardModel:
     tokenizer: Tokenizer
     model_tokenizer: Tokenizer
     how: Literal["min", "prod", "last", "mean"] = "min"
-    separator: str = field(init=False, default="\n")
     concurrency: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_same_tokens("prm", self.tokenizer, self.model_tokenizer)
-        trained_with = getattr(self.scorer.plain.config, "step_separator", self.separator)
-        object.__setattr__(self, "separator", trained_with)
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
         completion, ends = self._steps(sample)
@@ -102,15 +103,16 @@ class ProcessRewardModel:
         while completion and completion[-1] in special:
             completion.pop()
         sampled = sample.trained[: len(completion)]
-        separator = list(self.model_tokenizer(self.separator, add_special_tokens=False)["input_ids"])
+        separator = getattr(self.scorer.plain.config, "step_separator", "\n")
         ends, step = [False] * len(completion), ""
         for t, token in enumerate(completion):
             step += self.tokenizer.decode([token]) if sampled[t] else ""
-            if self.separator in step:
-                ends[t], step = bool(step.replace(self.separator, "").strip()), ""
+            if separator in step:
+                ends[t], step = bool(step.replace(separator, "").strip()), ""
         if step.strip():
-            ends += [False] * (len(separator) - 1) + [True]
-            completion += separator
+            closing = list(self.model_tokenizer(separator, add_special_tokens=False)["input_ids"])
+            ends += [False] * (len(closing) - 1) + [True]
+            completion += closing
         return completion, ends
 
 
@@ -122,26 +124,20 @@ def load_reward_model(
     Raises:
         ValueError: if its tokens are not the policy's, or it has no head of one output.
     """
-    model_tokenizer = AutoTokenizer.from_pretrained(model)
-    return RewardModel(
-        _scorer(AutoModelForSequenceClassification, model, device), tokenizer, model_tokenizer, micro_tokens
-    )
+    scorer = _scorer(AutoModelForSequenceClassification, model, device)
+    return RewardModel(scorer, tokenizer, AutoTokenizer.from_pretrained(model), micro_tokens)
 
 
 def load_prm(
     model: str, tokenizer: Tokenizer, *, device: str = DEVICE, how: Literal["min", "prod", "last", "mean"] = "min"
 ) -> ProcessRewardModel:
     """A process reward model from a directory or the Hub; see `load_reward_model`."""
-    model_tokenizer = AutoTokenizer.from_pretrained(model)
-    return ProcessRewardModel(_scorer(AutoModelForTokenClassification, model, device), tokenizer, model_tokenizer, how)
+    scorer = _scorer(AutoModelForTokenClassification, model, device)
+    return ProcessRewardModel(scorer, tokenizer, AutoTokenizer.from_pretrained(model), how)
 
 
 def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
-    """Refuse a model that would read something else than the policy wrote.
-
-    Raises:
-        ValueError: naming the first token that differs, or that only the policy has.
-    """
+    """Raise ValueError at the first token that the model would read as another than the policy wrote, or not at all."""
     for index, token, other in vocabulary_differences(policy, model):
         there = "does not exist" if other is None else f"is {other!r}"
         raise ValueError(
@@ -151,20 +147,4 @@ def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
 
 
 def _scorer(kind: Any, model: str, device: str) -> Scorer:
-    loaded = kind.from_pretrained(model).requires_grad_(False).eval()
-    return Scorer(loaded.to(device))
-
-
-def _within(budget: int, chosen: Sequence[int], samples: Sequence[Sample]) -> list[list[int]]:
-    """Split the completions to one prompt into parts that fit one forward pass."""
-    parts: list[list[int]] = []
-    used = 0
-    for i in chosen:
-        cost = len(samples[i].tokens)
-        prompt = len(samples[i].prompt)
-        if not parts or used + cost > budget or samples[i].prompt != samples[parts[-1][0]].prompt:
-            parts.append([])
-            used = prompt
-        parts[-1].append(i)
-        used += cost
-    return parts
+    return Scorer(kind.from_pretrained(model).requires_grad_(False).eval().to(device))

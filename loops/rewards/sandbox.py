@@ -1,8 +1,7 @@
 """Functions in processes of their own, which are killed when a call takes too long.
 
-A process imports no more than the function needs: math equivalence starts in a second, and torch alone takes several,
-and hundreds of megabytes. So it is started anew rather than by `multiprocessing`, which would import the script that
-runs, and need its ``if __name__ == "__main__"``.
+A process imports no more than the function needs: math equivalence starts in a second, torch alone takes several. So it
+is started anew rather than by `multiprocessing`, which would import the script that runs.
 """
 
 import asyncio
@@ -22,12 +21,6 @@ from typing import Any
 
 from ..rollouts.concurrency import off_loop
 
-_SERVE = f"from {__name__} import serve; serve({{}})"
-
-
-class ProcessError(RuntimeError):
-    """A function failed in its process; the message is the traceback there."""
-
 
 class isolated:
     """A function that is called in another process: for what computes for long, hangs or crashes.
@@ -44,14 +37,12 @@ class isolated:
     """
 
     def __init__(self, function: Callable[..., Any], *, processes: int = 1) -> None:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
+        self.__name__ = name = str(getattr(function, "__name__", type(function).__name__))
         if processes < 1:
             raise ValueError(f"isolated: processes must be >= 1, got {processes}")
         if getattr(function, "__module__", "") == "__main__":
-            raise ValueError(
-                f"isolated: {name} is defined in the script that runs, which another process can't import; move it to "
-                "a module"
-            )
+            where = "in the script that runs, which another process can't import"
+            raise ValueError(f"isolated: {name} is defined {where}; move it to a module")
         try:
             self._pickled = pickle.dumps(function)
         except Exception as error:  # pickle raises whatever objects raise
@@ -59,46 +50,44 @@ class isolated:
                 f"isolated: {name} can't be sent to another process ({error}); use a function that a module defines, "
                 "no lambda and no closure"
             ) from error
-        self.__name__ = name
         self.over = getattr(function, "over", "sample")
         self.columns = getattr(function, "columns", ())
         self.concurrency = processes
-        self._idle: list[_Child] = []
+        self._idle: list[tuple[subprocess.Popen[bytes], Connection]] = []
 
     async def __call__(self, *arguments: Any) -> Any:
-        child = self._idle.pop() if self._idle else _Child(self._pickled)
+        process, connection = self._idle.pop() if self._idle else self._start()
         try:
-            fine, value = await off_loop(partial(child.ask, arguments))
+            succeeded, value = await off_loop(partial(_ask, connection, arguments))
         except (asyncio.CancelledError, EOFError, OSError) as error:
-            code = child.end()
+            code = _end(process)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise ProcessError(f"{self.__name__}: its process ended with code {code}") from error
-        self._idle.append(child)
-        if not fine:
-            raise ProcessError(f"in its process:\n{value}")
+            raise RuntimeError(f"{self.__name__}: its process ended with code {code}") from error
+        self._idle.append((process, connection))
+        if not succeeded:
+            raise RuntimeError(f"in its process:\n{value}")
         return value
 
-
-class _Child:
-    def __init__(self, pickled: bytes) -> None:
-        self.connection, far_end = Pipe()
-        command = [sys.executable, "-P", "-c", _SERVE.format(far_end.fileno())]
+    def _start(self) -> "tuple[subprocess.Popen[bytes], Connection]":
+        connection, far_end = Pipe()
+        command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({far_end.fileno()})"]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             command, pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
         )
         far_end.close()
-        self.connection.send_bytes(pickled)
-        self.end = weakref.finalize(self, _end, self.process, self.connection)  # at exit too
-
-    def ask(self, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
-        self.connection.send_bytes(pickle.dumps(arguments))
-        outcome: tuple[bool, Any] = pickle.loads(self.connection.recv_bytes())
-        return outcome
+        connection.send_bytes(self._pickled)
+        weakref.finalize(connection, _end, process)  # at exit too
+        return process, connection
 
 
-def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> int:
+def _ask(connection: Connection, arguments: tuple[Any, ...]) -> Any:
+    connection.send_bytes(pickle.dumps(arguments))
+    return pickle.loads(connection.recv_bytes())
+
+
+def _end(process: "subprocess.Popen[bytes]") -> int:
     process.kill()
     return process.wait()  # the connection closes with its last reader, who learns of the end from the other side
 

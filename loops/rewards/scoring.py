@@ -11,7 +11,7 @@ completions, ``(rows, samples) -> list``, is marked by `batched`. Attributes may
 
     a number       its score
     None           it does not apply: it is left out of the weighted sum, which is that of the others (as in TRL)
-    a `Failure`    it failed, so that what the completion is worth is unknown: it is masked, whatever the others say
+    a word         of `ADVICE`: it failed, so the completion's worth is unknown: it is masked, whatever the others say
 
 A masked completion is not trained on, and is in no mean and no standard deviation of its group; so is one that no
 function applies to. A function of weight 0 is only measured, and masks nothing. What has no score is counted by its
@@ -24,26 +24,23 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
+from ..rollouts.concurrency import off_loop
 from ..rollouts.sample import Row, Sample, plain
-from .workers import OutOfTime, call, within
 
 log = logging.getLogger(__name__)
 
-_OURS = (__file__, call.__code__.co_filename)  # frames that tell the author of a reward nothing
-
-Over = Literal["sample", "group", "step"]
-Failure = Literal["nan", "infinite", "not a number", "wrong length", "timeout", "error"]
-Score = float | Failure | None
+T = TypeVar("T")
 
 _LARGEST = 3.4e38  # what float32 holds, so that neither sums nor squares overflow in float64
 
-ADVICE: dict[Failure, str] = {
+ADVICE = {
     "nan": "return None for a completion that the function does not apply to, and a number otherwise",
     "infinite": "return numbers that float32 can hold; clip them where they may grow",
     "not a number": "return one number per completion, or None: a float, an int, a bool, or a tensor of one element",
@@ -56,6 +53,10 @@ ADVICE: dict[Failure, str] = {
 
 class RewardError(ValueError):
     """A reward function that can't work as it is."""
+
+
+class OutOfTime(Exception):
+    """A call took longer than it may."""
 
 
 @dataclass
@@ -72,7 +73,7 @@ class RewardFunction:
     function: Callable[..., Any]
     weight: float = 1.0
     timeout: float = 30.0
-    reported: dict[Failure, str] = field(default_factory=dict, repr=False, compare=False)
+    reported: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     _gates: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
@@ -83,52 +84,38 @@ class RewardFunction:
         if not self.timeout > 0:
             raise ValueError(f"reward {self.name}: its timeout must be > 0 seconds, got {self.timeout}")
 
-    @property
-    def gate(self) -> asyncio.Semaphore:
-        """Limits its concurrent calls, over all `score_samples` of this event loop."""
-        places = asyncio.Semaphore(getattr(self.function, "concurrency", 32))
-        return self._gates.setdefault(asyncio.get_running_loop(), places)
+
+def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step") -> Callable[..., Any]:
+    """Mark a function ``(rows, samples) -> list`` of all completions of a prompt, or of all completions of a call."""
+    if over not in ("group", "step"):
+        raise ValueError(f"batched: over must be group or step, got {over!r}")
+    return marked(partial(function), function, over=over, columns=getattr(function, "columns", ()))
 
 
-@dataclass(frozen=True)
-class batched:
-    """Marks a function ``(rows, samples) -> list`` of all completions of a prompt, or of all completions of a call."""
-
-    function: Callable[..., Any]
-    over: Over = "step"
-
-    def __post_init__(self) -> None:
-        if self.over not in ("group", "step"):
-            raise ValueError(f"batched: over must be group or step, got {self.over!r}")
-
-    @property
-    def columns(self) -> Sequence[str]:
-        return getattr(self.function, "columns", ())
-
-    async def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> Any:
-        return await call(self.function, rows, samples)
-
-
-@dataclass(frozen=True)
-class from_text:
+def from_text(function: Callable[..., Any]) -> Callable[..., Any]:
     """A reward function of text, as one of ours: ``f(completion, ...)`` is called by the names of its parameters.
 
     ``completion`` is the text of the completion, ``row`` the whole row, and every other parameter one of its columns,
     such as ``prompt``.
     """
+    columns = [name for name in required(function) if name not in ("completion", "row", "sample")]
+    return marked(partial(_call_by_names, function), function, columns=columns)
 
-    function: Callable[..., Any]
 
-    @property
-    def columns(self) -> Sequence[str]:
-        parameters = inspect.signature(self.function).parameters.values()
-        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        return [p.name for p in named if p.default is p.empty and p.name not in ("completion", "row", "sample")]
+def marked(reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any) -> Callable[..., Any]:
+    """A `functools.partial`, which can be pickled, with the name of the function that it calls, and attributes."""
+    vars(reward).update(attributes, __name__=name_of(function))
+    return reward
 
-    async def __call__(self, row: Row, sample: Sample) -> Any:
-        known = {**row, "row": row, "sample": sample, "completion": sample.text}
-        names = inspect.signature(self.function).parameters
-        return await call(self.function, **{name: known[name] for name in names if name in known})
+
+def name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def required(function: Callable[..., Any]) -> list[str]:
+    """Names of the parameters that have no default value."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
@@ -150,18 +137,21 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
         raise ValueError(f"score: wanted one row per sample, {len(samples)}, got {len(rows)}")
     for columns in {tuple(row) for row in rows}:
         check_columns(rewards, columns)
-    await asyncio.gather(*(_score(reward, rows, samples) for reward in rewards))
+    calls = []
+    for reward in rewards:
+        over = getattr(reward.function, "over", "sample")
+        units: dict[int, list[int]] = {}
+        for i, sample in enumerate(samples):
+            units.setdefault({"sample": i, "group": sample.task, "step": 0}[over], []).append(i)
+        calls += [_score(reward, [rows[i] for i in unit], [samples[i] for i in unit]) for unit in units.values()]
+    await asyncio.gather(*calls)
     for sample in samples:
         who = f"completion {sample.index} of task {sample.task}, scored by {', '.join(names)}"
         sample.info = plain(dict(sample.info), f"{who}: sample.info")  # a copy: a late call may write to it
 
 
 def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
-    """Check on the first samples that each function works at all.
-
-    Raises:
-        RewardError: with the traceback of a function that raised in each of its calls.
-    """
+    """Raise RewardError, with the first traceback, if a function raised in each of its calls for these samples."""
     for reward in rewards:
         if samples and all(sample.rewards[reward.name] == "error" for sample in samples):
             raise RewardError(
@@ -172,11 +162,7 @@ def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
 
 
 def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], source: str = "the data") -> None:
-    """Check before anything is sampled that the data has what the functions read.
-
-    Raises:
-        ValueError: naming the function, the column, and what there is.
-    """
+    """Raise ValueError, before anything is sampled, if there is no column of a name that a function reads."""
     there = [str(column) for column in columns]
     for reward in rewards:
         for wanted in getattr(reward.function, "columns", ()):
@@ -189,94 +175,100 @@ def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], sou
                 )
 
 
-def as_score(value: Any) -> Score:
+def as_score(value: Any) -> float | str | None:
     """The number that a reward function returned, or the kind of failure; None stays None."""
     if value is None:
         return None
-    if hasattr(value, "item"):  # a tensor, an array, or a scalar of numpy
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError):  # of several elements
-            return "not a number"
+    try:
+        value = value.item() if hasattr(value, "item") else value  # a tensor, an array, or a scalar of numpy
+    except (ValueError, RuntimeError):  # of several elements
+        return "not a number"
     if not isinstance(value, Real):
         return "not a number"
     try:
         number = float(value)
     except OverflowError:  # an int beyond all floats
-        number = math.inf
+        return "infinite"
     if math.isnan(number):
         return "nan"
     return "infinite" if abs(number) > _LARGEST else number
 
 
-async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
-    over: Over = getattr(reward.function, "over", "sample")
+async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a function of the user's: an async one is awaited, and must not block the event loop.
 
-    async def call_once(members: Sequence[int]) -> None:
-        async with reward.gate:  # waiting costs a call none of its time
-            values = await _values(reward, over, [rows[i] for i in members], [samples[i] for i in members])
-        for i, (score, detail) in zip(members, values, strict=True):
-            samples[i].rewards[reward.name] = score
-            if isinstance(score, str):
-                _report(reward, score, samples[i], detail)
-
-    await asyncio.gather(*map(call_once, _units(over, samples)))
-
-
-def _units(over: Over, samples: Sequence[Sample]) -> list[list[int]]:
-    """The samples of each call."""
-    units: dict[int, list[int]] = {}
-    for i, sample in enumerate(samples):
-        units.setdefault({"sample": i, "group": sample.task, "step": 0}[over], []).append(i)
-    return list(units.values())
-
-
-async def _values(
-    reward: RewardFunction, over: Over, rows: Sequence[Row], samples: Sequence[Sample]
-) -> list[tuple[Score, str]]:
-    """The score of each sample, and the detail of its failure."""
-    arguments = (rows[0], samples[0]) if over == "sample" else (rows, samples)
-    failure: Failure
+    A plain one is called in a daemon thread, which is left behind when its time is up: nothing stops a thread, and one
+    that never lets go of the interpreter (a regular expression that backtracks forever) holds up all others; `isolated`
+    is for those.
+    """
     try:
-        returned = await within(reward.timeout, call(reward.function, *arguments))
+        if is_async(function):
+            return await function(*arguments, **named)
+        value = await off_loop(partial(function, *arguments, **named))
+        return await value if inspect.isawaitable(value) else value
+    except SystemExit as error:  # asyncio would let it end the run
+        raise RuntimeError(f"the function called sys.exit({error.code!r})") from error
+
+
+async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result, or `OutOfTime`: then it is cancelled, and not waited for, because it might refuse."""
+    task = asyncio.ensure_future(coroutine)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # if given up, nothing else retrieves it
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        task.cancel()
+    if not done:
+        raise OutOfTime(f"took longer than {seconds:g} s")
+    return task.result()
+
+
+def is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _call_by_names(function: Callable[..., Any], row: Row, sample: Sample) -> Any:
+    known = {**row, "row": row, "sample": sample, "completion": sample.text}
+    names = inspect.signature(function).parameters
+    return await call(function, **{name: known[name] for name in names if name in known})
+
+
+async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+    """Call a function once, write the scores, and log the first failure of each kind; the counts tell the rest."""
+    loop = asyncio.get_running_loop()
+    gate = reward._gates.setdefault(loop, asyncio.Semaphore(getattr(reward.function, "concurrency", 32)))
+    single = getattr(reward.function, "over", "sample") == "sample"
+    values: Any = []
+    failure = ""
+    try:
+        async with gate:  # waiting costs a call none of its time
+            arguments = (rows[0], samples[0]) if single else (rows, samples)
+            returned = await within(reward.timeout, call(reward.function, *arguments))
     except OutOfTime as late:
         failure, detail = "timeout", str(late)
     except Exception as error:
         where = error.__traceback__
-        while where and where.tb_next and where.tb_frame.f_code.co_filename in _OURS:
+        while where and where.tb_next and where.tb_frame.f_code.co_filename == __file__:  # tells its author nothing
             where = where.tb_next
         failure, detail = "error", "".join(traceback.format_exception(error.with_traceback(where))).strip()
         if isinstance(error, KeyError):
             detail += f"\nthe row has the columns ({', '.join(map(str, rows[0]))})"
     else:
-        values = [returned] if over == "sample" else _listed(returned)
-        if values is not None and len(values) == len(samples):
-            return [(as_score(value), _shown(value)) for value in values]
-        failure = "wrong length"
-        detail = f"returned {_shown(returned) if values is None else len(values)} for {len(samples)} completions"
-    return [(failure, detail)] * len(samples)
-
-
-def _listed(returned: Any) -> list[Any] | None:
-    if hasattr(returned, "tolist"):
-        returned = returned.tolist()
-    return list(returned) if isinstance(returned, list | tuple) else None
-
-
-def _report(reward: RewardFunction, failure: Failure, sample: Sample, detail: str) -> None:
-    """Log the first failure of each kind per function; the counts tell the rest."""
-    if failure not in reward.reported:
-        reward.reported[failure] = detail
-        log.warning(
-            "reward %s: completion %d of task %d has no score (%s: %s); %s further ones are counted. %s",
-            reward.name,
-            sample.index,
-            sample.task,
-            failure,
-            detail,
-            "it is masked, and" if reward.weight else "at weight 0 nothing is masked;",
-            ADVICE[failure],
-        )
+        values = [returned] if single else returned
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, list | tuple) or len(values) != len(samples):
+            shown = len(values) if isinstance(values, list | tuple) else _shown(returned)
+            failure, detail = "wrong length", f"returned {shown} for {len(samples)} completions"
+    for i, sample in enumerate(samples):
+        score = failure or as_score(values[i])
+        sample.rewards[reward.name] = score
+        if isinstance(score, str) and score not in reward.reported:
+            reward.reported[score] = detail if failure else _shown(values[i])
+            masks = "it is masked, and" if reward.weight else "at weight 0 nothing is masked;"
+            log.warning(
+                "reward %s: completion %d of task %d has no score (%s: %s); %s further ones are counted. %s",
+                *(reward.name, sample.index, sample.task, score, reward.reported[score], masks, ADVICE[score]),
+            )
 
 
 def _shown(value: Any) -> str:

@@ -1,18 +1,24 @@
-"""One table of scores per rollout, read by advantages, metrics and the monitor alike."""
+"""One table of scores per rollout, read by advantages, metrics and the monitor of degenerate rewards alike."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+import logging
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...objectives import weighted_reward
+from ...objectives import group_stats, weighted_reward
 from ..rollouts.event_loops import run
 from ..rollouts.sample import Row, Sample
-from .scoring import RewardFunction, Score, score_samples
+from .scoring import RewardFunction, name_of, score_samples
 from .trl import adapted
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,18 +39,27 @@ class RewardTable:
     group: Tensor
     weight: Tensor
     names: Sequence[str] = ()
-    scores: Sequence[Sequence[Score]] = ()
+    scores: Sequence[Sequence[float | str | None]] = ()
     measured: Tensor | None = None
 
     @cached_property
     def total(self) -> Tensor:
-        """float64 [samples], the weighted sum of the scores; NaN where there is none."""
+        """float64 [samples], the weighted sums; NaN where there is none."""
         return weighted_reward(self.reward, self.weight)
 
     @cached_property
     def measured_total(self) -> Tensor:
         """As ``total``, with the scores of aborted completions: what metrics count."""
         return weighted_reward(self.reward if self.measured is None else self.measured, self.weight)
+
+    @cached_property
+    def numbers(self) -> dict[str, Tensor]:
+        """By name, float64 [scored], all scores that are numbers, those beside the failure of another included."""
+        numbers: dict[str, Tensor] = {}
+        for i, name in enumerate(self.names):
+            column = [row[i] for row in self.scores if not isinstance(row[i], str | None)]
+            numbers[name] = torch.tensor(column, dtype=torch.float64)
+        return numbers
 
 
 def score(
@@ -53,15 +68,14 @@ def score(
     """Score every sample by every function that has not scored it yet, and return the table of all scores.
 
     Args:
-        rewards: ``f(row, sample)``; ``f(completion, ...)``, called by the names of its parameters with the text of the
-            completion and columns of the row, such as ``prompt``; functions written for TRL, ``f(prompts, completions,
-            ...)``; those of `burnish.loops.rewards`; or any of them in a `RewardFunction`, with a weight.
+        rewards: ``f(row, sample)``; ``f(completion, ...)``, see `scoring.from_text`; functions written for TRL,
+            ``f(prompts, completions, ...)``; or any of them in a `RewardFunction`, with a weight.
         rows: of each sample, the row that its prompt came from; ``sample.row`` unless given.
 
     Raises:
         ValueError: if a function needs a column that a row does not have, or two functions have the same name.
     """
-    functions = [reward if isinstance(reward, RewardFunction) else _named(reward) for reward in rewards]
+    functions = [f if isinstance(f, RewardFunction) else RewardFunction(name_of(f), adapted(f)) for f in rewards]
     rows = [sample.row or {} for sample in samples] if rows is None else rows
     pending = [i for i, sample in enumerate(samples) if any(f.name not in sample.rewards for f in functions)]
     if pending:
@@ -75,33 +89,114 @@ def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -
     Raises:
         ValueError: if a sample was not scored by one of these functions.
     """
-    for sample in samples:
-        for reward in rewards:
-            if reward.name not in sample.rewards:
-                raise ValueError(
-                    f"reward {reward.name}: completion {sample.index} of task {sample.task} was not scored"
-                )
+    for sample, reward in itertools.product(samples, rewards):
+        if reward.name not in sample.rewards:
+            raise ValueError(f"reward {reward.name}: completion {sample.index} of task {sample.task} was not scored")
     scores: list[list[Any]] = [[sample.rewards[reward.name] for reward in rewards] for sample in samples]
+    numbers = [[torch.nan if isinstance(value, str | None) else value for value in row] for row in scores]
+    measured = torch.tensor(numbers, dtype=torch.float64).reshape(len(samples), len(rewards))
     deciding = [i for i, reward in enumerate(rewards) if reward.weight]
     failed = [any(isinstance(row[i], str) for i in deciding) for row in scores]
-    numbers = [[value if is_number(value) else torch.nan for value in row] for row in scores]
-    measured = torch.tensor(numbers, dtype=torch.float64).reshape(len(samples), len(rewards))
     measured[torch.tensor(failed, dtype=torch.bool)] = torch.nan
     compared = measured.clone()
     compared[torch.tensor([sample.finish == "aborted" for sample in samples], dtype=torch.bool)] = torch.nan
-    return RewardTable(
-        compared,
-        torch.tensor([sample.task for sample in samples], dtype=torch.int64),
-        torch.tensor([reward.weight for reward in rewards], dtype=torch.float64),
-        [reward.name for reward in rewards],
-        scores,
-        measured,
-    )
+    group = torch.tensor([sample.task for sample in samples], dtype=torch.int64)
+    weight = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
+    return RewardTable(compared, group, weight, [reward.name for reward in rewards], scores, measured)
 
 
-def is_number(value: Score) -> TypeGuard[float]:
-    return value is not None and not isinstance(value, str)
+def reward_metrics(table: RewardTable) -> dict[str, float]:
+    """Metrics of one step, under TRL's names where it has one; those with nothing to measure are left out.
+
+    rewards/<name>/mean, /std      of all scores that a function gave, unweighted; the standard deviation is unbiased
+    rewards/<name>/unscored        completions that it gave none, and of these rewards/<name>/unscored/<reason>: none
+                                   where it does not apply, or how it failed
+    reward, reward_std, frac_reward_zero_std, frac_unscored    of the weighted sums, see `group_stats`; unscored are
+                                   completions that no function applies to, or that one has failed at
+    zero_std_groups                groups in which no two sums differ, so that they teach nothing
+    """
+    metrics: dict[str, float] = {}
+    for i, (name, numbers) in enumerate(table.numbers.items()):
+        if len(numbers):
+            metrics[f"rewards/{name}/mean"] = numbers.mean().item()
+            metrics[f"rewards/{name}/std"] = numbers.std().item() if len(numbers) > 1 else 0.0
+        metrics[f"rewards/{name}/unscored"] = float(len(table.scores) - len(numbers))
+        reasons = Counter(row[i] or "none" for row in table.scores if isinstance(row[i], str | None))
+        metrics |= {f"rewards/{name}/unscored/{reason}": float(count) for reason, count in sorted(reasons.items())}
+    if len(table.scores):
+        total = table.measured_total
+        stats = group_stats(total, table.group)
+        groups = len(set(table.group[~total.isnan()].tolist()))
+        metrics |= {name: value.item() for name, value in stats.items() if not value.isnan()}
+        metrics["zero_std_groups"] = round(stats["frac_reward_zero_std"].item() * groups)
+    return metrics
 
 
-def _named(function: Callable[..., Any]) -> RewardFunction:
-    return RewardFunction(getattr(function, "__name__", type(function).__name__), adapted(function))
+@dataclass
+class RewardMonitor:
+    """Reports, once each, rewards whose scale or silence spoils a run, and completions that teach nothing.
+
+    Args:
+        factor: by how much a score must exceed what was usual, or one reward's spread another's.
+        patience: steps of which the usual is learned, and steps in a row without a score, a difference, or an end.
+    """
+
+    factor: float = 100.0
+    patience: int = 3
+    reported: set[str] = field(default_factory=set)
+    _largest: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _spread: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _lasting: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def __call__(self, table: RewardTable, samples: Sequence[Sample]) -> list[str]:
+        """The new problems of this step; they are logged as well."""
+        problems = {kind: text for kind, text in self._problems(table, samples) if kind not in self.reported}
+        self.reported |= problems.keys()
+        for problem in problems.values():
+            log.warning("%s", problem)
+        return list(problems.values())
+
+    def _problems(self, table: RewardTable, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
+        """(kind, problem), those that were reported before included."""
+        silent = "so it teaches nothing; the metrics rewards/<name>/unscored/... say why, and the first time was logged"
+        lasting = []  # what is a problem once it lasts, what to do about it, and whether it is so in this step
+        for (name, numbers), weight in zip(table.numbers.items(), table.weight.tolist(), strict=True):
+            lasting.append((f"reward {name}: gave no score", silent, len(numbers) == 0 < len(samples)))
+            if len(numbers):
+                largest, before = numbers.abs().max().item(), self._largest[name][-100:]
+                usual = statistics.median(before) if len(before) >= self.patience else 0.0
+                self._largest[name].append(largest)
+                if usual and largest > self.factor * usual:
+                    change = f"a score of size {largest:g}, where {usual:g} was usual"
+                    advice = "clip it, or take its logarithm, because one such completion decides the whole step"
+                    yield f"explosion {name}", f"reward {name}: {change}; {advice}"
+            if len(numbers) > 1:
+                self._spread[name].append(abs(weight) * numbers.std().item())
+        known = {name: past for name, past in self._spread.items() if len(past) >= self.patience and any(past)}
+        spread = {name: statistics.fmean(past[-100:]) for name, past in known.items()}
+        loud, quiet = max(spread, key=spread.__getitem__, default=""), min(spread, key=spread.__getitem__, default="")
+        if len(spread) > 1 and spread[loud] > self.factor * spread[quiet]:
+            sizes = f"{spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights included"
+            advice = (
+                "change the weights, or normalize each reward before summing (reward_aggregation: normalize; in code,"
+            )
+            problem = f"varies by {sizes}, so that {loud} decides alone; {advice} gdpo_advantage)"
+            yield f"drowned {quiet}", f"reward {quiet}: {problem}"
+        compared = len(set(table.group.tolist())) < len(table.group)  # else each is alone in its group
+        alike = compared and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1
+        what = "rewards: all completions of a prompt were worth the same"
+        advice = (
+            "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier prompts,"
+            " a reward that tells more completions apart, a higher temperature or a larger group_size"
+        )
+        lasting.append((what, advice, alike))
+        what = "max_tokens: every completion was cut before its end"
+        advice = (
+            "so none is whole; allow more tokens, and see that the tokenizer's end token is the one that the model was "
+            "made to end with"
+        )
+        lasting.append((what, advice, len(samples) > 0 and all(sample.finish == "length" for sample in samples)))
+        for what, advice, now in lasting:
+            self._lasting[what] = self._lasting[what] + 1 if now else 0
+            if self._lasting[what] >= self.patience:
+                yield what, f"{what} in {self.patience} steps in a row, {advice}"

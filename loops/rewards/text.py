@@ -5,25 +5,23 @@ import string
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from ..rollouts.sample import Row, Sample
 
-Ignored = Literal["case", "punctuation", "articles", "whitespace", "numbers", "unicode"]
-
+IGNORABLE = ("case", "punctuation", "articles", "whitespace", "numbers", "unicode")
 THINK = r"<think>(?!.*<think>).*?</think>.*"
 # A sign belongs to a number where nothing that could be subtracted from stands before it.
-_NUMBER = re.compile(r"(?<![\w.])(?:(?<![)\]}%])[-+−])?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?!\w)")
+_NUMBER = re.compile(r"((?<![\w.])(?:(?<![)\]}%])[-+−])?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?!\w))")
 
 
 @dataclass(frozen=True)
 class Format:
     """1 where the regular expression matches the whole completion, and 0 otherwise.
 
-    A dot matches every character, newlines too. Without a pattern: reasoning between <think> and </think>, then the
-    answer, as in DeepSeek-R1 (Guo et al. 2025, arXiv:2501.12948) and TRL's ``think_format_reward``. A pattern that can
-    match one text in very many ways, such as (a+)+, may take forever at it and stops the whole program: have one that
-    you are not sure of run in a process of its own (`isolated`, or isolate: true).
+    A dot matches newlines too. Without a pattern: reasoning between <think> and </think>, then the answer, as in
+    DeepSeek-R1 (Guo et al. 2025, arXiv:2501.12948) and TRL's ``think_format_reward``. A pattern that can match one text
+    in very many ways, such as (a+)+, may take forever and stop the whole program: let it run in a process of its own
+    (`isolated`, or isolate: true).
     """
 
     pattern: str = THINK
@@ -50,15 +48,13 @@ class ExactMatch:
 
     column: str = "answer"
     extract: str = r"(?s).*"
-    ignore: Sequence[Ignored] = ("case", "punctuation", "articles", "whitespace", "numbers")
+    ignore: Sequence[str] = IGNORABLE[:-1]
 
     def __post_init__(self) -> None:
         _compiled("exact_match", self.extract)
-        unknown = sorted(set(self.ignore) - set(get_args(Ignored)))
+        unknown = sorted(set(self.ignore) - set(IGNORABLE))
         if unknown:
-            raise ValueError(
-                f"exact_match: ignore knows {', '.join(get_args(Ignored))}, got {', '.join(map(repr, unknown))}"
-            )
+            raise ValueError(f"exact_match: ignore knows {', '.join(IGNORABLE)}, got {', '.join(map(repr, unknown))}")
 
     @property
     def columns(self) -> Sequence[str]:
@@ -76,7 +72,7 @@ class ExactMatch:
         return float(normalize(answer, self.ignore) in {normalize(str(right), self.ignore) for right in accepted})
 
 
-def normalize(text: str, ignore: Sequence[Ignored]) -> str:
+def normalize(text: str, ignore: Sequence[str]) -> str:
     """Remove the differences that don't count.
 
     unicode        compatibility forms (NFKC): full-width digits, ligatures
@@ -86,25 +82,17 @@ def normalize(text: str, ignore: Sequence[Ignored]) -> str:
     punctuation    all of it, outside of numbers; and so the signs around a formula ($42$) or a bold word (**42**)
     whitespace     how much of it, and where the text begins and ends
     """
-    if "unicode" in ignore:
-        text = unicodedata.normalize("NFKC", text)
-    if "case" in ignore:
-        text = text.casefold()
-    if "numbers" in ignore:
-        pieces: list[str] = []
-        start = 0
-        for match in _NUMBER.finditer(text):
-            between = _words(text[start : match.start()], ignore)
-            # 1,2 is not 12
-            pieces += [between if between or not pieces else " ", _number(match[0])]
-            start = match.end()
-        text = "".join([*pieces, _words(text[start:], ignore)])
-    else:
-        text = _words(text, ignore)
+    text = unicodedata.normalize("NFKC", text) if "unicode" in ignore else text
+    text = text.casefold() if "case" in ignore else text
+    pieces = _NUMBER.split(text) if "numbers" in ignore else [text]  # words, number, words, ..., number, words
+    pieces[::2] = [_words(piece, ignore) for piece in pieces[::2]]
+    pieces[1::2] = map(_number, pieces[1::2])
+    pieces[2:-1:2] = [between or " " for between in pieces[2:-1:2]]  # 1,2 is not 12
+    text = "".join(pieces)
     return " ".join(text.split()) if "whitespace" in ignore else text
 
 
-def _words(text: str, ignore: Sequence[Ignored]) -> str:
+def _words(text: str, ignore: Sequence[str]) -> str:
     if "punctuation" in ignore:
         text = "".join(c for c in text if c not in string.punctuation and unicodedata.category(c)[0] != "P")
     if "articles" in ignore:

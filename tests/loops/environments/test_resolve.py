@@ -5,8 +5,7 @@ import sys
 
 import pytest
 from burnish.loops.environments import MultiTurnSource, Tools, resolve_environment, turns_for
-from burnish.loops.environments.games import GuessNumber
-from burnish.loops.environments.single_turn import SingleTurn
+from burnish.loops.environments.games import GuessNumber, SingleTurn
 from burnish.loops.rewards.reasoning_gym import reasoning_gym_rows
 
 

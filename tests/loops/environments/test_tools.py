@@ -116,13 +116,12 @@ def test_what_is_wrong_with_a_call_is_said_back_and_counted(text, message, tools
 
 
 def test_arguments_may_be_json_within_json():
-    (found,) = parse_calls('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>')
-    assert (found.name, found.arguments, found.problem) == ("f", {"x": 1}, "")
+    assert parse_calls('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>') == [("f", {"x": 1}, "")]
 
 
 def test_an_unclosed_call_does_not_swallow_the_next():
     first, second = parse_calls('<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call> and so on')
-    assert first.problem and (second.name, second.problem) == ("g", "")
+    assert first == ("", {}, "a call must end with </tool_call>") and second == ("g", {}, "")
 
 
 def test_a_long_result_is_cut(said):

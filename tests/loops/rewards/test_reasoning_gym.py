@@ -28,7 +28,7 @@ def test_tuples_and_numbers_as_keys_survive():
     from burnish.loops.rewards.reasoning_gym import _decoded, _encoded
 
     value = {"grid": ((1, 2), [3]), 4: {"a": None, "b": [{}, ()]}, "text": "x"}
-    assert _decoded(json.loads(json.dumps(_encoded(value)))) == value
+    assert json.loads(json.dumps(_encoded(value)), object_hook=_decoded) == value
 
 
 def test_the_last_tag_is_the_answer_and_none_is_wrong(answer):

@@ -1,7 +1,7 @@
 """Names in a configuration: shipped rewards, people's own, and what was probably meant."""
 
 import pytest
-from burnish.loops.rewards import from_trl, isolated, resolve, resolve_names
+from burnish.loops.rewards import isolated, resolve, resolve_names
 from burnish.loops.rewards.length import CosineLength, LengthTarget, SoftOverlong
 from burnish.loops.rewards.resolve import SHIPPED
 from burnish.loops.rewards.text import ExactMatch, Format
@@ -83,7 +83,7 @@ def test_own_functions_classes_and_those_written_for_trl(own, answer, judging):
         },
         tokenizer="the policy's",
     )
-    assert isinstance(rewards[1].function, from_trl)
+    assert (rewards[1].function.over, rewards[1].function.columns) == ("step", ["prompt"])
     assert rewards[4].function.tokenizer == "the policy's"
     sample = answer("abc")
     judging(rewards, [{"prompt": "?"}], [sample])

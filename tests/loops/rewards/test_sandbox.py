@@ -6,8 +6,7 @@ import time
 
 import pytest
 from burnish.loops.rewards import RewardFunction, isolated
-from burnish.loops.rewards.sandbox import ProcessError
-from burnish.loops.rewards.workers import OutOfTime, within
+from burnish.loops.rewards.scoring import OutOfTime, within
 
 MODULE = """
 import os, time
@@ -79,7 +78,7 @@ def test_it_returns_what_the_function_does(functions):
 
 
 def test_its_exception_comes_with_the_traceback_there(functions):
-    with pytest.raises(ProcessError, match=r"in fails\n(.|\n)*KeyError: 'pepper'"):
+    with pytest.raises(RuntimeError, match=r"in fails\n(.|\n)*KeyError: 'pepper'"):
         run(isolated(functions.fails)(0))
 
 
@@ -89,14 +88,14 @@ def test_a_call_out_of_time_is_killed_and_the_next_one_works(name, forever, shor
 
     async def twice():
         await function(short)
-        (child,) = function._idle
+        ((process, _),) = function._idle
         with pytest.raises(OutOfTime):
             await within(0.3, function(forever))
         for _ in range(100):
-            if child.process.poll() is not None:
+            if process.poll() is not None:
                 break
             await asyncio.sleep(0.02)
-        assert child.process.poll() == -9
+        assert process.poll() == -9
         return await function(short)
 
     assert run(twice())
@@ -105,12 +104,12 @@ def test_a_call_out_of_time_is_killed_and_the_next_one_works(name, forever, shor
 def test_a_crash_is_an_error_and_the_next_call_works(functions):
     crashing = isolated(functions.crashes)
     for _ in range(2):
-        with pytest.raises(ProcessError, match="ended with code 7"):
+        with pytest.raises(RuntimeError, match="ended with code 7"):
             run(crashing(0))
 
 
 def test_a_result_that_cannot_be_sent_is_an_error(functions):
-    with pytest.raises(ProcessError, match="pickle"):
+    with pytest.raises(RuntimeError, match="pickle"):
         run(isolated(functions.unpicklable)(0))
 
 
