@@ -30,7 +30,7 @@ from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
 from ..rollouts.vllm.launch import launch, max_lora_rank
 from ..rollouts.vllm.server import VLLMServer
-from ..rollouts.vllm.weights import Adapters, Files, Nccl, Updates, address_towards
+from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards
 from ..runs.context import RunContext
 from ..runs.ranks import from_main
 from .settings import VLLM, SamplingConfig
@@ -172,7 +172,7 @@ def open_source(config: SamplingConfig, run: RunContext[Policy], *, max_stalenes
     return VLLMServer(server.url, revive=server.revive, end=server.close, **known)
 
 
-def open_updates(config: SamplingConfig, run: RunContext[Policy]) -> Updates:
+def open_updates(config: SamplingConfig, run: RunContext[Policy]) -> Files | Nccl | Adapters:
     """How weights get to a server."""
     directory = Path(config.vllm.directory or run.directory / "weights")
     match config.vllm.updates:
