@@ -55,17 +55,17 @@ class VLLMClient:
             for connections in (concurrency, None)
         )
 
-    async def get(self, path: str, *, timeout: float | None = None) -> Any:
+    async def get(self, path: str) -> Any:
         """The JSON of the response; its text if it is no JSON.
 
         Raises:
             SourceLost: if there is no server, it dies meanwhile, or it takes too long (from `httpx2.TimeoutException`).
             Rejected: if it refuses.
         """
-        return await self._call(self._controlling, path, None, timeout or min(self._timeout, _LOOK))
+        return await self._call(self._controlling, path, None, min(self._timeout, _LOOK))
 
-    async def post(self, path: str, body: Any, *, timeout: float | None = None) -> Any:
-        return await self._call(self._controlling, path, body, timeout or self._patience)
+    async def post(self, path: str, body: Any) -> Any:
+        return await self._call(self._controlling, path, body, self._patience)
 
     async def generate(self, body: Any) -> Any:
         return await self._call(self._completing, "/inference/v1/generate", body, self._timeout)
@@ -73,7 +73,7 @@ class VLLMClient:
     async def try_token(self, token: int) -> None:
         """Request one token after this one, without waiting for completions under way."""
         body = {"token_ids": [token], "sampling_params": {"max_tokens": 1}}
-        await self.post("/inference/v1/generate", body, timeout=self._timeout)
+        await self._call(self._controlling, "/inference/v1/generate", body, self._timeout)
 
     async def weight_version(self) -> str:
         label: str = (await self.get("/weight_info"))["weight_version"]
@@ -91,7 +91,7 @@ class VLLMClient:
 
     async def alive(self) -> bool:
         try:
-            await self.get("/health", timeout=5)
+            await self._call(self._controlling, "/health", None, 5)
         except SourceError:
             return False
         return True

@@ -107,7 +107,6 @@ class VLLMEngine:
         self._driver: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
-        self._check_open()
         check_request(request, vocab=self.vocab, context=self.context)
         samples = await gather_or_cancel(self._complete(request, index) for index in request.indices)
         check_completions(samples, request, "vllm")

@@ -1,26 +1,25 @@
 """Start a vLLM server with the flags that training needs, watch over it, and end it when this process does."""
 
+import argparse
 import atexit
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx2
 
 from ..source import SourceError, SourceLost
 from . import plugin
+from .weights import Files, free_port
 
 _PLUGIN = "burnish_vllm_files"
 # In the group of the server, `cat` reads from a pipe that only this process could write to, until the kernel closes it.
@@ -28,7 +27,6 @@ _KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
 SHARE = 0.4
 """Share of a device's memory that vLLM takes beside a trainer on it."""
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
 # Variables of torchrun and accelerate for a rank; with them, another group over TCP would wait for a store in vain.
 _OF_RANKS = "(RANK|WORLD_SIZE)$|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG)_"
 
@@ -52,10 +50,7 @@ _FIXES = (  # the first pattern that is found, and what a user of the command li
         "another process has taken its port: start again, which takes a free one, or name one in --vllm.options "
         "'{port: 8001}'",
     ),
-    (
-        r"No module named '?vllm\b",
-        "name the interpreter of an environment that vLLM is installed in, --vllm.python",
-    ),
+    (r"No module named '?vllm\b", "name the interpreter of an environment that vLLM is installed in, --vllm.python"),
     (r"No module named", "install what is missing beside vLLM, in the environment of --vllm.python"),
     (r"only supported on GPUs with compute capability", "choose --dtype float32, or another GPU"),
     (r"unrecognized arguments", "leave it out of --vllm.options: this vLLM has no such flag"),
@@ -175,12 +170,8 @@ def launch(
     log: str | Path,
     dtype: str,
     python: str | Path = sys.executable,
-    max_model_len: int | None = None,
-    backend: str = plugin.BACKEND,
-    lora_rank: int = 0,
+    update_flags: Sequence[str] = Files.flags,
     adapters: int = 4,
-    host: str = "127.0.0.1",
-    port: int = 0,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     patience: float = 1200.0,
@@ -198,12 +189,11 @@ def launch(
         log: file that its output is added to.
         dtype: the precision that it computes in; the trainer's.
         python: interpreter of the environment that vLLM is installed in; burnish need not be there.
-        backend: of weight updates, ``"burnish_files"`` or ``"nccl"``.
-        lora_rank: of the largest adapter, for a server of `Adapters`; 0 for none.
+        update_flags: those of `Files`, `Nccl`, or `Adapters`.
         adapters: how many can be loaded at once: two more than the maximal staleness.
-        port: 0 takes a free one.
         flags: further flags of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
-            `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it.
+            `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it;
+            unless ``--port`` is one, a free port.
         environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is taken to have devices of
             its own, and the share of their memory is vLLM's own choice.
         patience: seconds it may take to start.
@@ -211,56 +201,31 @@ def launch(
     Raises:
         SourceError: with the first error in its log, if it does not start.
     """
-    port, environment = port or free_port(host), environment or {}
-    has_share = any(flag.partition("=")[0] == "--gpu-memory-utilization" for flag in flags)
-    options: dict[str, Any] = {
-        "model": model,
-        "host": host,
-        "port": port,
-        "dtype": dtype,
-        "logprobs-mode": "processed_logprobs",
-        "generation-config": "vllm",
-        "max-model-len": max_model_len,
-        "weight-transfer-config": None if lora_rank else json.dumps({"backend": backend}),
-        "max-lora-rank": max_lora_rank(lora_rank) if lora_rank else None,
-        "max-loras": adapters if lora_rank else None,
-        "gpu-memory-utilization": None if has_share or "CUDA_VISIBLE_DEVICES" in environment else SHARE,
-    }
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start a CPU build
-    command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
-    command += ["--enable-scale-out", *(["--enable-lora"] if lora_rank else []), *flags]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--gpu-memory-utilization")
+    chosen, environment = parser.parse_known_args(flags)[0], environment or {}
+    port, has_share = chosen.port or free_port(), chosen.gpu_memory_utilization or "CUDA_VISIBLE_DEVICES" in environment
+    command = [
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server"),  # `vllm serve` does not start a CPU build
+        *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"),
+        *(("--max-loras", str(adapters)) if "--enable-lora" in update_flags else ()),
+        *(() if has_share else ("--gpu-memory-utilization", str(SHARE))),
+        *update_flags,
+        *flags,
+    ]
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     inherited = {name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)}
     log = Path(log).resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
-    launched = Launched(command, {**inherited, **switches, **environment}, f"http://{host}:{port}", log, patience)
+    launched = Launched(command, {**inherited, **switches, **environment}, f"http://127.0.0.1:{port}", log, patience)
     try:
         launched.restart()
     except BaseException:
         launched.close()
         raise
     return launched
-
-
-def max_lora_rank(rank: int) -> int:
-    """The smallest of vLLM's ranks of adapters that one of this rank fits in.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    for known in _RANKS:
-        if rank <= known:
-            return known
-    raise ValueError(
-        f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, or set vllm.updates to files, "
-        "which sends the merged weights"
-    )
-
-
-def free_port(host: str = "") -> int:
-    with socket.socket() as free:
-        free.bind((host, 0))
-        return int(free.getsockname()[1])
 
 
 def first_error(log: str) -> str | None:

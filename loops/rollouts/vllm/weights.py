@@ -12,12 +12,13 @@ import asyncio
 import contextlib
 import functools
 import json
+import shlex
 import shutil
 import socket
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +30,13 @@ from ..concurrency import gather_or_cancel, off_loop
 from ..sample import VersionSpan
 from ..source import NamedWeights, SourceError, SourceLost
 from .client import Rejected, VLLMClient
-from .launch import free_port, max_lora_rank
 from .plugin import BACKEND
 
 if TYPE_CHECKING:
     from .engine import VLLMEngine
 
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
 _PART = 1 << 30  # bytes that are on their way at once
-_INCOMPLETE = "incomplete"
-_RESTARTED = "default"  # vLLM's own, for the weights that it was started with
 
 
 async def undo_update(vllm: "VLLMClient | VLLMEngine") -> None:
@@ -52,6 +51,7 @@ class _Whole:
 
     merged = True  # `publish` takes adapters merged into the weights that they adapt
     backend: str
+    flags: Sequence[str]  # of a server that is updated so
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
@@ -62,8 +62,7 @@ class _Whole:
             return "has lora_config, under which whole weights can't be replaced", "no --enable-lora"
         transfer = config.get("weight_transfer_config")
         if transfer is None or transfer.get("backend") != self.backend:
-            flag = f"--weight-transfer-config '{json.dumps({'backend': self.backend})}'"
-            return f"has weight_transfer_config={transfer}, but weights are to come another way", flag
+            return f"has weight_transfer_config={transfer}, but weights are to come another way", shlex.join(self.flags)
         return None
 
     async def connect(self, vllm: Any) -> None:
@@ -80,11 +79,11 @@ class _Whole:
         label = await vllm.weight_version()
         await vllm.pause()
         if self._version(label) is None:
-            if label != _RESTARTED:
+            if label != "default":  # as it is when vLLM has just been started
                 await undo_update(vllm)
             await self.connect(vllm)
         # Mark the weights invalid until the update is complete: if this process dies, the next one publishes again.
-        await vllm.control("update_weight_version", new_version=f"{_INCOMPLETE}@{self._name}")
+        await vllm.control("update_weight_version", new_version=f"incomplete@{self._name}")
         await vllm.control("start_weight_update")
         await self.send(vllm, weights)
         await vllm.control("finish_weight_update", weight_version=f"{version}@{self._name}")
@@ -113,7 +112,7 @@ class _Whole:
 
     def _version(self, label: str) -> int | None:
         version, _, name = label.partition("@")
-        return int(version) if name == self._name and version != _INCOMPLETE else None
+        return int(version) if name == self._name and version != "incomplete" else None
 
 
 class Files(_Whole):
@@ -124,6 +123,7 @@ class Files(_Whole):
     """
 
     backend = BACKEND
+    flags = ("--weight-transfer-config", json.dumps({"backend": backend}))
 
     def __init__(self, directory: str | Path | None = None) -> None:
         super().__init__()
@@ -158,6 +158,7 @@ class Nccl(_Whole):
     """
 
     backend = "nccl"
+    flags = ("--weight-transfer-config", json.dumps({"backend": backend}))
 
     def __init__(self, address: str = "127.0.0.1", *, timeout: float = 300.0) -> None:
         super().__init__()
@@ -223,15 +224,15 @@ class Adapters:
 
     def __init__(self, directory: str | Path, config: Any) -> None:
         self.directory, self.config = Path(directory).resolve(), config
+        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(config.r)))
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
-        needed = max_lora_rank(self.config.r)
         if (lora := config.get("lora_config")) is None:
-            return "takes no adapters", f"--enable-lora --max-lora-rank {needed}"
-        if (rank := lora.get("max_lora_rank", needed)) < self.config.r:
-            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", f"--max-lora-rank {needed}"
+            return "takes no adapters", shlex.join(self.flags)
+        if (rank := lora.get("max_lora_rank", self.config.r)) < self.config.r:
+            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", shlex.join(self.flags[1:])
         return None
 
     async def version(self, vllm: VLLMClient) -> int | None:
@@ -294,6 +295,27 @@ def _parts(weights: NamedWeights) -> Iterator[tuple[list[tuple[str, Tensor]], bo
         part.append((name, tensor))
         size += tensor.nbytes
     yield part, True
+
+
+def max_lora_rank(rank: int) -> int:
+    """The smallest of vLLM's ranks of adapters that one of this rank fits in.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for known in _RANKS:
+        if rank <= known:
+            return known
+    raise ValueError(
+        f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, or set vllm.updates to files, "
+        "which sends the merged weights"
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
 
 
 def address_towards(host: str) -> str:
