@@ -69,7 +69,7 @@ class _Whole:
         """Connect to an engine that has just been started, or belonged to another trainer."""
         raise NotImplementedError
 
-    async def send(self, vllm: Any, weights: NamedWeights) -> None:
+    async def send(self, vllm: Any, part: dict[str, Tensor], last: bool) -> None:
         raise NotImplementedError
 
     async def version(self, vllm: "VLLMClient | VLLMEngine") -> int | None:
@@ -85,7 +85,8 @@ class _Whole:
         # Mark the weights invalid until the update is complete: if this process dies, the next one publishes again.
         await vllm.control("update_weight_version", new_version=f"incomplete@{self._name}")
         await vllm.control("start_weight_update")
-        await self.send(vllm, weights)
+        for part, last in _parts(weights):
+            await self.send(vllm, part, last)
         await vllm.control("finish_weight_update", weight_version=f"{version}@{self._name}")
         await vllm.resume()
 
@@ -136,12 +137,11 @@ class Files(_Whole):
         self.directory.mkdir(parents=True, exist_ok=True)
         await vllm.control("init_weight_transfer_engine", init_info={"directory": str(self.directory)})
 
-    async def send(self, vllm: "VLLMClient | VLLMEngine", weights: NamedWeights) -> None:
+    async def send(self, vllm: "VLLMClient | VLLMEngine", part: dict[str, Tensor], last: bool) -> None:
         path = self.directory / f"{self._name}.safetensors"
         try:
-            for part, last in _parts(weights):
-                await off_loop(functools.partial(save_file, _copies(part), path))
-                await vllm.control("update_weights", update_info={"path": str(path), "last": last})
+            await off_loop(functools.partial(save_file, _copies(part.items()), path))
+            await vllm.control("update_weights", update_info={"path": str(path), "last": last})
         finally:
             path.unlink(missing_ok=True)
 
@@ -177,16 +177,14 @@ class Nccl(_Whole):
         joining = vllm.control("init_weight_transfer_engine", init_info={**group, "rank_offset": 1, "packed": False})
         self._group = await self._collective(lambda: trainer_init(group), joining)
 
-    async def send(self, vllm: VLLMClient, weights: NamedWeights) -> None:
-        for part, _ in _parts(weights):
-            tensors = {name: tensor.detach().to(self.device).contiguous() for name, tensor in part}
-            info = {
-                "names": list(tensors),
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-                "shapes": [list(tensor.shape) for tensor in tensors.values()],
-            }
-            sending = functools.partial(self._broadcast, list(tensors.values()))
-            await self._collective(sending, vllm.control("update_weights", update_info=info))
+    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
+        tensors = [tensor.detach().to(self.device).contiguous() for tensor in part.values()]
+        info = {
+            "names": list(part),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+        }
+        await self._collective(lambda: self._broadcast(tensors), vllm.control("update_weights", update_info=info))
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -284,15 +282,15 @@ def _copies(weights: NamedWeights) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
 
 
-def _parts(weights: NamedWeights) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+def _parts(weights: NamedWeights) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """Consecutive parts of the weights, each with whether it is the last."""
-    part: list[tuple[str, Tensor]] = []
+    part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
         if part and size + tensor.nbytes > _PART:
             yield part, False
-            part, size = [], 0
-        part.append((name, tensor))
+            part, size = {}, 0
+        part[name] = tensor
         size += tensor.nbytes
     yield part, True
 
