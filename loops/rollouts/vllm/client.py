@@ -76,8 +76,7 @@ class VLLMClient:
         await self._call(self._controlling, "/inference/v1/generate", body, self._timeout)
 
     async def weight_version(self) -> str:
-        label: str = (await self.get("/weight_info"))["weight_version"]
-        return label
+        return str((await self.get("/weight_info"))["weight_version"])
 
     async def pause(self) -> None:
         await self.post("/pause?mode=keep&clear_cache=true", {})

@@ -95,7 +95,7 @@ class VLLMEngine:
 
         self._llm, self._engine = llm, llm.llm_engine
         self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
-        self._updates, self._checked = Files(directory), parameter_check(config)
+        self._updates, self._check_weights = Files(directory), parameter_check(config)
         self.tokenizer = tokenizer
         self.vocab = max(config.get_text_config().vocab_size, len(tokenizer))
         self.context: int = llm.model_config.max_model_len
@@ -113,7 +113,7 @@ class VLLMEngine:
         return samples
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        await self._updates.publish(self, self._checked(weights), version)
+        await self._updates.publish(self, self._check_weights(weights), version)
 
     async def version(self) -> int | None:
         return await self._updates.version(self)
@@ -133,8 +133,7 @@ class VLLMEngine:
         self._thread.shutdown(wait=False)
 
     async def weight_version(self) -> str:
-        label: str = await self.control("get_weight_version")
-        return label
+        return str(await self.control("get_weight_version"))
 
     async def pause(self) -> None:
         self._running.clear()

@@ -79,6 +79,7 @@ class VLLMServer:
         self._client = VLLMClient(url, concurrency=concurrency, timeout=timeout, patience=patience)
         try:
             run(self._meet(config, tokenizer))
+            self._check_weights = parameter_check(self._config)
         except BaseException:
             end()
             raise
@@ -90,7 +91,7 @@ class VLLMServer:
         return samples
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        checked = self._checked(weights) if self.updates.merged else weights
+        checked = self._check_weights(weights) if self.updates.merged else weights
         await self._within_patience(self.updates.publish(self._client, checked, version))
         self._note_heard()
 
@@ -127,7 +128,6 @@ class VLLMServer:
         self.tokenizer = _read(AutoTokenizer, model, "tokenizer") if tokenizer is None else tokenizer
         self.config: Any = self._config.get_text_config()
         self.vocab: int = max(self.config.vocab_size, len(self.tokenizer))
-        self._checked = parameter_check(self._config)
         await check_model(self._client, model, self.config, self.tokenizer, self.vocab)
 
     async def _within_patience(self, work: Coroutine[Any, Any, T], slack: float = 0.0) -> T:
