@@ -28,9 +28,9 @@ from ..rollouts.sample import Sample
 from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
-from ..rollouts.vllm.launch import launch, max_lora_rank
+from ..rollouts.vllm.launch import launch
 from ..rollouts.vllm.server import VLLMServer
-from ..rollouts.vllm.weights import Adapters, Files, Nccl, Updates, address_towards
+from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_lora_rank
 from ..runs.context import RunContext
 from ..runs.ranks import from_main
 from .settings import VLLM, SamplingConfig
@@ -162,8 +162,7 @@ def open_source(config: SamplingConfig, run: RunContext[Policy], *, max_stalenes
         log=run.directory / "vllm.log",
         dtype=dtype,
         python=config.vllm.python or sys.executable,
-        backend=getattr(updates, "backend", Files.backend),
-        lora_rank=config.lora.r if config.vllm.updates == "adapters" else 0,
+        update_flags=updates.flags,
         adapters=max_staleness + 2,
         flags=flags_of(config.vllm.options),
         environment=config.vllm.environment,
@@ -172,7 +171,7 @@ def open_source(config: SamplingConfig, run: RunContext[Policy], *, max_stalenes
     return VLLMServer(server.url, revive=server.revive, end=server.close, **known)
 
 
-def open_updates(config: SamplingConfig, run: RunContext[Policy]) -> Updates:
+def open_updates(config: SamplingConfig, run: RunContext[Policy]) -> Files | Nccl | Adapters:
     """How weights get to a server."""
     directory = Path(config.vllm.directory or run.directory / "weights")
     match config.vllm.updates:

@@ -19,7 +19,7 @@ ENVIRONMENT = {  # for a server that shares two cores with the tests, and needs 
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-FLAGS = ["--enforce-eager", "--max-num-seqs", "32"]
+FLAGS = ["--enforce-eager", "--max-num-seqs", "32", "--max-model-len", str(CONTEXT)]
 
 
 def vllm_python():
@@ -31,7 +31,7 @@ def vllm_python():
 
 def start(directory, **options):
     vllm_model.save_model(directory / "model")
-    usual = {"dtype": "float32", "max_model_len": CONTEXT, "flags": FLAGS, "environment": ENVIRONMENT}
+    usual = {"dtype": "float32", "flags": FLAGS, "environment": ENVIRONMENT}
     options = {"log": directory / "log.txt", "python": vllm_python(), **usual, **options}
     return launch(directory / "model", **options)
 

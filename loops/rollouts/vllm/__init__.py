@@ -3,7 +3,7 @@
 client     the HTTP interface of a server
 server     `VLLMServer`, a source that may die and come back
 engine     `VLLMEngine`, vLLM in this process
-weights    how new weights get there, and the control plane that both have
+weights    how new weights get to a server or an engine
 launch     start a server, and say why it did not start
 preflight  check that a server is the required one
 plugin     runs inside vLLM: weights from files

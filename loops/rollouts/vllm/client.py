@@ -1,4 +1,4 @@
-"""The HTTP interface of one vLLM server, as methods.
+"""The HTTP interface of one vLLM server.
 
 No connection is kept: a new one costs nothing beside a completion that takes seconds. So nothing is tied to an event
 loop, and nothing is left over from a server that died.
@@ -21,19 +21,12 @@ _LOOK = 60.0  # seconds that a request without a body may take, which changes no
 
 
 class Rejected(SourceError):
-    """A healthy server refuses a request."""
+    """A healthy server refuses a request; a server error, an overload, or an adapter lost in a restart may pass."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-
-
-class Retryable(Rejected, SourceLost):
-    """A refusal that may pass: server error, overload, or an adapter lost in a restart."""
-
-
-class SourceLate(SourceLost):
-    """The server did not respond in time."""
+        self.may_pass = status >= 500 or status in (404, 408, 429)
 
 
 class VLLMClient:
@@ -61,35 +54,29 @@ class VLLMClient:
             )
             for connections in (concurrency, None)
         )
-        self._calls: set[asyncio.Task[Any]] = set()
-        self._closed = False
 
-    async def get(self, path: str, *, timeout: float | None = None) -> Any:
+    async def get(self, path: str) -> Any:
         """The JSON of the response; its text if it is no JSON.
 
         Raises:
-            SourceLost: if there is no server, it dies meanwhile, or it takes too long (`SourceLate`).
+            SourceLost: if there is no server, it dies meanwhile, or it takes too long (from `httpx2.TimeoutException`).
             Rejected: if it refuses.
         """
-        return await self._call(self._controlling, path, None, timeout or min(self._timeout, _LOOK))
+        return await self._call(self._controlling, path, None, min(self._timeout, _LOOK))
 
-    async def post(self, path: str, body: Any, *, timeout: float | None = None) -> Any:
-        return await self._call(self._controlling, path, body, timeout or self._patience)
+    async def post(self, path: str, body: Any) -> Any:
+        return await self._call(self._controlling, path, body, self._patience)
 
     async def generate(self, body: Any) -> Any:
         return await self._call(self._completing, "/inference/v1/generate", body, self._timeout)
 
     async def try_token(self, token: int) -> None:
-        """Ask for one token after this one, without waiting for completions under way."""
+        """Request one token after this one, without waiting for completions under way."""
         body = {"token_ids": [token], "sampling_params": {"max_tokens": 1}}
-        await self.post("/inference/v1/generate", body, timeout=self._timeout)
+        await self._call(self._controlling, "/inference/v1/generate", body, self._timeout)
 
     async def weight_version(self) -> str:
-        label: str = (await self.get("/weight_info"))["weight_version"]
-        return label
-
-    async def update_weight_version(self, label: str) -> None:
-        await self.post("/update_weight_version", {"new_version": label})
+        return str((await self.get("/weight_info"))["weight_version"])
 
     async def pause(self) -> None:
         await self.post("/pause?mode=keep&clear_cache=true", {})
@@ -97,39 +84,13 @@ class VLLMClient:
     async def resume(self) -> None:
         await self.post("/resume", {})
 
-    async def init_transfer(self, info: dict[str, Any]) -> None:
-        await self.post("/init_weight_transfer_engine", {"init_info": info})
-
-    async def shutdown_transfer(self) -> None:
-        await self.post("/shutdown_weight_transfer_engine", {})
-
-    async def start_update(self) -> None:
-        await self.post("/start_weight_update", {})
-
-    async def update_weights(self, info: dict[str, Any]) -> None:
-        await self.post("/update_weights", {"update_info": info})
-
-    async def finish_update(self, label: str | None = None) -> None:
-        await self.post("/finish_weight_update", {} if label is None else {"weight_version": label})
-
-    async def world_size(self) -> int:
-        ranks: int = (await self.get("/get_world_size"))["world_size"]
-        return ranks
-
-    async def models(self) -> list[dict[str, Any]]:
-        """The served model, then its adapters."""
-        models: list[dict[str, Any]] = (await self.get("/v1/models"))["data"]
-        return models
-
-    async def load_adapter(self, name: str, directory: str) -> None:
-        await self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory})
-
-    async def unload_adapter(self, name: str) -> None:
-        await self.post("/v1/unload_lora_adapter", {"lora_name": name})
+    async def control(self, operation: str, **arguments: Any) -> None:
+        """An operation of weight updates by vLLM's name, such as ``update_weights``."""
+        await self.post(f"/{operation}", arguments)
 
     async def alive(self) -> bool:
         try:
-            await self.get("/health", timeout=5)
+            await self._call(self._controlling, "/health", None, 5)
         except SourceError:
             return False
         return True
@@ -142,7 +103,6 @@ class VLLMClient:
         """
         until, warned = time.monotonic() + seconds, False
         while not await self.alive():
-            self._check_open()
             if not warned:
                 log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
                 warned = True
@@ -150,51 +110,28 @@ class VLLMClient:
                 raise SourceError(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
             await asyncio.sleep(0.2)
 
-    def close(self) -> None:
-        """Cancel all calls, which closes their connections."""
-        self._closed = True
-        for call in list(self._calls):
-            call.cancel()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SourceError("vllm: the source is closed; make a new one")
-
     async def _call(self, client: httpx2.AsyncClient, path: str, body: Any, timeout: float) -> Any:
-        self._check_open()
-        where = f"vllm: {self.url}{path.partition('?')[0]}"
-        limits = httpx2.Timeout(timeout, pool=None)
-        task = asyncio.current_task()
-        assert task is not None
-        self._calls.add(task)
+        who = f"vllm: {self.url}{path.partition('?')[0]}"
+        method, limits = "GET" if body is None else "POST", httpx2.Timeout(timeout, pool=None)
         try:
-            method = "GET" if body is None else "POST"
             response = await client.request(method, self.url + path, json=body, timeout=limits)
-        except asyncio.CancelledError:
-            self._check_open()
-            raise
         except httpx2.TimeoutException as error:
-            raise SourceLate(f"{where}: no answer in {timeout:g} s") from error
+            raise SourceLost(f"{who}: no answer in {timeout:g} s") from error
         except httpx2.HTTPError as error:
-            raise SourceLost(f"{where}: the server can't be reached, or died ({error!r})") from error
-        finally:
-            self._calls.discard(task)
-        if response.is_error:
-            await self._reject(where, path, response)
+            raise SourceLost(f"{who}: the server can't be reached, or died ({error!r})") from error
         try:
-            return response.json()
+            reply = response.json()
         except ValueError:
-            return response.text
-
-    async def _reject(self, where: str, path: str, response: httpx2.Response) -> None:
+            reply = response.text
+        if not response.is_error:
+            return reply
         status = response.status_code
         try:
-            message = str(response.json()["error"]["message"])
-        except (ValueError, KeyError, TypeError):
+            message = str(reply["error"]["message"])
+        except (KeyError, TypeError):
             message = response.text[:500]
         # A server whose engine has died says so before it goes, while its health still looks fine.
         dying = status == 503 or "EngineCore" in message or "EngineDead" in message
         if dying or (status >= 500 and path != "/health" and not await self.alive()):
-            raise SourceLost(f"{where}: the server is dying ({status}): {message}")
-        kind = Retryable if status >= 500 or status in (404, 408, 429) else Rejected
-        raise kind(f"{where} answered {status}: {message}", status)
+            raise SourceLost(f"{who}: the server is dying ({status}): {message}")
+        raise Rejected(f"{who} answered {status}: {message}", status)

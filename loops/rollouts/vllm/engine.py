@@ -17,11 +17,12 @@ from ..source import NamedWeights, SourceError, check_completions
 from . import plugin
 from .client import Rejected
 from .launch import SHARE
-from .preflight import ParameterCheck, install_advice
+from .preflight import install_advice, parameter_check
 from .server import FINISH, VERSIONS, sampling_params, to_sample
 from .weights import Files
 
 T = TypeVar("T")
+_REQUESTS = ("init_weight_transfer_engine", "update_weights")  # operations that take their arguments as one request
 
 
 def start_engine(
@@ -94,8 +95,7 @@ class VLLMEngine:
 
         self._llm, self._engine = llm, llm.llm_engine
         self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
-        self._updates = Files(directory)
-        self._parameters = ParameterCheck(config)
+        self._updates, self._check_weights = Files(directory), parameter_check(config)
         self.tokenizer = tokenizer
         self.vocab = max(config.get_text_config().vocab_size, len(tokenizer))
         self.context: int = llm.model_config.max_model_len
@@ -107,15 +107,13 @@ class VLLMEngine:
         self._driver: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
-        self._check_open()
         check_request(request, vocab=self.vocab, context=self.context)
         samples = await gather_or_cancel(self._complete(request, index) for index in request.indices)
         check_completions(samples, request, "vllm")
         return samples
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        self._check_open()
-        await self._updates.publish(self, self._parameters.check(weights), version)
+        await self._updates.publish(self, self._check_weights(weights), version)
 
     async def version(self) -> int | None:
         return await self._updates.version(self)
@@ -135,11 +133,7 @@ class VLLMEngine:
         self._thread.shutdown(wait=False)
 
     async def weight_version(self) -> str:
-        label: str = await self._do(self._control, self._llm.get_weight_version)
-        return label
-
-    async def update_weight_version(self, label: str) -> None:
-        await self._do(self._control, self._llm.update_weight_version, label)
+        return str(await self.control("get_weight_version"))
 
     async def pause(self) -> None:
         self._running.clear()
@@ -148,31 +142,18 @@ class VLLMEngine:
     async def resume(self) -> None:
         self._running.set()
 
-    async def init_transfer(self, info: dict[str, Any]) -> None:
-        await self._do(self._control, self._llm.init_weight_transfer_engine, {"init_info": info})
+    async def control(self, operation: str, **arguments: Any) -> Any:
+        """An operation of weight updates by vLLM's name, such as ``update_weights``."""
 
-    async def shutdown_transfer(self) -> None:
-        await self._do(self._control, self._llm.shutdown_weight_transfer_engine)
+        def call() -> Any:
+            self._wake()
+            function = getattr(self._llm, operation)
+            try:
+                return function(arguments) if operation in _REQUESTS else function(**arguments)
+            except (RuntimeError, ValueError) as error:
+                raise Rejected(f"vllm: {operation}: {error}", 500) from error
 
-    async def start_update(self) -> None:
-        await self._do(self._control, self._llm.start_weight_update)
-
-    async def update_weights(self, info: dict[str, Any]) -> None:
-        await self._do(self._control, self._llm.update_weights, {"update_info": info})
-
-    async def finish_update(self, label: str | None = None) -> None:
-        await self._do(self._control, self._llm.finish_weight_update, label)
-
-    async def world_size(self) -> int:
-        ranks: int = await self._do(self._control, self._llm.get_world_size)
-        return ranks
-
-    def _control(self, function: Callable[..., T], *arguments: Any) -> T:
-        self._wake()
-        try:
-            return function(*arguments)
-        except (RuntimeError, ValueError) as error:
-            raise Rejected(f"vllm: {function.__name__}: {error}", 500) from error
+        return await self._do(call)
 
     async def _complete(self, request: Request, index: int) -> Sample:
         name = uuid.uuid4().hex
@@ -190,12 +171,10 @@ class VLLMEngine:
             del self._waiting[name]
             if (completion.cancelled() or not completion.done()) and not self._closed:
                 await self._do(self._engine.abort_request, [name])
-        drawn = [next(iter(entry)) for entry in output.logprobs]
-        logprobs = [float(entry[token].logprob) for entry, token in zip(output.logprobs, drawn, strict=True)]
-        labels = [{"version": span.version, "start": span.start, "end": span.end} for span in output.weight_versions]
-        spans = self._updates.spans(labels, None)
+        drawn = [next((token, float(entry.logprob)) for token, entry in top.items()) for top in output.logprobs]
+        spans = self._updates.spans([(span.version, span.start, span.end) for span in output.weight_versions], None)
         finish = FINISH[output.finish_reason]
-        return to_sample(request, index, list(output.token_ids), drawn, logprobs, finish, spans, self.tokenizer)
+        return to_sample(request, index, list(output.token_ids), drawn, finish, spans, self.tokenizer)
 
     def _add(self, name: str, prompt: list[int], params: Any) -> None:
         self._wake()

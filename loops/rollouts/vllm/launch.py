@@ -1,25 +1,25 @@
 """Start a vLLM server with the flags that training needs, watch over it, and end it when this process does."""
 
+import argparse
 import atexit
 import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx2
 
 from ..source import SourceError, SourceLost
 from . import plugin
+from .weights import Files, free_port
 
 _PLUGIN = "burnish_vllm_files"
 # In the group of the server, `cat` reads from a pipe that only this process could write to, until the kernel closes it.
@@ -27,13 +27,13 @@ _KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
 SHARE = 0.4
 """Share of a device's memory that vLLM takes beside a trainer on it."""
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
 # Variables of torchrun and accelerate for a rank; with them, another group over TCP would wait for a store in vain.
 _OF_RANKS = "(RANK|WORLD_SIZE)$|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG)_"
 
 # Of a log: vLLM's processes fail one after the other, and only the first says why.
-_PREFIX = re.compile(r"\([^)]*pid=\d+\) ?(?:(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
+_LINE = re.compile(r"(?:\([^)]*pid=\d+\) ?(?:([A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?)?(.*)")  # level, and text
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b|\S+: error: |\S+: Error while |.*: not found$")
+_EXPLANATION = re.compile(r" (?!\s*File )")
 _FIXES = (  # the first pattern that is found, and what a user of the command line can do
     (
         r"(Free memory on device|Available memory on node)|out of memory",
@@ -50,10 +50,7 @@ _FIXES = (  # the first pattern that is found, and what a user of the command li
         "another process has taken its port: start again, which takes a free one, or name one in --vllm.options "
         "'{port: 8001}'",
     ),
-    (
-        r"No module named '?vllm\b",
-        "name the interpreter of an environment that vLLM is installed in, --vllm.python",
-    ),
+    (r"No module named '?vllm\b", "name the interpreter of an environment that vLLM is installed in, --vllm.python"),
     (r"No module named", "install what is missing beside vLLM, in the environment of --vllm.python"),
     (r"only supported on GPUs with compute capability", "choose --dtype float32, or another GPU"),
     (r"unrecognized arguments", "leave it out of --vllm.options: this vLLM has no such flag"),
@@ -69,21 +66,29 @@ class Launched:
         log: file of its output.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], url: str, log: Path, patience: float) -> None:
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str], url: str, log: Path, patience: float
+    ) -> None:
         self.url, self.log = url, log
-        self._command, self._environment, self._patience = command, environment, patience
+        self._command, self._patience = command, patience
+        # The plugin as a distribution of its own, for an environment that has no burnish.
         self._plugin = Path(tempfile.mkdtemp(prefix="burnish-vllm-"))
-        _lay_out(self._plugin)
+        shutil.copy(plugin.__file__, self._plugin / f"{_PLUGIN}.py")
+        info = self._plugin / f"{_PLUGIN}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(
+            f"[vllm.general_plugins]\n{plugin.BACKEND} = {_PLUGIN}:{plugin.register.__name__}\n"
+        )
         paths = [str(self._plugin), environment.get("PYTHONPATH", "")]
-        self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self._environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._process: subprocess.Popen[bytes] | None = None
-        _RUNNING.add(self)
+        atexit.register(self.close)
 
     @property
     def pid(self) -> int | None:
         """The leader of its process group; None if it is not running."""
-        running = self._process is not None and self._process.poll() is None
-        return self._process.pid if running and self._process is not None else None
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     def restart(self) -> None:
         """End it if it runs, start it, and wait until it is healthy.
@@ -92,8 +97,8 @@ class Launched:
             SourceError: with the first error in its log, if it dies (`SourceLost`) or takes longer than its patience.
         """
         self.kill()
-        before = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
+            before = log.tell()
             self._process = subprocess.Popen(
                 [*_KEPT, *self._command],
                 env=self._environment,
@@ -102,16 +107,16 @@ class Launched:
                 stderr=log,
                 start_new_session=True,
             )
-        waited = 0.0
+        until = time.monotonic() + self._patience
         try:
             while not self._healthy():
-                status = None
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = self._process.wait(0.5)
-                waited += 0.5
-                if status is not None or waited > self._patience:
-                    kind = SourceError if status is None else SourceLost  # after all that patience once is enough
-                    raise kind(f"vllm: the server did not start ({self._why(status)}){self._cause(before)}")
+                    killed = "it was killed, as the kernel does where memory runs out"
+                    why = killed if status == -signal.SIGKILL else f"it ended with status {status}"
+                    raise SourceLost(self._failure(why, before))
+                if time.monotonic() > until:  # after all that patience once is enough
+                    raise SourceError(self._failure(f"not healthy after {self._patience:g} s", before))
         except BaseException:
             self.kill()
             raise
@@ -135,7 +140,7 @@ class Launched:
     def close(self) -> None:
         self.kill()
         shutil.rmtree(self._plugin, ignore_errors=True)
-        _RUNNING.discard(self)
+        atexit.unregister(self.close)
 
     def __enter__(self) -> "Launched":
         return self
@@ -148,20 +153,15 @@ class Launched:
             return httpx2.get(f"{self.url}/health", timeout=5, trust_env=False, verify=False).is_success
         return False
 
-    def _why(self, status: int | None) -> str:
-        if status == -signal.SIGKILL:
-            return "it was killed, as the kernel does where memory runs out"
-        return f"not healthy after {self._patience:g} s" if status is None else f"it ended with status {status}"
-
-    def _cause(self, before: int) -> str:
-        """The first error in its log after so many bytes, and its fix, or else the last lines."""
-        with self.log.open("rb") as log:
-            log.seek(before)
-            text = log.read().decode(errors="replace")
+    def _failure(self, why: str, before: int) -> str:
+        """The message, with the first error in its log after so many bytes and its fix, or else with its last lines."""
+        text = self.log.read_bytes()[before:].decode(errors="replace")
         if (error := first_error(text)) is None:
-            return f"; its log, {self.log}, ends with:\n" + "\n".join(text.splitlines()[-30:])
-        fix = advice(error)
-        return f": {error}\n{f'To fix it, {fix}. ' if fix else ''}Its log is {self.log}"
+            cause = f"; its log, {self.log}, ends with:\n" + "\n".join(text.splitlines()[-30:])
+        else:
+            fix = advice(error)
+            cause = f": {error}\n{f'To fix it, {fix}. ' if fix else ''}Its log is {self.log}"
+        return f"vllm: the server did not start ({why}){cause}"
 
 
 def launch(
@@ -170,12 +170,8 @@ def launch(
     log: str | Path,
     dtype: str,
     python: str | Path = sys.executable,
-    max_model_len: int | None = None,
-    backend: str = plugin.BACKEND,
-    lora_rank: int = 0,
+    update_flags: Sequence[str] = Files.flags,
     adapters: int = 4,
-    host: str = "127.0.0.1",
-    port: int = 0,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     patience: float = 1200.0,
@@ -193,12 +189,11 @@ def launch(
         log: file that its output is added to.
         dtype: the precision that it computes in; the trainer's.
         python: interpreter of the environment that vLLM is installed in; burnish need not be there.
-        backend: of weight updates, ``"burnish_files"`` or ``"nccl"``.
-        lora_rank: of the largest adapter, for a server of `Adapters`; 0 for none.
+        update_flags: those of `Files`, `Nccl`, or `Adapters`.
         adapters: how many can be loaded at once: two more than the maximal staleness.
-        port: 0 takes a free one.
         flags: further flags of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
-            `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it.
+            `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it;
+            unless ``--port`` is one, a free port.
         environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is taken to have devices of
             its own, and the share of their memory is vLLM's own choice.
         patience: seconds it may take to start.
@@ -206,29 +201,25 @@ def launch(
     Raises:
         SourceError: with the first error in its log, if it does not start.
     """
-    port = port or free_port(host)
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]  # `vllm serve` does not start a CPU build
-    options: dict[str, Any] = {
-        "model": model,
-        "host": host,
-        "port": port,
-        "dtype": dtype,
-        "logprobs-mode": "processed_logprobs",
-        "generation-config": "vllm",
-        "max-model-len": max_model_len,
-        "weight-transfer-config": None if lora_rank else json.dumps({"backend": backend}),
-        "max-lora-rank": max_lora_rank(lora_rank) if lora_rank else None,
-        "max-loras": adapters if lora_rank else None,
-        "gpu-memory-utilization": None if _has_share(flags, environment or {}) else SHARE,
-    }
-    command += [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
-    command += ["--enable-scale-out", *(["--enable-lora"] if lora_rank else []), *flags]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--gpu-memory-utilization")
+    chosen, environment = parser.parse_known_args(flags)[0], environment or {}
+    port, has_share = chosen.port or free_port(), chosen.gpu_memory_utilization or "CUDA_VISIBLE_DEVICES" in environment
+    command = [
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server"),  # `vllm serve` does not start a CPU build
+        *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"),
+        *(("--max-loras", str(adapters)) if "--enable-lora" in update_flags else ()),
+        *(() if has_share else ("--gpu-memory-utilization", str(SHARE))),
+        *update_flags,
+        *flags,
+    ]
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)}
     log = Path(log).resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
-    inherited = {name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)}
-    variables = {**inherited, **switches, **(environment or {})}
-    launched = Launched(command, variables, f"http://{host}:{port}", log, patience)
+    launched = Launched(command, {**inherited, **switches, **environment}, f"http://127.0.0.1:{port}", log, patience)
     try:
         launched.restart()
     except BaseException:
@@ -237,73 +228,16 @@ def launch(
     return launched
 
 
-def _has_share(flags: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Is the share of memory given, or no trainer beside the server?"""
-    has_flag = any(flag.partition("=")[0] == "--gpu-memory-utilization" for flag in flags)
-    return has_flag or "CUDA_VISIBLE_DEVICES" in environment
-
-
-def max_lora_rank(rank: int) -> int:
-    """The smallest of vLLM's ranks of adapters that one of this rank fits in.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    for known in _RANKS:
-        if rank <= known:
-            return known
-    raise ValueError(
-        f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, or set vllm.updates to files, "
-        "which sends the merged weights"
-    )
-
-
-def _lay_out(directory: Path) -> None:
-    """Lay out the plugin as a distribution of its own, for an environment that has no burnish."""
-    shutil.copy(plugin.__file__, directory / f"{_PLUGIN}.py")
-    info = directory / f"{_PLUGIN}-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        f"[vllm.general_plugins]\n{plugin.BACKEND} = {_PLUGIN}:{plugin.register.__name__}\n"
-    )
-
-
-def free_port(host: str = "") -> int:
-    with socket.socket() as free:
-        free.bind((host, 0))
-        return int(free.getsockname()[1])
-
-
 def first_error(log: str) -> str | None:
     """The first line of a log that names an error, with the lines that explain it; None if there is none."""
-    lines = [_bare(line) for line in log.splitlines()]
+    lines = [match.groups() for line in log.splitlines() if (match := _LINE.match(line))]
     for i, (level, text) in enumerate(lines):
         if _ERROR.match(text) and level in (None, "ERROR", "CRITICAL"):
-            explanation = itertools.takewhile(_explains, (line for _, line in lines[i + 1 : i + 6]))
+            explanation = itertools.takewhile(_EXPLANATION.match, (line for _, line in lines[i + 1 : i + 6]))
             return "\n".join([text, *explanation])
     return None
-
-
-def _explains(line: str) -> bool:
-    return line.startswith(" ") and not line.lstrip().startswith("File ")
 
 
 def advice(error: str) -> str | None:
     """The fix of a known error."""
     return next((fix for pattern, fix in _FIXES if re.search(pattern, error)), None)
-
-
-def _bare(line: str) -> tuple[str | None, str]:
-    """The level of a logged line, and the line without the process that printed it."""
-    prefix = _PREFIX.match(line)
-    return (prefix["level"], line[prefix.end() :]) if prefix else (None, line)
-
-
-_RUNNING: set[Launched] = set()
-
-
-@atexit.register
-def _close_all() -> None:
-    for launched in list(_RUNNING):
-        launched.close()

@@ -11,15 +11,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
+import httpx2
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..concurrency import gather_or_cancel, off_loop
 from ..event_loops import run
 from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_request
 from ..source import NamedWeights, SourceError, SourceLost, check_completions
-from .client import SourceLate, VLLMClient
-from .preflight import ParameterCheck, check_model, check_server
-from .weights import Files, Updates
+from .client import Rejected, VLLMClient
+from .preflight import check_model, check_server, parameter_check
+from .weights import Adapters, Files, Nccl
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class VLLMServer:
         *,
         config: PretrainedConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        updates: Updates | None = None,
+        updates: Files | Nccl | Adapters | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         concurrency: int = 64,
         timeout: float = 600.0,
@@ -68,17 +69,19 @@ class VLLMServer:
         end: Callable[[], None] = lambda: None,
         versions: tuple[str, ...] = VERSIONS,
     ) -> None:
-        self.updates: Updates = Files() if updates is None else updates
+        self.updates = Files() if updates is None else updates
         self.dtype = dtype
         self._patience, self._revive, self._end, self._versions = patience, revive, end, versions
         self._meeting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-        self._awaited, self._heard, self._late = 0, 0.0, False
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._heard, self._late, self._closed = 0.0, False, False
         timeout = min(timeout, patience)
         self._client = VLLMClient(url, concurrency=concurrency, timeout=timeout, patience=patience)
         try:
-            run(self._open(config, tokenizer))
+            run(self._meet(config, tokenizer))
+            self._check_weights = parameter_check(self._config)
         except BaseException:
-            self._close()
+            end()
             raise
 
     async def sample(self, request: Request) -> list[Sample]:
@@ -88,7 +91,7 @@ class VLLMServer:
         return samples
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        checked = self._parameters.check(weights) if self.updates.merged else weights
+        checked = self._check_weights(weights) if self.updates.merged else weights
         await self._within_patience(self.updates.publish(self._client, checked, version))
         self._note_heard()
 
@@ -97,53 +100,49 @@ class VLLMServer:
         return await self._within_patience(self._known_version(), _SLACK)
 
     async def close(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        self._client.close()
+        """Cancel all calls, which closes their connections."""
+        self._closed = True
+        for call in self._calls:
+            call.cancel()
         self._end()
-
-    async def _open(self, config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        await self._check_server()
-        model = (await self._client.models())[0]["root"]
-        config = _read(AutoConfig, model, "config") if config is None else config
-        self.tokenizer = _read(AutoTokenizer, model, "tokenizer") if tokenizer is None else tokenizer
-        self.config: Any = config.get_text_config()
-        self.vocab: int = max(self.config.vocab_size, len(self.tokenizer))
-        self._parameters = ParameterCheck(config)
-        await check_model(self._client, self.config, self.tokenizer, self.vocab)
 
     async def _known_version(self) -> int | None:
         try:
             version = await self.updates.version(self._client)
-        except SourceLost as error:
+        except (SourceLost, Rejected) as error:
             log.warning("%s", error)
             version = None
         if version is None:
-            await self._check_server()
-            await check_model(self._client, self.config, self.tokenizer, self.vocab)
+            await self._meet(self._config, self.tokenizer)
             self._note_heard()  # it has answered a request for one token
         return version
 
-    async def _check_server(self) -> None:
+    async def _meet(self, config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Wait for the server, or revive it, and check that it is the required one."""
         async with self._meeting.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             if self._revive is not None and not await self._client.alive():
                 await off_loop(self._revive)
             await self._client.wait(self._patience)
-            self.context = await check_server(self._client, self.updates, self.dtype, self._versions)
+            self.context, model = await check_server(self._client, self.updates, self.dtype, self._versions)
+        self._config = _read(AutoConfig, model, "config") if config is None else config
+        self.tokenizer = _read(AutoTokenizer, model, "tokenizer") if tokenizer is None else tokenizer
+        self.config: Any = self._config.get_text_config()
+        self.vocab: int = max(self.config.vocab_size, len(self.tokenizer))
+        await check_model(self._client, model, self.config, self.tokenizer, self.vocab)
 
     async def _within_patience(self, work: Coroutine[Any, Any, T], slack: float = 0.0) -> T:
         """Return the result of the work. Attempts that come too late, one after the other, share one patience.
 
         Raises:
+            SourceLost: also for a refusal that may pass.
             SourceError: if the server has been asked, and has given nothing, for longer than that.
         """
-        if not (self._awaited or self._late):
+        if not (self._calls or self._late):
             self._note_heard()
-        task = asyncio.ensure_future(work)
-        self._awaited += 1
+        call = asyncio.create_task(work)
+        self._calls.add(call)
         try:
-            while not task.done():
+            while not (call.done() or self._closed):
                 left = self._heard + self._patience + slack - time.monotonic()
                 if left <= 0:
                     self._late = False
@@ -152,17 +151,21 @@ class VLLMServer:
                         f"{self._patience:g} s; see to it and go on with --resume true, or raise vllm.patience if that "
                         "is how long it takes"
                     )
-                await asyncio.wait({task}, timeout=left)
-            return task.result()
-        except SourceLate:
-            self._late = True
-            raise
-        except SourceLost:
-            self._note_heard()  # of its end: from now on it is waited for
+                await asyncio.wait({call}, timeout=left)
+            if self._closed:
+                raise SourceError("vllm: the source is closed; make a new one")
+            return call.result()
+        except (SourceLost, Rejected) as error:
+            if isinstance(error.__cause__, httpx2.TimeoutException):
+                self._late = True
+            else:
+                self._note_heard()  # it refuses, or has ended: from now on it is waited for
+            if isinstance(error, Rejected) and error.may_pass:
+                raise SourceLost(str(error)) from error
             raise
         finally:
-            task.cancel()
-            self._awaited -= 1
+            call.cancel()
+            self._calls.remove(call)
 
     def _note_heard(self) -> None:
         self._heard, self._late = time.monotonic(), False
@@ -175,26 +178,21 @@ class VLLMServer:
             self._note_heard()
             try:
                 choice = response["choices"][0]
-                content = choice["logprobs"]["content"]
-                labels = choice["weight_versions"] or []
-                tokens, logprobs = choice["token_ids"], [float(entry["logprob"]) for entry in content]
-                drawn = [entry["token_id"] for entry in content]
-                finish = FINISH[choice["finish_reason"]]
+                tokens, finish = choice["token_ids"], FINISH[choice["finish_reason"]]
+                drawn = [(entry["token_id"], float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
+                labels = [(label["version"], label["start"], label["end"]) for label in choice["weight_versions"] or []]
             except (LookupError, TypeError, ValueError) as error:
                 known = " or ".join(self._versions)
                 raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._client.url} vLLM "
                                   f"{known}? It says {str(response)[:200]}") from error  # fmt: skip
             spans = self.updates.spans(labels, model)
-        return to_sample(request, index, tokens, drawn, logprobs, finish, spans, self.tokenizer)
+        return to_sample(request, index, tokens, drawn, finish, spans, self.tokenizer)
 
 
 def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
     """The arguments of vLLM's ``SamplingParams``."""
     return {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        **{name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
         "stop_token_ids": list(sampling.stop),
         "ignore_eos": True,  # only what the request calls a stop token is one
         "seed": seed,
@@ -207,8 +205,7 @@ def to_sample(
     request: Request,
     index: int,
     tokens: list[int],
-    drawn: list[int],
-    logprobs: list[float],
+    drawn: list[tuple[int, float]],
     finish: Finish,
     spans: list[VersionSpan],
     tokenizer: PreTrainedTokenizerBase,
@@ -216,21 +213,21 @@ def to_sample(
     """A sample from the parts of a completion.
 
     Args:
-        drawn: the tokens that vLLM's log-probs are of.
+        drawn: vLLM's log-probs, each with the token that it is of.
 
     Raises:
         SourceLost: if it is empty, since it was broken off.
         SourceError: if the parts disagree with each other.
     """
     who = f"vllm: completion {index} of task {request.task}"
-    if drawn != tokens:
+    if [token for token, _ in drawn] != tokens:
         raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
     if not tokens:
         raise SourceLost(f"{who}: it was broken off before its first token")
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
         raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
-    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    logprobs, text = [logprob for _, logprob in drawn], str(tokenizer.decode(tokens, skip_special_tokens=True))
     return Sample.of(request, index, tokens, logprobs, spans, finish, text)
 
 

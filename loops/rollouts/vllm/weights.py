@@ -2,7 +2,7 @@
 
 Whole weights are put in while the engine is paused. Completions under way stay where they are, and their keys and
 values are computed anew: with the old cache they would go on from a mixture of both weights, labeled with the new ones.
-All of this works through `ControlPlane`, over HTTP and in process alike.
+`VLLMClient` and `VLLMEngine` have the same methods for this: weight_version, pause, resume and control.
 
 vLLM knows the weights by a label. Ours names the version and the source that published it: a server that was restarted,
 was left behind by another run, or was cut off in the middle of an update has some other label.
@@ -11,145 +11,109 @@ was left behind by another run, or was cut off in the middle of an update has so
 import asyncio
 import contextlib
 import functools
-import itertools
 import json
+import shlex
 import shutil
 import socket
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..concurrency import off_loop
+from ..concurrency import gather_or_cancel, off_loop
 from ..sample import VersionSpan
 from ..source import NamedWeights, SourceError, SourceLost
 from .client import Rejected, VLLMClient
-from .launch import free_port, max_lora_rank
 from .plugin import BACKEND
 
+if TYPE_CHECKING:
+    from .engine import VLLMEngine
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
 _PART = 1 << 30  # bytes that are on their way at once
-_INCOMPLETE = "incomplete"
-_RESTARTED = "default"  # vLLM's own, for the weights that it was started with
-
-T = TypeVar("T")
 
 
-class ControlPlane(Protocol):
-    """Control of vLLM while whole weights change: `VLLMClient` over HTTP, `VLLMEngine` in this process.
-
-    A call that vLLM refuses raises `Rejected`.
-    """
-
-    async def weight_version(self) -> str: ...
-    async def update_weight_version(self, label: str) -> None: ...
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
-    async def init_transfer(self, info: dict[str, Any]) -> None: ...
-    async def shutdown_transfer(self) -> None: ...
-    async def start_update(self) -> None: ...
-    async def update_weights(self, info: dict[str, Any]) -> None: ...
-    async def finish_update(self, label: str | None = None) -> None: ...
-    async def world_size(self) -> int: ...
-
-
-async def undo_update(vllm: ControlPlane, *, and_resume: bool = False) -> None:
+async def undo_update(vllm: "VLLMClient | VLLMEngine") -> None:
     """End an update that another trainer left half done: it may or may not have begun, and may have failed."""
-    for step in (vllm.start_update, vllm.finish_update, vllm.shutdown_transfer, *([vllm.resume] if and_resume else [])):
+    for operation in ("start_weight_update", "finish_weight_update", "shutdown_weight_transfer_engine"):
         with contextlib.suppress(Rejected):
-            await step()
-
-
-class Updates(Protocol):
-    """A way to update a server."""
-
-    merged: ClassVar[bool]
-    """Does `publish` take all of the weights with adapters merged, or an adapter's own?"""
-
-    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Why a server of this configuration can't be updated so, and the flags that it needs; None if it can."""
-        ...
-
-    async def version(self, vllm: VLLMClient) -> int | None: ...
-
-    async def publish(self, vllm: VLLMClient, weights: NamedWeights, version: int) -> None: ...
-
-    def model(self) -> contextlib.AbstractContextManager[str | None]:
-        """The model to request, which stays loaded within the context; None for the only one."""
-        ...
-
-    def spans(self, labels: list[dict[str, Any]], model: str | None) -> list[VersionSpan]:
-        """The versions that a completion is from, by vLLM's labels of its tokens and the requested model.
-
-        Raises:
-            SourceLost: if it is from weights that were not published here.
-        """
-        ...
+            await vllm.control(operation)
 
 
 class _Whole:
     """All of the weights, in place of the former ones."""
 
-    merged: ClassVar[bool] = True
-    backend: ClassVar[str]
+    merged = True  # `publish` takes adapters merged into the weights that they adapt
+    backend: str
+    flags: Sequence[str]  # of a server that is updated so
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Why a server of this configuration can't be updated so, and the flags that it needs; None if it can."""
         if config.get("lora_config") is not None:
             return "has lora_config, under which whole weights can't be replaced", "no --enable-lora"
         transfer = config.get("weight_transfer_config")
         if transfer is None or transfer.get("backend") != self.backend:
-            flag = f"--weight-transfer-config '{json.dumps({'backend': self.backend})}'"
-            return f"has weight_transfer_config={transfer}, but weights are to come another way", flag
+            return f"has weight_transfer_config={transfer}, but weights are to come another way", shlex.join(self.flags)
         return None
 
-    async def connect(self, vllm: ControlPlane) -> None:
+    async def connect(self, vllm: Any) -> None:
         """Connect to an engine that has just been started, or belonged to another trainer."""
         raise NotImplementedError
 
-    async def send(self, vllm: ControlPlane, weights: NamedWeights) -> None:
+    async def send(self, vllm: Any, part: dict[str, Tensor], last: bool) -> None:
         raise NotImplementedError
 
-    async def version(self, vllm: ControlPlane) -> int | None:
+    async def version(self, vllm: "VLLMClient | VLLMEngine") -> int | None:
         return self._version(await vllm.weight_version())
 
-    async def publish(self, vllm: ControlPlane, weights: NamedWeights, version: int) -> None:
+    async def publish(self, vllm: "VLLMClient | VLLMEngine", weights: NamedWeights, version: int) -> None:
         label = await vllm.weight_version()
         await vllm.pause()
         if self._version(label) is None:
-            if label != _RESTARTED:
+            if label != "default":  # as it is when vLLM has just been started
                 await undo_update(vllm)
             await self.connect(vllm)
         # Mark the weights invalid until the update is complete: if this process dies, the next one publishes again.
-        await vllm.update_weight_version(f"{_INCOMPLETE}@{self._name}")
-        await vllm.start_update()
-        await self.send(vllm, weights)
-        await vllm.finish_update(f"{version}@{self._name}")
+        await vllm.control("update_weight_version", new_version=f"incomplete@{self._name}")
+        await vllm.control("start_weight_update")
+        for part, last in _parts(weights):
+            await self.send(vllm, part, last)
+        await vllm.control("finish_weight_update", weight_version=f"{version}@{self._name}")
         await vllm.resume()
 
-    @contextlib.contextmanager
-    def model(self) -> Iterator[None]:
-        yield None
+    def model(self) -> contextlib.AbstractContextManager[str | None]:
+        """The model to request, which stays loaded within the context; None for the only one."""
+        return contextlib.nullcontext()
 
-    def spans(self, labels: list[dict[str, Any]], model: str | None) -> list[VersionSpan]:
-        spans: list[VersionSpan] = []
-        for label in labels:
-            version = self._version(label["version"])
-            if version is None:
-                raise SourceLost(f"vllm: it answered from weights {label['version']!r}, not from published ones")
-            spans.append(VersionSpan(version, label["start"], label["end"]))
+    def spans(self, labels: Iterable[tuple[str, int, int]], model: str | None) -> list[VersionSpan]:
+        """The versions that a completion is from.
+
+        Args:
+            labels: vLLM's, each of the tokens [start, end).
+            model: the requested one.
+
+        Raises:
+            SourceLost: if it is from weights that were not published here.
+        """
+        spans = []
+        for label, start, end in labels:
+            if (version := self._version(label)) is None:
+                raise SourceLost(f"vllm: it answered from weights {label!r}, not from published ones")
+            spans.append(VersionSpan(version, start, end))
         return spans
 
     def _version(self, label: str) -> int | None:
         version, _, name = label.partition("@")
-        return int(version) if name == self._name and version != _INCOMPLETE else None
+        return int(version) if name == self._name and version != "incomplete" else None
 
 
 class Files(_Whole):
@@ -160,6 +124,7 @@ class Files(_Whole):
     """
 
     backend = BACKEND
+    flags = ("--weight-transfer-config", json.dumps({"backend": backend}))
 
     def __init__(self, directory: str | Path | None = None) -> None:
         super().__init__()
@@ -168,16 +133,15 @@ class Files(_Whole):
             directory = tempfile.mkdtemp(prefix="burnish-", dir=memory if memory.is_dir() else None)
         self.directory = Path(directory).resolve()
 
-    async def connect(self, vllm: ControlPlane) -> None:
+    async def connect(self, vllm: "VLLMClient | VLLMEngine") -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        await vllm.init_transfer({"directory": str(self.directory)})
+        await vllm.control("init_weight_transfer_engine", init_info={"directory": str(self.directory)})
 
-    async def send(self, vllm: ControlPlane, weights: NamedWeights) -> None:
+    async def send(self, vllm: "VLLMClient | VLLMEngine", part: dict[str, Tensor], last: bool) -> None:
         path = self.directory / f"{self._name}.safetensors"
         try:
-            for part, last in _parts(weights):
-                await off_loop(functools.partial(save_file, _copies(part), path))
-                await vllm.update_weights({"path": str(path), "last": last})
+            await off_loop(functools.partial(save_file, _copies(part.items()), path))
+            await vllm.control("update_weights", update_info={"path": str(path), "last": last})
         finally:
             path.unlink(missing_ok=True)
 
@@ -194,6 +158,7 @@ class Nccl(_Whole):
     """
 
     backend = "nccl"
+    flags = ("--weight-transfer-config", json.dumps({"backend": backend}))
 
     def __init__(self, address: str = "127.0.0.1", *, timeout: float = 300.0) -> None:
         super().__init__()
@@ -201,30 +166,25 @@ class Nccl(_Whole):
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         self._group: Any = None
 
-    async def connect(self, vllm: ControlPlane) -> None:
+    async def connect(self, vllm: VLLMClient) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        self.close()
-        ranks = 1 + await vllm.world_size()
-        group = {"master_address": self.address, "master_port": free_port(), "world_size": ranks}
-        joining = vllm.init_transfer({**group, "rank_offset": 1, "packed": False})
-        self._group = await self._collective(lambda: trainer_init(group), joining)
-
-    async def send(self, vllm: ControlPlane, weights: NamedWeights) -> None:
-        for part, _ in _parts(weights):
-            tensors = [(name, tensor.detach().to(self.device).contiguous()) for name, tensor in part]
-            info = {
-                "names": [name for name, _ in tensors],
-                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
-                "shapes": [list(tensor.shape) for _, tensor in tensors],
-            }
-            sending = functools.partial(self._broadcast, [tensor for _, tensor in tensors])
-            await self._collective(sending, vllm.update_weights(info))
-
-    def close(self) -> None:
         if self._group is not None:
             self._group.destroy()
             self._group = None
+        ranks = 1 + (await vllm.get("/get_world_size"))["world_size"]
+        group = {"master_address": self.address, "master_port": free_port(), "world_size": ranks}
+        joining = vllm.control("init_weight_transfer_engine", init_info={**group, "rank_offset": 1, "packed": False})
+        self._group = await self._collective(lambda: trainer_init(group), joining)
+
+    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
+        tensors = [tensor.detach().to(self.device).contiguous() for tensor in part.values()]
+        info = {
+            "names": list(part),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+        }
+        await self._collective(lambda: self._broadcast(tensors), vllm.control("update_weights", update_info=info))
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -232,23 +192,19 @@ class Nccl(_Whole):
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
-    async def _collective(self, trainer: Callable[[], T], server: Awaitable[Any]) -> T:
+    async def _collective(self, trainer: Callable[[], Any], server: Coroutine[Any, Any, None]) -> Any:
         """Both sides of a collective; where one fails, the other waits in NCCL for good, and is left there."""
 
-        def on_device() -> T:
+        def on_device() -> Any:
             if torch.cuda.is_available():
                 torch.cuda.set_device(self.device)  # another thread does not know of it
             return trainer()
 
-        sides = asyncio.ensure_future(off_loop(on_device)), asyncio.ensure_future(server)
         try:
-            await asyncio.wait_for(asyncio.gather(*sides), self.timeout)
+            async with asyncio.timeout(self.timeout):
+                return (await gather_or_cancel([off_loop(on_device), server]))[0]
         except TimeoutError as error:
             raise SourceLost(f"vllm: NCCL did not finish within {self.timeout:g} s") from error
-        finally:
-            for side in sides:
-                side.cancel()
-        return sides[0].result()
 
 
 class Adapters:
@@ -262,43 +218,46 @@ class Adapters:
         config: of the adapter, ``model.peft_config["default"]``.
     """
 
-    merged: ClassVar[bool] = False
+    merged = False
 
     def __init__(self, directory: str | Path, config: Any) -> None:
-        self.directory = Path(directory).resolve()
-        self.config = config
-        self._prefix = f"burnish-{uuid.uuid4().hex[:12]}-"
-        self._serial = itertools.count()
+        self.directory, self.config = Path(directory).resolve(), config
+        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(config.r)))
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
-        needed = max_lora_rank(self.config.r)
         if (lora := config.get("lora_config")) is None:
-            return "takes no adapters", f"--enable-lora --max-lora-rank {needed}"
-        if (rank := lora.get("max_lora_rank", needed)) < self.config.r:
-            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", f"--max-lora-rank {needed}"
+            return "takes no adapters", shlex.join(self.flags)
+        if (rank := lora.get("max_lora_rank", self.config.r)) < self.config.r:
+            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", shlex.join(self.flags[1:])
         return None
 
     async def version(self, vllm: VLLMClient) -> int | None:
-        loaded = {model["id"] for model in await vllm.models()}
+        loaded = {model["id"] for model in (await vllm.get("/v1/models"))["data"]}
         if not self._versions.keys() <= loaded:  # the server was restarted
             self._versions.clear()
         return list(self._versions.values())[-1] if self._versions else None
 
     async def publish(self, vllm: VLLMClient, weights: NamedWeights, version: int) -> None:
         await self.version(vllm)
-        path = self.directory / f"{self._prefix}{next(self._serial)}"
-        await off_loop(lambda: self._save(path, weights))
+        path = self.directory / f"burnish-{version}-{uuid.uuid4().hex}"
+
+        def save() -> None:
+            path.mkdir(parents=True, exist_ok=True)
+            save_file(_copies(weights), path / "adapter_model.safetensors")
+            self.config.save_pretrained(str(path))
+
+        await off_loop(save)
         try:
-            await vllm.load_adapter(path.name, str(path))
+            await vllm.post("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
         except Rejected as error:
             raise SourceError(f"{error}; trainer and server must both see {self.directory}, and the server's "
                               f"--max-lora-rank be at least {self.config.r}") from error  # fmt: skip
         self._versions[path.name] = version
         for name in [name for name in self._versions if name != path.name and not self._in_use[name]]:
             del self._versions[name]
-            await vllm.unload_adapter(name)
+            await vllm.post("/v1/unload_lora_adapter", {"lora_name": name})
             await off_loop(functools.partial(shutil.rmtree, self.directory / name, ignore_errors=True))
 
     @contextlib.contextmanager
@@ -312,15 +271,10 @@ class Adapters:
         finally:
             self._in_use[name] -= 1
 
-    def spans(self, labels: list[dict[str, Any]], model: str | None) -> list[VersionSpan]:
+    def spans(self, labels: list[tuple[str, int, int]], model: str | None) -> list[VersionSpan]:
         if model not in self._versions:
             raise SourceLost(f"vllm: the adapter {model} is gone")
-        return [VersionSpan(self._versions[model], 0, labels[-1]["end"])] if labels else []
-
-    def _save(self, path: Path, weights: NamedWeights) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        save_file(_copies(weights), path / "adapter_model.safetensors")
-        self.config.save_pretrained(str(path))
+        return [VersionSpan(self._versions[model], 0, labels[-1][-1])] if labels else []
 
 
 def _copies(weights: NamedWeights) -> dict[str, Tensor]:
@@ -328,17 +282,38 @@ def _copies(weights: NamedWeights) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
 
 
-def _parts(weights: NamedWeights) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+def _parts(weights: NamedWeights) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """Consecutive parts of the weights, each with whether it is the last."""
-    part: list[tuple[str, Tensor]] = []
+    part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
         if part and size + tensor.nbytes > _PART:
             yield part, False
-            part, size = [], 0
-        part.append((name, tensor))
+            part, size = {}, 0
+        part[name] = tensor
         size += tensor.nbytes
     yield part, True
+
+
+def max_lora_rank(rank: int) -> int:
+    """The smallest of vLLM's ranks of adapters that one of this rank fits in.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for known in _RANKS:
+        if rank <= known:
+            return known
+    raise ValueError(
+        f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, or set vllm.updates to files, "
+        "which sends the merged weights"
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
 
 
 def address_towards(host: str) -> str:

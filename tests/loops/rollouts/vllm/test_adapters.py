@@ -23,8 +23,10 @@ def test_adapters_come_under_names_of_their_own_and_answers_under_way_keep_their
                 if "lora_" in name:
                     parameter.normal_(0, 0.3)
 
+    updates = Adapters(tmp_path / "adapters", model.peft_config["default"])
+
     async def run(server):
-        source = connect(server, Adapters(tmp_path / "adapters", model.peft_config["default"]), tmp_path / "model")
+        source = connect(server, updates, tmp_path / "model")
         assert await source.version() is None
         request = Request(0, [5, 6], range(4), SamplingParams(40, temperature=1.0), key=1)
         for version in (1, 2):
@@ -47,5 +49,5 @@ def test_adapters_come_under_names_of_their_own_and_answers_under_way_keep_their
         assert furthest(samples, model) < TOLERANCE and {sample.oldest for sample in samples} == {2}
         await source.close()
 
-    with start(tmp_path, lora_rank=4) as server:
+    with start(tmp_path, update_flags=updates.flags) as server:
         asyncio.run(run(server))

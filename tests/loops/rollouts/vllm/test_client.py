@@ -326,7 +326,7 @@ class TestAnswers:
         source = connect()
         for status, final in ((400, True), (403, True), (422, True), (404, False), (429, False), (500, False)):
             fake.odd["/inference/v1/generate"] = lambda body, status=status: error(status, "it is cursed")
-            with pytest.raises(Rejected, match=f"answered {status}: it is cursed") as raised:
+            with pytest.raises(SourceError, match=f"answered {status}: it is cursed") as raised:
                 published(source, ask())
             assert isinstance(raised.value, SourceLost) != final
         fake.odd["/inference/v1/generate"] = lambda body: error(500, "EngineCore encountered an issue")

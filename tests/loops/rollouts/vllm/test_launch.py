@@ -10,7 +10,9 @@ import time
 import psutil
 import pytest
 from burnish.loops.rollouts.source import SourceLost
-from burnish.loops.rollouts.vllm.launch import launch, max_lora_rank
+from burnish.loops.rollouts.vllm.launch import launch
+from burnish.loops.rollouts.vllm.weights import Adapters, free_port, max_lora_rank
+from peft import LoraConfig
 
 WRONG = "unrecognized arguments: --no-such-flag"
 SERVER = f"""#!{sys.executable}
@@ -123,6 +125,22 @@ def test_a_server_leaves_memory_to_the_trainer_unless_it_has_a_device_of_its_own
     assert share(environment={"CUDA_VISIBLE_DEVICES": "1"}) == []
 
 
+def test_a_server_has_room_for_the_adapters_that_are_loaded_at_once_and_for_none_without(start, tmp_path):
+    with start(update_flags=Adapters(tmp_path, LoraConfig(r=9)).flags, adapters=3) as server:
+        command = " ".join(psutil.Process(server.pid).cmdline())
+    assert "--max-loras 3" in command and "--enable-lora --max-lora-rank 16" in command
+    assert "--weight-transfer-config" not in command
+    with start() as server:
+        command = " ".join(psutil.Process(server.pid).cmdline())
+    assert '--weight-transfer-config {"backend": "burnish_files"}' in command and "lora" not in command
+
+
+def test_a_server_is_looked_for_at_the_port_that_its_flags_name(start):
+    for port, form in ((free_port(), "--port {}"), (free_port(), "--port={}")):
+        with start(flags=form.format(port).split()) as server:
+            assert server.url == f"http://127.0.0.1:{port}" and server.pid is not None
+
+
 def test_a_server_outlives_the_thread_that_started_it(start):
     started = []
     thread = threading.Thread(target=lambda: started.append(start()))
@@ -157,7 +175,7 @@ def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, mon
     assert there["CUDA_VISIBLE_DEVICES"] == there["RANKING"] == there["VLLM_SERVER_DEV_MODE"] == "1"
 
 
-def test_an_adapter_of_a_rank_that_vllm_does_not_know_has_room_in_the_next_or_is_refused(start):
+def test_an_adapter_of_a_rank_that_vllm_does_not_know_has_room_in_the_next_or_is_refused(tmp_path):
     assert [max_lora_rank(rank) for rank in (1, 8, 9, 257, 512)] == [1, 8, 16, 320, 512]
     with pytest.raises(ValueError, match=r"lora\.r: vLLM takes adapters up to rank 512, got 513; lower lora\.r, or"):
-        start(lora_rank=513)
+        Adapters(tmp_path, LoraConfig(r=513))
