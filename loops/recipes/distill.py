@@ -6,7 +6,7 @@ prompts of such a step are those that the data has for it, the completions are t
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate
 
 import numpy as np
@@ -19,6 +19,7 @@ from ..batch import Batch
 from ..models.policy import Policy
 from ..rl.context import RLContext
 from ..rl.feed import RolloutFeed
+from ..rl.settings import OnlineConfig, SamplingConfig
 from ..rl.sources import check_sampling, open_sample_log, open_scheduler
 from ..runs.context import RunContext, open_run
 from ..runs.feed import Feed
@@ -127,9 +128,12 @@ class MixedFeed:
             indices = self.data.batches.indices(replaced[rollout])  # the last step may lack some: its first come again
             return list(self.data.example(indices[place % len(indices)]).prompt)
 
-        scheduler = open_scheduler(config, context, prompt, groups_per_step=config.batch_size)
-        sampling = RLContext(**vars(context), scheduler=scheduler, sample_log=open_sample_log(config, context))
-        self.rollouts = RolloutFeed(sampling, groups=config.batch_size, steps=len(replaced))
+        settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
+        online = OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
+        scheduler = open_scheduler(online, context, prompt)
+        log = open_sample_log(context.directory / "samples.jsonl", config.show_every, context.tokenizer.decode)
+        parts = {**vars(context), "config": online, "scheduler": scheduler, "sample_log": log}
+        self.rollouts = RolloutFeed(RLContext(**parts))
 
     @property
     def steps(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from ...objectives import PerSequence
-from ..rl.buffer import Examples, RolloutBuffer
+from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
 from ..train.losses import (
@@ -34,9 +34,9 @@ def run_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> dict[
     select = partial(best_and_worst, penalty=config.missing_eos_penalty)
 
     def report(rollout: RolloutBuffer) -> Mapping[str, float]:
-        return {**context.metrics(rollout), **pair_metrics(rollout, select(rollout), config)}
+        return pair_metrics(rollout, select(rollout), config)
 
-    feed = RolloutFeed(context, **context.rollouts, select=select, report=report)
+    feed = RolloutFeed(context, select=select, report=report)
     outputs = outputs_for(losses)
     read = policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
     return context.train({**losses, **PAIR_LOGPS, **ENTROPY}, read, feed)
@@ -55,14 +55,14 @@ def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
     return parse_losses(config.loss, shared, known, of=CHOSEN, given=config.loss_kwargs)
 
 
-def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[Examples]:
+def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[list[list[int]]]:
     """The pair of each group: highest and lowest reward, the earlier one of equals; none where all are equal."""
     reward = (rollout.reward - penalty * rollout.unfinished).tolist()
     pairs = ((max(group, key=reward.__getitem__), min(group, key=reward.__getitem__)) for group in rollout.groups)
     return [[[best, worst]] for best, worst in pairs if reward[best] > reward[worst]]
 
 
-def pair_metrics(rollout: RolloutBuffer, pairs: list[Examples], config: OnlineDPO) -> dict[str, float]:
+def pair_metrics(rollout: RolloutBuffer, pairs: list[list[list[int]]], config: OnlineDPO) -> dict[str, float]:
     """How many groups made a pair, how many did not, and by how much the pairs' rewards differ."""
     metrics = {"pairs": float(len(pairs)), "ties": float(config.prompts_per_rollout - len(pairs))}
     if pairs:
