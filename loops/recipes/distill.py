@@ -24,21 +24,8 @@ from ..rl.settings import OnlineConfig, SamplingConfig
 from ..rl.sources import check_sampling, open_sample_log, open_scheduler
 from ..runs.context import RunContext, open_run
 from ..runs.teacher import load_teacher, open_teacher
-from ..train.losses import (
-    ENTROPY,
-    TOKEN_LOSSES,
-    WEIGHTINGS,
-    Loss,
-    TensorReader,
-    Tensors,
-    Term,
-    columns_of,
-    distillation,
-    outputs_for,
-    parse_losses,
-    policy_tensors,
-    tensors_needed,
-)
+from ..train import losses as terms
+from ..train.losses import TOKEN_LOSSES, Loss, TensorReader, Tensors, Term, columns_of, distillation, tensors_needed
 from .settings import Distill
 
 LOSSES: dict[str, Loss] = {**TOKEN_LOSSES, "distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
@@ -53,7 +40,7 @@ def run_distill(config: Distill) -> dict[str, float]:
     on_samples, compared = "teacher_logp" in tensors_needed(losses), "divergence" in tensors_needed(losses)
     teacher, stored = open_teacher(context, config.teacher, needed=True) if compared else (None, lambda data: {})
     temperature = config.temperature if on_samples else 1.0
-    read = policy_tensors(teacher=teacher, outputs=outputs_for(losses), temperature=temperature)
+    read = terms.policy_tensors(teacher=teacher, outputs=terms.outputs_for(losses), temperature=temperature)
     if not config.on_policy:
         return context.train(losses, read, columns=columns_of(losses), per_token=(stored,))
     if on_samples:
@@ -75,9 +62,10 @@ def distill_losses(config: Distill) -> dict[str, Term]:
     """
     mix = {config.loss: 1.0} if isinstance(config.loss, str) else config.loss
     losses: dict[str, Term] = {}
+    weigh = terms.WEIGHTINGS[config.weighting]
     for name, entry in mix.items():
         applies_to = _APPLIES_TO.get(name, "demonstrated") if config.on_policy else None
-        losses |= parse_losses({name: entry}, {}, LOSSES, weighting=WEIGHTINGS[config.weighting], of=applies_to)
+        losses |= terms.parse_losses({name: entry}, {}, LOSSES, weighting=weigh, of=applies_to)
     on_samples = "teacher_logp" in tensors_needed(losses)
     config.teacher.check(needed=on_samples or "divergence" in tensors_needed(losses))
     if not config.on_policy:
@@ -85,7 +73,7 @@ def distill_losses(config: Distill) -> dict[str, Term]:
             raise ValueError(
                 "loss: sampled_reverse_kl is about completions that the student samples; set on_policy above 0"
             )
-        return {**losses, **ENTROPY}
+        return {**losses, **terms.ENTROPY}
     check_sampling(config)
     if on_samples and (config.top_p < 1 or config.top_k):
         raise ValueError(
@@ -99,7 +87,7 @@ def distill_losses(config: Distill) -> dict[str, Term]:
         )
     if columns := set(columns_of(losses)) - {"sampled", "demonstrated"}:
         raise ValueError(f"on_policy: the student's completions have no column {min(columns)!r}; leave it out")
-    return {**losses, **ENTROPY}
+    return {**losses, **terms.ENTROPY}
 
 
 def with_teacher(read: TensorReader, teacher: Policy, accelerator: Accelerator, temperature: float) -> TensorReader:

@@ -10,17 +10,8 @@ from ...objectives import PerSequence
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
-from ..train.losses import (
-    CHOSEN,
-    ENTROPY,
-    PAIR_LOGPS,
-    PAIR_LOSSES,
-    Term,
-    outputs_for,
-    parse_losses,
-    policy_tensors,
-    tensors_needed,
-)
+from ..train import losses as terms
+from ..train.losses import Term, tensors_needed
 from .settings import OnlineDPO
 
 
@@ -37,9 +28,9 @@ def run_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> dict[
         return pair_metrics(rollout, select(rollout), config)
 
     feed = RolloutFeed(context, select=select, report=report)
-    outputs = outputs_for(losses)
-    read = policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
-    return context.train({**losses, **PAIR_LOGPS, **ENTROPY}, read, feed)
+    outputs = terms.outputs_for(losses)
+    read = terms.policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
+    return context.train({**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}, read, feed)
 
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
@@ -50,9 +41,9 @@ def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
     """
     if config.group_size < 2:
         raise ValueError(f"group_size: a pair needs two completions of a prompt, wanted >= 2, got {config.group_size}")
-    known = {name: loss for name, loss in PAIR_LOSSES.items() if name != "distillation"}
+    known = {name: loss for name, loss in terms.PAIR_LOSSES.items() if name != "distillation"}
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
-    return parse_losses(config.loss, shared, known, of=CHOSEN, given=config.loss_kwargs)
+    return terms.parse_losses(config.loss, shared, known, of=terms.CHOSEN, given=config.loss_kwargs)
 
 
 def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[list[list[int]]]:

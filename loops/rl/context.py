@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -14,17 +15,10 @@ from ...data import encode_prompts, load
 from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
-from ..rewards import (
-    RewardFunction,
-    RewardMonitor,
-    check_columns,
-    resolve,
-    resolve_names,
-    reward_metrics,
-    reward_table,
-    score_samples,
-)
-from ..rewards.resolve import SHIPPED
+from ..rewards.metrics import RewardMonitor, reward_metrics
+from ..rewards.resolve import SHIPPED, resolve, resolve_names
+from ..rewards.scoring import RewardFunction, check_columns, score_samples
+from ..rewards.table import reward_table
 from ..rollouts.local.source import LocalSource
 from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
@@ -46,7 +40,7 @@ class RLContext(RunContext[Policy]):
         rewards: reward functions; on ranks other than the main process, their names and weights.
         scheduler: on the main process; None on the others, which are sent its samples.
         sample_log: ``sample_log(samples)`` keeps those of a rollout, also groups that were passed over.
-        converse: makes a source of conversations of a source of completions, given the row of each task.
+        converse: ``converse(source, row=...)`` makes a source of conversations, given the row of each task.
         eval_rows: the rows that held-out prompts come from.
         monitor: warns of degenerate rewards.
     """
@@ -54,7 +48,7 @@ class RLContext(RunContext[Policy]):
     rewards: Sequence[RewardFunction] = ()
     scheduler: RolloutScheduler | None = None
     sample_log: Callable[[Sequence[Sample]], None] | None = None
-    converse: Callable[[RolloutSource, Callable[[int], Row]], RolloutSource] = lambda source, row: source
+    converse: Callable[..., RolloutSource] | None = None
     eval_rows: Sequence[Row] = ()
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
@@ -104,7 +98,7 @@ class RLContext(RunContext[Policy]):
         rows = [self.eval_rows[row] for row in self.eval_data["row"]]
         autocast, cache_bytes = self.accelerator.autocast, config.cache_bytes
         local = LocalSource(self.model, self.tokenizer, cache_bytes=cache_bytes, context=autocast, version=0)
-        source = self.converse(local, rows.__getitem__)
+        source: RolloutSource = self.converse(local, row=rows.__getitem__) if self.converse else local
         sampling = replace(self.scheduler.sampling, temperature=config.eval_temperature)
         # Seeded apart from the run, so that no held-out completion shares a seed with one that is trained on.
         key, prompts = -1 - config.seed, self.eval_data["prompt"]
@@ -134,7 +128,12 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     rewards = open_rewards(config, rows, accelerator)
     run = open_run(config, encode_prompts, make_policy, load=records.__getitem__, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
-    converse = open_conversations(config, run)
+    converse = None
+    if config.environment is not None:
+        make = resolve_environment(config.environment)
+        # Without a template only environments that speak in token ids are understood.
+        turns = turns_for(make, run.tokenizer) if run.tokenizer.chat_template else None
+        converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
 
     def row_of(task: int) -> Row:
         row: Row = rows[config.data][run.data[order(task)]["row"]]
@@ -151,7 +150,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         config,
         run,
         lambda task: run.data[order(task)]["prompt"],
-        converse=lambda source: converse(source, row_of),
+        converse=partial(converse, row=row_of) if converse else None,
         score=score_group,
     )
     eval_rows = rows[config.eval_data] if config.eval_data is not None else ()
@@ -178,18 +177,6 @@ def open_rewards(
 
     from_main(accelerator, open_there)
     return rewards
-
-
-def open_conversations(
-    config: OnlineConfig, run: RunContext[Policy]
-) -> Callable[[RolloutSource, Callable[[int], Row]], RolloutSource]:
-    """Make a source of conversations of a source of completions, if there is an environment."""
-    if config.environment is None:
-        return lambda source, row: source
-    make = resolve_environment(config.environment)
-    # Without a template only environments that speak in token ids are understood.
-    turns = turns_for(make, run.tokenizer) if run.tokenizer.chat_template else None
-    return lambda source, row: MultiTurnSource(source, make, row, turns, config.limits)
 
 
 def check_online(config: OnlineConfig) -> None:

@@ -15,36 +15,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ...objectives import (
-    PerSequence,
-    PerToken,
-    Stats,
-    clipped_surrogate,
-    correction,
-    kl_estimate,
-    policy,
-    sampler_mismatch,
-    sequence_sum,
-)
+from ...objectives import PerSequence, PerToken, Stats, correction, kl_estimate, policy, sampler_mismatch, sequence_sum
 from ...objectives.types import Bound
 from ..batch import Batch
 from ..runs.reference import column
+from ..train import losses as terms
 from ..train import weighting as weights
-from ..train.losses import (
-    ENTROPY,
-    TOKEN_LOSSES,
-    Loss,
-    Losses,
-    TensorReader,
-    Tensors,
-    Term,
-    losses_of,
-    outputs_for,
-    parse_losses,
-    policy_tensors,
-    tensors_needed,
-    units_of,
-)
+from ..train.losses import Losses, TensorReader, Tensors, Term, tensors_needed, units_of
 from .buffer import RolloutBuffer
 from .context import RLContext
 from .feed import RolloutFeed
@@ -62,14 +39,11 @@ def completion_surrogate(
 
     At ρ = 1 its gradient is that of `reinforce`, RLOO as in the paper.
     """
-    return clipped_surrogate(logp, old_logp, advantage, clip_low=clip_low, clip_high=clip_high)
+    return policy.clipped_surrogate(logp, old_logp, advantage, clip_low=clip_low, clip_high=clip_high)
 
 
-POLICY_LOSSES: dict[str, Loss] = {
-    name: loss
-    for name, loss in {**losses_of(policy), "completion_surrogate": completion_surrogate, **TOKEN_LOSSES}.items()
-    if name != "value_loss"  # only ppo has values
-}
+POLICY_LOSSES = {**terms.losses_of(policy), **terms.TOKEN_LOSSES, "completion_surrogate": completion_surrogate}
+del POLICY_LOSSES["value_loss"]  # only ppo has values
 
 
 def policy_losses(
@@ -108,7 +82,7 @@ def policy_losses(
         raise ValueError(f"correction_low, correction_high: wanted low <= high, got {low} and {high}")
     hyper_parameters = {**loss_kwargs, **config.loss_kwargs}
     mix, given = config.loss or default, config.loss_kwargs
-    losses = parse_losses(mix, hyper_parameters, POLICY_LOSSES, weighting=weigh, given=given)
+    losses = terms.parse_losses(mix, hyper_parameters, POLICY_LOSSES, weighting=weigh, given=given)
     if kl_loss and config.beta:
         losses["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
     for name, loss in losses.items():
@@ -189,11 +163,11 @@ def train_policy(
         report=report,
         first_step=mismatch.warn_of_clipping,
     )
-    logged = {**losses, "sampling/logp_difference": Term(_mismatch, 0.0), **ENTROPY}
+    logged = {**losses, "sampling/logp_difference": Term(_mismatch, 0.0), **terms.ENTROPY}
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
     reads = reference if stored is None else column("ref_logp")
-    read = policy_tensors(reference=reads, outputs=outputs_for(losses), temperature=config.temperature)
+    read = terms.policy_tensors(reference=reads, outputs=terms.outputs_for(losses), temperature=config.temperature)
     return context.train(logged, rollout_tensors(read, config, mismatch), feed, report=mismatch.report)
 
 

@@ -78,7 +78,7 @@ def open_scheduler(
     run: RunContext[Policy],
     prompts: Callable[[int], Sequence[int]],
     *,
-    converse: Callable[[RolloutSource], RolloutSource] = lambda source: source,
+    converse: Callable[[RolloutSource], RolloutSource] | None = None,
     score: Callable[[list[Sample]], Awaitable[None]] | None = None,
 ) -> RolloutScheduler | None:
     """On the main process, the scheduler of the configured source. The others wait until it is there.
@@ -100,7 +100,7 @@ def open_scheduler(
         if (context := getattr(source, "context", None)) is not None:
             check_context_length(config, run, context)
         scheduler = RolloutScheduler(
-            converse(source),
+            converse(source) if converse else source,
             prompts,
             weights=partial(adapter_weights if config.vllm.updates == "adapters" else named_weights, run.model),
             groups_per_step=config.prompts_per_rollout,
