@@ -130,7 +130,7 @@ class MixedFeed:
 
     def report(self) -> Mapping[str, float]:
         on_policy = self.last in self.rollout_of
-        return {"on_policy": float(on_policy), **(self.rollouts.report() if on_policy else {})}
+        return {"on_policy": float(on_policy), **(self.rollouts.metrics if on_policy else {})}
 
 
 def on_policy_steps(steps: int, share: float, seed: int) -> list[int]:

@@ -30,7 +30,7 @@ def run_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> dict[
     feed = RolloutFeed(context, select=select, report=report)
     outputs = terms.outputs_for(losses)
     read = terms.policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
-    return context.train({**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}, read, feed)
+    return context.train({**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}, read, feed, report=lambda: feed.metrics)
 
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
@@ -52,29 +53,14 @@ class RLContext(RunContext[Policy]):
     eval_rows: Sequence[Row] = ()
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
-    def train(
-        self,
-        losses: Losses,
-        read: TensorReader,
-        feed: Any = None,
-        *,
-        report: Callable[[], Mapping[str, float]] = dict,
-        **options: Any,
-    ) -> dict[str, float]:
-        """Train on rollouts, see `RunContext.train`; held-out prompts are evaluated by their rewards.
-
-        Args:
-            feed: a `RolloutFeed`, which is part of checkpoints, and closed at the end.
-        """
+    def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> dict[str, float]:
+        """Train on the rollouts of a `RolloutFeed`, which is part of checkpoints, and closed at the end; see
+        `RunContext.train`. Held-out prompts are evaluated by their rewards."""
         scheduler: Any = self.scheduler
         if self.eval_data is not None:
             options["evaluation"] = lambda steps: from_main(self.accelerator, lambda: scheduler.run(self.evaluate()))
-        try:
-            return super().train(
-                losses, read, feed, memory=feed, report=lambda: {**feed.report(), **report()}, **options
-            )
-        finally:
-            feed.close()
+        with closing(feed):
+            return super().train(losses, read, feed, memory=feed, **options)
 
     def metrics(self, rollout: RolloutBuffer) -> Mapping[str, float]:
         """Metrics of the rewards and conversations of a rollout, and of the sampler on the main process."""

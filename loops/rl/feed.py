@@ -59,7 +59,7 @@ class RolloutFeed:
         self.steps: int = self.config.steps or rollouts * self.config.steps_per_rollout
         self.step = -1  # the last one that was asked for
         self.rollout: RolloutBuffer | None = None
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}  # of the rollout at hand, the same in each of its steps
 
     def __call__(self, step: int) -> list[Batch]:
         config = self.config
@@ -74,10 +74,6 @@ class RolloutFeed:
             drawn = np.argsort(bits, kind="stable")[minibatch :: config.minibatches]
             units = [units[i] for i in sorted(drawn)]
         return self._micro_batches(self.rollout, [example for unit in units for example in unit])
-
-    def report(self) -> dict[str, float]:
-        """Metrics of the rollout at hand, the same in each of its steps."""
-        return self.metrics
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """A step was taken, with these metrics over all ranks; nothing of it is remembered here."""
@@ -140,12 +136,9 @@ class RolloutFeed:
                 break
         else:
             log.warning(
-                "rollout %d: only %d of %d groups have completions of different reward, %d do not; it goes on with "
-                "these. Prompts may be too easy or too hard for this policy",
-                number,
-                len(kept),
-                wanted,
-                len(seen) - len(kept),
+                f"rollout {number}: only {len(kept)} of {wanted} groups have completions of different reward, "
+                f"{len(seen) - len(kept)} do not; it goes on with these. Prompts may be too easy or too hard for this "
+                "policy"
             )
         samples = in_order(seen)
         if self.context.sample_log is not None:

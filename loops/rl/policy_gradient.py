@@ -6,7 +6,7 @@
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from ..runs.reference import column
 from ..train import losses as terms
 from ..train import weighting as weights
 from ..train.losses import Losses, TensorReader, Tensors, Term, tensors_needed, units_of
-from .buffer import RolloutBuffer
 from .context import RLContext
 from .feed import RolloutFeed
 from .settings import PolicyGradientConfig
@@ -120,22 +119,12 @@ def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> Literal["
     return "recomputed" if joined or config.correction != "none" or "old_value" in tensors_needed(losses) else "sampled"
 
 
-def train_policy(
-    context: RLContext,
-    losses: Losses,
-    *,
-    advantages: Callable[[RolloutBuffer], Mapping[str, Tensor]],
-    kl_in_reward: bool = False,
-    dynamic_sampling: bool = False,
-    report: Callable[[RolloutBuffer], Mapping[str, float]] = lambda rollout: {},
-) -> dict[str, float]:
+def train_policy(context: RLContext, losses: Losses, *, kl_in_reward: bool = False, **hooks: Any) -> dict[str, float]:
     """Sample, score, and train on the advantages, until the steps are done; returns the metrics of the last one.
 
     Args:
-        advantages: the column ``advantage`` [tokens] of a rollout, and others that the losses read.
         kl_in_reward: whether the advantages read the divergence from the reference.
-        dynamic_sampling: pass over groups whose rewards are all the same.
-        report: further metrics of a rollout.
+        hooks: ``advantages``, the column of this name and others that the losses read; further ones of `RolloutFeed`.
     """
     config: PolicyGradientConfig = context.config
     config = replace(config, old_logprobs=ratio_denominator(config, losses))
@@ -155,20 +144,15 @@ def train_policy(
         return columns
 
     mismatch = SamplerMismatch(context.accelerator, config.old_logprobs)
-    feed = RolloutFeed(
-        context,
-        advantages=advantages,
-        measure=measure if start or stored is not None else None,
-        dynamic_sampling=dynamic_sampling,
-        report=report,
-        first_step=mismatch.warn_of_clipping,
-    )
+    needed = measure if start or stored is not None else None
+    feed = RolloutFeed(context, measure=needed, first_step=mismatch.warn_of_clipping, **hooks)
     logged = {**losses, "sampling/logp_difference": Term(_mismatch, 0.0), **terms.ENTROPY}
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
     reads = reference if stored is None else column("ref_logp")
     read = terms.policy_tensors(reference=reads, outputs=terms.outputs_for(losses), temperature=config.temperature)
-    return context.train(logged, rollout_tensors(read, config, mismatch), feed, report=mismatch.report)
+    read = rollout_tensors(read, config, mismatch)
+    return context.train(logged, read, feed, report=lambda: {**feed.metrics, **mismatch.report()})
 
 
 def rollout_tensors(

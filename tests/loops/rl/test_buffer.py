@@ -135,8 +135,8 @@ def test_masked_is_what_has_no_score_was_given_up_or_was_cut(open_feed):
     trained = {answer for part in whose(feed(0)) for answer in part}
     assert trained == {*ALL} - {(0, 0), (1, 0), (1, 2)}
     assert feed.rollout.reward.isnan().nonzero().tolist() == [[0], [5]]  # of one that was cut, the score counts
-    assert feed.report()["completions/masked_ratio"] == pytest.approx(3 / 12)
-    assert feed.report()["completions/clipped_ratio"] == pytest.approx(2 / 12)
+    assert feed.metrics["completions/masked_ratio"] == pytest.approx(3 / 12)
+    assert feed.metrics["completions/clipped_ratio"] == pytest.approx(2 / 12)
     kept = {answer for part in whose(open_feed(samples)(0)) for answer in part}
     assert (1, 0) in kept
 
@@ -170,7 +170,7 @@ def test_a_rollout_whose_answers_are_all_masked_is_an_empty_batch(open_feed, pol
     (batch,) = feed(0)
     assert len(batch.examples) == len(batch.target) == len(batch.columns["advantage"]) == 0
     assert seen == [0]
-    assert feed.report()["completions/masked_ratio"] == 1
+    assert feed.metrics["completions/masked_ratio"] == 1
 
 
 def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling(open_feed):
@@ -186,7 +186,7 @@ def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling
         for one, other in zip(first(step), second(step), strict=True):
             assert one.examples == other.examples
             assert all(torch.equal(one.columns[name], other.columns[name]) for name in one.columns)
-    assert first.report() == second.report()
+    assert first.metrics == second.metrics
     assert second.state_dict()["rollout"] is None  # used up: the next step samples anew
 
 
@@ -195,8 +195,8 @@ def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_fee
     stored = []
     feed = open_feed(samples, stored.extend, dynamic_sampling=True)
     assert [part[0][0] for part in whose(feed(0))] == [1, 4, 6, 7]
-    assert feed.report()["groups_passed_over"] == 4
-    assert feed.report()["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
+    assert feed.metrics["groups_passed_over"] == 4
+    assert feed.metrics["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
     assert [sample.task for sample in stored][::ANSWERS] == list(range(8))
     assert feed.scheduler.ledger.tasks == 8
 
