@@ -166,11 +166,7 @@ def open_rewards(
 
 
 def check_online(config: OnlineConfig) -> None:
-    """Check settings against each other, before anything is loaded.
-
-    Raises:
-        ValueError: if completions can't be sampled, or not be learned from, as configured.
-    """
+    """Raise ValueError, before anything is loaded, if completions can't be sampled, or not be learned from."""
     check_sampling(config)
     if config.minibatches > config.prompts_per_rollout:
         raise ValueError(

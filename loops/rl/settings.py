@@ -40,13 +40,11 @@ class VLLM(Settings):
     directory: str | None = None
     """For files of weights, where the server sees them too; null is in the run directory."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further settings by vLLM's names, such as {max_model_len: 2048, gpu_memory_utilization: 0.4}; of a server that
-    runs, none."""
+    """Further settings of one that is started, by vLLM's names: {max_model_len: 2048, gpu_memory_utilization: 0.4}."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of a server that is started, such as {CUDA_VISIBLE_DEVICES: "1"}."""
     trainer_address: str | None = None
-    """Address of this machine for a server that joins it for updates by nccl; null is that on the route to the
-    server."""
+    """Address of this machine for a server that joins it for updates by nccl; null is that on the route to it."""
     timeout: PositiveFloat = 600.0
     """Seconds that one completion may take, before it is requested again."""
     attempts: PositiveInt = 8
@@ -77,8 +75,8 @@ class SamplingConfig(Common):
     """The server."""
     cache_bytes: PositiveInt | None = None
     """Keys and values that the policy holds at once while it samples; null is a quarter of a GPU's memory that is free
-    before training, or 2 GiB on a CPU. Completions that are read together may be rounded otherwise than apart: give a
-    number where a run may be resumed on another GPU, or on one that others use too."""
+    before training, or 2 GiB on a CPU. How many completions are read together may change their rounding: give a number
+    where a run may be resumed on another GPU, or on one that others use too."""
     show_every: NonNegativeInt = 10
     """Rollouts between two of which a few completions are shown; 0 shows none."""
 
@@ -105,13 +103,11 @@ class OnlineConfig(SamplingConfig):
     (raises, takes too long, returns NaN) masks the completion."""
     environment: str | dict[str, dict[str, Any]] | None = None
     """Environment that the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your
-    own as
-    module:Environment; null for single completions."""
+    own as module:Environment; null for single completions."""
     limits: Limits = field(default_factory=Limits)
     """Limits of a conversation; max_tokens is that of one turn."""
     max_staleness: NonNegativeInt = 0
-    """How many rollouts behind the weights of its step a completion may be; above 0 the sampler works while training
-    goes on."""
+    """Rollouts that a completion may be behind the weights of its step; above 0, sampling goes on while training."""
     epochs_per_rollout: PositiveInt = 1
     """How often a rollout is trained on."""
     minibatches: PositiveInt = 1
@@ -159,7 +155,5 @@ class PolicyGradientConfig(OnlineConfig):
     @property
     def bounds(self) -> tuple[float, float]:
         low, high = CORRECTIONS[self.correction]
-        return (
-            low if self.correction_low is None else self.correction_low,
-            high if self.correction_high is None else self.correction_high,
-        )
+        low = low if self.correction_low is None else self.correction_low
+        return low, high if self.correction_high is None else self.correction_high

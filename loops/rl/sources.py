@@ -40,11 +40,7 @@ _SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and characte
 
 
 def check_sampling(config: SamplingConfig) -> None:
-    """Check settings against each other, before anything is loaded.
-
-    Raises:
-        ValueError: if completions can't be sampled as configured.
-    """
+    """Raise ValueError, before anything is loaded, if completions can't be sampled as configured."""
     if config.temperature == 0:
         raise ValueError("temperature: at 0 every completion of a prompt is the same, wanted > 0, such as 1.0")
     if config.source == "policy":
@@ -193,9 +189,9 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 def open_sample_log(
     path: Path, show_every: int, decode: Callable[[list[int]], Any] = str
 ) -> Callable[[Sequence[Sample]], None]:
-    """Return ``write(samples)``, which appends a rollout to ``samples.jsonl``, and every ``show_every`` rollouts prints
-    a few of its samples, their prompts decoded. The first call drops what is on record from its first task on: an
-    earlier process of a resumed run sampled it.
+    """Return ``write(samples)``, which appends a rollout to a file, and prints a few of every ``show_every``-th.
+
+    The first call drops what is on record from its first task on: an earlier process of a resumed run sampled it.
     """
     numbers = count()
 
@@ -212,16 +208,12 @@ def open_sample_log(
         with SampleWriter(path) as writer:
             writer.write(samples)
         if show_every and number % show_every == 0:
-            shown = samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN]
             columns = ("task", "end of the prompt", "completion", "rewards")
             table = Table(*columns, title=f"rollout {number}", title_justify="left")
-            for sample in shown:
-                scores = ", ".join(
-                    f"{name} {f'{score:.3g}' if isinstance(score, float) else score or 'none'}"
-                    for name, score in sample.rewards.items()
-                )
-                prompt = str(decode(sample.prompt))[-_LONGEST:]
-                table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), scores)
+            for sample in samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN]:
+                scores = {k: f"{v:.3g}" if isinstance(v, float) else v or "none" for k, v in sample.rewards.items()}
+                prompt, rewards = str(decode(sample.prompt))[-_LONGEST:], ", ".join(map(" ".join, scores.items()))
+                table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
             Console().print(table)
 
     return write
