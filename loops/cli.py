@@ -70,6 +70,14 @@ _RECIPES = {
     ),
     "demo": ("Demo", "demo:demo", "train a small model from scratch, offline, in a minute and a half"),
 }
+_MEANT = {  # names that TRL or other recipes have, and ours
+    "per_device_train_batch_size": "batch_size", "batch_size": "prompts_per_rollout",
+    "max_seq_length": "max_length", "max_length": "max_prompt_length",
+    "max_completion_length": "max_tokens", "max_new_tokens": "max_tokens", "num_generations": "group_size",
+    "num_iterations": "epochs_per_rollout", "num_ppo_epochs": "epochs_per_rollout", "num_mini_batches": "minibatches",
+    "num_train_epochs": "epochs", "max_steps": "steps", "reward_funcs": "rewards", "old": "old_logprobs",
+    "model_name_or_path": "model", "dataset_name": "data", "output_dir": "output", "lr_scheduler_type": "schedule",
+}  # fmt: skip
 _LINES = {name: line for name, (_, _, line) in _RECIPES.items()} | {
     "bench": "measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right"
 }
@@ -176,7 +184,10 @@ class _Parser(ArgumentParser):
         unknown = re.search(r"unrecognized arguments: -*([\w.]+)|Option '([\w.]+)' is not accepted", message)
         if unknown:
             name = unknown[1] or unknown[2]
-            nearest = difflib.get_close_matches(name, self.fields, n=1, cutoff=0.0)
+            meant = name
+            while meant in _MEANT and meant not in self.fields:
+                meant = _MEANT[meant]
+            nearest = difflib.get_close_matches(meant, self.fields, n=1, cutoff=0.0)
             message = f"no field {name!r}" + (f", did you mean {nearest[0]!r}?" if nearest else "")
         outside = re.search(r'key "([\w.]+)":.*: (\S+ |)does not conform to restriction ([^\n]+)', message, re.S)
         if outside:
