@@ -53,18 +53,22 @@ class RolloutFeed:
     ) -> None:
         self.context, self.config, self.scheduler = context, context.config, context.scheduler
         self.advantages, self.measure, self.dynamic_sampling = advantages, measure, dynamic_sampling
-        self.select = select or (lambda rollout: rollout.split_groups(self.config.micro_tokens, context.model.layout))
+        self.select = select or (
+            lambda rollout: rollout.split_groups(self.config.micro_tokens, self.batching["layout"])
+        )
         self.report_rollout, self.first_step = report, first_step
+        self.batching: dict[str, Any] = {"layout": context.model.layout, "accelerator": context.accelerator}
+        self.steps_per_rollout: int = self.config.steps_per_rollout
         rollouts = -(-len(context.data) * self.config.epochs // self.config.prompts_per_rollout)
-        self.steps: int = self.config.steps or rollouts * self.config.steps_per_rollout
+        self.steps: int = self.config.steps or rollouts * self.steps_per_rollout
         self.step = -1  # the last one that was asked for
         self.rollout: RolloutBuffer | None = None
         self.metrics: dict[str, float] = {}  # of the rollout at hand, the same in each of its steps
 
     def __call__(self, step: int) -> list[Batch]:
         config = self.config
-        number, part = divmod(step, config.steps_per_rollout)
-        if self.rollout is None or number != self.step // config.steps_per_rollout:
+        number, part = divmod(step, self.steps_per_rollout)
+        if self.rollout is None or number != self.step // self.steps_per_rollout:
             self.rollout = self._collect(number)
         self.step = step
         units = self.select(self.rollout)
@@ -73,16 +77,17 @@ class RolloutFeed:
             bits = np.random.Philox(np.random.SeedSequence([config.seed, number, epoch])).random_raw(len(units))
             drawn = np.argsort(bits, kind="stable")[minibatch :: config.minibatches]
             units = [units[i] for i in sorted(drawn)]
-        return self._micro_batches(self.rollout, [example for unit in units for example in unit])
+        examples = [example for unit in units for example in unit]
+        return self.rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """A step was taken, with these metrics over all ranks; nothing of it is remembered here."""
-        if self.step % self.config.steps_per_rollout == 0:
+        if self.step % self.steps_per_rollout == 0:
             self.first_step(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         kept = None
-        if self.rollout is not None and (self.step + 1) % self.config.steps_per_rollout:  # it has further steps
+        if self.rollout is not None and (self.step + 1) % self.steps_per_rollout:  # it has further steps
             kept = {"samples": list(map(to_record, self.rollout.samples)), "columns": self.rollout.columns}
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {"step": self.step, "rollout": kept, "metrics": self.metrics, "scheduler": scheduler}
@@ -92,9 +97,8 @@ class RolloutFeed:
             self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.metrics, kept = state["step"], state["metrics"], state["rollout"]
         if kept is not None:
-            self.rollout = self._buffer(
-                list(map(from_record, kept["samples"])), self.step // self.config.steps_per_rollout
-            )
+            samples = list(map(from_record, kept["samples"]))
+            self.rollout = self._buffer(samples, self.step // self.steps_per_rollout)
             self.rollout.columns = kept["columns"]
 
     def close(self) -> None:
@@ -160,7 +164,7 @@ class RolloutFeed:
         rollout["token"] = torch.arange(len(rollout.sequence))
         local = []
         with torch.no_grad(), evaluating(model.model), accelerator.autocast():
-            for batch in self._micro_batches(rollout):
+            for batch in rollout.micro_batches(self.config.micro_tokens, **self.batching):
                 columns = {**measure(batch), "token": batch.columns["token"]}
                 local.append({name: column.cpu() for name, column in columns.items()})
         gathered = gather_object(local) if accelerator.num_processes > 1 else local
@@ -168,8 +172,3 @@ class RolloutFeed:
         order = measured.pop("token").argsort()
         del rollout.columns["token"]
         rollout.columns |= {name: column[order] for name, column in measured.items()}
-
-    def _micro_batches(self, rollout: RolloutBuffer, examples: list[list[int]] | None = None) -> list[Batch]:
-        model, accelerator = self.context.model, self.context.accelerator
-        micro_tokens = self.config.micro_tokens
-        return rollout.micro_batches(micro_tokens, examples=examples, layout=model.layout, accelerator=accelerator)
