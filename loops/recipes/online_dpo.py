@@ -6,7 +6,6 @@ Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXi
 from collections.abc import Mapping
 from functools import partial
 
-from ...objectives import PerSequence
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
@@ -57,7 +56,6 @@ def pair_metrics(rollout: RolloutBuffer, pairs: list[list[list[int]]], config: O
     """How many groups made a pair, how many did not, and by how much the pairs' rewards differ."""
     metrics = {"pairs": float(len(pairs)), "ties": float(config.prompts_per_rollout - len(pairs))}
     if pairs:
-        reward: PerSequence = rollout.reward
         best, worst = ([pair[which] for (pair,) in pairs] for which in (0, 1))
-        metrics["objective/scores_margin"] = float((reward[best] - reward[worst]).mean())
+        metrics["objective/scores_margin"] = float((rollout.reward[best] - rollout.reward[worst]).mean())
     return metrics

@@ -146,18 +146,16 @@ def train_policy(context: RLContext, losses: Losses, *, kl_in_reward: bool = Fal
     mismatch = SamplerMismatch(context.accelerator, config.old_logprobs)
     needed = measure if start or stored is not None else None
     feed = RolloutFeed(context, measure=needed, first_step=mismatch.warn_of_clipping, **hooks)
-    logged = {**losses, "sampling/logp_difference": Term(_mismatch, 0.0), **terms.ENTROPY}
+    logged = {**losses, "sampling/logp_difference": Term(mismatch.measure, 0.0), **terms.ENTROPY}
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
     reads = reference if stored is None else column("ref_logp")
     read = terms.policy_tensors(reference=reads, outputs=terms.outputs_for(losses), temperature=config.temperature)
-    read = rollout_tensors(read, config, mismatch)
+    read = rollout_tensors(read, config)
     return context.train(logged, read, feed, report=lambda: {**feed.metrics, **mismatch.report()})
 
 
-def rollout_tensors(
-    read: TensorReader, config: PolicyGradientConfig, mismatch: "SamplerMismatch | None" = None
-) -> TensorReader:
+def rollout_tensors(read: TensorReader, config: PolicyGradientConfig) -> TensorReader:
     """Beside the policy's tensors: the sampler's log-probs, those in the ratio's denominator, and the advantages."""
 
     def policy_gradient_tensors(model: nn.Module, batch: Batch) -> Tensors:
@@ -169,8 +167,6 @@ def rollout_tensors(
         now = tensors["tokens", "logp"].detach()
         start = batch.columns.get("old_logp", now) if config.steps_per_rollout > 1 else now
         old = sampled if config.old_logprobs == "sampled" else start
-        if mismatch is not None:
-            mismatch.add(start, sampled)
         tensors |= {
             ("tokens", "sampled_logp"): sampled,
             ("tokens", "start_logp"): start,
@@ -203,13 +199,10 @@ def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequ
     return weigh(log_ratio, low=low, high=high)
 
 
-def _mismatch(start_logp: PerToken, sampled_logp: PerToken) -> tuple[PerToken, Stats]:
-    """How far the trainer's policy at the start is from the sampler's; logged always."""
-    return (start_logp - sampled_logp).abs(), sampler_mismatch(start_logp, sampled_logp)
-
-
 class SamplerMismatch:
-    """Extremes and the effective sample size of a step's importance ratios, which are no means over tokens.
+    """How far the trainer's policy at the start of a rollout is from the sampler's.
+
+    Extremes and the effective sample size of a step's importance ratios are no means over tokens: `report` gives them.
 
     Args:
         old_logprobs: of the denominator of the losses' ratios, "sampled" or "recomputed".
@@ -220,13 +213,15 @@ class SamplerMismatch:
         self.silent = not accelerator.is_main_process
         self.parts: list[Tensor] = []  # [6] of each micro-batch, float64
 
-    def add(self, start: Tensor, sampled: Tensor) -> None:
-        if len(start):
-            difference = (start - sampled).detach().double()
+    def measure(self, start_logp: PerToken, sampled_logp: PerToken) -> tuple[PerToken, Stats]:
+        """A loss that is only logged."""
+        if len(start_logp):
+            difference = (start_logp - sampled_logp).detach().double()
             ratio = difference.clamp(-policy.LOG_RATIO_LIMIT, policy.LOG_RATIO_LIMIT).exp()
             count = ratio.new_tensor(len(ratio))
             sums = [count, ratio.sum(), ratio.square().sum()]
             self.parts.append(torch.stack([*sums, difference.abs().max(), ratio.max(), -ratio.min()]))
+        return (start_logp - sampled_logp).abs(), sampler_mismatch(start_logp, sampled_logp)
 
     def report(self) -> dict[str, float]:
         """Metrics of the micro-batches since the last report, over all ranks. Every rank calls it.

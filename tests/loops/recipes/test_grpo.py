@@ -362,7 +362,7 @@ def test_the_effective_sample_size_is_that_of_all_micro_batches():
     start, sampled = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
     distance = SamplerMismatch(Accelerator())
     for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
-        distance.add(start[part], sampled[part])
+        distance.measure(start[part], sampled[part])
     found = distance.report()
     ratio = (start - sampled).exp()
     assert found["sampling/effective_sample_size"] == pytest.approx(effective_sample_size(ratio).item() / 9)
