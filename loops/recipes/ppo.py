@@ -94,9 +94,8 @@ def open_critic(config: PPO) -> Critic:
         critic.plain.config.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
     architectures = AutoConfig.from_pretrained(config.value_model).architectures or []
     if not any("SequenceClassification" in name for name in architectures):
-        with torch.no_grad():
-            for parameter in critic.head.parameters():
-                parameter.zero_()
+        for parameter in critic.head.parameters():
+            nn.init.zeros_(parameter)
     return critic
 
 

@@ -119,12 +119,13 @@ def check_context_length(config: OnlineConfig, run: RunContext[Policy], context:
             continue  # no completions are sampled for its prompts
         for i, prompt in enumerate(data["prompt"]):
             if len(prompt) + config.max_tokens > context:
-                has_rows = "row" in data.column_names
-                where = load(str(source)).where(data[i]["row"]) if has_rows else f"{source}, example {i + 1}"
+                where, limit = f"{source}, example {i + 1}", "max_length"
+                if "row" in data.column_names:
+                    where, limit = load(str(source)).where(data[i]["row"]), "max_prompt_length"
                 raise ValueError(
                     f"{where}: a prompt of {len(prompt)} tokens and max_tokens={config.max_tokens} do not fit the "
-                    f"model's context of {context}; lower max_tokens, cut prompts (max_length, truncation), or remove "
-                    "the row"
+                    f"model's context of {context}; lower max_tokens, cut prompts ({limit}, truncation), or remove the "
+                    "row"
                 )
 
 
