@@ -3,7 +3,6 @@
 Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv:2402.04792, with rewards for a judge.
 """
 
-from collections.abc import Mapping
 from functools import partial
 
 from ..rl.buffer import RolloutBuffer
@@ -22,11 +21,7 @@ def run_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> dict[
         config.reference, needed="ref_chosen" in tensors_needed(losses), temperature=config.temperature
     )
     select = partial(best_and_worst, penalty=config.missing_eos_penalty)
-
-    def report(rollout: RolloutBuffer) -> Mapping[str, float]:
-        return pair_metrics(rollout, select(rollout), config)
-
-    feed = RolloutFeed(context, select=select, report=report)
+    feed = RolloutFeed(context, select=select, report=lambda rollout: pair_metrics(rollout, select(rollout), config))
     outputs = terms.outputs_for(losses)
     read = terms.policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
     return context.train({**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}, read, feed, report=lambda: feed.metrics)

@@ -157,17 +157,14 @@ class RolloutBuffer:
         process: Any = accelerator or PartialState()
         plan = balanced([self._cost(example, layout) for example in examples], process.num_processes, max_tokens)
         tokens = torch.split(torch.arange(len(self.sequence)), self.lengths.tolist())  # of each completion
+        samples, trained = self.samples, self.trained
         batches = []
         for positions in plan[process.process_index]:
             parts = [examples[position] for position in positions]
             index = torch.cat([torch.arange(0), *(tokens[i] for part in parts for i in part)])
             columns = {name: column[index] for name, column in self.columns.items()}
             batch = [
-                Example(
-                    self.samples[part[0]].prompt,
-                    [self.samples[i].tokens for i in part],
-                    [self.trained[i] for i in part],
-                )
+                Example(samples[part[0]].prompt, [samples[i].tokens for i in part], [trained[i] for i in part])
                 for part in parts
             ]
             batches.append(collate(batch, columns, process.device))

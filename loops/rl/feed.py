@@ -98,7 +98,7 @@ class RolloutFeed:
         self.step, self.metrics, kept = state["step"], state["metrics"], state["rollout"]
         if kept is not None:
             samples = list(map(from_record, kept["samples"]))
-            self.rollout = self._buffer(samples, self.step // self.steps_per_rollout)
+            self.rollout = self._buffer([samples], self.step // self.steps_per_rollout)
             self.rollout.columns = kept["columns"]
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class RolloutFeed:
     def _collect(self, number: int) -> RolloutBuffer:
         """Sample and score one rollout, measure it, and compute its advantages."""
         groups, passed_over = from_main(self.context.accelerator, lambda: self._take(number))
-        rollout = self._buffer(in_order(groups), number)
+        rollout = self._buffer(groups, number)
         if self.measure is not None:
             self._measure(rollout, self.measure)
         for name, column in self.advantages(rollout).items():
@@ -117,9 +117,9 @@ class RolloutFeed:
         self.metrics = {**metrics, **passed_over}
         return rollout
 
-    def _buffer(self, samples: list[Sample], number: int) -> RolloutBuffer:
+    def _buffer(self, groups: list[list[Sample]], number: int) -> RolloutBuffer:
         precision = torch.promote_types(self.context.model.plain.dtype, torch.float32)
-        rollout = RolloutBuffer(samples, mask_truncated=self.config.mask_truncated, version=number, dtype=precision)
+        rollout = RolloutBuffer(groups, mask_truncated=self.config.mask_truncated, version=number, dtype=precision)
         rollout.score(self.context.rewards)
         return rollout
 
