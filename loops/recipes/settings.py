@@ -11,7 +11,6 @@ from ..config import (
     NoiseShare,
     NonNegativeFloat,
     OfflineConfig,
-    OnlineReference,
     OpenUnitInterval,
     PositiveFloat,
     PositiveInt,
@@ -222,12 +221,8 @@ class OnlineDPO(Pairs, OnlineConfig):
     """Completions per prompt, of which two make a pair."""
     loss: str | dict[str, float | dict[str, Any]] = "dpo"
     """A preference objective of burnish.objectives, or a mix, as for dpo: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}."""
-    reference: OnlineReference = "auto"
-    """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
     missing_eos_penalty: float = 0.0
     """Penalty on the reward of a completion that was cut at max_tokens."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Further hyper-parameters by name, such as {gamma: 0.5}, for every loss that has one of that name."""
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,10 @@ class OnlineConfig(SamplingConfig):
     """Optimizer steps in which a rollout is trained on, each epoch."""
     mask_truncated: bool = False
     """Leave out completions that were cut at max_tokens."""
+    reference: OnlineReference = "auto"
+    """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
+    """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""
     eval_temperature: NonNegativeFloat = 0.0
     """Temperature of the completions for `eval_data`, which the policy itself samples; 0 takes the likeliest token."""
 
@@ -137,8 +141,6 @@ class PolicyGradientConfig(OnlineConfig):
     """Strength of the pull towards the reference policy; 0 needs no reference."""
     kl: Literal["k1", "k2", "k3"] | None = None
     """The estimator of the divergence from it; null is k3 for a loss, and k1 for what is taken off the reward."""
-    reference: OnlineReference = "auto"
-    """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
     old_logprobs: Literal["sampled", "recomputed"] | None = None
     """The denominator of ratios: the sampler's own log-probs, or the trainer's at the start of the rollout; null is
     recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
@@ -149,8 +151,6 @@ class PolicyGradientConfig(OnlineConfig):
     """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""
     correction_high: NonNegativeFloat | None = None
     """Upper bound of that ratio."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""
 
     @property
     def bounds(self) -> tuple[float, float]:
