@@ -77,6 +77,12 @@ class RolloutBuffer:
             )
         self.columns[name] = column.to(self.dtype) if column.is_floating_point() else column
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
     @property
     def lengths(self) -> Tensor:
         """int64 [completions], the number of their trained tokens."""
