@@ -74,17 +74,29 @@ class Batches:
         return [int(self._order(position // size)[position % size]) for position in range(start, stop)]
 
     def plan(self, step: int) -> list[list[list[int]]]:
-        """The micro-batches of each rank: as many on every rank, some of them empty where examples are few.
-
-        Ranks are balanced by cost, and within a rank its micro-batches; both keep the order of the stream.
-        """
+        """The micro-batches of each rank, see `balanced`."""
         indices = self.indices(step)
-        cost = [int(self.lengths[i]) for i in indices]
-        shares = _spread(range(len(indices)), cost, self.ranks)
-        packed = [_pack(share, cost, self.micro_tokens) for share in shares]
-        count = max(len(micro) for micro in packed)
-        packed = [_even(micro, cost, count, self.micro_tokens) for micro in packed]
-        return [[[indices[position] for position in micro] for micro in rank] for rank in packed]
+        plan = balanced([int(self.lengths[i]) for i in indices], self.ranks, self.micro_tokens)
+        return [[[indices[position] for position in micro] for micro in rank] for rank in plan]
+
+
+def balanced(cost: Sequence[int], ranks: int, micro_tokens: int | None) -> list[list[list[int]]]:
+    """Positions by rank and micro-batch: as many micro-batches on every rank, the last ones empty where there are few.
+
+    Ranks are balanced by cost, and within a rank its micro-batches, as far as ``micro_tokens`` allows it; both keep the
+    order of the positions.
+    """
+    packed = [_pack(share, cost, micro_tokens) for share in _spread(range(len(cost)), cost, ranks)]
+    count = max(1, *map(len, packed))
+    plan = []
+    for parts in packed:
+        even = _spread([position for part in parts for position in part], cost, count)
+        if any(
+            micro_tokens is not None and len(part) > 1 and sum(cost[p] for p in part) > micro_tokens for part in even
+        ):
+            even = [sorted(part) for part in parts] + [[] for _ in range(count - len(parts))]
+        plan.append(sorted(even, key=lambda part: part[0] if part else len(cost)))
+    return plan
 
 
 def token_cost(dataset: datasets.Dataset, *, shared_prompt: bool) -> npt.NDArray[np.int64]:
@@ -133,12 +145,3 @@ def _pack(positions: Sequence[int], cost: Sequence[int], limit: int | None) -> l
         filled[fits].append(position)
         load[fits] += cost[position]
     return filled
-
-
-def _even(packed: list[list[int]], cost: Sequence[int], count: int, limit: int | None) -> list[list[int]]:
-    """The same examples in ``count`` bins: evenly filled where the limit allows it, else as they are and empty ones."""
-    spread = _spread([position for part in packed for position in part], cost, count)
-    if any(limit is not None and len(part) > 1 and sum(cost[p] for p in part) > limit for part in spread):
-        spread = [sorted(part) for part in packed] + [[] for _ in range(count - len(packed))]
-    # Empty bins last.
-    return sorted(spread, key=lambda part: part[0] if part else len(cost))

@@ -69,6 +69,14 @@ _RECIPES = {
     "online_dpo": ("OnlineDPO", "online_dpo:run_online_dpo"),
     "demo": ("Demo", "demo:demo"),
 }
+_MEANT = {  # names that TRL or other recipes have, and ours
+    "per_device_train_batch_size": "batch_size", "batch_size": "prompts_per_rollout",
+    "max_seq_length": "max_length", "max_length": "max_prompt_length",
+    "max_completion_length": "max_tokens", "max_new_tokens": "max_tokens", "num_generations": "group_size",
+    "num_iterations": "epochs_per_rollout", "num_ppo_epochs": "epochs_per_rollout", "num_mini_batches": "minibatches",
+    "num_train_epochs": "epochs", "max_steps": "steps", "reward_funcs": "rewards", "old": "old_logprobs",
+    "model_name_or_path": "model", "dataset_name": "data", "output_dir": "output", "lr_scheduler_type": "schedule",
+}  # fmt: skip
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 
 
@@ -145,7 +153,15 @@ class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         unknown = re.search(r"unrecognized arguments: -*([\w.]+)|Option '([\w.]+)' is not accepted", message)
         if unknown:
-            message = nearest("no field", unknown[1] or unknown[2], self.get_defaults().keys(), cutoff=0.0)
+            name, fields = unknown[1] or unknown[2], self.get_defaults().keys()
+            meant = name
+            while meant in _MEANT and meant not in fields:
+                meant = _MEANT[meant]
+            message = (
+                nearest("no field", name, fields, cutoff=0.0)
+                if meant == name
+                else (f"no field {name!r}, did you mean {meant!r}?")
+            )
         outside = re.search(r'key "([\w.]+)":.*: (\S+ |)does not conform to restriction ([^\n]+)', message, re.S)
         if outside:
             value = outside[2].strip() or message.rpartition("Given value: ")[2].strip()

@@ -1,16 +1,17 @@
 """Distillation: learn a teacher's distribution of the next token, on the completions of the data or on one's own.
 
 A student that learns on the data's completions meets, when it samples by itself, prefixes that it was never taught. In
-a share λ of the steps it is therefore taught on its own completions (GKD, Agarwal et al. 2023, arXiv:2306.13649): the
-prompts of such a step are those that the data has for it, the completions are the student's.
+a share λ of the steps it is therefore taught on its own completions of the step's prompts (GKD, Agarwal et al. 2023,
+arXiv:2306.13649).
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from itertools import accumulate
+from contextlib import closing
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from ...data import encode_supervised
@@ -19,21 +20,12 @@ from ..batch import Batch
 from ..models.policy import Policy
 from ..rl.context import RLContext
 from ..rl.feed import RolloutFeed
+from ..rl.settings import OnlineConfig, SamplingConfig
 from ..rl.sources import check_sampling, open_sample_log, open_scheduler
 from ..runs.context import RunContext, open_run
-from ..runs.feed import Feed
 from ..runs.teacher import load_teacher, open_teacher
-from ..train.losses import (
-    ENTROPY,
-    Loss,
-    TensorReader,
-    Tensors,
-    Term,
-    columns_of,
-    outputs_for,
-    policy_tensors,
-    tensors_needed,
-)
+from ..train import losses as terms
+from ..train.losses import Loss, TensorReader, Tensors, Term, columns_of, tensors_needed
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, parse_losses
 from .settings import Distill
 
@@ -49,17 +41,18 @@ def run_distill(config: Distill) -> dict[str, float]:
     on_samples, compared = "teacher_logp" in tensors_needed(losses), "divergence" in tensors_needed(losses)
     teacher, stored = open_teacher(context, config.teacher, needed=True) if compared else (None, lambda data: {})
     temperature = config.temperature if on_samples else 1.0
-    read = policy_tensors(teacher=teacher, outputs=outputs_for(losses), temperature=temperature)
+    read = terms.policy_tensors(teacher=teacher, outputs=terms.outputs_for(losses), temperature=temperature)
     if not config.on_policy:
         return context.train(losses, read, columns=columns_of(losses), per_token=(stored,))
     if on_samples:
-        read = with_teacher(read, load_teacher(context, config.teacher), context, config.temperature)
-    feed = MixedFeed(context)
-    evaluation = None if context.eval_data is None else context.feed(context.eval_data, whole=True, prepare=_of_data)
-    try:
+        read = with_teacher(read, load_teacher(context, config.teacher), context.accelerator, temperature)
+    feed, evaluation = MixedFeed(context), None
+    if context.eval_data is not None:
+        evaluation = context.feed(
+            context.eval_data, whole=True, prepare=lambda _, step, batches: marked(batches, False)
+        )
+    with closing(feed.rollouts):
         return context.train(losses, read, feed, evaluation=evaluation, memory=feed.rollouts, report=feed.report)
-    finally:
-        feed.rollouts.close()
 
 
 def distill_losses(config: Distill) -> dict[str, Term]:
@@ -70,9 +63,10 @@ def distill_losses(config: Distill) -> dict[str, Term]:
     """
     mix = {config.loss: 1.0} if isinstance(config.loss, str) else config.loss
     losses: dict[str, Term] = {}
+    weigh = WEIGHTINGS[config.weighting]
     for name, entry in mix.items():
         applies_to = _APPLIES_TO.get(name, "demonstrated") if config.on_policy else None
-        losses |= parse_losses({name: entry}, {}, LOSSES, weighting=WEIGHTINGS[config.weighting], of=applies_to)
+        losses |= parse_losses({name: entry}, {}, LOSSES, weighting=weigh, of=applies_to)
     on_samples = "teacher_logp" in tensors_needed(losses)
     config.teacher.check(needed=on_samples or "divergence" in tensors_needed(losses))
     if not config.on_policy:
@@ -80,7 +74,7 @@ def distill_losses(config: Distill) -> dict[str, Term]:
             raise ValueError(
                 "loss: sampled_reverse_kl is about completions that the student samples; set on_policy above 0"
             )
-        return {**losses, **ENTROPY}
+        return {**losses, **terms.ENTROPY}
     check_sampling(config)
     if on_samples and (config.top_p < 1 or config.top_k):
         raise ValueError(
@@ -94,14 +88,14 @@ def distill_losses(config: Distill) -> dict[str, Term]:
         )
     if columns := set(columns_of(losses)) - {"sampled", "demonstrated"}:
         raise ValueError(f"on_policy: the student's completions have no column {min(columns)!r}; leave it out")
-    return {**losses, **ENTROPY}
+    return {**losses, **terms.ENTROPY}
 
 
-def with_teacher(read: TensorReader, teacher: Policy, context: RunContext[Policy], temperature: float) -> TensorReader:
+def with_teacher(read: TensorReader, teacher: Policy, accelerator: Accelerator, temperature: float) -> TensorReader:
     """Beside the student's tensors, the teacher's log-probs of the same tokens."""
 
     def tensors(policy: nn.Module, batch: Batch) -> Tensors:
-        with torch.no_grad(), context.accelerator.autocast():
+        with torch.no_grad(), accelerator.autocast():
             logp = teacher(batch, temperature=temperature).logprob
         return {**read(policy, batch), ("tokens", "teacher_logp"): logp}
 
@@ -114,42 +108,36 @@ class MixedFeed:
     def __init__(self, context: RunContext[Policy]) -> None:
         config = context.config
         self.data = context.feed(context.data)
-        self.on_policy = on_policy_steps(self.data.steps, config.on_policy, config.seed)
-        self.rollouts_before = [0, *accumulate(self.on_policy)]
+        self.steps = self.data.steps
+        replaced = on_policy_steps(self.steps, config.on_policy, config.seed)
+        self.rollout_of = {step: rollout for rollout, step in enumerate(replaced)}
         self.last = -1  # step that was asked for
-        replaced = [step for step, on_policy in enumerate(self.on_policy) if on_policy]
 
         def prompt(task: int) -> list[int]:
             rollout, place = divmod(task, config.batch_size)
             indices = self.data.batches.indices(replaced[rollout])  # the last step may lack some: its first come again
             return list(self.data.example(indices[place % len(indices)]).prompt)
 
-        scheduler = open_scheduler(config, context, prompt, groups_per_step=config.batch_size)
-        sampling = RLContext(**vars(context), scheduler=scheduler, sample_log=open_sample_log(config, context))
-        self.rollouts = RolloutFeed(sampling, groups=config.batch_size, steps=len(replaced))
-
-    @property
-    def steps(self) -> int:
-        return self.data.steps
+        settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
+        online = OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
+        scheduler = open_scheduler(online, context, prompt)
+        log = open_sample_log(context.directory / "samples.jsonl", config.show_every, context.tokenizer.decode)
+        parts = {**vars(context), "config": online, "scheduler": scheduler, "sample_log": log}
+        self.rollouts = RolloutFeed(RLContext(**parts))
 
     def __call__(self, step: int) -> list[Batch]:
-        self.last = step
-        on_policy = self.on_policy[step]
-        return marked(self.rollouts(self.rollouts_before[step]) if on_policy else self.data(step), on_policy)
+        self.last, rollout = step, self.rollout_of.get(step)
+        return marked(self.data(step), False) if rollout is None else marked(self.rollouts(rollout), True)
 
     def report(self) -> Mapping[str, float]:
-        on_policy = self.on_policy[self.last]
-        return {"on_policy": float(on_policy), **(self.rollouts.report() if on_policy else {})}
+        on_policy = self.last in self.rollout_of
+        return {"on_policy": float(on_policy), **(self.rollouts.metrics if on_policy else {})}
 
 
-def on_policy_steps(steps: int, share: float, seed: int) -> list[bool]:
-    """Which steps are the student's: each with this probability, independently of the others."""
+def on_policy_steps(steps: int, share: float, seed: int) -> list[int]:
+    """The steps that are the student's: each with this probability, independently of the others."""
     bits = np.random.Philox(np.random.SeedSequence([seed, 1])).random_raw(steps)
-    return [bool(draw < share) for draw in bits / 2.0**64]
-
-
-def _of_data(feed: Feed, step: int, batches: list[Batch]) -> list[Batch]:
-    return marked(batches, False)
+    return [int(step) for step in np.flatnonzero(bits / 2.0**64 < share)]
 
 
 def marked(batches: list[Batch], on_policy: bool) -> list[Batch]:

@@ -3,14 +3,13 @@
 Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv:2402.04792, with rewards for a judge.
 """
 
-from collections.abc import Mapping
 from functools import partial
 
-from ...objectives import PerSequence
-from ..rl.buffer import Examples, RolloutBuffer
+from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
-from ..train.losses import CHOSEN, ENTROPY, PAIR_LOGPS, Term, outputs_for, policy_tensors, tensors_needed
+from ..train import losses as terms
+from ..train.losses import Term, tensors_needed
 from ..train.mix import PAIR_LOSSES, parse_losses
 from .settings import OnlineDPO
 
@@ -23,14 +22,10 @@ def run_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> dict[
         config.reference, needed="ref_chosen" in tensors_needed(losses), temperature=config.temperature
     )
     select = partial(best_and_worst, penalty=config.missing_eos_penalty)
-
-    def report(rollout: RolloutBuffer) -> Mapping[str, float]:
-        return {**context.metrics(rollout), **pair_metrics(rollout, select(rollout), config)}
-
-    feed = RolloutFeed(context, **context.rollouts, select=select, report=report)
-    outputs = outputs_for(losses)
-    read = policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
-    return context.train({**losses, **PAIR_LOGPS, **ENTROPY}, read, feed)
+    feed = RolloutFeed(context, select=select, report=lambda rollout: pair_metrics(rollout, select(rollout), config))
+    outputs = terms.outputs_for(losses)
+    read = terms.policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
+    return context.train({**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}, read, feed, report=lambda: feed.metrics)
 
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
@@ -43,21 +38,20 @@ def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
         raise ValueError(f"group_size: a pair needs two completions of a prompt, wanted >= 2, got {config.group_size}")
     known = {name: loss for name, loss in PAIR_LOSSES.items() if name != "distillation"}
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
-    return parse_losses(config.loss, shared, known, of=CHOSEN, given=config.loss_kwargs)
+    return parse_losses(config.loss, shared, known, of=terms.CHOSEN, given=config.loss_kwargs)
 
 
-def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[Examples]:
+def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[list[list[int]]]:
     """The pair of each group: highest and lowest reward, the earlier one of equals; none where all are equal."""
     reward = (rollout.reward - penalty * rollout.unfinished).tolist()
     pairs = ((max(group, key=reward.__getitem__), min(group, key=reward.__getitem__)) for group in rollout.groups)
     return [[[best, worst]] for best, worst in pairs if reward[best] > reward[worst]]
 
 
-def pair_metrics(rollout: RolloutBuffer, pairs: list[Examples], config: OnlineDPO) -> dict[str, float]:
+def pair_metrics(rollout: RolloutBuffer, pairs: list[list[list[int]]], config: OnlineDPO) -> dict[str, float]:
     """How many groups made a pair, how many did not, and by how much the pairs' rewards differ."""
     metrics = {"pairs": float(len(pairs)), "ties": float(config.prompts_per_rollout - len(pairs))}
     if pairs:
-        reward: PerSequence = rollout.reward
         best, worst = ([pair[which] for (pair,) in pairs] for which in (0, 1))
-        metrics["objective/scores_margin"] = float((reward[best] - reward[worst]).mean())
+        metrics["objective/scores_margin"] = float((rollout.reward[best] - rollout.reward[worst]).mean())
     return metrics

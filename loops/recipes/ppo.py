@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from ...objectives import gae, kl_estimate, kl_penalized_reward, value_loss, whiten
 from ..models.io import load_classifier, load_tokenizer, save_model
@@ -44,28 +44,21 @@ class ValueHead(nn.Linear):
 
 
 def run_ppo(config: PPO, context: RLContext | None = None) -> dict[str, float]:
-    """Train, in a context that is open already if one is given; returns the metrics of the last step."""
+    """Train, in a context that is open already if one is given; returns the metrics of the last step.
+
+    The critic or the value head is left beside the model, for `value_model` or `value_head` of a later run.
+    """
     losses = ppo_losses(config)
     context = context or open_rl(config, lambda model: with_values(model, config))
-    metrics = train_policy(
-        context,
-        losses,
-        advantages=partial(advantages, config=config),
-        kl_in_reward=True,
-        report=partial(objective_metrics, config=config),
-    )
-    if context.accelerator.is_main_process:
-        save_values(context.model, context.tokenizer, context.directory)
-    return metrics
-
-
-def save_values(policy: Policy, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write the critic or the value head beside the model, for `value_model` or `value_head` of a later run."""
-    if policy.critic is not None:
-        save_model(policy.critic, tokenizer, directory / "critic")
-    if policy.value_head is not None:
+    compute, report = partial(advantages, config=config), partial(objective_metrics, config=config)
+    metrics = train_policy(context, losses, advantages=compute, kl_in_reward=True, report=report)
+    policy, main = context.model, context.accelerator.is_main_process
+    if main and policy.critic is not None:
+        save_model(policy.critic, context.tokenizer, context.directory / "critic")
+    if main and policy.value_head is not None:
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in policy.value_head.state_dict().items()}
-        save_file(state, directory / "value_head.safetensors")
+        save_file(state, context.directory / "value_head.safetensors")
+    return metrics
 
 
 def with_values(model: nn.Module, config: PPO) -> Policy:
@@ -74,12 +67,12 @@ def with_values(model: nn.Module, config: PPO) -> Policy:
     Raises:
         ValueError: if the value head that is to be loaded belongs to a model of another width.
     """
+    device = next(model.parameters()).device
     if config.value_model is not None:
-        return Policy(model, **config.kernel, critic=open_critic(config).to(next(model.parameters()).device))
+        return Policy(model, **config.kernel, critic=open_critic(config).to(device))
     wrapped: Any = model
     plain = wrapped.get_base_model() if hasattr(model, "get_base_model") else wrapped
     width = plain.config.get_text_config().hidden_size
-    device = next(model.parameters()).device
     head = ValueHead(width, torch.promote_types(plain.dtype, torch.float32)).to(device)
     if config.value_head is not None:
         state = load_file(config.value_head)
@@ -101,9 +94,8 @@ def open_critic(config: PPO) -> Critic:
         critic.plain.config.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
     architectures = AutoConfig.from_pretrained(config.value_model).architectures or []
     if not any("SequenceClassification" in name for name in architectures):
-        with torch.no_grad():
-            for parameter in critic.head.parameters():
-                parameter.zero_()
+        for parameter in critic.head.parameters():
+            nn.init.zeros_(parameter)
     return critic
 
 

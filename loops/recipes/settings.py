@@ -11,11 +11,11 @@ from ..config import (
     NoiseShare,
     NonNegativeFloat,
     OfflineConfig,
-    OnlineReference,
     OpenUnitInterval,
     PositiveFloat,
     PositiveInt,
     ReferenceKind,
+    Settings,
     Teacher,
 )
 from ..rl.settings import OnlineConfig, PolicyGradientConfig, SamplingConfig
@@ -39,10 +39,10 @@ class SFT(OfflineConfig):
 
 
 @dataclass(frozen=True)
-class Pairs(OfflineConfig):
+class Pairs(Settings):
     """Preference training on pairs of a chosen and a rejected completion of one prompt."""
 
-    learning_rate: float = 1e-6
+    learning_rate: NonNegativeFloat = 1e-6
     beta: PositiveFloat = 0.1
     """Strength of the pull towards the reference, or scale of the contrast, for every loss that has a beta."""
     label_smoothing: NoiseShare = 0.0
@@ -50,7 +50,7 @@ class Pairs(OfflineConfig):
 
 
 @dataclass(frozen=True)
-class DPO(Pairs):
+class DPO(Pairs, OfflineConfig):
     """Preference training on pairs of a chosen and a rejected completion of one prompt."""
 
     loss: str | dict[str, float | dict[str, Any]] = "dpo"
@@ -76,13 +76,12 @@ class DPO(Pairs):
 
 
 @dataclass(frozen=True)
-class CPO(Pairs):
+class CPO(Pairs, OfflineConfig):
     """Preference training on pairs without a reference: contrast of the two, plus NLL of the chosen completion."""
 
     loss: Literal["cpo", "simpo", "alpha_po"] = "cpo"
-    """Contrast of the two completions: of their log-probs (cpo) or of those per token (simpo, alpha_po)."""
-    beta: PositiveFloat = 0.1
-    """Scale of the contrast; SimPO's authors use 2 to 2.5."""
+    """Contrast of the two completions: of their log-probs (cpo) or of those per token (simpo, alpha_po); for SimPO, its
+    authors set beta to 2 to 2.5."""
     gamma: NonNegativeFloat = 0.5
     """Target margin of simpo and alpha_po."""
     alpha: float = 0.25
@@ -145,21 +144,15 @@ class PRM(OfflineConfig):
 
 
 @dataclass(frozen=True)
-class Distill(OfflineConfig, SamplingConfig):
+class Distill(SFT, SamplingConfig):
     """Training on a teacher's distribution of the next token, on messages, text, or prompts with completions."""
 
-    learning_rate: float = 2e-5
     teacher: Teacher = field(default_factory=Teacher)
     """The teacher and the divergence from it."""
     loss: str | dict[str, float | dict[str, Any]] = "distillation"
     """distillation, or a mix of it with token objectives: {distillation: 1.0, nll: 0.5}. Those learn from the data's
     completions alone; sampled_reverse_kl, a policy gradient with the reverse KL of each token for its cost, from the
     student's alone."""
-    weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Weight of a token in every loss without a weighting of its own: the same for each, or 1 over its completion's
-    length."""
-    train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
-    """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text."""
     on_policy: ClosedUnitInterval = 0.0
     """Share of the steps that learn from completions which the student samples itself, λ of GKD; 1 is all of them."""
     group_size: PositiveInt = 1
@@ -221,23 +214,15 @@ class PPO(PolicyGradientConfig):
 
 
 @dataclass(frozen=True)
-class OnlineDPO(OnlineConfig):
+class OnlineDPO(Pairs, OnlineConfig):
     """Preference training on pairs of the policy's own completions, the best and the worst of each group by reward."""
 
     group_size: PositiveInt = 2
     """Completions per prompt, of which two make a pair."""
     loss: str | dict[str, float | dict[str, Any]] = "dpo"
     """A preference objective of burnish.objectives, or a mix, as for dpo: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}."""
-    beta: PositiveFloat = 0.1
-    """Strength of the pull towards the reference, for every loss that has a beta."""
-    label_smoothing: NoiseShare = 0.0
-    """Assumed share of pairs that are the wrong way round, for every loss that knows it."""
-    reference: OnlineReference = "auto"
-    """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
     missing_eos_penalty: float = 0.0
     """Penalty on the reward of a completion that was cut at max_tokens."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Further hyper-parameters by name, such as {gamma: 0.5}, for every loss that has one of that name."""
 
 
 @dataclass(frozen=True)

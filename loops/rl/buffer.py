@@ -6,22 +6,20 @@ Whatever mixes completions (group means, whitening, generalized advantages) is c
 and on every rank alike, so that the split into micro-batches and ranks does not matter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor
 
-from ...data import Batches, Example
+from ...data import Example, balanced
 from ...objectives import sequence_sum
 from ..batch import Batch, collate
 from ..models.inputs import Layout
 from ..rewards.table import RewardTable, reward_table, score
 from ..rollouts.sample import Row, Sample
-
-Examples = list[list[int]]  # of each example, the indices of its completions in the rollout
 
 
 class RolloutBuffer:
@@ -33,34 +31,40 @@ class RolloutBuffer:
 
     Args:
         samples: or groups of them.
-        scores: of the samples in that order; `score` gives them later. Without a reward nothing is unscored.
         version: of the weights of the step that trains on them first; the newest that sampled, unless given.
         dtype: of the columns.
+
+    Attributes:
+        sequence: int64 [tokens], the completion that each trained token belongs to.
+        scores: the table of `score`; without it nothing is unscored.
     """
 
     def __init__(
         self,
         samples: Sequence[Sample] | Sequence[Sequence[Sample]],
-        scores: RewardTable | None = None,
         *,
         mask_truncated: bool = False,
         version: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.samples = in_order(samples)
+        self.samples, self.dtype = in_order(samples), dtype
         self.trained = [sample.trained for sample in self.samples]
-        self.dtype = dtype
+        self.sequence = torch.tensor([i for i, trained in enumerate(self.trained) for t in trained if t]).long()
+        self.scores: RewardTable = reward_table([], self.samples)
         self.columns: dict[str, Tensor] = {}
-        newest = max((span.version for sample in self.samples for span in sample.spans), default=0)
-        self["sampled_logp"] = self._flat(lambda sample: sample.logprobs)
-        self["age"] = self._flat(lambda sample: _ages(sample, newest if version is None else version))
-        self.mask([sample.finish == "aborted" for sample in self.samples])
-        if mask_truncated:
-            self.mask([sample.finish == "length" for sample in self.samples])
-        self.scores = reward_table([], self.samples) if scores is None else scores
-        if self.scores.group.tolist() != [sample.task for sample in self.samples]:
-            raise ValueError("rollout: scores are those of other samples, or in another order; sort by (task, index)")
-        self._mask_unscored()
+        if version is None:
+            version = max((span.version for sample in self.samples for span in sample.spans), default=0)
+        logprobs: list[float] = []
+        ages: list[int] = []
+        for sample in self.samples:
+            age = [0] * len(sample.tokens)
+            for span in sample.spans:
+                age[span.start : span.end] = [version - span.version] * (span.end - span.start)
+            logprobs += compress(sample.logprobs, sample.trained)
+            ages += compress(age, sample.trained)
+        self["sampled_logp"], self["age"] = torch.tensor(logprobs, dtype=dtype), torch.tensor(ages, dtype=dtype)
+        untrained = ("aborted", "length") if mask_truncated else ("aborted",)
+        self.mask([sample.finish in untrained for sample in self.samples])
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
@@ -80,14 +84,9 @@ class RolloutBuffer:
         return len(self.samples)
 
     @property
-    def sequence(self) -> Tensor:
-        """int64 [tokens], the completion that each trained token belongs to."""
-        return torch.arange(len(self.samples)).repeat_interleave(self.lengths)
-
-    @property
     def lengths(self) -> Tensor:
         """int64 [completions], the number of their trained tokens."""
-        return torch.tensor([sum(trained) for trained in self.trained], dtype=torch.int64)
+        return torch.bincount(self.sequence, minlength=len(self.samples))
 
     @property
     def reward(self) -> Tensor:
@@ -111,34 +110,41 @@ class RolloutBuffer:
     def score(self, rewards: Sequence[Any], rows: Sequence[Row] | None = None) -> RewardTable:
         """Score the completions, and mask those without a score. See `burnish.loops.rewards.score`."""
         self.scores = score(rewards, self.samples, rows)
-        self._mask_unscored()
+        if rewards:
+            self.mask(self.scores.total.isnan().tolist())
         return self.scores
 
     def mask(self, masked: Sequence[bool]) -> None:
         """Train on no token of these completions."""
         kept = ~torch.tensor(masked, dtype=torch.bool)[self.sequence]
         self.columns = {name: column[kept] for name, column in self.columns.items()}
+        self.sequence = self.sequence[kept]
         for i, sample in enumerate(self.samples):
             if masked[i]:
                 self.trained[i] = [False] * len(sample.tokens)
-
-    def _mask_unscored(self) -> None:
-        if len(self.scores.weight):
-            self.mask(self.reward.isnan().tolist())
 
     def sum(self, column: Tensor) -> Tensor:
         """[completions], the sum of a column [tokens] over each of them."""
         return sequence_sum(column, self.sequence, len(self.samples))
 
-    def split_groups(self, max_tokens: int | None, layout: Layout) -> list[Examples]:
-        """The examples of each group: one, so that the prompt is computed once, unless it exceeds ``max_tokens``."""
-        return [self._split(group, max_tokens, layout) for group in self.groups]
+    def split_groups(self, max_tokens: int | None, layout: Layout) -> list[list[list[int]]]:
+        """The examples of each group, as indices of completions: one, so that the prompt is computed once, unless it
+        exceeds ``max_tokens``."""
+        split: list[list[list[int]]] = []
+        for group in self.groups:
+            examples: list[list[int]] = [[]]
+            for i in group:
+                if examples[-1] and max_tokens is not None and self._cost([*examples[-1], i], layout) > max_tokens:
+                    examples.append([])
+                examples[-1].append(i)
+            split.append(examples)
+        return split
 
     def micro_batches(
         self,
         max_tokens: int | None = None,
         *,
-        examples: Examples | None = None,
+        examples: Sequence[list[int]] | None = None,
         layout: Layout = "shared",
         accelerator: Accelerator | None = None,
     ) -> list[Batch]:
@@ -146,42 +152,29 @@ class RolloutBuffer:
 
         Args:
             max_tokens: that a micro-batch computes at most, unless one completion alone has more.
-            examples: the completions that share an example; those of a group unless given.
+            examples: the indices of the completions that share an example; those of a group unless given.
             layout: of the policy, whose rows decide whether a shared prompt is computed once.
             accelerator: this process, unless given.
         """
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"rollout: max_tokens must be >= 1, got {max_tokens}")
         if examples is None:
             examples = [example for group in self.split_groups(max_tokens, layout) for example in group]
         process: Any = accelerator or PartialState()
-        plan = self.plan(examples, max_tokens, layout, process.num_processes)[process.process_index]
-        return [self.batch(part, process.device) for part in plan]
-
-    def plan(self, examples: Examples, max_tokens: int | None, layout: Layout, ranks: int = 1) -> list[list[Examples]]:
-        """The examples of each micro-batch of each rank."""
-        if not examples:
-            return [[[]]] * ranks
-        batches = Batches(
-            [self._cost(example, layout) for example in examples],
-            batch_size=len(examples),
-            micro_tokens=max_tokens,
-            seed=0,
-            shuffle=False,
-            steps=1,
-            ranks=ranks,
-        )
-        return [[[examples[position] for position in part] for part in rank] for rank in batches.plan(0)]
-
-    def batch(self, examples: Examples, device: torch.device | str = "cpu") -> Batch:
-        """Examples with their part of all columns."""
-        starts = np.cumsum([0, *self.lengths.tolist()])
-        completions = [i for example in examples for i in example]
-        index = torch.tensor([t for i in completions for t in range(starts[i], starts[i + 1])], dtype=torch.int64)
-        columns = {name: column[index] for name, column in self.columns.items()}
-        return collate([self._example(example) for example in examples], columns, device)
-
-    def _example(self, completions: Sequence[int]) -> Example:
-        samples = [self.samples[i] for i in completions]
-        return Example(samples[0].prompt, [s.tokens for s in samples], [self.trained[i] for i in completions])
+        plan = balanced([self._cost(example, layout) for example in examples], process.num_processes, max_tokens)
+        tokens = torch.split(torch.arange(len(self.sequence)), self.lengths.tolist())  # of each completion
+        samples, trained = self.samples, self.trained
+        batches = []
+        for positions in plan[process.process_index]:
+            parts = [examples[position] for position in positions]
+            index = torch.cat([torch.arange(0), *(tokens[i] for part in parts for i in part)])
+            columns = {name: column[index] for name, column in self.columns.items()}
+            batch = [
+                Example(samples[part[0]].prompt, [samples[i].tokens for i in part], [trained[i] for i in part])
+                for part in parts
+            ]
+            batches.append(collate(batch, columns, process.device))
+        return batches
 
     def _cost(self, completions: Sequence[int], layout: Layout) -> int:
         """Tokens of an example, as `data.token_cost` counts them."""
@@ -189,42 +182,21 @@ class RolloutBuffer:
         tokens = sum(len(self.samples[i].tokens) for i in completions)
         return prompt * (1 if layout == "shared" else len(completions)) + tokens
 
-    def _split(self, group: Sequence[int], max_tokens: int | None, layout: Layout) -> Examples:
-        examples: Examples = [[]]
-        for i in group:
-            larger = [*examples[-1], i]
-            if examples[-1] and max_tokens is not None and self._cost(larger, layout) > max_tokens:
-                larger = [i]
-                examples.append(larger)
-            examples[-1] = larger
-        return examples
-
-    def _flat(self, values: Callable[[Sample], Sequence[float]]) -> Tensor:
-        """One number per token of each completion, as a column over the trained ones."""
-        column = [
-            value
-            for sample, trained in zip(self.samples, self.trained, strict=True)
-            for value, kept in zip(values(sample), trained, strict=True)
-            if kept
-        ]
-        return torch.tensor(column, dtype=self.dtype)
-
 
 def rollout_metrics(rollout: RolloutBuffer) -> dict[str, float]:
     """Metrics of completions under TRL's names, the share that is masked, and their age."""
     lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
-    ended = rollout.unfinished == 0
-    masked = torch.tensor([not any(trained) for trained in rollout.trained], dtype=torch.float64)
-    metrics: dict[str, float] = {}
-    for name, some in (("", lengths), ("terminated_", lengths[ended])):
+    metrics: dict[str, Tensor] = {}
+    for name, some in (("", lengths), ("terminated_", lengths[rollout.unfinished == 0])):
         if len(some):
             kinds = {"mean": some.mean(), "min": some.min(), "max": some.max()}
-            metrics |= {f"completions/{kind}_{name}length": float(value) for kind, value in kinds.items()}
+            metrics |= {f"completions/{kind}_{name}length": value for kind, value in kinds.items()}
     if len(lengths):
-        metrics["completions/clipped_ratio"] = float((~ended).double().mean())
-        metrics["completions/masked_ratio"] = float(masked.mean())
-    age = rollout["age"]
-    return metrics | ({"age/mean": float(age.mean()), "age/max": float(age.max())} if len(age) else {})
+        metrics["completions/clipped_ratio"] = rollout.unfinished.mean()
+        metrics["completions/masked_ratio"] = (rollout.lengths == 0).double().mean()
+    if len(age := rollout.columns["age"]):
+        metrics |= {"age/mean": age.mean(), "age/max": age.max()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def in_order(samples: Sequence[Sample] | Sequence[Sequence[Sample]]) -> list[Sample]:
@@ -232,10 +204,3 @@ def in_order(samples: Sequence[Sample] | Sequence[Sequence[Sample]]) -> list[Sam
     groups = cast(Sequence[Any], samples)
     flat: list[Sample] = [s for group in groups for s in ([group] if isinstance(group, Sample) else group)]
     return sorted(flat, key=lambda sample: (sample.task, sample.index))
-
-
-def _ages(sample: Sample, version: int) -> list[float]:
-    ages = [0.0] * len(sample.tokens)
-    for span in sample.spans:
-        ages[span.start : span.end] = [float(version - span.version)] * (span.end - span.start)
-    return ages

@@ -2,7 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import compress
 from typing import Any
 
 from accelerate import Accelerator
@@ -13,17 +16,9 @@ from ...data import encode_prompts, load
 from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
-from ..rewards import (
-    RewardFunction,
-    RewardMonitor,
-    check_columns,
-    resolve,
-    resolve_names,
-    reward_metrics,
-    reward_table,
-    score_samples,
-)
-from ..rewards.resolve import SHIPPED
+from ..rewards.resolve import SHIPPED, resolve, resolve_names
+from ..rewards.scoring import RewardFunction, check_columns, score_samples
+from ..rewards.table import RewardMonitor, reward_metrics, reward_table
 from ..rollouts.local.source import LocalSource
 from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
@@ -33,7 +28,7 @@ from ..runs.ranks import from_main
 from ..train.losses import Losses, TensorReader
 from .buffer import RolloutBuffer
 from .settings import OnlineConfig
-from .sources import SampleLog, check_sampling, open_sample_log, open_scheduler, stop_tokens
+from .sources import check_sampling, open_sample_log, open_scheduler
 
 
 @dataclass
@@ -43,84 +38,60 @@ class RLContext(RunContext[Policy]):
     Attributes:
         rewards: reward functions; on ranks other than the main process, their names and weights.
         scheduler: on the main process; None on the others, which are sent its samples.
-        sample_log: on the main process: where all samples are written to, those that were passed over too.
-        converse: makes a source of conversations of a source of completions, given the row of each task.
+        sample_log: ``sample_log(samples)`` keeps those of a rollout, also groups that were passed over.
+        converse: ``converse(source, row=...)`` makes a source of conversations, given the row of each task.
+        eval_rows: the rows that held-out prompts come from.
         monitor: warns of degenerate rewards.
     """
 
     rewards: Sequence[RewardFunction] = ()
     scheduler: RolloutScheduler | None = None
-    sample_log: SampleLog | None = None
-    converse: Callable[[RolloutSource, Callable[[int], Row]], RolloutSource] = lambda source, row: source
+    sample_log: Callable[[Sequence[Sample]], None] | None = None
+    converse: Callable[..., RolloutSource] | None = None
+    eval_rows: Sequence[Row] = ()
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
-    @property
-    def rollouts(self) -> dict[str, Any]:
-        """The arguments of `RolloutFeed` that are settings."""
-        config, steps = self.config, self.config.steps
-        if steps is None:
-            rollouts = -(-len(self.data) * config.epochs // config.prompts_per_rollout)
-            steps = rollouts * config.steps_per_rollout
-        settings = {"groups": config.prompts_per_rollout, "steps": steps, "mask_truncated": config.mask_truncated}
-        return {**settings, "epochs": config.epochs_per_rollout, "minibatches": config.minibatches}
-
     def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> dict[str, float]:
-        """Train on rollouts, see `RunContext.train`; held-out prompts are evaluated by their rewards.
-
-        Args:
-            feed: a `RolloutFeed`, which is part of checkpoints, and closed at the end.
-        """
-        report = options.pop("report", dict)
-        options = {"evaluation": self.evaluation, "memory": feed, **options}
-        try:
-            return super().train(losses, read, feed, report=lambda: {**feed.report(), **report()}, **options)
-        finally:
-            feed.close()
+        """Train on the rollouts of a `RolloutFeed`, which is part of checkpoints, and closed at the end; see
+        `RunContext.train`. Held-out prompts are evaluated by their rewards."""
+        scheduler: Any = self.scheduler
+        if self.eval_data is not None:
+            options["evaluation"] = lambda steps: from_main(self.accelerator, lambda: scheduler.run(self.evaluate()))
+        with closing(feed):
+            return super().train(losses, read, feed, memory=feed, **options)
 
     def metrics(self, rollout: RolloutBuffer) -> Mapping[str, float]:
         """Metrics of the rewards and conversations of a rollout, and of the sampler on the main process."""
-        metrics = {**reward_metrics(rollout.scores), **conversation_metrics(rollout.samples)}
+        if not self.rewards:
+            return {}
+        metrics = reward_metrics(rollout.scores)
+        if turns := [sample.info["turns"] for sample in rollout.samples if "turns" in sample.info]:
+            aborted = sum(sample.finish == "aborted" for sample in rollout.samples)
+            metrics |= {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted)}
+            metrics |= tool_metrics(rollout.samples)
         if self.scheduler is None:
             return metrics
         self.monitor(rollout.scores, rollout.samples)
         waited, self.scheduler.waited = self.scheduler.waited, 0.0
         return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.scheduler.counts["retries"])}
 
-    @property
-    def evaluation(self) -> Callable[[int], Mapping[str, float]] | None:
-        """The mean reward of completions for held-out prompts, sampled like those that are trained on."""
-        config, data = self.config, self.eval_data
-        if data is None or config.eval_data is None:
-            return None
-        rows = load(config.eval_data).dataset
-
-        def evaluate() -> dict[str, float]:
-            assert self.scheduler is not None
-            return self.scheduler.run(self._evaluate(data, rows))
-
-        return lambda steps: from_main(self.accelerator, evaluate)
-
-    async def _evaluate(self, data: Dataset, rows: Dataset) -> dict[str, float]:
+    async def evaluate(self) -> dict[str, float]:
+        """On the main process, the rewards of completions for held-out prompts, which the policy itself samples."""
         config = self.config
-        local = LocalSource(
-            self.model,
-            self.tokenizer,
-            cache_bytes=config.cache_bytes,
-            context=self.accelerator.autocast,
-            version=0,
-        )
-        source = self.converse(local, lambda task: rows[data[task]["row"]])
-        sampling = replace(config.sampling, stop=stop_tokens(self), temperature=config.eval_temperature)
-
-        async def sample(i: int) -> list[Sample]:
-            # Seeded apart from the run, so that no held-out completion shares a seed with one that is trained on.
-            return await source.sample(Request(i, data[i]["prompt"], range(1), sampling, -1 - config.seed))
-
+        assert self.scheduler is not None and self.eval_data is not None
+        rows = [self.eval_rows[row] for row in self.eval_data["row"]]
+        autocast, cache_bytes = self.accelerator.autocast, config.cache_bytes
+        local = LocalSource(self.model, self.tokenizer, cache_bytes=cache_bytes, context=autocast, version=0)
+        source: RolloutSource = self.converse(local, row=rows.__getitem__) if self.converse else local
+        sampling = replace(self.scheduler.sampling, temperature=config.eval_temperature)
+        # Seeded apart from the run, so that no held-out completion shares a seed with one that is trained on.
+        key, prompts = -1 - config.seed, self.eval_data["prompt"]
+        requests = [Request(task, prompt, range(1), sampling, key) for task, prompt in enumerate(prompts)]
         try:
-            samples = [one for group in await asyncio.gather(*map(sample, range(len(data)))) for one in group]
+            samples = [sample for group in await asyncio.gather(*map(source.sample, requests)) for sample in group]
         finally:
             await source.close()
-        await score_samples(self.rewards, [rows[row] for row in data["row"]], samples)
+        await score_samples(self.rewards, rows, samples)
         metrics = reward_metrics(reward_table(self.rewards, samples))
         return {name: value for name, value in metrics.items() if "zero_std" not in name and name != "reward_std"}
 
@@ -135,21 +106,27 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
     """
     check_online(config)
-    rows = load(config.data).dataset
+    records = {source: load(source) for source in (config.data, config.eval_data) if source is not None}
+    rows = {source: part.dataset for source, part in records.items()}
     accelerator = open_accelerator(config)
-    rewards = open_rewards(config, accelerator)
-    run = open_run(config, encode_prompts, make_policy, accelerator=accelerator)
+    rewards = open_rewards(config, rows, accelerator)
+    run = open_run(config, encode_prompts, make_policy, load=records.__getitem__, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
-    converse = open_conversations(config, run)
+    converse = None
+    if config.environment is not None:
+        make = resolve_environment(config.environment)
+        # Without a template only environments that speak in token ids are understood.
+        turns = turns_for(make, run.tokenizer) if run.tokenizer.chat_template else None
+        converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
 
     def row_of(task: int) -> Row:
-        row: Row = rows[run.data[order(task)]["row"]]
+        row: Row = rows[config.data][run.data[order(task)]["row"]]
         return row
 
     async def score_group(group: list[Sample]) -> None:
         for sample in group:
             if not sample.text:
-                tokens = [token for token, trained in zip(sample.tokens, sample.trained, strict=True) if trained]
+                tokens = list(compress(sample.tokens, sample.trained))
                 sample.text = str(run.tokenizer.decode(tokens, skip_special_tokens=True))
         await score_samples(rewards, [row_of(group[0].task)] * len(group), group)
 
@@ -157,60 +134,37 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         config,
         run,
         lambda task: run.data[order(task)]["prompt"],
-        groups_per_step=config.prompts_per_rollout,
-        converse=lambda source: converse(source, row_of),
+        converse=partial(converse, row=row_of) if converse else None,
         score=score_group,
-        max_staleness=config.max_staleness,
     )
-    return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, sample_log=open_sample_log(config, run),
-                     converse=converse)  # fmt: skip
+    eval_rows = rows[config.eval_data] if config.eval_data is not None else ()
+    log = open_sample_log(run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode)
+    return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, sample_log=log, converse=converse,
+                     eval_rows=eval_rows)  # fmt: skip
 
 
-def open_rewards(config: OnlineConfig, accelerator: Accelerator) -> Sequence[RewardFunction]:
+def open_rewards(
+    config: OnlineConfig, rows: Mapping[str, Dataset], accelerator: Accelerator
+) -> Sequence[RewardFunction]:
     """On the main process, the configured functions, their models on the device; on the others, their names.
 
     Raises:
-        ValueError: if the data lacks a column that one of them reads.
+        ValueError: if the data, by its source, lacks a column that one of them reads.
     """
     spec = config.rewards or {"environment": 1.0}
     rewards = resolve_names(spec)
 
     def open_there() -> None:
         rewards[:] = resolve(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
-        for source in filter(None, (config.data, config.eval_data)):
-            check_columns(rewards, load(source).dataset.column_names, source)
+        for source, dataset in rows.items():
+            check_columns(rewards, dataset.column_names, source)
 
     from_main(accelerator, open_there)
     return rewards
 
 
-def open_conversations(
-    config: OnlineConfig, run: RunContext[Policy]
-) -> Callable[[RolloutSource, Callable[[int], Row]], RolloutSource]:
-    """Make a source of conversations of a source of completions, if there is an environment."""
-    if config.environment is None:
-        return lambda source, row: source
-    make = resolve_environment(config.environment)
-    # Without a template only environments that speak in token ids are understood.
-    turns = turns_for(make, run.tokenizer) if run.tokenizer.chat_template else None
-    return lambda source, row: MultiTurnSource(source, make, row, turns, config.limits)
-
-
-def conversation_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """How many turns conversations took, how many were aborted, and the metrics of tools."""
-    turns = [sample.info["turns"] for sample in samples if "turns" in sample.info]
-    if not turns:
-        return {}
-    aborted = sum(sample.finish == "aborted" for sample in samples)
-    return {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted), **tool_metrics(samples)}
-
-
 def check_online(config: OnlineConfig) -> None:
-    """Check settings against each other, before anything is loaded.
-
-    Raises:
-        ValueError: if completions can't be sampled, or not be learned from, as configured.
-    """
+    """Raise ValueError, before anything is loaded, if completions can't be sampled, or not be learned from."""
     check_sampling(config)
     if config.minibatches > config.prompts_per_rollout:
         raise ValueError(

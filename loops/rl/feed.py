@@ -1,7 +1,8 @@
 """The micro-batches of every step of an online run: rollouts are sampled, scored, measured, and trained on."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,8 @@ from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken
 from ..rewards.table import reward_table
 from ..rollouts.sample import Sample, from_record, to_record
-from ..rollouts.scheduler import RolloutScheduler
 from ..runs.ranks import from_main
-from .buffer import Examples, RolloutBuffer, in_order, rollout_metrics
+from .buffer import RolloutBuffer, in_order, rollout_metrics
 from .context import RLContext
 
 log = logging.getLogger(__name__)
@@ -30,14 +30,11 @@ class RolloutFeed:
     A rollout is what is sampled at once and trained on in one optimizer step or in several.
 
     Args:
-        context: its scheduler samples, its rewards score, and its policy measures.
-        groups: prompts per rollout.
-        steps: optimizer steps in all.
-        epochs, minibatches: a rollout is trained on ``epochs`` times, each time in so many steps.
+        context: its configuration is an `OnlineConfig`, its scheduler samples, its rewards score, its policy measures.
         advantages: columns [tokens] that are computed over a whole rollout.
         measure: columns [tokens] that the policy gives of each batch before anything is learned from the rollout.
-        select: the units of a rollout; each group is one unless given. The examples of a unit share a step.
-        mask_truncated: leave out completions that were cut at their longest; they count in group means.
+        select: the units of a rollout, the examples of each as indices of completions; those of a group unless given.
+            The examples of a unit share a step.
         dynamic_sampling: pass over groups whose rewards are all the same, and take others instead.
         report: further metrics of a rollout.
         first_step: receives the metrics of the first step on each rollout, before which nothing was learned from it.
@@ -47,64 +44,61 @@ class RolloutFeed:
         self,
         context: RLContext,
         *,
-        groups: int,
-        steps: int,
-        epochs: int = 1,
-        minibatches: int = 1,
         advantages: Callable[[RolloutBuffer], Mapping[str, Tensor]] = lambda rollout: {},
         measure: Callable[[Batch], Mapping[str, Tensor]] | None = None,
-        select: Callable[[RolloutBuffer], list[Examples]] | None = None,
-        mask_truncated: bool = False,
+        select: Callable[[RolloutBuffer], list[list[list[int]]]] | None = None,
         dynamic_sampling: bool = False,
         report: Callable[[RolloutBuffer], Mapping[str, float]] = lambda rollout: {},
         first_step: Callable[[Mapping[str, float]], None] = lambda metrics: None,
     ) -> None:
-        self.context, self.scheduler = context, context.scheduler
-        self.groups, self.steps, self.epochs, self.minibatches = groups, steps, epochs, minibatches
-        self.advantages, self.measure, self.select = advantages, measure, select or self._split_groups
-        self.mask_truncated, self.dynamic_sampling = mask_truncated, dynamic_sampling
+        self.context, self.config, self.scheduler = context, context.config, context.scheduler
+        self.advantages, self.measure, self.dynamic_sampling = advantages, measure, dynamic_sampling
+        self.select = select or (
+            lambda rollout: rollout.split_groups(self.config.micro_tokens, self.batching["layout"])
+        )
         self.report_rollout, self.first_step = report, first_step
+        self.batching: dict[str, Any] = {"layout": context.model.layout, "accelerator": context.accelerator}
+        self.steps_per_rollout: int = self.config.steps_per_rollout
+        rollouts = -(-len(context.data) * self.config.epochs // self.config.prompts_per_rollout)
+        self.steps: int = self.config.steps or rollouts * self.steps_per_rollout
+        self.step = -1  # the last one that was asked for
         self.rollout: RolloutBuffer | None = None
-        self.number = -1  # of the rollout that is at hand
-        self.metrics: dict[str, float] = {}
-        self._first = False  # whether the last step that was asked for is the first on its rollout
-        self._used_up = False  # whether all steps on the rollout at hand have been asked for
-        self._logged = False  # whether this process has written samples
+        self.metrics: dict[str, float] = {}  # of the rollout at hand, the same in each of its steps
 
     def __call__(self, step: int) -> list[Batch]:
-        steps_per_rollout = self.epochs * self.minibatches
-        number, part = divmod(step, steps_per_rollout)
-        if number != self.number or self.rollout is None:
+        config = self.config
+        number, part = divmod(step, self.steps_per_rollout)
+        if self.rollout is None or number != self.step // self.steps_per_rollout:
             self.rollout = self._collect(number)
-            self.number = number
-        self._first, self._used_up = part == 0, part == steps_per_rollout - 1
+        self.step = step
         units = self.select(self.rollout)
-        examples = [example for i in self._chosen(len(units), number, part) for example in units[i]]
-        return self._micro_batches(self.rollout, examples)
-
-    def report(self) -> dict[str, float]:
-        """Metrics of the rollout at hand, the same in each of its steps."""
-        return self.metrics
+        if config.minibatches > 1:  # each unit is in one of them, drawn anew in each epoch
+            epoch, minibatch = divmod(part, config.minibatches)
+            bits = np.random.Philox(np.random.SeedSequence([config.seed, number, epoch])).random_raw(len(units))
+            drawn = np.argsort(bits, kind="stable")[minibatch :: config.minibatches]
+            units = [units[i] for i in sorted(drawn)]
+        examples = [example for unit in units for example in unit]
+        return self.rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """A step was taken, with these metrics over all ranks; nothing of it is remembered here."""
-        if self._first:
+        if self.step % self.steps_per_rollout == 0:
             self.first_step(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         kept = None
-        if self.rollout is not None and not self._used_up:
-            samples = [to_record(sample) for sample in self.rollout.samples]
-            kept = {"samples": samples, "columns": self.rollout.columns}
+        if self.rollout is not None and (self.step + 1) % self.steps_per_rollout:  # it has further steps
+            kept = {"samples": list(map(to_record, self.rollout.samples)), "columns": self.rollout.columns}
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"number": self.number, "rollout": kept, "metrics": self.metrics, "scheduler": scheduler}
+        return {"step": self.step, "rollout": kept, "metrics": self.metrics, "scheduler": scheduler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        self.number, self.metrics, kept = state["number"], state["metrics"], state["rollout"]
+        self.step, self.metrics, kept = state["step"], state["metrics"], state["rollout"]
         if kept is not None:
-            self.rollout = self._buffer([from_record(record) for record in kept["samples"]], self.number)
+            samples = list(map(from_record, kept["samples"]))
+            self.rollout = self._buffer([samples], self.step // self.steps_per_rollout)
             self.rollout.columns = kept["columns"]
 
     def close(self) -> None:
@@ -113,111 +107,68 @@ class RolloutFeed:
 
     def _collect(self, number: int) -> RolloutBuffer:
         """Sample and score one rollout, measure it, and compute its advantages."""
-        samples, passed_over = self._sample(number)
-        rollout = self._buffer(samples, number)
+        groups, passed_over = from_main(self.context.accelerator, lambda: self._take(number))
+        rollout = self._buffer(groups, number)
         if self.measure is not None:
-            rollout.columns |= self._measured(rollout, self.measure)
+            self._measure(rollout, self.measure)
         for name, column in self.advantages(rollout).items():
             rollout[name] = column
-        self.metrics = {**rollout_metrics(rollout), **self.report_rollout(rollout), **passed_over}
+        metrics = {**rollout_metrics(rollout), **self.context.metrics(rollout), **self.report_rollout(rollout)}
+        self.metrics = {**metrics, **passed_over}
         return rollout
 
-    def _buffer(self, samples: list[Sample], number: int) -> RolloutBuffer:
+    def _buffer(self, groups: list[list[Sample]], number: int) -> RolloutBuffer:
         precision = torch.promote_types(self.context.model.plain.dtype, torch.float32)
-        scores = reward_table(self.context.rewards, samples)
-        return RolloutBuffer(samples, scores, mask_truncated=self.mask_truncated, version=number, dtype=precision)
+        rollout = RolloutBuffer(groups, mask_truncated=self.config.mask_truncated, version=number, dtype=precision)
+        rollout.score(self.context.rewards)
+        return rollout
 
-    def _sample(self, number: int) -> tuple[list[Sample], dict[str, float]]:
-        """The samples of a rollout, on every rank, and metrics of those that were passed over."""
-
-        def sample() -> tuple[list[list[Sample]], dict[str, float]]:
-            assert self.scheduler is not None
-            sample_log = self.context.sample_log
-            if sample_log is not None and not self._logged:
-                sample_log.keep(self.scheduler.ledger.tasks)
-                self._logged = True
-            self.scheduler.publish()
-            return self._take(self.scheduler, number)
-
-        groups, passed_over = from_main(self.context.accelerator, sample)
-        return in_order(groups), passed_over
-
-    def _take(self, scheduler: RolloutScheduler, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
+    def _take(self, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
+        """On the main process, the groups of a rollout, and metrics of those that were passed over."""
+        rewards, wanted = self.context.rewards, self.config.prompts_per_rollout
         kept: list[list[Sample]] = []
         seen: list[list[Sample]] = []
+        assert self.scheduler is not None
+        self.scheduler.publish()
         for _ in range(PATIENCE if self.dynamic_sampling else 1):
-            taken = scheduler.take(self.groups - len(kept), step=number)
+            taken = self.scheduler.take(wanted - len(kept), step=number)
             if self.rollout is None and not seen:
-                refuse_broken(self.context.rewards, in_order(taken))
+                refuse_broken(rewards, in_order(taken))
             seen += taken
             kept += [group for group in taken if not self.dynamic_sampling or self._varies(group)]
-            if len(kept) == self.groups:
+            if len(kept) == wanted:
                 break
         else:
             log.warning(
-                "rollout %d: only %d of %d groups have completions of different reward, %d do not; it goes on with "
-                "these. Prompts may be too easy or too hard for this policy",
-                number,
-                len(kept),
-                self.groups,
-                len(seen) - len(kept),
+                f"rollout {number}: only {len(kept)} of {wanted} groups have completions of different reward, "
+                f"{len(seen) - len(kept)} do not; it goes on with these. Prompts may be too easy or too hard for this "
+                "policy"
             )
+        samples = in_order(seen)
         if self.context.sample_log is not None:
-            self.context.sample_log.write(in_order(seen))
-        return kept, self._passed_over(seen, len(seen) - len(kept)) if self.dynamic_sampling else {}
-
-    def _passed_over(self, seen: Sequence[list[Sample]], count: int) -> dict[str, float]:
-        """The mean reward of all samples: that of the groups that vary stays near the middle and shows no learning."""
-        reward = self._rewards_of(in_order(seen)).nanmean()
-        known = {} if reward.isnan() else {"reward/sampled": float(reward)}
-        return {"groups_passed_over": float(count), **known}
+            self.context.sample_log(samples)
+        if not self.dynamic_sampling:
+            return kept, {}
+        # The mean of all samples: that of the groups that vary stays near the middle and shows no learning.
+        reward = float(reward_table(rewards, samples).measured_total.nanmean())
+        passed_over = {"groups_passed_over": float(len(seen) - len(kept)), "reward/sampled": reward}
+        return kept, {name: value for name, value in passed_over.items() if not math.isnan(value)}
 
     def _varies(self, group: list[Sample]) -> bool:
-        reward = self._rewards_of(group)
-        known = reward[~reward.isnan()]
-        return bool((known != known[:1]).any())
+        reward = reward_table(self.context.rewards, group).measured_total
+        return len(set(reward[~reward.isnan()].tolist())) > 1
 
-    def _rewards_of(self, samples: Sequence[Sample]) -> Tensor:
-        return reward_table(self.context.rewards, samples).measured_total
-
-    def _measured(self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The columns of ``measure`` over the whole rollout, on every rank, each example computed by one of them."""
+    def _measure(self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]) -> None:
+        """Set the columns of ``measure``, on every rank, each example computed by one of them."""
         model, accelerator = self.context.model, self.context.accelerator
-        examples = [example for unit in self._split_groups(rollout) for example in unit]
-        plan = rollout.plan(examples, self.context.config.micro_tokens, model.layout, accelerator.num_processes)
-        local: list[tuple[list[int], dict[str, Tensor]]] = []
+        rollout["token"] = torch.arange(len(rollout.sequence))
+        local = []
         with torch.no_grad(), evaluating(model.model), accelerator.autocast():
-            for part in plan[accelerator.process_index]:
-                columns = measure(rollout.batch(part, accelerator.device))
-                completions = [i for example in part for i in example]
-                local.append((completions, {name: column.cpu() for name, column in columns.items()}))
+            for batch in rollout.micro_batches(self.config.micro_tokens, **self.batching):
+                columns = {**measure(batch), "token": batch.columns["token"]}
+                local.append({name: column.cpu() for name, column in columns.items()})
         gathered = gather_object(local) if accelerator.num_processes > 1 else local
-        lengths = rollout.lengths.tolist()
-        parts: dict[str, dict[int, Tensor]] = {}
-        for completions, columns in gathered:
-            for name, column in columns.items():
-                by_completion = parts.setdefault(name, {-1: column[:0]})  # there may be no completion at all
-                by_completion.update(
-                    zip(completions, torch.split(column, [lengths[i] for i in completions]), strict=True)
-                )
-        return {name: torch.cat([found[i] for i in sorted(found)]) for name, found in parts.items()}
-
-    def _split_groups(self, rollout: RolloutBuffer) -> list[Examples]:
-        return rollout.split_groups(self.context.config.micro_tokens, self.context.model.layout)
-
-    def _micro_batches(self, rollout: RolloutBuffer, examples: Examples) -> list[Batch]:
-        return rollout.micro_batches(
-            self.context.config.micro_tokens,
-            examples=examples,
-            layout=self.context.model.layout,
-            accelerator=self.context.accelerator,
-        )
-
-    def _chosen(self, count: int, number: int, part: int) -> Sequence[int]:
-        """The units of one of the steps that train on a rollout: each of them once an epoch."""
-        epoch, minibatch = divmod(part, self.minibatches)
-        if self.minibatches == 1:
-            return range(count)
-        bits = np.random.Philox(np.random.SeedSequence([self.context.config.seed, number, epoch])).random_raw(count)
-        order = np.argsort(bits, kind="stable")
-        return [int(i) for i in sorted(order[minibatch :: self.minibatches])]
+        measured = {name: torch.cat([columns[name] for columns in gathered]) for name in gathered[0]}
+        order = measured.pop("token").argsort()
+        del rollout.columns["token"]
+        rollout.columns |= {name: column[order] for name, column in measured.items()}

@@ -5,71 +5,45 @@
 π        the trainer's now
 """
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ...objectives import (
-    PerSequence,
-    PerToken,
-    Stats,
-    clipped_surrogate,
-    correction,
-    kl_estimate,
-    policy,
-    sampler_mismatch,
-    sequence_sum,
-)
+from ...objectives import PerSequence, PerToken, Stats, correction, kl_estimate, policy, sampler_mismatch, sequence_sum
 from ...objectives.types import Bound
 from ..batch import Batch
-from ..models.policy import Policy
-from ..runs.reference import Reference, column
+from ..runs.reference import column
+from ..train import losses as terms
 from ..train import weighting as weights
-from ..train.losses import (
-    ENTROPY,
-    Loss,
-    Losses,
-    TensorReader,
-    Tensors,
-    Term,
-    outputs_for,
-    policy_tensors,
-    tensors_needed,
-    units_of,
-)
+from ..train.losses import Losses, TensorReader, Tensors, Term, tensors_needed, units_of
 from ..train.mix import TOKEN_LOSSES, losses_of, parse_losses
-from .buffer import RolloutBuffer
 from .context import RLContext
 from .feed import RolloutFeed
-from .mismatch import ClipWatch, MismatchMetrics
-from .settings import CORRECTIONS, PolicyGradientConfig
+from .settings import PolicyGradientConfig
 
-_OF_TOKENS = ("tis", "icepop")
+log = logging.getLogger(__name__)
+
+CLIPPED = 0.05  # share of the tokens, or completions, of the first step on a rollout that is worth a warning
 
 
 def completion_surrogate(
-    logp: PerSequence,
-    old_logp: PerSequence,
-    advantage: PerSequence,
-    *,
-    clip_low: Bound = 0.2,
-    clip_high: Bound = 0.2,
+    logp: PerSequence, old_logp: PerSequence, advantage: PerSequence, *, clip_low: Bound = 0.2, clip_high: Bound = 0.2
 ) -> tuple[PerSequence, Stats]:
     """`clipped_surrogate` of whole completions: the ratio is the product of those of its tokens. TRL's RLOO.
 
     At ρ = 1 its gradient is that of `reinforce`, RLOO as in the paper.
     """
-    return clipped_surrogate(logp, old_logp, advantage, clip_low=clip_low, clip_high=clip_high)
+    return policy.clipped_surrogate(logp, old_logp, advantage, clip_low=clip_low, clip_high=clip_high)
 
 
-POLICY_LOSSES: dict[str, Loss] = {
-    name: loss
-    for name, loss in {**losses_of(policy), "completion_surrogate": completion_surrogate, **TOKEN_LOSSES}.items()
-    if name != "value_loss"  # only ppo has values
-}
+POLICY_LOSSES = {**losses_of(policy), **TOKEN_LOSSES, "completion_surrogate": completion_surrogate}
+del POLICY_LOSSES["value_loss"]  # only ppo has values
 
 
 def policy_losses(
@@ -91,30 +65,6 @@ def policy_losses(
     Raises:
         ValueError: if settings contradict each other.
     """
-    _check(config)
-    losses = parse_losses(
-        config.loss or default,
-        {**loss_kwargs, **config.loss_kwargs},
-        POLICY_LOSSES,
-        weighting=weigh,
-        given=config.loss_kwargs,
-    )
-    if kl_loss and config.beta:
-        losses["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
-    for name, loss in losses.items():
-        _refuse_k1(name, loss)
-        _check_cap(name, loss)
-        if config.correction != "none" and "advantage" in tensors_needed({name: loss}):
-            if loss.unit == "sequences" and config.correction in _OF_TOKENS:
-                raise ValueError(
-                    f"correction: {config.correction} weighs tokens, and {name} has one entry per completion; "
-                    "use sequence_tis, sequence_mask or geometric_mask"
-                )
-            losses[name] = replace(loss, factor="correction")
-    return losses
-
-
-def _check(config: PolicyGradientConfig) -> None:
     if config.correction == "none":
         if config.top_p < 1 or config.top_k:
             raise ValueError(
@@ -122,31 +72,37 @@ def _check(config: PolicyGradientConfig) -> None:
                 "policy, and its gradient is biased; sample from all of it, or set a correction, and leave old_logprobs"
                 " out"
             )
-        return
-    if config.old_logprobs == "sampled":
+    elif config.old_logprobs == "sampled":
         raise ValueError(
             f"correction: {config.correction} compares the trainer's log-probs with the sampler's; with old_logprobs="
             "sampled the ratio of the loss does that already; leave old_logprobs out, or set correction to none"
         )
-    low, high = config.bounds
-    if low > high:
+    elif config.bounds[0] > config.bounds[1]:
+        low, high = config.bounds
         raise ValueError(f"correction_low, correction_high: wanted low <= high, got {low} and {high}")
-
-
-def _refuse_k1(name: str, loss: Term) -> None:
-    function: Any = loss.function
-    if getattr(function, "func", None) is kl_estimate and function.keywords["kind"] == "k1" and loss.coefficient:
-        raise ValueError(
-            f"kl: k1 as a loss, here {name}, has a gradient that is zero on average; use k2 or k3, or take the "
-            "divergence off the reward (kl_as: reward)"
-        )
-
-
-def _check_cap(name: str, loss: Term) -> None:
-    bound = getattr(loss.function, "keywords", {})
-    lowest = 1 + bound.get("clip_high", 0.2)
-    if bound.get("ratio_cap", lowest) < lowest:
-        raise ValueError(f"{name}: ratio_cap must be >= 1 + clip_high = {lowest}, got {bound['ratio_cap']}")
+    hyper_parameters = {**loss_kwargs, **config.loss_kwargs}
+    mix, given = config.loss or default, config.loss_kwargs
+    losses = parse_losses(mix, hyper_parameters, POLICY_LOSSES, weighting=weigh, given=given)
+    if kl_loss and config.beta:
+        losses["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
+    for name, loss in losses.items():
+        bound = getattr(loss.function, "keywords", {})
+        if getattr(loss.function, "func", None) is kl_estimate and bound["kind"] == "k1" and loss.coefficient:
+            raise ValueError(
+                f"kl: k1 as a loss, here {name}, has a gradient that is zero on average; use k2 or k3, or take the "
+                "divergence off the reward (kl_as: reward)"
+            )
+        lowest = 1 + bound.get("clip_high", 0.2)
+        if bound.get("ratio_cap", lowest) < lowest:
+            raise ValueError(f"{name}: ratio_cap must be >= 1 + clip_high = {lowest}, got {bound['ratio_cap']}")
+        if config.correction != "none" and "advantage" in units_of(loss.function):
+            if loss.unit == "sequences" and config.correction in ("tis", "icepop"):
+                raise ValueError(
+                    f"correction: {config.correction} weighs tokens, and {name} has one entry per completion; "
+                    "use sequence_tis, sequence_mask or geometric_mask"
+                )
+            losses[name] = replace(loss, factor="correction")
+    return losses
 
 
 def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> Literal["sampled", "recomputed"]:
@@ -164,22 +120,12 @@ def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> Literal["
     return "recomputed" if joined or config.correction != "none" or "old_value" in tensors_needed(losses) else "sampled"
 
 
-def train_policy(
-    context: RLContext,
-    losses: Losses,
-    *,
-    advantages: Callable[[RolloutBuffer], Mapping[str, Tensor]],
-    kl_in_reward: bool = False,
-    dynamic_sampling: bool = False,
-    report: Callable[[RolloutBuffer], Mapping[str, float]] = lambda rollout: {},
-) -> dict[str, float]:
+def train_policy(context: RLContext, losses: Losses, *, kl_in_reward: bool = False, **hooks: Any) -> dict[str, float]:
     """Sample, score, and train on the advantages, until the steps are done; returns the metrics of the last one.
 
     Args:
-        advantages: the column ``advantage`` [tokens] of a rollout, and others that the losses read.
         kl_in_reward: whether the advantages read the divergence from the reference.
-        dynamic_sampling: pass over groups whose rewards are all the same.
-        report: further metrics of a rollout.
+        hooks: ``advantages``, the column of this name and others that the losses read; further ones of `RolloutFeed`.
     """
     config: PolicyGradientConfig = context.config
     config = replace(config, old_logprobs=ratio_denominator(config, losses))
@@ -187,104 +133,134 @@ def train_policy(
     reference, _ = context.reference(config.reference, needed=wanted, temperature=config.temperature)
     # Once per rollout, where that is fewer passes than one in each pass that trains, or was made for the reward anyway.
     stored = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
-    feed = RolloutFeed(
-        context,
-        **context.rollouts,
-        advantages=advantages,
-        measure=measures(config, context.model, stored, kl_in_reward=kl_in_reward),
-        dynamic_sampling=dynamic_sampling,
-        report=lambda rollout: {**context.metrics(rollout), **report(rollout)},
-        first_step=ClipWatch(config.old_logprobs, context.accelerator),
-    )
-    apart = MismatchMetrics(context.accelerator)
-    logged = {**losses, "sampling/logp_difference": Term(_mismatch, 0.0), **ENTROPY}
-    if reference is not None and "kl" not in logged:
-        logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
-    reads = reference if stored is None else column("ref_logp")
-    read = policy_tensors(reference=reads, outputs=outputs_for(losses), temperature=config.temperature)
-    return context.train(logged, rollout_tensors(read, config, apart), feed, report=apart.report)
-
-
-def measures(
-    config: PolicyGradientConfig, model: Policy, reference: Reference | None, *, kl_in_reward: bool = False
-) -> Callable[[Batch], Mapping[str, Tensor]] | None:
-    """Columns of a rollout before it is trained on: π_old where it is recomputed, and what the advantages read.
-
-    Args:
-        reference: its log-probs are columns too.
-        kl_in_reward: whether the advantages read the divergence of π_old from it.
-    """
     # Of a rollout that is trained on once, π_old is the policy itself, from the very pass that trains it.
     again = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
-    start = again or model.has_values or (kl_in_reward and reference is not None)
-    if not start and reference is None:
-        return None
+    start = again or context.model.has_values or (kl_in_reward and stored is not None)
 
     def measure(batch: Batch) -> dict[str, Tensor]:
-        columns = {} if reference is None else {"ref_logp": reference(batch)}
+        columns = {} if stored is None else {"ref_logp": stored(batch)}
         if start:
-            outputs = model(batch, temperature=config.temperature)
+            outputs = context.model(batch, temperature=config.temperature)
             columns |= {"old_logp": outputs.logprob} | ({} if outputs.value is None else {"old_value": outputs.value})
         return columns
 
-    return measure
+    mismatch = SamplerMismatch(context.accelerator, config.old_logprobs)
+    needed = measure if start or stored is not None else None
+    feed = RolloutFeed(context, measure=needed, first_step=mismatch.warn_of_clipping, **hooks)
+    logged = {**losses, "sampling/logp_difference": Term(mismatch.measure, 0.0), **terms.ENTROPY}
+    if reference is not None and "kl" not in logged:
+        logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
+    reads = reference if stored is None else column("ref_logp")
+    read = terms.policy_tensors(reference=reads, outputs=terms.outputs_for(losses), temperature=config.temperature)
+    read = rollout_tensors(read, config)
+    return context.train(logged, read, feed, report=lambda: {**feed.metrics, **mismatch.report()})
 
 
-def rollout_tensors(
-    read: TensorReader, config: PolicyGradientConfig, apart: MismatchMetrics | None = None
-) -> TensorReader:
+def rollout_tensors(read: TensorReader, config: PolicyGradientConfig) -> TensorReader:
     """Beside the policy's tensors: the sampler's log-probs, those in the ratio's denominator, and the advantages."""
 
-    def tensors(model: nn.Module, batch: Batch) -> Tensors:
-        found = read(model, batch)
-        sampled = batch.columns["sampled_logp"]
-        now = found["tokens", "logp"].detach()
+    def policy_gradient_tensors(model: nn.Module, batch: Batch) -> Tensors:
+        def per_completion(column: Tensor) -> Tensor:  # the same for all tokens of a completion
+            return column.new_zeros(batch.sequences).index_copy(0, batch.sequence, column)
+
+        tensors = read(model, batch)
+        sampled, advantage = batch.columns["sampled_logp"], batch.columns["advantage"]
+        now = tensors["tokens", "logp"].detach()
         start = batch.columns.get("old_logp", now) if config.steps_per_rollout > 1 else now
         old = sampled if config.old_logprobs == "sampled" else start
-        if apart is not None:
-            apart.add(start, sampled)
-        advantage = batch.columns["advantage"]
-        found |= {
+        tensors |= {
             ("tokens", "sampled_logp"): sampled,
             ("tokens", "start_logp"): start,
             ("tokens", "old_logp"): old,
             ("tokens", "advantage"): advantage,
             ("sequences", "old_logp"): sequence_sum(old, batch.sequence, batch.sequences),
-            ("sequences", "advantage"): _per_completion(advantage, batch),
+            ("sequences", "advantage"): per_completion(advantage),
         }
         if config.correction != "none":
             weight = corrections(config, start, sampled, batch.sequence)
-            found["tokens", "correction"] = weight
-            found["sequences", "correction"] = _per_completion(weight, batch)
-        return found
+            tensors |= {("tokens", "correction"): weight, ("sequences", "correction"): per_completion(weight)}
+        return tensors
 
-    return tensors
-
-
-def _per_completion(column: Tensor, batch: Batch) -> Tensor:
-    """[sequences], of a column [tokens] that is the same for all tokens of a completion."""
-    return column.new_zeros(batch.sequences).index_copy(0, batch.sequence, column)
+    return policy_gradient_tensors
 
 
 def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequence: Tensor) -> Tensor:
     """[tokens], the weight of each by how far the trainer's policy is from the sampler's."""
     low, high = config.bounds
     match config.correction:
-        case "tis":
-            return correction.truncated_importance(correction.token_log_ratio(old, sampled), cap=high)
-        case "icepop":
-            return correction.masked_importance(correction.token_log_ratio(old, sampled), low=low, high=high)
-        case "sequence_tis":
-            return correction.truncated_importance(correction.sequence_log_ratio(old, sampled, sequence), cap=high)
-        case "sequence_mask":
-            ratio = correction.sequence_log_ratio(old, sampled, sequence)
-            return correction.importance_mask(ratio, low=low, high=high)
+        case "tis" | "icepop":
+            log_ratio = correction.token_log_ratio(old, sampled)
         case "geometric_mask":
-            mean = correction.geometric_log_ratio(old, sampled, sequence)
-            return correction.importance_mask(mean, low=low, high=high)
-    raise ValueError(f"correction: {config.correction!r} is none of none, {', '.join(CORRECTIONS)}")
+            log_ratio = correction.geometric_log_ratio(old, sampled, sequence)
+        case _:
+            log_ratio = correction.sequence_log_ratio(old, sampled, sequence)
+    if config.correction in ("tis", "sequence_tis"):
+        return correction.truncated_importance(log_ratio, cap=high)
+    weigh = correction.masked_importance if config.correction == "icepop" else correction.importance_mask
+    return weigh(log_ratio, low=low, high=high)
 
 
-def _mismatch(start_logp: PerToken, sampled_logp: PerToken) -> tuple[PerToken, Stats]:
-    """How far the trainer's policy at the start is from the sampler's; logged always."""
-    return (start_logp - sampled_logp).abs(), sampler_mismatch(start_logp, sampled_logp)
+class SamplerMismatch:
+    """How far the trainer's policy at the start of a rollout is from the sampler's.
+
+    Extremes and the effective sample size of a step's importance ratios are no means over tokens: `report` gives them.
+
+    Args:
+        old_logprobs: of the denominator of the losses' ratios, "sampled" or "recomputed".
+    """
+
+    def __init__(self, accelerator: Accelerator, old_logprobs: str | None = None) -> None:
+        self.accelerator, self.old_logprobs = accelerator, old_logprobs
+        self.silent = not accelerator.is_main_process
+        self.parts: list[Tensor] = []  # [6] of each micro-batch, float64
+
+    def measure(self, start_logp: PerToken, sampled_logp: PerToken) -> tuple[PerToken, Stats]:
+        """A loss that is only logged."""
+        if len(start_logp):
+            difference = (start_logp - sampled_logp).detach().double()
+            ratio = difference.clamp(-policy.LOG_RATIO_LIMIT, policy.LOG_RATIO_LIMIT).exp()
+            count = ratio.new_tensor(len(ratio))
+            sums = [count, ratio.sum(), ratio.square().sum()]
+            self.parts.append(torch.stack([*sums, difference.abs().max(), ratio.max(), -ratio.min()]))
+        return (start_logp - sampled_logp).abs(), sampler_mismatch(start_logp, sampled_logp)
+
+    def report(self) -> dict[str, float]:
+        """Metrics of the micro-batches since the last report, over all ranks. Every rank calls it.
+
+        sampling/effective_sample_size    (Σ ρ)² / (N Σ ρ²), the share of the N tokens that equal weights would need
+        """
+        none = torch.tensor([0.0, 0, 0, *[-torch.inf] * 3], dtype=torch.float64, device=self.accelerator.device)
+        local, self.parts = torch.stack([none, *self.parts]), []
+        together = torch.cat([local[:, :3].sum(0), local[:, 3:].amax(0)])
+        every: Any = self.accelerator.gather(together[None])
+        count, total, squares = every[:, :3].sum(0).tolist()
+        if not count:
+            return {}
+        difference, highest, lowest = every[:, 3:].amax(0).tolist()
+        return {
+            "sampling/effective_sample_size": total**2 / (count * squares),
+            "sampling/logp_difference/max": difference,
+            "sampling/importance_ratio/max": highest,
+            "sampling/importance_ratio/min": -lowest,
+        }
+
+    def warn_of_clipping(self, metrics: Mapping[str, float]) -> None:
+        """Warn once where the first step on a rollout clips, before anything learned from it could move a ratio.
+
+        Those of older completions move, and do not count.
+        """
+        share = max(metrics.get(name, 0.0) for name in ("clip_ratio/region", "cispo_clip_ratio"))
+        if self.silent or metrics.get("age/max", 0.0) > 0 or not share > CLIPPED:
+            return
+        self.silent = True
+        if self.old_logprobs == "sampled":
+            why = (
+                "ratios are to the sampler's log-probs, which differ from the trainer's by "
+                f"{metrics['sampling/logp_difference']:.2g} per token; set old_logprobs to recomputed"
+            )
+        else:
+            why = (
+                "the pass that recomputed log-probs and the one that trains differ, by rounding or dropout; set "
+                "epochs_per_rollout and minibatches to 1, dtype to float32, or wider clips in loss_kwargs"
+            )
+        log.warning("%.0f %% clipped in the first step on a rollout, with nothing learned yet: %s", 100 * share, why)

@@ -40,13 +40,11 @@ class VLLM(Settings):
     directory: str | None = None
     """For files of weights, where the server sees them too; null is in the run directory."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further settings by vLLM's names, such as {max_model_len: 2048, gpu_memory_utilization: 0.4}; of a server that
-    runs, none."""
+    """Further settings of one that is started, by vLLM's names: {max_model_len: 2048, gpu_memory_utilization: 0.4}."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of a server that is started, such as {CUDA_VISIBLE_DEVICES: "1"}."""
     trainer_address: str | None = None
-    """Address of this machine for a server that joins it for updates by nccl; null is that on the route to the
-    server."""
+    """Address of this machine for a server that joins it for updates by nccl; null is that on the route to it."""
     timeout: PositiveFloat = 600.0
     """Seconds that one completion may take, before it is requested again."""
     attempts: PositiveInt = 8
@@ -77,8 +75,8 @@ class SamplingConfig(Common):
     """The server."""
     cache_bytes: PositiveInt | None = None
     """Keys and values that the policy holds at once while it samples; null is a quarter of a GPU's memory that is free
-    before training, or 2 GiB on a CPU. Completions that are read together may be rounded otherwise than apart: give a
-    number where a run may be resumed on another GPU, or on one that others use too."""
+    before training, or 2 GiB on a CPU. How many completions are read together may change their rounding: give a number
+    where a run may be resumed on another GPU, or on one that others use too."""
     show_every: NonNegativeInt = 10
     """Rollouts between two of which a few completions are shown; 0 shows none."""
 
@@ -105,19 +103,21 @@ class OnlineConfig(SamplingConfig):
     (raises, takes too long, returns NaN) masks the completion."""
     environment: str | dict[str, dict[str, Any]] | None = None
     """Environment that the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your
-    own as
-    module:Environment; null for single completions."""
+    own as module:Environment; null for single completions."""
     limits: Limits = field(default_factory=Limits)
     """Limits of a conversation; max_tokens is that of one turn."""
     max_staleness: NonNegativeInt = 0
-    """How many rollouts behind the weights of its step a completion may be; above 0 the sampler works while training
-    goes on."""
+    """Rollouts that a completion may be behind the weights of its step; above 0, sampling goes on while training."""
     epochs_per_rollout: PositiveInt = 1
     """How often a rollout is trained on."""
     minibatches: PositiveInt = 1
     """Optimizer steps in which a rollout is trained on, each epoch."""
     mask_truncated: bool = False
     """Leave out completions that were cut at max_tokens."""
+    reference: OnlineReference = "auto"
+    """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
+    loss_kwargs: dict[str, float] = field(default_factory=dict)
+    """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""
     eval_temperature: NonNegativeFloat = 0.0
     """Temperature of the completions for `eval_data`, which the policy itself samples; 0 takes the likeliest token."""
 
@@ -141,8 +141,6 @@ class PolicyGradientConfig(OnlineConfig):
     """Strength of the pull towards the reference policy; 0 needs no reference."""
     kl: Literal["k1", "k2", "k3"] | None = None
     """The estimator of the divergence from it; null is k3 for a loss, and k1 for what is taken off the reward."""
-    reference: OnlineReference = "auto"
-    """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
     old_logprobs: Literal["sampled", "recomputed"] | None = None
     """The denominator of ratios: the sampler's own log-probs, or the trainer's at the start of the rollout; null is
     recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
@@ -153,13 +151,9 @@ class PolicyGradientConfig(OnlineConfig):
     """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""
     correction_high: NonNegativeFloat | None = None
     """Upper bound of that ratio."""
-    loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""
 
     @property
     def bounds(self) -> tuple[float, float]:
         low, high = CORRECTIONS[self.correction]
-        return (
-            low if self.correction_low is None else self.correction_low,
-            high if self.correction_high is None else self.correction_high,
-        )
+        low = low if self.correction_low is None else self.correction_low
+        return low, high if self.correction_high is None else self.correction_high

@@ -7,9 +7,10 @@ vllm_engine    vLLM in this process, on the trainer's device
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,17 +34,13 @@ from ..rollouts.vllm.server import VLLMServer
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_lora_rank
 from ..runs.context import RunContext
 from ..runs.ranks import from_main
-from .settings import VLLM, SamplingConfig
+from .settings import VLLM, OnlineConfig, SamplingConfig
 
 _SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and characters of one
 
 
 def check_sampling(config: SamplingConfig) -> None:
-    """Check settings against each other, before anything is loaded.
-
-    Raises:
-        ValueError: if completions can't be sampled as configured.
-    """
+    """Raise ValueError, before anything is loaded, if completions can't be sampled as configured."""
     if config.temperature == 0:
         raise ValueError("temperature: at 0 every completion of a prompt is the same, wanted > 0, such as 1.0")
     if config.source == "policy":
@@ -55,7 +52,15 @@ def check_sampling(config: SamplingConfig) -> None:
     if config.quantize is not None:
         raise ValueError("source: a quantized policy has other log-probs than vLLM's plain model; set source to policy")
     if config.vllm.updates == "adapters":
-        check_adapters(config)
+        if config.lora.r == 0:
+            raise ValueError("vllm.updates: there are no adapters; set lora.r, or updates to files")
+        needed = max_lora_rank(config.lora.r)
+        largest = config.vllm.options.get("max_lora_rank", needed)
+        if largest < config.lora.r:
+            raise ValueError(
+                f"vllm.options: max_lora_rank={largest} has no room for lora.r={config.lora.r}; leave it out, or set "
+                f"it to {needed}"
+            )
     if config.source == "vllm_engine" and replace(config.vllm, options={}, directory=None) != VLLM():
         raise ValueError("vllm: an engine in this process has no other settings than options and directory")
     if config.vllm.trainer_address is not None and config.vllm.updates != "nccl":
@@ -64,55 +69,43 @@ def check_sampling(config: SamplingConfig) -> None:
         raise ValueError("vllm.url: that server runs already; leave out python, options and environment, or the url")
 
 
-def check_adapters(config: SamplingConfig) -> None:
-    """Check before anything is loaded that a server can take adapters of this rank.
-
-    Raises:
-        ValueError: if it can't.
-    """
-    if config.lora.r == 0:
-        raise ValueError("vllm.updates: there are no adapters; set lora.r, or updates to files")
-    needed = max_lora_rank(config.lora.r)
-    largest = config.vllm.options.get("max_lora_rank", needed)
-    if largest < config.lora.r:
-        raise ValueError(
-            f"vllm.options: max_lora_rank={largest} has no room for lora.r={config.lora.r}; leave it out, or set it to "
-            f"{needed}"
-        )
-
-
 def open_scheduler(
-    config: SamplingConfig,
+    config: OnlineConfig,
     run: RunContext[Policy],
     prompts: Callable[[int], Sequence[int]],
     *,
-    groups_per_step: int,
-    converse: Callable[[RolloutSource], RolloutSource] = lambda source: source,
-    max_staleness: int = 0,
-    **options: Any,
+    converse: Callable[[RolloutSource], RolloutSource] | None = None,
+    score: Callable[[list[Sample]], Awaitable[None]] | None = None,
 ) -> RolloutScheduler | None:
     """On the main process, the scheduler of the configured source. The others wait until it is there.
 
     Args:
         converse: makes a source of conversations of a source of completions.
-        options: further ones of `RolloutScheduler`.
+        score: see `RolloutScheduler`.
+
+    Raises:
+        ValueError: if nothing ends a completion, or names the row whose prompt and ``max_tokens`` exceed the context.
     """
+    stop = end_tokens(getattr(run.model.plain.generation_config, "eos_token_id", None), run.tokenizer)
+    if not stop:
+        raise ValueError("stop: neither the tokenizer nor the model has an end token; set tokenizer.eos_token")
     opened: list[RolloutScheduler] = []
 
     def open_there() -> None:
-        source = open_source(config, run, max_staleness=max_staleness)
-        check_context_length(config, run, getattr(source, "context", None))
+        source = open_source(config, run)
+        if (context := getattr(source, "context", None)) is not None:
+            check_context_length(config, run, context)
         scheduler = RolloutScheduler(
-            converse(source),
+            converse(source) if converse else source,
             prompts,
             weights=partial(adapter_weights if config.vllm.updates == "adapters" else named_weights, run.model),
-            groups_per_step=groups_per_step,
+            groups_per_step=config.prompts_per_rollout,
             group_size=config.group_size,
-            sampling=replace(config.sampling, stop=stop_tokens(run)),
+            sampling=replace(config.sampling, stop=stop),
             seed=config.seed,
-            max_staleness=max_staleness,
+            max_staleness=config.max_staleness,
             attempts=config.vllm.attempts,
-            **options,
+            score=score,
         )
         opened.append(scheduler)
 
@@ -120,30 +113,26 @@ def open_scheduler(
     return opened[0] if opened else None
 
 
-def check_context_length(config: SamplingConfig, run: RunContext[Policy], context: int | None) -> None:
-    """Check before training that every prompt plus ``max_tokens`` fits the context.
-
-    Raises:
-        ValueError: names the row whose prompt is too long.
-    """
+def check_context_length(config: OnlineConfig, run: RunContext[Policy], context: int) -> None:
     for source, data in ((config.data, run.data), (config.eval_data, run.eval_data)):
-        if source is None or data is None or context is None:
-            continue
-        has_rows = "row" in data.column_names  # all of this data is prompts, for which completions are sampled
-        for i, prompt in enumerate(data["prompt"] if has_rows or data is run.data else []):
+        if data is None or not ("row" in data.column_names or data is run.data):
+            continue  # no completions are sampled for its prompts
+        for i, prompt in enumerate(data["prompt"]):
             if len(prompt) + config.max_tokens > context:
-                where = load(source).where(data[i]["row"]) if has_rows else f"{source}, example {i + 1}"
+                where, limit = f"{source}, example {i + 1}", "max_length"
+                if "row" in data.column_names:
+                    where, limit = load(str(source)).where(data[i]["row"]), "max_prompt_length"
                 raise ValueError(
                     f"{where}: a prompt of {len(prompt)} tokens and max_tokens={config.max_tokens} do not fit the "
-                    f"model's context of {context}; lower max_tokens, cut prompts (max_length, truncation), or remove "
-                    "the row"
+                    f"model's context of {context}; lower max_tokens, cut prompts ({limit}, truncation), or remove the "
+                    "row"
                 )
 
 
-def open_source(config: SamplingConfig, run: RunContext[Policy], *, max_staleness: int) -> RolloutSource:
+def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
     """The configured source; at ``max_staleness`` > 0 it samples while the policy is being trained."""
     if config.source == "policy":
-        kind = DetachedSource if max_staleness else LocalSource
+        kind = DetachedSource if config.max_staleness else LocalSource
         autocast = run.accelerator.autocast
         return kind(run.model, run.tokenizer, cache_bytes=config.cache_bytes, context=autocast)
     known: dict[str, Any] = {"config": run.model.plain.config, "tokenizer": run.tokenizer}
@@ -163,7 +152,7 @@ def open_source(config: SamplingConfig, run: RunContext[Policy], *, max_stalenes
         dtype=dtype,
         python=config.vllm.python or sys.executable,
         update_flags=updates.flags,
-        adapters=max_staleness + 2,
+        adapters=config.max_staleness + 2,
         flags=flags_of(config.vllm.options),
         environment=config.vllm.environment,
         patience=config.vllm.patience,
@@ -197,56 +186,34 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def stop_tokens(run: RunContext[Policy]) -> tuple[int, ...]:
-    """The end tokens of model and tokenizer.
+def open_sample_log(
+    path: Path, show_every: int, decode: Callable[[list[int]], Any] = str
+) -> Callable[[Sequence[Sample]], None]:
+    """Return ``write(samples)``, which appends a rollout to a file, and prints a few of every ``show_every``-th.
 
-    Raises:
-        ValueError: if there is none.
+    The first call drops what is on record from its first task on: an earlier process of a resumed run sampled it.
     """
-    tokens = end_tokens(getattr(run.model.plain.generation_config, "eos_token_id", None), run.tokenizer)
-    if not tokens:
-        raise ValueError("stop: neither the tokenizer nor the model has an end token; set tokenizer.eos_token")
-    return tokens
+    numbers = count()
 
-
-def open_sample_log(config: SamplingConfig, run: RunContext[Policy]) -> "SampleLog | None":
-    if not run.accelerator.is_main_process:
-        return None
-    return SampleLog(run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode)
-
-
-class SampleLog:
-    """``samples.jsonl``, and every ``show_every`` rollouts a few samples on the screen, their prompts decoded."""
-
-    def __init__(self, path: Path, show_every: int, decode: Callable[[list[int]], Any] = str) -> None:
-        self.path, self.show_every, self.decode, self.rollouts = path, show_every, decode, 0
-        self.console = Console()
-
-    def keep(self, tasks: int) -> None:
-        """Drop samples of tasks from this one on, which a resumed run samples again."""
-        partial = self.path.with_suffix(".partial.jsonl")
-        partial.unlink(missing_ok=True)
-        with SampleWriter(partial) as writer:
-            for sample in read_samples(self.path) if self.path.exists() else ():
-                if sample.task < tasks:
-                    writer.write([sample])
-        partial.replace(self.path)
-
-    def write(self, samples: list[Sample]) -> None:
-        with SampleWriter(self.path) as writer:
+    def write(samples: Sequence[Sample]) -> None:
+        number = next(numbers)
+        if number == 0 and path.exists():
+            partial = path.with_suffix(".partial.jsonl")
+            partial.unlink(missing_ok=True)
+            with SampleWriter(partial) as writer:
+                for sample in read_samples(path):
+                    if sample.task < samples[0].task:
+                        writer.write([sample])
+            partial.replace(path)
+        with SampleWriter(path) as writer:
             writer.write(samples)
-        if self.show_every and self.rollouts % self.show_every == 0:
-            self._show(samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN])
-        self.rollouts += 1
+        if show_every and number % show_every == 0:
+            columns = ("task", "end of the prompt", "completion", "rewards")
+            table = Table(*columns, title=f"rollout {number}", title_justify="left")
+            for sample in samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN]:
+                scores = {k: f"{v:.3g}" if isinstance(v, float) else v or "none" for k, v in sample.rewards.items()}
+                prompt, rewards = str(decode(sample.prompt))[-_LONGEST:], ", ".join(map(" ".join, scores.items()))
+                table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
+            Console().print(table)
 
-    def _show(self, samples: Sequence[Sample]) -> None:
-        columns = ("task", "end of the prompt", "completion", "rewards")
-        table = Table(*columns, title=f"rollout {self.rollouts}", title_justify="left")
-        for sample in samples:
-            scores = ", ".join(
-                f"{name} {f'{score:.3g}' if isinstance(score, float) else score or 'none'}"
-                for name, score in sample.rewards.items()
-            )
-            prompt = str(self.decode(sample.prompt))[-_LONGEST:]
-            table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), scores)
-        self.console.print(table)
+    return write

@@ -26,7 +26,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
-from ...data import Accounting, Batches, Tokenization, load, token_cost
+from ...data import Accounting, Batches, Records, Tokenization, load, token_cost
 from ..config import Common
 from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer, save_model
@@ -226,6 +226,7 @@ def open_run(
     encode: Callable[..., tuple[Dataset, Accounting]],
     wrap: Callable[[nn.Module], Any] | None = None,
     *,
+    load: Callable[[str], Records] = load,
     load_weights: Callable[[Common], nn.Module] | None = None,
     accelerator: Accelerator | None = None,
     **options: Any,
@@ -235,6 +236,7 @@ def open_run(
     Args:
         encode: ``encode(records, tokenizer, ..., **options)``, see `burnish.data`.
         wrap: makes a `Policy` or a `Scorer` of the model; a policy by default.
+        load: reads the data that a configuration names.
         load_weights: loads the model; a causal language model by default.
         accelerator: of a run that is open already.
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import yaml
-from burnish.loops.cli import main
+from burnish.loops.cli import _MEANT, main
+from burnish.loops.recipes import settings
 from tiny import save_model, sums, write_rows
 
 
@@ -122,11 +123,36 @@ def test_an_unknown_or_malformed_flag_is_named_with_the_nearest(run, flags, mess
     assert "usage:" not in said, "every flag is repeated"
 
 
-def test_an_unknown_yaml_key_is_named_with_the_nearest(run, tmp_path):
-    (tmp_path / "config.yaml").write_text("batchsize: 3\n")
-    status, said = run("dpo", PAIRS, "--config", str(tmp_path / "config.yaml"))
+@pytest.mark.parametrize(
+    ("recipe", "name", "meant"),
+    [
+        ("grpo", "batch_size", "prompts_per_rollout"),
+        ("grpo", "max_length", "max_prompt_length"),
+        ("rloo", "num_generations", "group_size"),
+        ("sft", "per_device_train_batch_size", "batch_size"),
+        ("sft", "max_seq_length", "max_length"),
+        ("grpo", "per_device_train_batch_size", "prompts_per_rollout"),
+    ],
+)
+def test_the_name_of_another_recipe_or_of_trl_is_answered_with_ours(run, recipe, name, meant):
+    status, said = run(recipe, PAIRS, f"--{name}", "3")
     assert status == 2
-    assert "no field 'batchsize', did you mean 'batch_size'?" in said
+    assert f"no field {name!r}, did you mean {meant!r}?" in said
+
+
+def test_every_name_that_is_meant_is_a_field_of_a_recipe():
+    fields = {field for config in vars(settings).values() for field in getattr(config, "__dataclass_fields__", ())}
+    assert fields >= {*_MEANT.values()}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "meant"), [("dpo", "batchsize", "batch_size"), ("ppo", "old", "old_logprobs")]
+)
+def test_an_unknown_yaml_key_is_named_with_the_nearest_or_with_ours(run, recipe, name, meant, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"{name}: 3\n")
+    status, said = run(recipe, PAIRS, "--config", str(tmp_path / "config.yaml"))
+    assert status == 2
+    assert f"no field {name!r}, did you mean {meant!r}?" in said
 
 
 def test_an_unknown_recipe_is_named_with_the_nearest(capsys):

@@ -244,11 +244,10 @@ class OneStep(RLContext):
     def reference(self, kind, *, needed, temperature):
         return (self.frozen if needed else None), None
 
-    def train(self, losses, read, feed, *, report=dict):
+    def train(self, losses, read, feed, *, report):
         micro_batches = feed(self.step)
         result = stepped(self.accelerator, self.model, micro_batches, compose(losses, read), weightings(losses))
-        result["metrics"] |= {name: value for name, value in feed.report().items() if name not in _OF_THE_SAMPLER}
-        result["metrics"] |= report()
+        result["metrics"] |= {name: value for name, value in report().items() if name not in _OF_THE_SAMPLER}
         feed.close()
         return result
 

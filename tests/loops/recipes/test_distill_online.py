@@ -45,7 +45,7 @@ def test_a_share_of_the_steps_learns_from_answers_of_the_student(common, tmp_pat
     run_distill(config)
     logged = lines(tmp_path / "run")[1:]
     own = [line["on_policy"] == 1 for line in logged]
-    assert own == on_policy_steps(8, 0.5, seed=1)
+    assert [step for step, mine in enumerate(own) if mine] == on_policy_steps(8, 0.5, seed=1)
     assert 0 < sum(own) < 8
     assert all(("completions/mean_length" in line) == mine for line, mine in zip(logged, own, strict=True))
     assert all(line["distillation"] > 0 for line in logged)

@@ -15,10 +15,9 @@ from burnish.loops.batch import collate
 from burnish.loops.cli import main
 from burnish.loops.recipes.grpo import VARIANTS, advantages, grpo_losses, run_grpo
 from burnish.loops.recipes.settings import GRPO, RLOO
-from burnish.loops.rewards import RewardTable
+from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
-from burnish.loops.rl.mismatch import MismatchMetrics
-from burnish.loops.rl.policy_gradient import corrections, rollout_tensors
+from burnish.loops.rl.policy_gradient import SamplerMismatch, corrections, rollout_tensors
 from burnish.loops.rollouts.sample import Sample
 from burnish.objectives import effective_sample_size
 from forked import run_forked
@@ -241,17 +240,16 @@ def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_r
 
 def rollout(rewards, lengths, groups):
     samples = [
-        Sample(task, index, [1], [5] * length, [True] * length, [0.0] * length, [], "stop")
-        for index, (task, length) in enumerate(zip(groups, lengths, strict=True))
+        Sample(task, index, [1], [5] * length, [True] * length, [0.0] * length, [], "stop", rewards={"right": reward})
+        for index, (reward, task, length) in enumerate(zip(rewards, groups, lengths, strict=True))
     ]
-    scores = RewardTable(
-        torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.ones(len(rewards[0])).double()
-    )
-    return RolloutBuffer(samples, scores)
+    found = RolloutBuffer(samples)
+    found.score([RewardFunction("right", None)])
+    return found
 
 
 def test_a_penalty_in_the_reward_is_that_of_the_whole_answer():
-    found = rollout([[1.0], [0.0], [2.0], [2.0]], [2, 1, 1, 3], [5, 5, 9, 9])
+    found = rollout([1.0, 0.0, 2.0, 2.0], [2, 1, 1, 3], [5, 5, 9, 9])
     found.columns = {"old_logp": -torch.arange(7.0), "ref_logp": -torch.ones(7)}
     config = RLOO(model="", data="", output="", beta=0.5)
     # k1 summed: 1 + 0, -1, -2, -3 - 4 - 5; the rewards less half of it: 0.5, 0.5, 3, 8
@@ -362,9 +360,9 @@ def test_two_ranks_end_with_the_weights_of_one(launch, common, tmp_path):
 
 def test_the_effective_sample_size_is_that_of_all_micro_batches():
     start, sampled = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
-    distance = MismatchMetrics(Accelerator())
+    distance = SamplerMismatch(Accelerator())
     for part in (slice(0, 4), slice(4, 4), slice(4, 9)):
-        distance.add(start[part], sampled[part])
+        distance.measure(start[part], sampled[part])
     found = distance.report()
     ratio = (start - sampled).exp()
     assert found["sampling/effective_sample_size"] == pytest.approx(effective_sample_size(ratio).item() / 9)

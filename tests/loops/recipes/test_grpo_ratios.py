@@ -10,8 +10,7 @@ import torch
 from burnish.loops.recipes.grpo import VARIANTS, grpo_losses, run_grpo
 from burnish.loops.recipes.ppo import ppo_losses, run_ppo
 from burnish.loops.recipes.settings import GRPO, PPO, RLOO
-from burnish.loops.rl.mismatch import ClipWatch
-from burnish.loops.rl.policy_gradient import ratio_denominator
+from burnish.loops.rl.policy_gradient import SamplerMismatch, ratio_denominator
 from burnish.loops.rollouts.replay import ReplaySource, read_samples
 from burnish.loops.runs.context import RunContext
 from online import lines, prepare, stored
@@ -119,11 +118,11 @@ def test_what_is_clipped_because_something_was_learned_is_no_warning(common, tmp
 def test_completions_of_older_weights_and_other_ranks_are_no_warning(caplog):
     metrics = {"clip_ratio/region": 0.4, "sampling/logp_difference": 0.1, "age/max": 0.0}
     main, other = SimpleNamespace(is_main_process=True), SimpleNamespace(is_main_process=False)
-    ClipWatch("sampled", main)({**metrics, "age/max": 1.0})
-    ClipWatch("sampled", main)({**metrics, "clip_ratio/region": 0.04})
-    ClipWatch("sampled", other)(metrics)
+    SamplerMismatch(main, "sampled").warn_of_clipping({**metrics, "age/max": 1.0})
+    SamplerMismatch(main, "sampled").warn_of_clipping({**metrics, "clip_ratio/region": 0.04})
+    SamplerMismatch(other, "sampled").warn_of_clipping(metrics)
     assert not caplog.text
-    ClipWatch("recomputed", main)(metrics)
+    SamplerMismatch(main, "recomputed").warn_of_clipping(metrics)
     assert "40 % clipped" in caplog.text and "set epochs_per_rollout and minibatches to 1" in caplog.text
 
 

@@ -1,16 +1,15 @@
 """Online DPO: pairs of the policy's own answers."""
 
 import pytest
-import torch
 from burnish.loops.recipes.online_dpo import best_and_worst, run_online_dpo
 from burnish.loops.recipes.settings import OnlineDPO
-from burnish.loops.rewards import RewardTable
+from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample
 from burnish.loops.train.mix import PAIR_LOSSES
 from online import lines, prepare
 
-NAN = float("nan")
+UNKNOWN = "error"  # a failed reward
 NEED = {"simpo": {"gamma": 0.5}, "alpha_po": {"gamma": 0.5, "alpha": 0.25}, "exo": {"label_smoothing": 0.1}}
 NEED |= {
     "discopop": {"tau": 0.05},
@@ -26,15 +25,16 @@ def common(tmp_path_factory):
 
 def rollout(rewards, tasks, finish=None):
     samples = [
-        Sample(task, i, [1], [5], [True], [0.0], [], (finish or {}).get(i, "stop")) for i, task in enumerate(tasks)
+        Sample(task, i, [1], [5], [True], [0.0], [], (finish or {}).get(i, "stop"), rewards={"right": rewards[i]})
+        for i, task in enumerate(tasks)
     ]
-    return RolloutBuffer(
-        samples, RewardTable(torch.tensor([rewards]).double().T, torch.tensor(tasks), torch.ones(1).double())
-    )
+    found = RolloutBuffer(samples)
+    found.score([RewardFunction("right", None)])
+    return found
 
 
 def test_a_pair_is_the_best_and_the_worst_of_a_group_and_ties_make_none():
-    found = rollout([0.1, 0.9, 0.5, NAN, 1.0, 1.0, 0.3, NAN, 0.7, 0.2], [0, 0, 0, 0, 1, 1, 2, 2, 3, 3])
+    found = rollout([0.1, 0.9, 0.5, UNKNOWN, 1.0, 1.0, 0.3, UNKNOWN, 0.7, 0.2], [0, 0, 0, 0, 1, 1, 2, 2, 3, 3])
     assert best_and_worst(found, penalty=0.0) == [[[1, 0]], [[8, 9]]]
 
 

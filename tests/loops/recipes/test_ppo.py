@@ -10,7 +10,7 @@ from burnish.loops.config import Lora
 from burnish.loops.models.io import load_model
 from burnish.loops.recipes.ppo import ValueHead, advantages, objective_metrics, open_critic, run_ppo, with_values
 from burnish.loops.recipes.settings import PPO
-from burnish.loops.rewards import RewardTable
+from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample
 from burnish.loops.runs.reference import frozen_copy
@@ -29,13 +29,12 @@ def rollout():
     """Three answers: one that ended, one that was cut, one without a score."""
     trained = [[True] * 3, [True, False, True], [True] * 3]
     samples = [
-        Sample(i, 0, [1], [5] * 3, trained[i], [0.0] * 3, [], f) for i, f in enumerate(("stop", "length", "stop"))
+        Sample(i, 0, [1], [5] * 3, trained[i], [0.0] * 3, [], finish, rewards={"right": reward})
+        for i, (finish, reward) in enumerate([("stop", 1.0), ("length", 0.5), ("stop", None)])
     ]
-    scores = RewardTable(
-        torch.tensor([[1.0], [0.5], [torch.nan]]).double(), torch.arange(3), torch.tensor([2.0]).double()
-    )
     columns = {"old_logp": [-1, -2, -3, -1, -1], "ref_logp": [-2, -2, -1, -1, -2], "old_value": [0.1, 0.2, 0.3, 0.4, 0]}
-    buffer = RolloutBuffer(samples, scores, dtype=torch.float64)
+    buffer = RolloutBuffer(samples, dtype=torch.float64)
+    buffer.score([RewardFunction("right", None, weight=2.0)])
     for name, column in columns.items():
         buffer[name] = torch.tensor(column).double()
     return buffer

@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.settings import GRPO
-from burnish.loops.rewards import RewardFunction, RewardTable
+from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rl.context import RLContext
 from burnish.loops.rl.feed import RolloutFeed
-from burnish.loops.rl.sources import SampleLog
+from burnish.loops.rl.sources import open_sample_log
 from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
 from burnish.loops.rollouts.sample import Sample, SamplingParams, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
@@ -47,7 +47,7 @@ def answers(tasks=GROUPS, finish="stop", reward=None, version=0):
 def open_feed(policy):
     opened = []
 
-    def open_feed(samples, sample_log=None, groups=GROUPS, micro_tokens=None, rewards=REWARDS, **options):
+    def open_feed(samples, sample_log=None, groups=GROUPS, rewards=REWARDS, settings=None, **hooks):
         prompts = {sample.task: sample.prompt for sample in samples}
         scheduler = RolloutScheduler(
             ReplaySource(samples),
@@ -56,10 +56,11 @@ def open_feed(policy):
             group_size=ANSWERS,
             sampling=SamplingParams(9),
         )
-        config = GRPO(model="", data="", output="", micro_tokens=micro_tokens)
+        settings = {"micro_tokens": None, "prompts_per_rollout": groups, **(settings or {})}
+        config = GRPO(model="", data="", output="", **settings)
         parts = {"rewards": rewards, "scheduler": scheduler, "sample_log": sample_log}
-        context = RLContext(config, Accelerator(), None, policy, None, **parts)
-        opened.append(RolloutFeed(context, groups=groups, steps=9, **options))
+        context = RLContext(config, Accelerator(), None, policy, prompts, **parts)
+        opened.append(RolloutFeed(context, **hooks))
         return opened[-1]
 
     yield open_feed
@@ -91,7 +92,7 @@ def test_the_answers_to_a_prompt_share_an_example_with_the_columns_of_their_own_
 
 def test_a_group_too_large_for_a_micro_batch_is_split_and_nothing_is_lost(open_feed):
     limit = 14
-    batches = open_feed(answers(), micro_tokens=limit)(0)
+    batches = open_feed(answers(), settings={"micro_tokens": limit})(0)
     assert len(batches) > GROUPS / 2
     for batch in batches:
         assert sum(len(e.prompt) + sum(map(len, e.completions)) for e in batch.examples) <= limit
@@ -102,12 +103,15 @@ def test_a_group_too_large_for_a_micro_batch_is_split_and_nothing_is_lost(open_f
 
 
 def test_an_answer_larger_than_a_micro_batch_stands_alone(open_feed):
-    assert [len(part) for part in whose(open_feed(answers(), micro_tokens=1)(0))] == [1] * GROUPS * ANSWERS
+    assert [len(part) for part in whose(open_feed(answers(), settings={"micro_tokens": 1})(0))] == [
+        1
+    ] * GROUPS * ANSWERS
 
 
 @pytest.mark.parametrize("micro_tokens", [None, 14])
 def test_each_epoch_takes_every_group_once_in_an_order_of_its_own(open_feed, micro_tokens):
-    feed = open_feed(answers(), epochs=3, minibatches=2, micro_tokens=micro_tokens)
+    settings = {"epochs_per_rollout": 3, "minibatches": 2, "micro_tokens": micro_tokens}
+    feed = open_feed(answers(), settings=settings)
     steps = [sorted({task for part in whose(feed(step)) for task, _ in part}) for step in range(6)]
     assert [sorted(steps[i] + steps[i + 1]) for i in (0, 2, 4)] == [list(range(GROUPS))] * 3
     assert len({tuple(step) for step in steps}) > 2
@@ -115,9 +119,10 @@ def test_each_epoch_takes_every_group_once_in_an_order_of_its_own(open_feed, mic
 
 
 def test_which_groups_a_step_takes_does_not_depend_on_micro_batches(open_feed):
+    several = {"epochs_per_rollout": 2, "minibatches": 2}
     one, other = (
         [sorted({t for part in whose(e(step)) for t, _ in part}) for step in range(4)]
-        for e in (open_feed(answers(), epochs=2, minibatches=2, micro_tokens=m) for m in (None, 1))
+        for e in (open_feed(answers(), settings={**several, "micro_tokens": m}) for m in (None, 1))
     )
     assert one == other
 
@@ -126,12 +131,12 @@ def test_masked_is_what_has_no_score_was_given_up_or_was_cut(open_feed):
     samples = answers(reward=lambda task, index: None if (task, index) == (1, 2) else 0.5)
     samples[0].finish = "aborted"
     samples[3].finish = "length"
-    feed = open_feed(samples, mask_truncated=True)
+    feed = open_feed(samples, settings={"mask_truncated": True})
     trained = {answer for part in whose(feed(0)) for answer in part}
     assert trained == {*ALL} - {(0, 0), (1, 0), (1, 2)}
     assert feed.rollout.reward.isnan().nonzero().tolist() == [[0], [5]]  # of one that was cut, the score counts
-    assert feed.report()["completions/masked_ratio"] == pytest.approx(3 / 12)
-    assert feed.report()["completions/clipped_ratio"] == pytest.approx(2 / 12)
+    assert feed.metrics["completions/masked_ratio"] == pytest.approx(3 / 12)
+    assert feed.metrics["completions/clipped_ratio"] == pytest.approx(2 / 12)
     kept = {answer for part in whose(open_feed(samples)(0)) for answer in part}
     assert (1, 0) in kept
 
@@ -146,7 +151,7 @@ def test_what_is_measured_goes_to_its_own_tokens_whatever_the_micro_batches(open
         return {"old_logp": policy(batch).logprob}
 
     for limit in (None, 40, 25, 14, 1):
-        feed = open_feed(answers(), measure=measure, micro_tokens=limit)
+        feed = open_feed(answers(), measure=measure, settings={"micro_tokens": limit})
         for batch in feed(0):
             torch.testing.assert_close(batch.columns["old_logp"], policy(batch).logprob.detach(), rtol=0, atol=1e-10)
         assert len(feed.rollout["old_logp"]) == len(feed.rollout.sequence)
@@ -165,11 +170,12 @@ def test_a_rollout_whose_answers_are_all_masked_is_an_empty_batch(open_feed, pol
     (batch,) = feed(0)
     assert len(batch.examples) == len(batch.target) == len(batch.columns["advantage"]) == 0
     assert seen == [0]
-    assert feed.report()["completions/masked_ratio"] == 1
+    assert feed.metrics["completions/masked_ratio"] == 1
 
 
 def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling(open_feed):
-    options = {"epochs": 2, "minibatches": 2, "advantages": lambda r: {"advantage": r["age"] + 3}}
+    several = {"epochs_per_rollout": 2, "minibatches": 2}
+    options = {"settings": several, "advantages": lambda r: {"advantage": r["age"] + 3}}
     first = open_feed(answers(), **options)
     first(0)
     state = first.state_dict()
@@ -180,22 +186,17 @@ def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling
         for one, other in zip(first(step), second(step), strict=True):
             assert one.examples == other.examples
             assert all(torch.equal(one.columns[name], other.columns[name]) for name in one.columns)
-    assert first.report() == second.report()
+    assert first.metrics == second.metrics
     assert second.state_dict()["rollout"] is None  # used up: the next step samples anew
 
 
 def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_feed):
     samples = answers(tasks=9, reward=lambda task, index: 5.0 if task in (0, 2, 3, 5) else float(index))
     stored = []
-
-    class Store:
-        keep = staticmethod(lambda tasks: None)
-        write = staticmethod(stored.extend)
-
-    feed = open_feed(samples, Store(), dynamic_sampling=True)
+    feed = open_feed(samples, stored.extend, dynamic_sampling=True)
     assert [part[0][0] for part in whose(feed(0))] == [1, 4, 6, 7]
-    assert feed.report()["groups_passed_over"] == 4
-    assert feed.report()["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
+    assert feed.metrics["groups_passed_over"] == 4
+    assert feed.metrics["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
     assert [sample.task for sample in stored][::ANSWERS] == list(range(8))
     assert feed.scheduler.ledger.tasks == 8
 
@@ -206,7 +207,7 @@ def test_samples_of_a_run_that_was_killed_are_on_record_once(open_feed, tmp_path
     with SampleWriter(path) as writer:  # the dead run had a checkpoint after task 0
         writer.write(samples)
     path.write_text(path.read_text()[:-20])  # and died while it wrote
-    feed = open_feed(samples, SampleLog(path, show_every=0), groups=1)
+    feed = open_feed(samples, open_sample_log(path, show_every=0), groups=1)
     feed.scheduler.ledger.enter(0, [0])
     feed(1)
     feed(2)
@@ -214,12 +215,12 @@ def test_samples_of_a_run_that_was_killed_are_on_record_once(open_feed, tmp_path
 
 
 def test_a_few_answers_are_shown_of_some_rollouts(tmp_path, capsys):
-    store = SampleLog(tmp_path / "samples.jsonl", show_every=2, decode=lambda prompt: f"asked {prompt[0]}")
+    write = open_sample_log(tmp_path / "samples.jsonl", show_every=2, decode=lambda prompt: f"asked {prompt[0]}")
     for task in range(3):
         group = [sample for sample in answers() if sample.task == task]
         for sample in group:
             sample.text = f"answer to {task}"
-        store.write(group)
+        write(group)
     shown = capsys.readouterr().out
     assert "answer to 0" in shown and "asked " in shown
     assert "answer to 1" not in shown
@@ -238,8 +239,6 @@ def test_masking_drops_the_tokens_of_a_completion_from_every_column():
         rollout["number"] = torch.zeros(before)
 
 
-def test_scores_of_other_samples_are_refused():
-    samples = answers(tasks=2)
-    scores = RewardTable(torch.zeros(3, 1).double(), torch.zeros(3).long(), torch.ones(1).double())
-    with pytest.raises(ValueError, match="rollout: scores are those of other samples"):
-        RolloutBuffer(samples, scores)
+def test_a_limit_below_one_token_is_refused():
+    with pytest.raises(ValueError, match="rollout: max_tokens must be >= 1, got 0"):
+        RolloutBuffer(answers()).micro_batches(0)

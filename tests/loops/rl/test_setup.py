@@ -48,12 +48,13 @@ def test_a_row_that_shows_an_image_is_named(refused):
 
 
 def test_a_prompt_that_leaves_no_room_for_its_answer_is_named_before_the_first_step(refused, tmp_path):
-    assert f"data.jsonl line 5: {FITS}" in refused("grpo", [*ROWS, LONG])
+    assert f"data.jsonl line 5: {FITS}, cut prompts (max_prompt_length, trunc" in refused("grpo", [*ROWS, LONG])
     held_out = write_rows(tmp_path / "held_out.jsonl", [LONG])
     assert f"held_out.jsonl line 1: {FITS}" in refused("ppo", ROWS, eval_data=held_out)
     long = {"prompt": "x" * 480, "completion": "a"}
     said = refused("distill", [*DISTILLED, long], on_policy=1.0)
     assert "data.jsonl, example 5: a prompt of 480 tokens and max_tokens=100 do not fit" in said
+    assert "cut prompts (max_length, truncation)" in said
 
 
 def test_data_without_what_a_reward_reads_is_named(refused, tmp_path):

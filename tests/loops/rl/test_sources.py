@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from burnish.data import records
 from burnish.loops.config import Lora
 from burnish.loops.environments import Limits
 from burnish.loops.environments.games import guess_rows
@@ -207,6 +208,14 @@ def test_held_out_prompts_are_conversations_too(fields, tmp_path):
     games = {"rewards": {}, "environment": "guess_number", "data": str(rows), "eval_data": str(held_out)}
     run_grpo(GRPO(**fields | games))
     assert "eval/rewards/environment/mean" in lines(Path(fields["output"]))[0]
+
+
+def test_each_file_of_data_is_read_once(fields, tmp_path, monkeypatch):
+    read, from_path = [], records._from_path
+    monkeypatch.setattr(records, "_from_path", lambda data, split: read.append(data) or from_path(data, split))
+    held_out = str(write_rows(tmp_path / "held_out.jsonl", [{"prompt": "1?", "answer": "2"}]))
+    open_rl(GRPO(**fields, eval_data=held_out)).scheduler.close()
+    assert read == [fields["data"], held_out]
 
 
 def test_an_environment_that_is_not_there_is_named_before_anything_is_loaded(fields):
