@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from ..rollouts.concurrency import off_loop
+from ..rollouts.event_loops import off_loop
 
 _SERVE = f"from {__name__} import serve; serve({{}})"
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from ..rollouts.concurrency import off_loop
+from ..rollouts.event_loops import off_loop
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from ...data import load
 from ..models.io import adapter_weights, named_weights
 from ..models.policy import Policy
 from ..rollouts.local.source import DetachedSource, LocalSource
-from ..rollouts.replay import SampleWriter, read_samples
+from ..rollouts.replay import read_samples, write_samples
 from ..rollouts.sample import Sample
 from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
@@ -227,15 +227,12 @@ class SampleLog:
         """Drop samples of tasks from this one on, which a resumed run samples again."""
         partial = self.path.with_suffix(".partial.jsonl")
         partial.unlink(missing_ok=True)
-        with SampleWriter(partial) as writer:
-            for sample in read_samples(self.path) if self.path.exists() else ():
-                if sample.task < tasks:
-                    writer.write([sample])
+        stored = read_samples(self.path) if self.path.exists() else ()
+        write_samples(partial, (sample for sample in stored if sample.task < tasks))
         partial.replace(self.path)
 
     def write(self, samples: list[Sample]) -> None:
-        with SampleWriter(self.path) as writer:
-            writer.write(samples)
+        write_samples(self.path, samples)
         if self.show_every and self.rollouts % self.show_every == 0:
             self._show(samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN])
         self.rollouts += 1

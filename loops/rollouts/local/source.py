@@ -156,15 +156,10 @@ class LocalSource:
     def _sample(self, sequence: DecodeSequence) -> Sample:
         assert sequence.finish is not None
         text = "" if self.tokenizer is None else self.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
-        return Sample.of(
-            sequence.request,
-            sequence.index,
-            sequence.tokens,
-            sequence.logprobs,
-            sequence.spans,
-            sequence.finish,
-            str(text),
-        )
+        request, tokens, spans = sequence.request, sequence.tokens, sequence.spans
+        trained, text = [True] * len(tokens), str(text)
+        return Sample(request.task, sequence.index, list(request.prompt), tokens, trained, sequence.logprobs, spans,
+                      sequence.finish, text)  # fmt: skip
 
 
 class DetachedSource(LocalSource):

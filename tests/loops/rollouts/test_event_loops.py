@@ -5,11 +5,11 @@ import gc
 import warnings
 
 import pytest
-from burnish.loops.rollouts.event_loops import InlineLoop
+from burnish.loops.rollouts.event_loops import EventLoop
 
 
 def drop(*, closed):
-    loop = InlineLoop()
+    loop = EventLoop()
     loop.run(asyncio.sleep(0))
     loop.itself = loop  # garbage that only the collector finds
     if closed:
