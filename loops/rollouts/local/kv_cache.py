@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, cache_utils
 
 from ....kernels.precision import autocast_dtype
-from .runner import DecodeSequence, ModelRunner
+from .decode import DecodeSequence, ModelRunner
 
 _STEP = 64  # columns that are added at once
 _untyped: Any = cache_utils  # its attributes are optional tensors of several kinds of layers

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
 from ..source import NamedWeights, SourceError, check_weights
-from .decode import advance, choose_memory
+from .decode import DecodeSequence, ModelRunner
 from .kv_cache import DecodeBatch
-from .runner import DecodeSequence, ModelRunner
+from .probe import advance, choose_memory
 
 _CACHE_CPU = 2 << 30  # bytes
 _SHARE = 4  # of a GPU's free memory, one part in so many: see `free_share`

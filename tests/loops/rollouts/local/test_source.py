@@ -12,8 +12,8 @@ import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
+from burnish.loops.rollouts.local.decode import ModelRunner
 from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, KVCache, StaticBatch, _Layer, static_fit
-from burnish.loops.rollouts.local.runner import ModelRunner
 from burnish.loops.rollouts.local.source import DetachedSource, LocalSource, free_share
 from burnish.loops.rollouts.source import SourceError
 from conformance import Conformance, Subject, ask
