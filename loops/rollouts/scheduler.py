@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from ...data import Batches, encode_prompts
 from ..models.io import named_weights
 from .event_loops import EventLoop
-from .sample import Request, Row, Sample, SamplingParams, check_sample, from_record, to_record
-from .source import NamedWeights, RolloutSource, SourceError, SourceLost
+from .sample import Request, Row, Sample, SamplingParams, from_record, to_record
+from .source import NamedWeights, RolloutSource, SourceError, SourceLost, check_completions
 
 log = logging.getLogger(__name__)
 
@@ -301,7 +301,9 @@ class RolloutScheduler:
     async def _begin(self, task: int) -> list[Sample]:
         request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
         stored = self._stored.pop(task, None)
-        group: list[Sample] = stored or await self._again(f"task {task} could not be sampled", partial(self._sample, request))
+        group: list[Sample] = stored or await self._again(
+            f"task {task} could not be sampled", partial(self._sample, request)
+        )
         if self._row is not None:
             for sample in group:
                 sample.row = self._row(task)
@@ -322,22 +324,14 @@ class RolloutScheduler:
                     await self._changed.wait()
         since = self.version
         group = await self.source.sample(request)
-        who = f"the completions of {type(self.source).__name__} for task {request.task}"
-        if {sample.task for sample in group} != {request.task}:
-            raise SourceError(f"{who} are those of others: {sorted({sample.task for sample in group})}")
-        if sorted(sample.index for sample in group) != list(request.indices):
-            raise SourceError(f"{who} are not those requested: {[sample.index for sample in group]}")
-        if len({tuple(sample.prompt) for sample in group}) > 1:
-            raise SourceError(f"{who} have different prompts, but they are compared with each other")
-        for sample in group:
-            try:
-                check_sample(sample)
-            except ValueError as error:
-                raise SourceError(f"{who} are damaged: {error}") from error
-            versions = [span.version for span in sample.spans]
-            published = since is not None and since <= min(versions) <= max(versions) <= self._newest
-            if not (published or self.source.stored):
-                raise SourceLost(f"{who} come from versions {versions}, published are {since} to {self._newest}")
+        name = type(self.source).__name__
+        check_completions(group, request, name, conversations=True)
+        for versions in [[span.version for span in sample.spans] for sample in group if not self.source.stored]:
+            if since is None or not since <= min(versions) <= max(versions) <= self._newest:
+                raise SourceLost(
+                    f"{name}: task {request.task}: its completions come from versions {versions}, published are "
+                    f"{since} to {self._newest}"
+                )
         return group
 
     async def _again(self, what: str, once: Callable[[int], Awaitable[T]]) -> T:

@@ -1,8 +1,11 @@
-"""A sequence under way, and the forward passes of the policy's module that continue it."""
+"""A sequence under way, the forward passes of the policy's module that continue it, and the draw of its tokens.
+
+One number in [0, 1) per row decides its token, so that a row's token does not depend on its company.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,35 +15,28 @@ from ...models.policy import Policy
 from ..sample import Finish, Request, SamplingParams, VersionSpan
 
 _CACHES = ("past_key_values", "cache_params")  # the latter in Mamba and its kin
+_ELEMENTS = 1 << 24  # logits that are turned into probabilities at once
+_ELEMENTS_CPU = 1 << 19  # beyond which memory is mapped, and given back, for every token anew
 
 
-@dataclass(eq=False)
 class DecodeSequence:
     """A completion under way.
 
     Attributes:
         uniform: the numbers in [0, 1) that decide its tokens.
+        max_length: of prompt and completion together.
+        place: in the queue of those that arrive together, whichever request was first.
     """
 
-    request: Request
-    index: int
-    uniform: list[float]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    finish: Finish | None = None
-
-    @classmethod
-    def of(cls, request: Request, index: int) -> "DecodeSequence":
-        return cls(request, index, uniforms(request.seed(index), request.sampling.max_tokens))
-
-    @property
-    def sampling(self) -> SamplingParams:
-        return self.request.sampling
-
-    @property
-    def max_length(self) -> int:
-        return len(self.request.prompt) + self.sampling.max_tokens
+    def __init__(self, request: Request, index: int) -> None:
+        self.request, self.index, self.sampling = request, index, request.sampling
+        self.uniform = uniforms(request.seed(index), self.sampling.max_tokens)
+        self.max_length = len(request.prompt) + self.sampling.max_tokens
+        self.place = request.task, request.turn, sorted(request.indices), index
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[VersionSpan] = []
+        self.finish: Finish | None = None
 
     def append(self, token: int, logprob: float, version: int) -> None:
         end = len(self.tokens)
@@ -61,15 +57,18 @@ def uniforms(seed: int, count: int) -> list[float]:
     return numbers
 
 
+@dataclass
 class ModelRunner:
-    """The policy's module: token ids to the input of its head, and that to logits."""
+    """The policy's module: token ids to the input of its head, and that to logits.
 
-    def __init__(
-        self, policy: Policy, vocab: int, context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> None:
-        self.policy = policy
-        self.vocab = vocab
-        self.context = context
+    Attributes:
+        vocab: only ids below it are drawn.
+        context: ``context()`` is entered around every forward pass.
+    """
+
+    policy: Policy
+    vocab: int
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -86,12 +85,11 @@ class ModelRunner:
 
     def states(self, at: Tensor | None = None, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
         """The input of the head [rows, ...] at these columns, or at the last; and the caches by their names."""
-        plain = self.policy.plain
         if self.policy.fused:
-            output = plain.base_model(**inputs)
+            output = self.policy.plain.base_model(**inputs)
             states: Tensor = output.last_hidden_state
         else:  # such a head is no known function of the hidden states: keep its logits instead
-            output = plain(**inputs)
+            output = self.policy.plain(**inputs)
             states = output.logits
         row = torch.arange(len(states), device=states.device)
         caches = {name: output[name] for name in _CACHES if output.get(name) is not None}
@@ -106,3 +104,51 @@ class ModelRunner:
         """[texts, longest], padded on the right, where nothing that is used looks."""
         longest = max(map(len, texts))
         return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.policy.device)
+
+
+def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """One token per row of ``logits`` [rows, V], by inversion of its cumulative distribution.
+
+        i = min { i : Σ_{j≤i} p_j > u Σ_j p_j },   p = softmax(logits / T) over what top_k and then top_p leave
+
+    Returns int64 tokens [rows], and their log-probs [rows] under the distribution that they were drawn from.
+    A row of temperature 0 takes its likeliest token, and its log-prob is that of temperature 1.
+    """
+    rows = max(1, (_ELEMENTS_CPU if logits.device.type == "cpu" else _ELEMENTS) // logits.shape[1])
+    if len(logits) > rows:
+        parts = [slice(i, i + rows) for i in range(0, len(logits), rows)]
+        tokens, logprobs = zip(*(draw(logits[part], uniform[part], sampling[part]) for part in parts), strict=True)
+        return torch.cat(tokens), torch.cat(logprobs)
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    kinds = set(sampling)
+    if any(kind.temperature not in (0.0, 1.0) for kind in kinds):
+        logits = logits / column([row.temperature or 1.0 for row in sampling]).to(logits.dtype)
+    if any(kind.temperature and (kind.top_k or kind.top_p < 1) for kind in kinds):
+        top_k = column([row.top_k * bool(row.temperature) for row in sampling])
+        top_p = column([row.top_p if row.temperature else 1.0 for row in sampling])
+        logits = _likeliest(logits, top_k, top_p)
+    highest = logits.amax(-1, keepdim=True)
+    cumulative = (logits - highest).exp_().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    threshold = column(list(uniform)) * total
+    token = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[1] - 1)
+    if any(kind.temperature == 0 for kind in kinds):
+        greedy = column([row.temperature for row in sampling]) == 0
+        token = torch.where(greedy, logits.argmax(-1, keepdim=True), token)
+    logprob = (logits.gather(1, token) - highest).double() - total.log()
+    return token[:, 0], logprob[:, 0].to(logits.dtype)
+
+
+def _likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The logits with -inf for all but the likeliest k, and of these for all but those that make up p."""
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)
+    probability = ordered.softmax(-1, dtype=torch.float64)
+    before = probability.cumsum(-1) - probability
+    ordered = ordered.masked_fill((before >= top_p) & (rank > 0) & (top_p < 1), -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, ids, ordered)

@@ -285,11 +285,11 @@ def with_first(**changes):
 @pytest.mark.parametrize(
     ("alter", "says"),
     [
-        (with_first(task=99), "those of others"),
-        (lambda group: group[1:], "not those requested"),
-        (lambda group: [group[0], *group], "not those requested"),
-        (with_first(prompt=[9, 7, 1]), "have different prompts"),
-        (with_first(logprobs=[]), "^the completions of Altered for task 0 are damaged: .*one entry per token"),
+        (with_first(task=99), r"asked for its completions \[0, 1\], got \[\(99, 0\)"),
+        (lambda group: group[1:], r"got \[\(0, 1\)\]"),
+        (lambda group: [group[0], *group], r"got \[\(0, 0\), \(0, 0\), \(0, 1\)\]"),
+        (with_first(prompt=[9, 7, 1]), "completion 1 is of another prompt than those it is compared with"),
+        (with_first(logprobs=[]), "^Altered: task 0: sample 0 of task 0: .*one entry per token"),
         (with_first(spans=[VersionSpan(9, 0, 1)]), "published"),
     ],
     ids=["another task", "one short", "one twice", "another prompt", "without a log-prob", "from the future"],
@@ -304,7 +304,7 @@ def test_a_source_that_lags_behind_what_was_published_is_not_trained_on():
         old = {"spans": [VersionSpan(0, 0, 1)], "tokens": [1], "trained": [True], "logprobs": [-1.0]}
         return [replace(sample, **old) for sample in group]
 
-    with pytest.raises(SourceError, match=r"task 3 come from versions \[0\], published are 1 to 1"):
+    with pytest.raises(SourceError, match=r"task 3: its completions come from versions \[0\], published are 1 to 1"):
         Trainer(Altered(stale), attempts=2).all(2)
 
 

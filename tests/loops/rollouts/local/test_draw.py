@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from burnish.loops.rollouts.local import probe as module
-from burnish.loops.rollouts.local.decode import uniforms
-from burnish.loops.rollouts.local.probe import draw
+from burnish.loops.rollouts.local import decode as module
+from burnish.loops.rollouts.local.decode import draw, uniforms
 from burnish.loops.rollouts.sample import SamplingParams
 
 ALL = SamplingParams(max_tokens=1)
