@@ -300,14 +300,12 @@ class RolloutScheduler:
 
     async def _begin(self, task: int) -> list[Sample]:
         request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
-        stored = self._stored.pop(task, None)
-        group: list[Sample] = stored or await self._again(
-            f"task {task} could not be sampled", partial(self._sample, request)
-        )
+        stored = self._stored.pop(task, [])
+        group = stored or await self._again(f"task {task} could not be sampled", partial(self._sample, request))
         if self._row is not None:
             for sample in group:
                 sample.row = self._row(task)
-        if self.score is not None and stored is None:
+        if self.score is not None and not stored:
             await self.score(group)
         return group
 

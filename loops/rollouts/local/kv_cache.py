@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, cache_utils
+from transformers import Cache, DynamicCache
 
 from ....kernels.precision import autocast_dtype
 from .decode import DecodeSequence, ModelRunner
 
 _STEP = 64  # columns that are added at once
 _READ = 8192  # tokens of context that are read at once
-_untyped: Any = cache_utils  # its attributes are optional tensors of several kinds of layers
 
 
 class ContinuousBatch:
@@ -56,7 +55,8 @@ class ContinuousBatch:
         """Neighbors with the same text share a row until it is stored."""
         self.sequences += sequences
         self.cache.longest = max(sequence.max_length for sequence in self.sequences)
-        shared = [(text, len(list(same))) for text, same in groupby(map(_text_so_far, sequences))]
+        texts = [[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences]
+        shared = [(text, len(list(same))) for text, same in groupby(texts)]
         states = []
         while shared:
             count = max(1, _READ // max(len(text) for text, _ in shared))
@@ -110,7 +110,7 @@ class StaticBatch:
 
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
         self.sequences, self.caches = list(sequences), {}
-        return self._read(list(map(_text_so_far, sequences)))
+        return self._read([[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences])
 
     def step(self) -> Tensor:
         if not self.cached:
@@ -127,11 +127,6 @@ class StaticBatch:
             self.sequences = [self.sequences[i] for i in keep]
             for cache in self.caches.values() if keep else ():
                 cache.reorder_cache(torch.tensor(keep, device=self.runner.policy.device))
-
-
-def _text_so_far(sequence: DecodeSequence) -> list[int]:
-    """All but the last token, which `step` reads; the prompt where there is none yet."""
-    return [*sequence.request.prompt, *sequence.tokens[:-1]]
 
 
 def continuous_fit(runner: ModelRunner, cache_bytes: int) -> Callable[[int], int]:
@@ -170,7 +165,7 @@ def matmul_dtype(states: Tensor) -> torch.dtype:
     return autocast_dtype(states) or states.dtype
 
 
-class KVCache(_untyped.Cache):  # type: ignore[misc]
+class KVCache(Cache):
     """A cache whose rows are of different lengths, join at any time, and leave.
 
     A row's tokens stand in its first columns, at the positions that they have in its text; what lies beyond is masked.

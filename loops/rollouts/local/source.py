@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -104,53 +104,53 @@ class LocalSource:
             raise SourceError("local: the source is closed; make a new one")
 
     async def _run(self) -> None:
-        """Append a token to every sequence, until no request is left."""
+        """Draw tokens until no request is left."""
+        queue: list[DecodeSequence] = []
+        batch: ContinuousBatch | StaticBatch | None = None
+        read_version = self._version
         try:
-            await self._generate()
+            while True:
+                await asyncio.sleep(0)  # requests of the same turn of the event loop begin together
+                arrived, self._arrived = sorted(self._arrived, key=lambda sequence: sequence.place), []
+                queue = [sequence for sequence in [*queue, *arrived] if sequence.finish is None]
+                if batch is not None:
+                    batch.drop_finished()
+                if batch is None or not batch.sequences:
+                    if not queue:
+                        return
+                    batch = self._make_batch(queue[0].max_length)
+                elif read_version != self._version:  # what was read with other weights is forgotten
+                    under_way = batch.sequences
+                    batch = self._make_batch(max(sequence.max_length for sequence in under_way))
+                    with self.runner.inference():
+                        batch.join(under_way)
+                count = batch.admit(queue)
+                joining, queue = queue[:count], queue[count:]
+                read_version = self._version
+                assert read_version is not None
+                self._advance(batch, joining, read_version)
+                for done, sequences in self._awaited.items():
+                    if not done.done() and all(sequence.finish is not None for sequence in sequences):
+                        done.set_result(None)
         except torch.OutOfMemoryError as error:
             self._fail(SourceError(f"local: too many sequences at once for this device; lower cache_bytes ({error})"))
         except Exception as error:
             self._fail(error)
 
-    async def _generate(self) -> None:
-        queue: list[DecodeSequence] = []
-        batch: ContinuousBatch | StaticBatch | None = None
-        read_version = self._version
-        while True:
-            await asyncio.sleep(0)  # requests of the same turn of the event loop begin together
-            queue = [x for x in [*queue, *sorted(self._arrived, key=lambda x: x.place)] if x.finish is None]
-            self._arrived.clear()
-            if batch is not None:
-                batch.drop_finished()
-            if batch is None or not batch.sequences:
-                if not queue:
-                    return
-                batch = self._make_batch(queue[0].max_length)
-            version = self._version
-            assert version is not None
-            with self.runner.inference():
-                if batch.sequences and version != read_version:  # what was read with other weights is forgotten
-                    under_way = batch.sequences
-                    batch = self._make_batch(max(sequence.max_length for sequence in under_way))
-                    batch.join(under_way)
-                read_version = version
-                count = batch.admit(queue)
-                joining, queue = queue[:count], queue[count:]
-                states = [batch.step()] if batch.sequences else []
-                states += [batch.join(joining)] if joining else []
-                uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
-                sampling = [sequence.sampling for sequence in batch.sequences]
-                tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
-                del states  # which are logits where the head is not fused
-            for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-                if not logprob > float("-inf"):
-                    raise SourceError(
-                        f"generate: the weights of version {version} give log-probs of {logprob}; look for NaN"
-                    )
-                sequence.append(token, logprob, version)
-            for done, sequences in self._awaited.items():
-                if not done.done() and all(sequence.finish is not None for sequence in sequences):
-                    done.set_result(None)
+    def _advance(self, batch: ContinuousBatch | StaticBatch, joining: Sequence[DecodeSequence], version: int) -> None:
+        """Append a token to every sequence of the batch, and the first one to those that join."""
+        with self.runner.inference():
+            states = [batch.step()] if batch.sequences else []
+            states += [batch.join(joining)] if joining else []
+            uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
+            sampling = [sequence.sampling for sequence in batch.sequences]
+            tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
+        for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not logprob > float("-inf"):
+                raise SourceError(
+                    f"generate: the weights of version {version} give log-probs of {logprob}; look for NaN"
+                )
+            sequence.append(token, logprob, version)
 
     def _fail(self, error: Exception) -> None:
         self._arrived.clear()
