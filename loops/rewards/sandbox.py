@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from ..rollouts.concurrency import off_loop
+from ..rollouts.event_loops import off_loop
 
 
 class isolated:

@@ -31,7 +31,7 @@ from numbers import Real
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
-from ..rollouts.concurrency import off_loop
+from ..rollouts.event_loops import off_loop
 from ..rollouts.sample import Row, Sample, plain
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from ...data import load
 from ..models.io import adapter_weights, named_weights
 from ..models.policy import Policy
 from ..rollouts.local.source import DetachedSource, LocalSource
-from ..rollouts.replay import SampleWriter, read_samples
+from ..rollouts.replay import read_samples, write_samples
 from ..rollouts.sample import Sample
 from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
@@ -200,13 +200,9 @@ def open_sample_log(
         if number == 0 and path.exists():
             partial = path.with_suffix(".partial.jsonl")
             partial.unlink(missing_ok=True)
-            with SampleWriter(partial) as writer:
-                for sample in read_samples(path):
-                    if sample.task < samples[0].task:
-                        writer.write([sample])
+            write_samples(partial, (sample for sample in read_samples(path) if sample.task < samples[0].task))
             partial.replace(path)
-        with SampleWriter(path) as writer:
-            writer.write(samples)
+        write_samples(path, samples)
         if show_every and number % show_every == 0:
             columns = ("task", "end of the prompt", "completion", "rewards")
             table = Table(*columns, title=f"rollout {number}", title_justify="left")

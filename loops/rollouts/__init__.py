@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .replay import ReplaySource, SampleWriter, read_samples
+    from .replay import ReplaySource, read_samples, write_samples
     from .sample import Request, Sample, SamplingParams, VersionSpan, check_sample
     from .scheduler import Ledger, RolloutScheduler
     from .source import RolloutSource, SourceError, SourceLost
@@ -25,13 +25,13 @@ __all__ = [
     "RolloutScheduler",
     "RolloutSource",
     "Sample",
-    "SampleWriter",
     "SamplingParams",
     "SourceError",
     "SourceLost",
     "VersionSpan",
     "check_sample",
     "read_samples",
+    "write_samples",
 ]
 
 __getattr__ = lazy_exports(__name__)

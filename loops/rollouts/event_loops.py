@@ -1,75 +1,128 @@
-"""Run the async scheduler from a synchronous trainer: in its thread, or in a background thread."""
+"""Run the async scheduler from a synchronous trainer, and blocking functions beside an event loop."""
 
 import asyncio
+import os
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import closing
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class InlineLoop:
-    """An event loop in the trainer's thread, which runs only while the trainer waits for it."""
+class EventLoop:
+    """An event loop in the trainer's thread, which runs only while the trainer waits for it, or in a background thread.
 
-    def __init__(self) -> None:
-        self.runner = asyncio.Runner()
-        self.closed = False
-        self._dropped = weakref.finalize(self, _close_dropped, self.runner)  # of a script that ends without `close`
+    It is in the background, too, where this thread runs a loop already, as in a notebook.
+    """
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self.runner.run(coroutine)
-
-    def close(self) -> None:
-        self.closed = True
-        self._dropped.detach()
-        self.runner.close()
-
-
-class BackgroundLoop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, background: bool = False) -> None:
         self.closed = False
         self.runner = asyncio.Runner()
-        self.loop = self.runner.get_loop()
-        self.stopped = asyncio.Event()
-        self.thread = threading.Thread(target=self._serve, name="burnish-scheduler", daemon=True)
-        self.thread.start()
+        self.thread: threading.Thread | None = None
+        if background or _in_a_loop():
+            self.loop, self.stopped = self.runner.get_loop(), asyncio.Event()
+            self.thread = threading.Thread(target=self._serve, name="burnish-scheduler", daemon=True)
+            self.thread.start()
+        else:  # of a script that ends without `close`
+            self._dropped = weakref.finalize(self, _close_dropped, self.runner)
 
     def _serve(self) -> None:
         with self.runner:  # cancels what is left
             self.runner.run(self.stopped.wait())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self.thread is None:
+            return self.runner.run(coroutine)
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def close(self) -> None:
         self.closed = True
-        self.loop.call_soon_threadsafe(self.stopped.set)
-        self.thread.join()
+        if self.thread is None:
+            self._dropped.detach()
+            self.runner.close()
+        else:
+            self.loop.call_soon_threadsafe(self.stopped.set)
+            self.thread.join()
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine; in a background thread where this one has a loop already, as in a notebook."""
-    loop: InlineLoop | BackgroundLoop = BackgroundLoop() if in_a_loop() else InlineLoop()
-    try:
+    """The result of a coroutine, from an event loop of its own."""
+    with closing(EventLoop()) as loop:
         return loop.run(coroutine)
-    finally:
-        loop.close()
 
 
 def _close_dropped(runner: asyncio.Runner) -> None:
     """Close a loop that is collected as garbage, which may happen while another one runs in this thread."""
-    if in_a_loop():
+    if _in_a_loop():
         runner.get_loop().close()
     else:
         runner.close()
 
 
-def in_a_loop() -> bool:
+def _in_a_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
     return True
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results in order; where one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def off_loop(function: Callable[[], T]) -> T:
+    """Return the function's result, from a daemon thread; a wait that is cancelled leaves the thread behind.
+
+    An executor's threads would be waited for when Python exits, and to start one for each call is slow.
+    """
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Future[tuple[bool, Any]] = loop.create_future()
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = SimpleQueue()
+        threading.Thread(target=_work, args=(calls,), daemon=True, name="burnish-call").start()
+    calls.put((function, loop, arrived))
+    try:
+        succeeded, value = await arrived
+    except asyncio.CancelledError:
+        calls.put(None)  # should it ever come back, it ends
+        raise
+    _idle.append(calls)
+    if not succeeded:
+        raise value
+    result: T = value
+    return result
+
+
+def _work(calls: SimpleQueue[Any]) -> None:
+    while (call := calls.get()) is not None:
+        function, loop, arrived = call
+        try:
+            outcome = True, function()
+        except BaseException as error:
+            outcome = False, error
+        try:
+            loop.call_soon_threadsafe(_deliver, arrived, outcome)
+        except RuntimeError:  # the loop has ended, and nothing waits
+            return
+        del call, function, outcome
+
+
+def _deliver(arrived: "asyncio.Future[tuple[bool, Any]]", outcome: tuple[bool, Any]) -> None:
+    if not arrived.done():
+        arrived.set_result(outcome)
+
+
+_idle: list[SimpleQueue[Any]] = []  # each the calls of a thread that has none
+os.register_at_fork(after_in_child=_idle.clear)  # threads don't survive a fork

@@ -18,41 +18,21 @@ from .source import NamedWeights, SourceError
 _AS_TEXT = ("rewards", "info")  # their entries have types of their own, which columns can't
 
 
-class SampleWriter:
-    """Writes samples to a file; use it as a context, or close it.
+def write_samples(path: Path, samples: Iterable[Sample]) -> None:
+    """Append samples to a file of JSON lines, or write one that ends in ``.parquet`` anew.
 
-    Args:
-        path: of JSON lines, which are appended, each call's to disk before it returns; one that ends in ``.parquet`` is
-            written anew when it is closed, since such a file can't be appended to.
+    They are on disk when it returns. A Parquet file can't be appended to, and appears there once it is whole.
     """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
-        self.rows: list[dict[str, Any]] = []  # of a Parquet file
-        self.lines = None if path.suffix == ".parquet" else path.open("a")
-
-    def write(self, samples: Iterable[Sample]) -> None:
-        records = [to_record(sample) for sample in samples]
-        if self.lines is None:
-            self.rows += [record | {name: json.dumps(record[name]) for name in _AS_TEXT} for record in records]
-        else:
-            self.lines.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-            self.lines.flush()
-
-    def close(self) -> None:
-        if self.lines is None:
-            partial = self.path.with_suffix(".partial")
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.rows), partial)
-            partial.replace(self.path)
-        else:
-            self.lines.close()
-
-    def __enter__(self) -> "SampleWriter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    records = map(to_record, samples)
+    if path.suffix != ".parquet":
+        with path.open("a") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        return
+    rows = [record | {name: json.dumps(record[name]) for name in _AS_TEXT} for record in records]
+    partial = path.with_suffix(".partial")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
+    partial.replace(path)
 
 
 def read_samples(path: Path) -> Iterator[Sample]:

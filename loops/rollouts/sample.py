@@ -104,21 +104,6 @@ class Sample:
     info: dict[str, Any] = field(default_factory=dict)
     row: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
-    @classmethod
-    def of(
-        cls,
-        request: Request,
-        index: int,
-        tokens: list[int],
-        logprobs: list[float],
-        spans: list[VersionSpan],
-        finish: Finish,
-        text: str,
-    ) -> "Sample":
-        """A completion of a request, all of whose tokens were sampled."""
-        trained = [True] * len(tokens)
-        return cls(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
-
     @property
     def oldest(self) -> int:
         """The oldest version that it was drawn from."""

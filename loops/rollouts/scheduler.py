@@ -14,9 +14,9 @@ Seeds are hashes of the request, so requests under way need not be saved: they a
 import asyncio
 import logging
 import time
-from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -24,16 +24,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data import Batches, encode_prompts
 from ..models.io import named_weights
-from .event_loops import BackgroundLoop, InlineLoop, in_a_loop
-from .sample import Request, Row, Sample, SamplingParams, check_sample, from_record, to_record
-from .source import NamedWeights, RolloutSource, SourceError, SourceLost
+from .event_loops import EventLoop
+from .sample import Request, Row, Sample, SamplingParams, from_record, to_record
+from .source import NamedWeights, RolloutSource, SourceError, SourceLost, check_completions
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _LONGEST = 30.0  # seconds between two attempts
-_RETRYABLE = (SourceLost, OSError)
 
 
 def prompt_order(count: int, *, seed: int, shuffle: bool) -> Callable[[int], int]:
@@ -42,42 +41,17 @@ def prompt_order(count: int, *, seed: int, shuffle: bool) -> Callable[[int], int
     return lambda task: endless.indices(task)[0]
 
 
-class PromptList:
-    """The prompts of a list as those of tasks, and the rows that they come from.
-
-    Args:
-        prompts: token ids, texts, or rows with a prompt (a text or messages) and columns that rewards read.
-        tokenizer: for all but token ids.
-        seed, shuffle: see `prompt_order`.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int] | str | Row],
-        tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        seed: int,
-        shuffle: bool,
-    ) -> None:
-        self.rows: list[Row] = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
-        self.order = prompt_order(len(self.rows), seed=seed, shuffle=shuffle)
-        if all(_is_ids(row["prompt"]) for row in self.rows):
-            self.ids = [row["prompt"] for row in self.rows]
-        elif tokenizer is None:
-            raise ValueError("scheduler: prompts of text need a source with a tokenizer; give it one, or token ids")
-        else:
-            self.ids = list(encode_prompts([{"prompt": row["prompt"]} for row in self.rows], tokenizer)[0]["prompt"])
-
-    def __call__(self, task: int) -> Sequence[int]:
-        ids: Sequence[int] = self.ids[self.order(task)]
-        return ids
-
-    def row(self, task: int) -> Row:
-        return self.rows[self.order(task)]
-
-
-def _is_ids(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
+def _read_prompts(
+    prompts: Sequence[Sequence[int] | str | Row], tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[list[Sequence[int]], list[Row]]:
+    """The token ids of all prompts, and the rows that they come from."""
+    rows: list[Row] = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
+    texts: list[Any] = [row["prompt"] for row in rows]
+    if not any(isinstance(text, str) or any(not isinstance(token, int) for token in text) for text in texts):
+        return texts, rows
+    if tokenizer is None:
+        raise ValueError("scheduler: prompts of text need a source with a tokenizer; give it one, or token ids")
+    return list(encode_prompts([{"prompt": text} for text in texts], tokenizer)[0]["prompt"]), rows
 
 
 class Ledger:
@@ -99,10 +73,6 @@ class Ledger:
         if step == len(self.ends):
             self.ends.append(self.tasks)
         self.ends[step] += len(tasks)
-
-    def step_of(self, task: int) -> int | None:
-        """The step that trained on a task, if any did."""
-        return bisect_right(self.ends, task) if task < self.tasks else None
 
 
 class RolloutScheduler:
@@ -164,12 +134,16 @@ class RolloutScheduler:
             )
         sampling = sampling or SamplingParams(256)
         self.sampling = sampling if sampling.stop else replace(sampling, stop=stop_tokens(source))
+        self._row: Callable[[int], Row] | None = None
         if not callable(prompts):
-            prompts = PromptList(prompts, getattr(source, "tokenizer", None), seed=seed, shuffle=shuffle)
+            ids, rows = _read_prompts(prompts, getattr(source, "tokenizer", None))
+            order = prompt_order(len(rows), seed=seed, shuffle=shuffle)
+            prompts, self._row = lambda task: ids[order(task)], lambda task: rows[order(task)]
         self.source, self.prompts, self.weights, self.score = source, prompts, weights, score
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.seed, self.max_staleness = seed, max_staleness
         self.attempts, self.backoff = attempts, backoff
+        self._settings = {"groups_per_step": groups_per_step, "group_size": group_size, "seed": seed}
         self.version: int | None = None
         self.ledger = Ledger()
         self.counts = {"retries": 0, "republished": 0}
@@ -178,7 +152,7 @@ class RolloutScheduler:
         self._limit = 0  # tasks below it may be begun
         self._begun: dict[int, asyncio.Task[list[Sample]]] = {}  # and not yet taken
         self._stored: dict[int, list[Sample]] = {}  # what a checkpoint brought, ready to be taken
-        self._loop: InlineLoop | BackgroundLoop = BackgroundLoop() if max_staleness or in_a_loop() else InlineLoop()
+        self._loop = EventLoop(background=max_staleness > 0)
         self._changed = asyncio.Condition()
         self._lost = False  # the source was seen to sample from other weights than the trainer's
 
@@ -246,7 +220,7 @@ class RolloutScheduler:
     def state_dict(self) -> dict[str, Any]:
         """The ledger, and the groups that are ready for later steps."""
         ready = self._loop.run(self._ready())
-        return {"ends": list(self.ledger.ends), "ready": ready, "settings": self._settings()}
+        return {"ends": list(self.ledger.ends), "ready": ready, "settings": dict(self._settings)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, before anything is published or taken.
@@ -254,34 +228,56 @@ class RolloutScheduler:
         Raises:
             ValueError: if it is of a run with other groups or seeds.
         """
-        for name, value in self._settings().items():
+        for name, value in self._settings.items():
             if state["settings"][name] != value:
                 raise ValueError(f"scheduler: the run to go on with had {name}={state['settings'][name]}, not {value}")
         self.ledger.ends = list(state["ends"])
         self._stored = {int(task): [from_record(record) for record in group] for task, group in state["ready"].items()}
 
-    def _settings(self) -> dict[str, int | None]:
-        return {"groups_per_step": self.groups_per_step, "group_size": self.group_size, "seed": self.seed}
-
     # What follows runs in the event loop.
 
     async def _publish(self, version: int) -> None:
-        async with self._changed:
-            self._newest = version
-            await self._send(version)
-            self.version, self._lost = version, False
-            self._limit = self.ledger.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
-            self._changed.notify_all()
+        self._newest = version
+        await self._send(version)
+        self._limit = self.ledger.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
         if self.max_staleness:
             self._admit(self._limit)
 
-    async def _take(self, step: int, count: int) -> list[list[Sample]]:
-        start = self.ledger.tasks
-        wanted = range(start, start + count)
+    async def _send(self, version: int, *, only_if_lost: bool = False) -> None:
+        """Publish the trainer's weights, perhaps only if the source, restarted since, does not sample from them."""
+
+        async def once(attempt: int) -> None:
+            if attempt or only_if_lost:  # a request for its version brings it back
+                if await self.source.version() == version and only_if_lost:
+                    return
+                self.counts["republished"] += 1
+            await self.source.publish(self.weights(), version)
+            taken = await self.source.version()
+            if taken != version:
+                name = type(self.source).__name__
+                raise SourceLost(f"{name} was given the weights, and samples from version {taken}")
+
         async with self._changed:
-            await self._mend()
+            await self._again(f"version {version} could not be published", once)
+            self.version, self._lost = version, False
+            self._changed.notify_all()
+
+    async def _take(self, step: int, count: int) -> list[list[Sample]]:
+        wanted = range(self.ledger.tasks, self.ledger.tasks + count)
+        await self._send(step, only_if_lost=True)
         self._admit(max(self._limit, wanted.stop))
-        groups = await self._attended(asyncio.gather(*(self._begun[task] for task in wanted)))
+        arriving = asyncio.gather(*(self._begun[task] for task in wanted))
+        attendant = asyncio.create_task(self._attend(step))
+        both: list[asyncio.Future[Any]] = [arriving, attendant]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not arriving.done():
+                attendant.result()  # why it has ended
+            groups = arriving.result()
+        finally:
+            arriving.cancel()
+            attendant.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
         age = max((step - sample.oldest for group in groups for sample in group), default=0)
         if age > self.max_staleness and not self.source.stored:
             raise AssertionError(f"scheduler: step {step} would train on samples of age {age} > {self.max_staleness}")
@@ -290,50 +286,12 @@ class RolloutScheduler:
             del self._begun[task]
         return groups
 
-    async def _attended(self, groups: "asyncio.Future[list[list[Sample]]]") -> list[list[Sample]]:
-        """Wait for groups while nothing trains, so that a source which lost its weights can be given them again."""
-        attendant = asyncio.create_task(self._attend())
-        try:
-            both: list[asyncio.Future[Any]] = [groups, attendant]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not groups.done():
-                attendant.result()
-            return groups.result()
-        finally:
-            groups.cancel()
-            attendant.cancel()
-            await asyncio.gather(attendant, groups, return_exceptions=True)
-
-    async def _attend(self) -> None:
+    async def _attend(self, version: int) -> None:
+        """While groups are waited for, and nothing trains, give the weights again to a source that lost them."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._lost)
-                await self._mend()
-
-    async def _mend(self) -> None:
-        """Publish again if the source, restarted perhaps, does not sample from the trainer's weights."""
-        assert self.version is not None
-        await self._send(self.version, only_if_lost=True)
-        self._lost = False
-        self._changed.notify_all()
-
-    async def _send(self, version: int, *, only_if_lost: bool = False) -> None:
-        lost = only_if_lost
-
-        async def once() -> None:
-            nonlocal lost
-            if lost:  # a request for its version brings it back
-                if await self.source.version() == version and only_if_lost:
-                    return
-                self.counts["republished"] += 1
-            lost = True
-            await self.source.publish(self.weights(), version)
-            taken = await self.source.version()
-            if taken != version:
-                name = type(self.source).__name__
-                raise SourceLost(f"{name} was given the weights, and samples from version {taken}")
-
-        await self._again(f"version {version} could not be published", once)
+            await self._send(version, only_if_lost=True)
 
     def _admit(self, limit: int) -> None:
         for task in range(self.ledger.tasks, limit):
@@ -341,69 +299,49 @@ class RolloutScheduler:
                 self._begun[task] = asyncio.create_task(self._begin(task))
 
     async def _begin(self, task: int) -> list[Sample]:
-        if task in self._stored:
-            return self._with_rows(self._stored.pop(task))
         request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
-        attempt = 0
-
-        async def once() -> list[Sample]:
-            nonlocal attempt
-            attempt += 1
-            if attempt > 1:
-                await self._agreed()
-            since = self.version
-            group = await self.source.sample(request)
-            self._check(group, request, since)
-            return self._with_rows(group)
-
-        group = await self._again(f"task {task} could not be sampled", once)
-        if self.score is not None:
+        stored = self._stored.pop(task, [])
+        group = stored or await self._again(f"task {task} could not be sampled", partial(self._sample, request))
+        if self._row is not None:
+            for sample in group:
+                sample.row = self._row(task)
+        if self.score is not None and not stored:
             await self.score(group)
         return group
 
-    def _with_rows(self, group: list[Sample]) -> list[Sample]:
-        if isinstance(self.prompts, PromptList):
-            for sample in group:
-                sample.row = self.prompts.row(sample.task)
+    async def _sample(self, request: Request, attempt: int) -> list[Sample]:
+        """The requested group, from weights that the trainer has published.
+
+        After a failure, wait until the source samples from the trainer's; `_attend` gives it these.
+        """
+        if attempt:
+            async with self._changed:
+                while await self.source.version() != self.version:
+                    self._lost = True
+                    self._changed.notify_all()
+                    await self._changed.wait()
+        since = self.version
+        group = await self.source.sample(request)
+        name = type(self.source).__name__
+        check_completions(group, request, name, conversations=True)
+        for versions in [[span.version for span in sample.spans] for sample in group if not self.source.stored]:
+            if since is None or not since <= min(versions) <= max(versions) <= self._newest:
+                raise SourceLost(
+                    f"{name}: task {request.task}: its completions come from versions {versions}, published are "
+                    f"{since} to {self._newest}"
+                )
         return group
 
-    async def _agreed(self) -> None:
-        """Wait until the source samples from the trainer's weights; they are given to it while the trainer waits."""
-        async with self._changed:
-            while await self.source.version() != self.version:
-                self._lost = True
-                self._changed.notify_all()
-                await self._changed.wait()
-
-    def _check(self, group: list[Sample], request: Request, since: int | None) -> None:
-        """Raises unless this is the group that was requested, sampled from weights that the trainer has published."""
-        who = f"the completions of {type(self.source).__name__} for task {request.task}"
-        if {sample.task for sample in group} != {request.task}:
-            raise SourceError(f"{who} are those of others: {sorted({sample.task for sample in group})}")
-        if sorted(sample.index for sample in group) != list(request.indices):
-            raise SourceError(f"{who} are not those requested: {[sample.index for sample in group]}")
-        if len({tuple(sample.prompt) for sample in group}) > 1:
-            raise SourceError(f"{who} have different prompts, but they are compared with each other")
-        for sample in group:
-            try:
-                check_sample(sample)
-            except ValueError as error:
-                raise SourceError(f"{who} are damaged: {error}") from error
-            if self.source.stored:
-                continue
-            versions = [span.version for span in sample.spans]
-            if since is None or not since <= min(versions) <= max(versions) <= self._newest:
-                raise SourceLost(f"{who} come from versions {versions}, published are {since} to {self._newest}")
-
-    async def _again(self, what: str, once: Callable[[], Awaitable[T]]) -> T:
+    async def _again(self, what: str, once: Callable[[int], Awaitable[T]]) -> T:
+        """The result of the first attempt that succeeds, of those worth retrying."""
         began = time.monotonic()
         for attempt in range(self.attempts):
             if attempt:
                 self.counts["retries"] += 1
                 await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))
             try:
-                return await once()
-            except _RETRYABLE as error:
+                return await once(attempt)
+            except (SourceLost, OSError) as error:
                 last = error
                 log.warning("scheduler: %s in attempt %d of %d: %s", what, attempt + 1, self.attempts, error)
         raise SourceError(

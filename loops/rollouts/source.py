@@ -19,8 +19,11 @@ class SourceLost(SourceError):
     """The source is gone, or has lost its weights: ask for its `version`, publish, and repeat the same requests."""
 
 
-def check_completions(samples: Sequence[Sample], request: Request, who: str) -> None:
+def check_completions(samples: Sequence[Sample], request: Request, who: str, *, conversations: bool = False) -> None:
     """Raise unless these are the requested completions, in order, each one whole.
+
+    Args:
+        conversations: they may be longer than was requested, and have another prompt, all of them the same.
 
     Raises:
         SourceError: says what was requested.
@@ -34,9 +37,10 @@ def check_completions(samples: Sequence[Sample], request: Request, who: str) -> 
             check_sample(sample)
         except ValueError as error:
             raise SourceError(f"{who}: {error}") from error
-        if list(sample.prompt) != list(request.prompt):
-            raise SourceError(f"{who}: completion {sample.index} is of another prompt than the one asked for")
-        if (length := len(sample.tokens)) > request.sampling.max_tokens:
+        if list(sample.prompt) != list(samples[0].prompt if conversations else request.prompt):
+            wanted = "those it is compared with" if conversations else "the one asked for"
+            raise SourceError(f"{who}: completion {sample.index} is of another prompt than {wanted}")
+        if not conversations and (length := len(sample.tokens)) > request.sampling.max_tokens:
             raise SourceError(f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}")
 
 
@@ -78,26 +82,21 @@ class RolloutSource(Protocol):
     @property
     def overlaps(self) -> bool:
         """May the trainer train while completions are under way?"""
-        ...
 
     @property
     def stored(self) -> bool:
         """Are the completions from another run, whose versions say nothing of this one's?"""
-        ...
 
     async def sample(self, request: Request) -> list[Sample]:
         """Complete a prompt, in the order of ``request.indices``. Requests may run at the same time."""
-        ...
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         """Draw from these weights from now on. Requests under way go on, and their spans say where they changed.
 
         ``weights`` are the parameters by the names that transformers gives them, adapters merged; it is read once.
         """
-        ...
 
     async def version(self) -> int | None:
         """The version of the weights that the source draws from; None where it is unknown, as after a restart."""
-        ...
 
     async def close(self) -> None: ...

@@ -5,7 +5,7 @@ import json
 import pytest
 from burnish.benchmarks.experiments import reasoning
 from burnish.loops.rewards import resolve
-from burnish.loops.rollouts import Sample, SampleWriter, VersionSpan
+from burnish.loops.rollouts import Sample, VersionSpan, write_samples
 from tiny import save_model
 
 pytest.importorskip("reasoning_gym")
@@ -61,10 +61,10 @@ def test_the_standard_error_is_that_of_a_share():
 
 def test_rewards_of_a_step_are_those_of_all_answers_that_were_drawn_for_it(tmp_path):
     scores = [(0, 1.0), (1, 0.0), (1, None), (1, 0.6)]
-    with SampleWriter(tmp_path / "samples.jsonl") as writer:
-        for task, (version, score) in enumerate(scores):
-            rewards = {"right": score}
-            writer.write([Sample(task, 0, [1], [2], [True], [-1.0], [VersionSpan(version, 0, 1)], "stop", "", rewards)])
+    for task, (version, score) in enumerate(scores):
+        rewards = {"right": score}
+        sample = Sample(task, 0, [1], [2], [True], [-1.0], [VersionSpan(version, 0, 1)], "stop", "", rewards)
+        write_samples(tmp_path / "samples.jsonl", [sample])
     kept = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "rewards/right/mean": 0.9, "loss": 3.0}, {"step": 2}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     start, first, second = reasoning.read_steps(tmp_path)

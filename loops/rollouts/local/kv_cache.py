@@ -1,50 +1,31 @@
-"""Keys and values of the sequences under way, so that every token is read once.
+"""Batches of sequences under way, and their keys and values, so that every token is read once.
 
 ContinuousBatch    every sequence has a row of one `KVCache`; sequences join and leave between two tokens
 StaticBatch        sequences of one prompt at a time, with the cache that the model makes itself, or none: for
                    recurrences and windows, which count what they have seen in ways of their own
 
-A prompt is read once for all of its completions.
+    admit           count the sequences that may join now
+    join            read all but the last token of these, or their prompts
+    step            read the last token of every sequence
+    drop_finished   sequences that are finished leave
+
+`join` and `step` return the states [sequences, ...] that the next tokens are drawn from; all but `admit` want
+`ModelRunner.inference`. A prompt is read once for all of its completions.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, cache_utils
+from transformers import Cache, DynamicCache
 
 from ....kernels.precision import autocast_dtype
-from .runner import DecodeSequence, ModelRunner
+from .decode import DecodeSequence, ModelRunner
 
 _STEP = 64  # columns that are added at once
-_untyped: Any = cache_utils  # its attributes are optional tensors of several kinds of layers
 _READ = 8192  # tokens of context that are read at once
-
-
-class DecodeBatch(Protocol):
-    """The sequences under way and what has been read of them; all methods but `admit` want `ModelRunner.inference`."""
-
-    sequences: list[DecodeSequence]
-
-    def admit(self, waiting: Sequence[DecodeSequence]) -> int:
-        """Count those at the front that may join now."""
-        ...
-
-    def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
-        """Read their prompts; returns the states [sequences, ...] that their first tokens are drawn from."""
-        ...
-
-    def read_again(self) -> None:
-        """Forget what was read with other weights, and read all but the last token of every sequence."""
-        ...
-
-    def step(self) -> Tensor:
-        """Read the last token of every sequence; returns the states [sequences, ...] for the next."""
-        ...
-
-    def drop_finished(self) -> None: ...
 
 
 class ContinuousBatch:
@@ -56,9 +37,7 @@ class ContinuousBatch:
     """
 
     def __init__(self, runner: ModelRunner, fit: Callable[[int], int], window: int | None = None) -> None:
-        self.runner = runner
-        self.fit = fit
-        self.window = window
+        self.runner, self.fit, self.window = runner, fit, window
         self.sequences: list[DecodeSequence] = []
         self.cache = KVCache(runner.policy.device)
 
@@ -73,34 +52,10 @@ class ContinuousBatch:
         return len(waiting)
 
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
+        """Neighbors with the same text share a row until it is stored."""
         self.sequences += sequences
-        return self._read([list(sequence.request.prompt) for sequence in sequences])
-
-    def read_again(self) -> None:
-        self.cache = KVCache(self.runner.policy.device)
-        self._read([[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in self.sequences])
-
-    def step(self) -> Tensor:
-        last = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=self.runner.policy.device)
-        positions, mask = self.cache.before_step()
-        states, _ = self.runner.states(
-            input_ids=last[:, None],
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.cache.after_step()
-        return states
-
-    def drop_finished(self) -> None:
-        keep = [i for i, sequence in enumerate(self.sequences) if sequence.finish is None]
-        if len(keep) < len(self.sequences):
-            self.sequences = [self.sequences[i] for i in self.cache.drop(keep)]
-
-    def _read(self, texts: list[list[int]]) -> Tensor:
-        """Read the texts; neighbors with the same text share a row until they are stored."""
         self.cache.longest = max(sequence.max_length for sequence in self.sequences)
+        texts = [[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences]
         shared = [(text, len(list(same))) for text, same in groupby(texts)]
         states = []
         while shared:
@@ -115,6 +70,24 @@ class ContinuousBatch:
             states.append(last.repeat_interleave(torch.tensor(copies, device=ids.device), dim=0))
         return torch.cat(states)
 
+    def step(self) -> Tensor:
+        last = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=self.runner.policy.device)
+        positions, mask = self.cache.before_step()
+        states, _ = self.runner.states(
+            input_ids=last[:, None],
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.cache.length = self.cache.length + 1
+        return states
+
+    def drop_finished(self) -> None:
+        keep = [i for i, sequence in enumerate(self.sequences) if sequence.finish is None]
+        if len(keep) < len(self.sequences):
+            self.sequences = [self.sequences[i] for i in self.cache.drop(keep)]
+
 
 class StaticBatch:
     """Sequences of one prompt at a time.
@@ -125,9 +98,7 @@ class StaticBatch:
     """
 
     def __init__(self, runner: ModelRunner, fit: Callable[[int], int], *, cached: bool) -> None:
-        self.runner = runner
-        self.fit = fit
-        self.cached = cached
+        self.runner, self.fit, self.cached = runner, fit, cached
         self.sequences: list[DecodeSequence] = []
         self.caches: dict[str, Any] = {}
 
@@ -138,18 +109,16 @@ class StaticBatch:
         return max(1, min(len(list(alike)), self.fit(waiting[0].max_length)))
 
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
-        self.sequences = list(sequences)
-        return self._read([list(sequence.request.prompt) for sequence in sequences])
-
-    def read_again(self) -> None:
-        if self.cached:
-            self._read([[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in self.sequences])
+        self.sequences, self.caches = list(sequences), {}
+        return self._read([[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences])
 
     def step(self) -> Tensor:
         if not self.cached:
             return self._read([[*sequence.request.prompt, *sequence.tokens] for sequence in self.sequences])
-        last = self.runner.ids([sequence.tokens[-1:] for sequence in self.sequences])
-        states, self.caches = self.runner.states(input_ids=last, **self.caches, use_cache=True)
+        return self._read([sequence.tokens[-1:] for sequence in self.sequences])
+
+    def _read(self, texts: list[list[int]]) -> Tensor:
+        states, self.caches = self.runner.states(input_ids=self.runner.ids(texts), use_cache=self.cached, **self.caches)
         return states
 
     def drop_finished(self) -> None:
@@ -159,18 +128,13 @@ class StaticBatch:
             for cache in self.caches.values() if keep else ():
                 cache.reorder_cache(torch.tensor(keep, device=self.runner.policy.device))
 
-    def _read(self, texts: list[list[int]]) -> Tensor:
-        states, self.caches = self.runner.states(input_ids=self.runner.ids(texts), use_cache=self.cached)
-        return states
-
 
 def continuous_fit(runner: ModelRunner, cache_bytes: int) -> Callable[[int], int]:
     """The ``fit`` of a `ContinuousBatch`, by the bytes of this model's keys and values."""
-    cache, filled = KVCache(runner.policy.device), DynamicCache()
+    cache = DynamicCache()
     with runner.inference():
-        runner.states(input_ids=runner.ids([[1]]), past_key_values=filled, use_cache=True)
-        cache.extend(filled, [1], [1])
-    token = cache.bytes_per_token
+        runner.states(input_ids=runner.ids([[1]]), past_key_values=cache, use_cache=True)
+        token = sum(x.numel() * matmul_dtype(x).itemsize for x in _stores_of(cache))
     return lambda longest: cache_bytes // (token * longest)
 
 
@@ -192,126 +156,100 @@ def _bytes_of(cache: Any) -> int:
     return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
 
-class _Layer(_untyped.DynamicLayer):  # type: ignore[misc]
-    """One layer: [rows, heads, columns, d], of which the first rows and columns are in use.
-
-    Keys and values are kept as attention multiplies them, which under autocast is in its precision, whatever they come
-    in: a rotary embedding of float32 states leaves float32 keys, beside values that a layer has cast.
-    """
-
-    def __init__(self, cache: "KVCache", like: Tensor, values_like: Tensor) -> None:
-        super().__init__()
-        self.cache = cache
-        self.is_initialized = True
-        self.keys, self.values = (
-            x.new_zeros(0, x.shape[1], 0, x.shape[3], dtype=matmul_dtype(x)) for x in (like, values_like)
-        )
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token per row where the row ends; returns what has been written so far."""
-        rows, end, width = self.cache.row, self.cache.length, self.cache.width
-        for store, states in ((self.keys, key_states), (self.values, value_states)):
-            store[rows, :, end] = states[:, :, 0].to(store.dtype)
-        return self.keys[: len(rows), :, :width], self.values[: len(rows), :, :width]
-
-    def get_seq_length(self) -> int:
-        return self.cache.width - 1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.width, 0
-
-    def resize(self, rows: int, columns: int) -> None:
-        for name, unwritten in (("keys", 0.0), ("values", self.cache.unwritten)):
-            old: Tensor = getattr(self, name)
-            new = old.new_full((rows, old.shape[1], columns, old.shape[3]), unwritten)
-            new[: len(old), :, : old.shape[2]] = old[:rows, :, :columns]
-            setattr(self, name, new)
+def _stores_of(cache: Any) -> list[Tensor]:
+    return [x for layer in cache.layers for x in (layer.keys, layer.values)]
 
 
-class KVCache(_untyped.Cache):  # type: ignore[misc]
+def matmul_dtype(states: Tensor) -> torch.dtype:
+    """The precision of products of such states: autocast's where it is on."""
+    return autocast_dtype(states) or states.dtype
+
+
+class KVCache(Cache):
     """A cache whose rows are of different lengths, join at any time, and leave.
 
     A row's tokens stand in its first columns, at the positions that they have in its text; what lies beyond is masked.
+    Keys and values are kept as attention multiplies them, which under autocast is in its precision, whatever they come
+    in: a rotary embedding of float32 states leaves float32 keys, beside values that a layer has cast.
 
     Attributes:
+        stores: keys and values of the first layer, of the second, ..., each [rows, heads, columns, d], of which the
+            first rows and columns are in use; none while there is nothing to hold.
         length: int64 [rows], tokens that are cached for each row.
         longest: columns beyond which none are added ahead of need.
         unwritten: the values where no token is written; large ones find out a model that reads them anyway.
     """
 
-    layers: list[Any]  # of `_Layer`, once there is something to hold
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(layers=[])
+        self.stores: list[Tensor] = []
         self.length = torch.zeros(0, dtype=torch.int64, device=device)
         self.row = self.length
         self.width = 0  # columns that the next step reads
         self.longest = 0
         self.unwritten = 0.0
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one token per row where the row ends; returns what has been written so far."""
+        keys, values = self.stores[2 * layer_idx : 2 * layer_idx + 2]
+        for store, states in ((keys, key_states), (values, value_states)):
+            store[self.row, :, self.length] = states[:, :, 0].to(store.dtype)
+        return keys[: len(self.row), :, : self.width], values[: len(self.row), :, : self.width]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.width - 1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.width, 0
+
     def extend(self, filled: Any, lengths: Sequence[int], copies: Sequence[int]) -> None:
         """Append ``copies[i]`` rows, each with the first ``lengths[i]`` columns of row i of another cache."""
-        if not self.layers:
-            self.layers = [_Layer(self, layer.keys, layer.values) for layer in filled.layers]
+        sources = _stores_of(filled)
+        if not self.stores:
+            self.stores = [x.new_zeros(0, x.shape[1], 0, x.shape[3], dtype=matmul_dtype(x)) for x in sources]
         start = len(self.length)
         added = torch.tensor(lengths).repeat_interleave(torch.tensor(copies)).to(self.length.device)
         self.length = torch.cat([self.length, added])
         self.row = torch.arange(len(self.length), device=self.length.device)
-        self._reserve(len(self.length), int(self.length.max()) + 1)
-        for layer, source in zip(self.layers, filled.layers, strict=True):
+        self._reserve(int(self.length.max()) + 1)
+        for store, source in zip(self.stores, sources, strict=True):
             row = start
             for i, (length, count) in enumerate(zip(lengths, copies, strict=True)):
-                layer.keys[row : row + count, :, :length] = source.keys[i, :, :length]
-                layer.values[row : row + count, :, :length] = source.values[i, :, :length]
+                store[row : row + count, :, :length] = source[i, :, :length]
                 row += count
 
     def drop(self, keep: Sequence[int]) -> list[int]:
         """Keep only these rows; the last ones move into the gaps. Returns the former row of every row."""
-        kept = set(keep)
-        order = list(range(len(kept)))
-        gaps = [row for row in order if row not in kept]
+        order = list(range(len(keep)))
+        gaps = sorted(set(order) - set(keep))
         moved = [row for row in keep if row >= len(order)]
         for gap, row in zip(gaps, moved, strict=True):
             order[gap] = row
-        if gaps:
-            for layer in self.layers:
-                layer.keys[gaps] = layer.keys[moved]
-                layer.values[gaps] = layer.values[moved]
-        self.length = self.length[order]
-        self.row = self.row[: len(order)]
+        for store in self.stores if gaps else ():
+            store[gaps] = store[moved]
+        self.length, self.row = self.length[order], self.row[: len(order)]
         if not order:
-            self.layers = []
+            self.stores = []
         return order
 
     def before_step(self) -> tuple[Tensor, Tensor]:
         """Position ids and mask of one more token per row: [rows, 1] and [rows, 1, 1, width]."""
         self.width = int(self.length.max()) + 1
-        self._reserve(len(self.length), self.width)
-        columns = torch.arange(self.width, device=self.length.device)
-        dtype = self.layers[0].keys.dtype
-        hidden = columns > self.length[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        mask.masked_fill_(hidden, torch.finfo(dtype).min)
+        self._reserve(self.width)
+        hidden = torch.arange(self.width, device=self.length.device) > self.length[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self.stores[0].dtype, device=hidden.device)
+        mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
         return self.length[:, None], mask[:, None, None]
 
-    def after_step(self) -> None:
-        self.length = self.length + 1
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token in one row."""
-        stores = [store for layer in self.layers for store in (layer.keys, layer.values)]
-        return sum(store.shape[1] * store.shape[3] * store.itemsize for store in stores)
-
-    def _reserve(self, rows: int, columns: int) -> None:
+    def _reserve(self, columns: int) -> None:
         """Make space for these; what earlier rows and columns took beyond them is given back on the occasion."""
-        keys = self.layers[0].keys
-        if rows > keys.shape[0] or columns > keys.shape[2]:
-            columns = max(columns, min(columns + _STEP, self.longest))
-            for layer in self.layers:
-                layer.resize(rows, columns)
-
-
-def matmul_dtype(states: Tensor) -> torch.dtype:
-    """The precision of products of such states: autocast's where it is on."""
-    return autocast_dtype(states) or states.dtype
+        rows = len(self.length)
+        if rows <= self.stores[0].shape[0] and columns <= self.stores[0].shape[2]:
+            return
+        columns = max(columns, min(columns + _STEP, self.longest))
+        for i, old in enumerate(self.stores):  # one after the other, so that little is there twice
+            new = old.new_full((rows, old.shape[1], columns, old.shape[3]), self.unwritten if i % 2 else 0.0)
+            new[: len(old), :, : old.shape[2]] = old[:rows, :, :columns]
+            self.stores[i] = new

@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,12 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
 from ..source import NamedWeights, SourceError, check_weights
-from .decode import advance, choose_memory
-from .kv_cache import DecodeBatch
-from .runner import DecodeSequence, ModelRunner
-
-_CACHE_CPU = 2 << 30  # bytes
-_SHARE = 4  # of a GPU's free memory, one part in so many: see `free_share`
+from .decode import DecodeSequence, ModelRunner, draw
+from .kv_cache import ContinuousBatch, StaticBatch
+from .probe import choose_batch
 
 
 class LocalSource:
@@ -60,13 +57,13 @@ class LocalSource:
         self.vocab: int = vocab or min(config.vocab_size, known)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.runner = ModelRunner(self.policy, self.vocab, context)
-        self._make_batch = choose_memory(
+        self._make_batch = choose_batch(
             self.runner, free_share(self.policy.device) if cache_bytes is None else cache_bytes
         )
         self._version = version
         self._closed = False
-        self._arrived: list[_Pending] = []
-        self._pending: list[_Pending] = []
+        self._arrived: list[DecodeSequence] = []
+        self._awaited: dict[asyncio.Future[None], list[DecodeSequence]] = {}
         self._engine: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
@@ -74,12 +71,19 @@ class LocalSource:
         check_request(request, vocab=self.vocab, context=self.context)
         if self._version is None:
             raise SourceError("local: it has no weights yet; publish a version before asking for completions")
-        pending = _Pending(request)
-        self._arrived.append(pending)
+        sequences = [DecodeSequence(request, index) for index in request.indices]
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._arrived += sequences
+        self._awaited[done] = sequences
         if self._engine is None or self._engine.done():
             self._engine = asyncio.create_task(self._run())
-        await pending.done
-        return [self._sample(sequence) for sequence in pending.sequences]
+        try:
+            await done
+        finally:
+            del self._awaited[done]
+            for sequence in sequences:  # of a request that was cancelled
+                sequence.finish = sequence.finish or "aborted"
+        return [self._sample(sequence) for sequence in sequences]
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
@@ -100,71 +104,66 @@ class LocalSource:
             raise SourceError("local: the source is closed; make a new one")
 
     async def _run(self) -> None:
-        """Generate until no request is left."""
+        """Draw tokens until no request is left."""
+        queue: list[DecodeSequence] = []
+        batch: ContinuousBatch | StaticBatch | None = None
+        read_version = self._version
         try:
-            await asyncio.sleep(0)  # requests of the same turn of the event loop begin together
-            await self._generate()
+            while True:
+                await asyncio.sleep(0)  # requests of the same turn of the event loop begin together
+                arrived, self._arrived = sorted(self._arrived, key=lambda sequence: sequence.place), []
+                queue = [sequence for sequence in [*queue, *arrived] if sequence.finish is None]
+                if batch is not None:
+                    batch.drop_finished()
+                if batch is None or not batch.sequences:
+                    if not queue:
+                        return
+                    batch = self._make_batch(queue[0].max_length)
+                elif read_version != self._version:  # what was read with other weights is forgotten
+                    under_way = batch.sequences
+                    batch = self._make_batch(max(sequence.max_length for sequence in under_way))
+                    with self.runner.inference():
+                        batch.join(under_way)
+                count = batch.admit(queue)
+                joining, queue = queue[:count], queue[count:]
+                read_version = self._version
+                assert read_version is not None
+                self._advance(batch, joining, read_version)
+                for done, sequences in self._awaited.items():
+                    if not done.done() and all(sequence.finish is not None for sequence in sequences):
+                        done.set_result(None)
         except torch.OutOfMemoryError as error:
             self._fail(SourceError(f"local: too many sequences at once for this device; lower cache_bytes ({error})"))
         except Exception as error:
             self._fail(error)
 
-    async def _generate(self) -> None:
-        queue: list[DecodeSequence] = []
-        batch, cached_version = None, self._version
-        while self._arrive(queue) or (batch is not None and batch.sequences):
-            self._give_up(queue, batch)
-            if batch is None or not batch.sequences:
-                if not queue:
-                    continue
-                batch = self._make_batch(queue[0].max_length)
-            elif cached_version != self._version:
-                with self.runner.inference():
-                    batch.read_again()
-            count = batch.admit(queue)
-            joining, queue[:count] = queue[:count], []
-            cached_version = self._version
-            assert cached_version is not None
-            advance(batch, self.runner, joining, cached_version)
-            self._pending = [pending for pending in self._pending if not pending.settled()]
-            await asyncio.sleep(0)
-
-    def _arrive(self, queue: list[DecodeSequence]) -> bool:
-        """Queue the requests since the last token, in an order that does not depend on which was first."""
-        arrived = sorted(self._arrived, key=lambda pending: pending.place)
-        self._arrived.clear()
-        self._pending += arrived
-        queue += [x for pending in arrived for x in sorted(pending.sequences, key=lambda sequence: sequence.index)]
-        return bool(queue)
-
-    def _give_up(self, queue: list[DecodeSequence], batch: DecodeBatch | None) -> None:
-        """Drop the sequences of requests that were cancelled."""
-        for pending in self._pending:
-            if pending.done.cancelled():
-                for sequence in pending.sequences:
-                    sequence.finish = "aborted"
-        queue[:] = [sequence for sequence in queue if sequence.finish is None]
-        if batch is not None:
-            batch.drop_finished()
+    def _advance(self, batch: ContinuousBatch | StaticBatch, joining: Sequence[DecodeSequence], version: int) -> None:
+        """Append a token to every sequence of the batch, and the first one to those that join."""
+        with self.runner.inference():
+            states = [batch.step()] if batch.sequences else []
+            states += [batch.join(joining)] if joining else []
+            uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
+            sampling = [sequence.sampling for sequence in batch.sequences]
+            tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
+        for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not logprob > float("-inf"):
+                raise SourceError(
+                    f"generate: the weights of version {version} give log-probs of {logprob}; look for NaN"
+                )
+            sequence.append(token, logprob, version)
 
     def _fail(self, error: Exception) -> None:
-        for pending in [*self._pending, *self._arrived]:
-            if not pending.done.done():
-                pending.done.set_exception(error)
-        self._pending, self._arrived = [], []
+        self._arrived.clear()
+        for done in self._awaited:
+            if not done.done():
+                done.set_exception(error)
 
     def _sample(self, sequence: DecodeSequence) -> Sample:
         assert sequence.finish is not None
         text = "" if self.tokenizer is None else self.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
-        return Sample.of(
-            sequence.request,
-            sequence.index,
-            sequence.tokens,
-            sequence.logprobs,
-            sequence.spans,
-            sequence.finish,
-            str(text),
-        )
+        request, tokens = sequence.request, sequence.tokens
+        return Sample(request.task, sequence.index, list(request.prompt), tokens, [True] * len(tokens),
+                      sequence.logprobs, sequence.spans, sequence.finish, str(text))  # fmt: skip
 
 
 class DetachedSource(LocalSource):
@@ -193,24 +192,6 @@ class DetachedSource(LocalSource):
         self._version = version
 
 
-class _Pending:
-    """A request, its sequences, and the future that `LocalSource.sample` waits for."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.sequences = [DecodeSequence.of(request, index) for index in request.indices]
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def place(self) -> tuple[int, int, list[int]]:
-        return self.request.task, self.request.turn, sorted(self.request.indices)
-
-    def settled(self) -> bool:
-        if not self.done.done() and all(sequence.finish is not None for sequence in self.sequences):
-            self.done.set_result(None)
-        return self.done.done()
-
-
 def free_share(device: torch.device) -> int:
     """Bytes for keys and values: on a GPU a quarter of what is free, elsewhere 2 GiB.
 
@@ -220,8 +201,8 @@ def free_share(device: torch.device) -> int:
     that another process takes don't change which answers are read together when a run is resumed.
     """
     if device.type != "cuda":
-        return _CACHE_CPU
+        return 2 << 30
     free = torch.cuda.mem_get_info(device)[0]
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # ours already
-    share = (free + unused) // _SHARE
+    share = (free + unused) // 4
     return share >> 30 << 30 or share

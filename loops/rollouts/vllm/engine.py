@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ..concurrency import gather_or_cancel
+from ..event_loops import gather_or_cancel
 from ..sample import Request, Sample, check_request
 from ..source import NamedWeights, SourceError, check_completions
 from . import plugin

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 import httpx2
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from ..concurrency import gather_or_cancel, off_loop
-from ..event_loops import run
+from ..event_loops import gather_or_cancel, off_loop, run
 from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_request
 from ..source import NamedWeights, SourceError, SourceLost, check_completions
 from .client import Rejected, VLLMClient
@@ -227,8 +226,9 @@ def to_sample(
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
         raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
-    logprobs, text = [logprob for _, logprob in drawn], str(tokenizer.decode(tokens, skip_special_tokens=True))
-    return Sample.of(request, index, tokens, logprobs, spans, finish, text)
+    text, trained = str(tokenizer.decode(tokens, skip_special_tokens=True)), [True] * len(tokens)
+    logprobs = [logprob for _, logprob in drawn]
+    return Sample(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
 
 
 def _read(auto: Any, model: str, what: str) -> Any:

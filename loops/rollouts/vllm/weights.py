@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..concurrency import gather_or_cancel, off_loop
+from ..event_loops import gather_or_cancel, off_loop
 from ..sample import VersionSpan
 from ..source import NamedWeights, SourceError, SourceLost
 from .client import Rejected, VLLMClient

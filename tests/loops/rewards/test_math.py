@@ -6,7 +6,7 @@ import time
 import pytest
 from burnish.loops.rewards import RewardFunction, isolated, score_samples
 from burnish.loops.rewards.math import MathEquivalence
-from burnish.loops.rollouts.concurrency import off_loop
+from burnish.loops.rollouts.event_loops import off_loop
 
 pytest.importorskip("math_verify")
 

@@ -12,7 +12,7 @@ from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rl.context import RLContext
 from burnish.loops.rl.feed import RolloutFeed
 from burnish.loops.rl.sources import open_sample_log
-from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
+from burnish.loops.rollouts.replay import ReplaySource, read_samples, write_samples
 from burnish.loops.rollouts.sample import Sample, SamplingParams, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from tiny import make_model
@@ -204,8 +204,7 @@ def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_fee
 def test_samples_of_a_run_that_was_killed_are_on_record_once(open_feed, tmp_path):
     path = tmp_path / "samples.jsonl"
     samples = answers(tasks=3)
-    with SampleWriter(path) as writer:  # the dead run had a checkpoint after task 0
-        writer.write(samples)
+    write_samples(path, samples)  # the dead run had a checkpoint after task 0
     path.write_text(path.read_text()[:-20])  # and died while it wrote
     feed = open_feed(samples, open_sample_log(path, show_every=0), groups=1)
     feed.scheduler.ledger.enter(0, [0])

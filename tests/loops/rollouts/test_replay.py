@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 
 import pytest
-from burnish.loops.rollouts.replay import ReplaySource, SampleWriter, read_samples
+from burnish.loops.rollouts.replay import ReplaySource, read_samples, write_samples
 from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan, from_record, to_record
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.rollouts.source import SourceError
@@ -37,28 +37,31 @@ def asked(task=0, indices=(0, 1), prompt=None, max_tokens=5):
 @pytest.mark.parametrize("name", ["samples.jsonl", "samples.parquet"])
 def test_what_is_written_is_read(name, tmp_path):
     path = tmp_path / "run" / name
-    with SampleWriter(path) as writer:
-        writer.write(STORED[:3])
-        writer.write([])
-        writer.write(STORED[3:])
+    write_samples(path, iter(STORED))
     read = list(read_samples(path))
     assert read == STORED
     assert all(type(span) is VersionSpan for sample in read for span in sample.spans)
 
 
-def test_lines_are_appended_and_read_while_they_are_written(tmp_path):
-    for part in (STORED[:2], STORED[2:]):
-        writer = SampleWriter(tmp_path / "samples.jsonl")
-        writer.write(part)
-        assert list(read_samples(tmp_path / "samples.jsonl"))[-1] == part[-1]
-        writer.close()
+def test_lines_are_appended(tmp_path):
+    for part in (STORED[:2], [], STORED[2:]):
+        write_samples(tmp_path / "samples.jsonl", part)
     assert list(read_samples(tmp_path / "samples.jsonl")) == STORED
+
+
+def test_a_parquet_file_is_written_anew_and_only_as_a_whole(tmp_path):
+    path = tmp_path / "samples.parquet"
+    write_samples(path, STORED)
+    with pytest.raises(AttributeError):
+        write_samples(path, [STORED[0], None])
+    assert list(read_samples(path)) == STORED
+    write_samples(path, STORED[:2])
+    assert list(read_samples(path)) == STORED[:2] and list(tmp_path.iterdir()) == [path]
 
 
 def test_half_a_line_at_the_end_is_left_out_and_one_in_the_middle_is_named(tmp_path):
     path = tmp_path / "samples.jsonl"
-    with SampleWriter(path) as writer:
-        writer.write(STORED)
+    write_samples(path, STORED)
     whole = path.read_text()
     path.write_text(whole[:-9])
     assert list(read_samples(path)) == STORED[:-1]
@@ -69,8 +72,7 @@ def test_half_a_line_at_the_end_is_left_out_and_one_in_the_middle_is_named(tmp_p
 
 def test_samples_are_read_one_at_a_time(tmp_path):
     path = tmp_path / "samples.jsonl"
-    with SampleWriter(path) as writer:
-        writer.write(STORED)
+    write_samples(path, STORED)
     path.write_text(path.read_text() + "damaged\n")
     samples = read_samples(path)
     assert [next(samples) for _ in STORED] == STORED
@@ -80,8 +82,7 @@ def test_samples_are_read_one_at_a_time(tmp_path):
 
 def test_a_sample_that_does_not_agree_with_itself_is_named(tmp_path):
     path = tmp_path / "samples.jsonl"
-    with SampleWriter(path) as writer:
-        writer.write([STORED[0], dataclasses.replace(STORED[1], logprobs=[-1.0])])
+    write_samples(path, [STORED[0], dataclasses.replace(STORED[1], logprobs=[-1.0])])
     with pytest.raises(ValueError, match=r"sample number 2 .* logprobs must have one entry per token, 3, got 1"):
         list(read_samples(path))
 

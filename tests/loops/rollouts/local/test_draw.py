@@ -3,8 +3,7 @@
 import pytest
 import torch
 from burnish.loops.rollouts.local import decode as module
-from burnish.loops.rollouts.local.decode import draw
-from burnish.loops.rollouts.local.runner import uniforms
+from burnish.loops.rollouts.local.decode import draw, uniforms
 from burnish.loops.rollouts.sample import SamplingParams
 
 ALL = SamplingParams(max_tokens=1)

@@ -12,8 +12,8 @@ import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
-from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, KVCache, StaticBatch, _Layer, static_fit
-from burnish.loops.rollouts.local.runner import ModelRunner
+from burnish.loops.rollouts.local.decode import ModelRunner
+from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, KVCache, StaticBatch, static_fit
 from burnish.loops.rollouts.local.source import DetachedSource, LocalSource, free_share
 from burnish.loops.rollouts.source import SourceError
 from conformance import Conformance, Subject, ask
@@ -303,8 +303,7 @@ def test_keys_values_and_mask_are_held_in_what_attention_multiplies(precision, a
 
     def watched(self):
         positions, mask = before_step(self)
-        stores = [store for layer in self.layers for store in (layer.keys, layer.values)]
-        held.append({store.dtype for store in stores} | {mask.dtype})
+        held.append({store.dtype for store in self.stores} | {mask.dtype})
         return positions, mask
 
     monkeypatch.setattr(KVCache, "before_step", watched)
@@ -431,18 +430,18 @@ def test_what_is_cached_never_takes_more_than_cache_bytes(family, precision, mon
     """Short answers leave wide batches, and long ones long rows: neither may stay when the others come."""
     dtype, context = PRECISIONS[precision]
     held = []
-    resize = _Layer.resize
+    reserve = KVCache._reserve
 
-    def watched(self, rows, columns):
-        resize(self, rows, columns)
-        held.append(sum(store.nbytes for layer in self.cache.layers for store in (layer.keys, layer.values)))
+    def watched(self, columns):
+        reserve(self, columns)
+        held.append(sum(store.nbytes for store in self.stores))
 
     policy = Policy(make_model(family).to(dtype))
     config = policy.plain.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     token = 2 * 2 * heads * (32 // config.num_attention_heads) * (4 if precision == "float32" else 2)
     source = LocalSource(policy, version=0, context=context, cache_bytes=400 * token)
-    monkeypatch.setattr(_Layer, "resize", watched)
+    monkeypatch.setattr(KVCache, "_reserve", watched)
     lengths = [3] * 17 + [20] + [90] * 2 + [4] * 80 + [60] * 2
     completions_of(source, [ask(i, prompt=[5, 3 + i % 9], indices=[0], max_tokens=n) for i, n in enumerate(lengths)])
     assert 300 * token < max(held) <= 400 * token
