@@ -18,7 +18,7 @@ from ..lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .batch import Batch, collate
-    from .models.inputs import Rows, arrange
+    from .models.backbone import Rows, arrange
     from .models.policy import Policy
     from .models.scorer import Scorer
     from .rewards.scoring import RewardFunction

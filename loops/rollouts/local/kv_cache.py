@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, cache_utils
 
-from ....kernels.precision import autocast_dtype
+from ....kernels.backend import autocast_dtype
 from .runner import DecodeSequence, ModelRunner
 
 _STEP = 64  # columns that are added at once
