@@ -182,9 +182,9 @@ def test_kept_logits_have_the_dtype_of_the_factors(monkeypatch: pytest.MonkeyPat
     module = importlib.import_module("burnish.kernels.linear_logprob")
     monkeypatch.setattr(backend, "TENSOR_CORES", ("cpu", "cuda"))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        hidden = torch.zeros(24, 8, dtype=dtype)
-        given = module.LogprobArguments(hidden, hidden, *[None] * 6, 1.0, None, 150, 0, None, *[False] * 3, 0, 24, 64,
-                                        2**20, "triton", dtype)  # fmt: skip
+        hidden, target = torch.zeros(24, 8, dtype=dtype), torch.zeros(24, 1, dtype=torch.int64)
+        given = module.LogprobArguments(hidden, hidden, *[None] * 4, target, None, 1.0, None, 150, 0, None,
+                                        *[False] * 3, 0, 24, 64, 2**20, "triton", dtype)  # fmt: skip
         kept, tops, *_ = given.allocate()
         assert kept.dtype == dtype and tops.dtype == torch.float32
 
