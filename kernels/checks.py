@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, float32, float64, int64
 
 
-def check_tensors(who: str, expected: dict[str, tuple[Tensor, list[int]]]) -> None:
-    """Raise unless every tensor has its shape, and the device of the first one."""
+def check_tensors(
+    who: str, expected: dict[str, tuple[Tensor, list[int]]], positive: dict[str, float | None] | None = None
+) -> None:
+    """Raise unless every tensor has its shape, and the device of the first one, and every number is positive."""
     device = next(tensor.device for tensor, _ in expected.values())
     for name, (tensor, shape) in expected.items():
         if list(tensor.shape) != shape:
@@ -18,11 +20,9 @@ def check_tensors(who: str, expected: dict[str, tuple[Tensor, list[int]]]) -> No
             raise ValueError(f"{who}: target must be int64, got {tensor.dtype}")
         if name != "target" and not tensor.is_floating_point():
             raise ValueError(f"{who}: {name} must be floating-point, got {tensor.dtype}")
-
-
-def check_positive(who: str, name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{who}: {name} must be positive and finite, got {value}")
+    for name, value in (positive or {}).items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{who}: {name} must be positive and finite, got {value}")
 
 
 def check_rows(who: str, tensors: dict[str, Tensor], temperature: float | Tensor, target: Tensor | None = None) -> None:
@@ -32,10 +32,9 @@ def check_rows(who: str, tensors: dict[str, Tensor], temperature: float | Tensor
     if target is not None:
         expected["target"] = target, [n, *target.shape[1:2]]
     if isinstance(temperature, Tensor):
-        expected["temperature"] = temperature, [n]
+        check_tensors(who, expected | {"temperature": (temperature, [n])})
     else:
-        check_positive(who, "temperature", temperature)
-    check_tensors(who, expected)
+        check_tensors(who, expected, {"temperature": temperature})
 
 
 def checked_vocab(who: str, vocab: int | None, size: int) -> int:
@@ -65,28 +64,28 @@ def check_values(who: str, target: Tensor | None, vocab: int, temperature: float
     raise ValueError(f"{who}: every temperature must be > 0, got {temperature.min().item()}")
 
 
-def check_outputs(who: str, outputs: Collection[str], known: Collection[str], target: Tensor) -> None:
+def check_outputs(
+    who: str, outputs: Collection[str], known: Collection[str], target: Tensor, top_k: int | None, vocab: int | None
+) -> None:
+    """Raise unless all that is asked for can be computed; without ``vocab``, that of a shard, any ``top_k`` can."""
     unknown = set(outputs) - set(known)
     if unknown:
         raise ValueError(f"{who}: outputs are some of {', '.join(known)}, got {min(unknown)!r}")
     if "rank" in outputs and target.ndim != 1:
         raise ValueError(f"{who}: a rank is that of one target per row, [N], got {list(target.shape)}")
-
-
-def check_top_k(who: str, top_k: int | None, vocab: int) -> None:
-    if top_k is not None and not 1 <= top_k <= vocab:
+    if top_k is not None and vocab is not None and not 1 <= top_k <= vocab:
         raise ValueError(f"{who}: top_k must be in [1, {vocab}], got {top_k}")
 
 
-def check_keep(who: str, keep_bytes: int | None) -> None:
+def check_computation(who: str, compute_dtype: torch.dtype | None, keep_bytes: int | None = None) -> None:
     if keep_bytes is not None and keep_bytes < 0:
         raise ValueError(f"{who}: keep_bytes must be >= 0, where 0 keeps nothing, got {keep_bytes}")
+    if compute_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{who}: compute_dtype must be float32, bfloat16, float16 or None, got {compute_dtype}")
 
 
-def check_main_grad(who: str, main_grad: Tensor | None, weight: Tensor) -> None:
+def check_main_grad(who: str, main_grad: Tensor, weight: Tensor) -> None:
     """Raise unless gradients of the weight can be added to the buffer in float32, float64 for a weight in float64."""
-    if main_grad is None:
-        return
     expected = float64 if weight.dtype == float64 else float32
     if main_grad.dtype != expected or main_grad.shape != weight.shape or main_grad.device != weight.device:
         got = f"{main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"

@@ -11,9 +11,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .head import HeadFactors, HeadGradients
-from .passes import TileStore, Tiling, multiply_out, spans, vocabulary_spans
-from .softmax import NEVER, LogitTransform, run
+from .head import HeadFactors
+from .passes import TileStore, multiply_out, spans, vocabulary_spans
+from .softmax import NEVER, LogitTransform, rows_of, run
 
 LEVEL = 4
 ROWS, COLUMNS = 1024, 1024  # 4 MB of float32 for each head: two tiles and their temporaries fit into 32 MB of cache
@@ -21,13 +21,6 @@ ROWS, COLUMNS = 1024, 1024  # 4 MB of float32 for each head: two tiles and their
 GPU_ROWS, GPU_COLUMNS = 4096, 4096
 KEEP = 2**26  # bytes of logits, of both heads together, that a pass leaves for the next; of a GPU see keep_by_default
 T = TypeVar("T")
-Tiles = tuple[Tensor, Tensor]
-Transforms = tuple[LogitTransform, LogitTransform]
-
-
-def tile_shape(device: torch.device) -> tuple[int, int]:
-    """Rows and columns, by device only: the same call is always cut in the same way."""
-    return (GPU_ROWS, GPU_COLUMNS) if device.type == "cuda" else (ROWS, COLUMNS)
 
 
 class HeadPair(NamedTuple):
@@ -36,35 +29,39 @@ class HeadPair(NamedTuple):
     student: HeadFactors
     teacher: HeadFactors
     stores: tuple[TileStore, TileStore]
-    transforms: Transforms
+    transforms: tuple[LogitTransform, LogitTransform]
     beta: float
-    tiling: Tiling
+    backend: str
 
     def columns(self, columns: slice) -> "HeadPair":
         return self._replace(student=self.student.columns(columns), teacher=self.teacher.columns(columns))
 
-    def tile(self, rows: slice, columns: slice, *, seen: bool) -> Tiles:
+    def tile(self, rows: slice, columns: slice, *, seen: bool) -> tuple[Tensor, Tensor]:
         """Both tiles of c, computed unless an earlier pass has ``seen`` them and they were kept."""
-        student, teacher = (store.tile(rows, columns) for store in self.stores)
+        student, teacher = (store.tile(rows, columns)[0] for store in self.stores)
         if not (seen and self.stores[0].keeps(columns)):
             self.student.logits(rows, student)
             self.teacher.logits(rows, teacher)
         return student, teacher
 
-    def transforms_of(self, rows: slice) -> Transforms:
+    def transforms_of(self, rows: slice) -> tuple[LogitTransform, LogitTransform]:
         student, teacher = self.transforms
-        return student.rows(rows), teacher.rows(rows)
+        return rows_of(student, rows), rows_of(teacher, rows)
 
-    def tiles(self, *, seen: bool) -> Iterator[tuple[slice, Tiles, Transforms]]:
+    def tiles(
+        self, *, seen: bool
+    ) -> Iterator[tuple[slice, tuple[Tensor, Tensor], tuple[LogitTransform, LogitTransform]]]:
         """Every pair of tiles, with its rows and transforms."""
-        for columns in vocabulary_spans(self.tiling.vocab, self.tiling.columns, self.student.hidden.device):
+        store = self.stores[0]
+        for columns in vocabulary_spans(store.vocab, store.columns, self.student.hidden.device):
             span = self.columns(columns)
-            for rows in spans(len(self.student.hidden), self.tiling.rows):
+            for rows in spans(len(self.student.hidden), store.rows):
                 yield rows, span.tile(rows, columns, seen=seen), self.transforms_of(rows)
 
     def run(self, function: Callable[..., T], tile: Tensor, *rest: object) -> T:
         """``function(tile, *rest)``, compiled where that is worth it."""
-        return run(function, tile, *rest, compiled=self.tiling.compiled(tile, len(self.student.hidden)))
+        store = self.stores[0]
+        return run(function, tile, *rest, width=store.columns, logits=len(self.student.hidden) * store.vocab)
 
 
 def _p_and_q(student: T, teacher: T, beta: float) -> tuple[T, T]:
@@ -79,7 +76,7 @@ def first_pass(pair: HeadPair) -> Tensor:
     state[:, 0] = state[:, 2] = NEVER
     for rows, tiles, transforms in pair.tiles(seen=False):
         (p, q), (to_z, to_w) = _p_and_q(*tiles, beta), _p_and_q(*transforms, beta)
-        if pair.tiling.backend == "triton":
+        if pair.backend == "triton":
             from . import triton_divergence
 
             triton_divergence.fold_(state[rows], p, q, to_z, to_w, gap)
@@ -94,16 +91,16 @@ def first_pass(pair: HeadPair) -> Tensor:
 
 
 def _ruled_out(pair: HeadPair) -> Tensor | None:
-    """True where Q forbids a token that P allows; None if it can't. In the tiles −inf is finite, see ``NEVER``, and
-    capped
-    it is anyway."""
+    """True where Q forbids a token that P allows; None if it can't: in the tiles −inf is finite, see ``NEVER``, and
+    capped it is anyway."""
     p, q = _p_and_q(pair.student.bias, pair.teacher.bias, pair.beta)
     to_z, to_w = _p_and_q(*pair.transforms, pair.beta)
+    vocab = pair.stores[0].vocab
     if q is None or to_w.softcap is not None:
         return None
-    ruled_out = q[: pair.tiling.vocab].isneginf()
+    ruled_out = q[:vocab].isneginf()
     if p is not None and to_z.softcap is None:
-        ruled_out = ruled_out & ~p[: pair.tiling.vocab].isneginf()
+        ruled_out = ruled_out & ~p[:vocab].isneginf()
     return ruled_out.any()
 
 
@@ -111,7 +108,7 @@ def second_pass(pair: HeadPair, row_stats: Tensor) -> tuple[Tensor, Tensor]:
     """D and K of a mixture."""
     beta, sums = pair.beta, row_stats.new_zeros(len(row_stats), 2)
     for rows, tiles, transforms in pair.tiles(seen=True):
-        if pair.tiling.backend == "triton":
+        if pair.backend == "triton":
             from . import triton_divergence
 
             triton_divergence.mix_(sums[rows], *tiles, row_stats[rows], *transforms, beta)
@@ -123,10 +120,9 @@ def second_pass(pair: HeadPair, row_stats: Tensor) -> tuple[Tensor, Tensor]:
 
 def student_gradients(
     pair: HeadPair, upstream: Tensor, row_stats: Tensor, unit: float, needed: Sequence[bool]
-) -> HeadGradients:
+) -> list[Tensor | None]:
     """Backward: the gradients of the student, summed over all tiles; dc is in multiples of ``unit``."""
     beta = pair.beta
-    sums = HeadGradients.allocate(pair.student, needed, pair.tiling.vocab)
     gain = upstream * pair.transforms[0].slope(upstream) * (1 - beta if 0 < beta < 1 else 1)
     row_stats = row_stats.clone()
     row_stats[:, LEVEL].masked_fill_(gain == 0, 0)  # a row without an upstream gradient has none, even if it diverges
@@ -137,7 +133,7 @@ def student_gradients(
 
         def write(rows: slice, out: Tensor) -> None:
             rest = *span.tile(rows, columns, seen=True), row_stats[rows], gain[rows], *pair.transforms_of(rows), beta
-            if pair.tiling.backend == "triton":
+            if pair.backend == "triton":
                 from . import triton_divergence
 
                 triton_divergence.backward_tile_(out, *rest)
@@ -146,8 +142,7 @@ def student_gradients(
 
         return span.student, write
 
-    multiply_out(pair.student, sums, pair.tiling, unit, open_span)
-    return sums
+    return multiply_out(pair.student, needed, pair.stores[0], unit, open_span)
 
 
 def fold(p: Tensor, q: Tensor, state: Tensor, to_z: LogitTransform, to_w: LogitTransform, gap: bool) -> Tensor:

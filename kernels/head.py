@@ -19,11 +19,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # some builds of torch have none
 
-from .checks import check_positive, check_tensors
-from .precision import accumulation_dtype, factor_dtype, rounded
+from .backend import accumulation_dtype, factor_dtype, rounded
+from .checks import check_tensors
 from .softmax import NEVER, LogitTransform
-
-Adapter = tuple[Tensor, Tensor, float]
 
 
 class Shard(NamedTuple):
@@ -57,7 +55,7 @@ class Head(NamedTuple):
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
-    adapter: Adapter | None = None
+    adapter: tuple[Tensor, Tensor, float] | None = None
     shard: Shard | None = None
 
     def detach(self) -> "Head":
@@ -74,29 +72,28 @@ class Head(NamedTuple):
         return LogitTransform(self.scale, self.softcap)
 
 
-def as_head(weight: Tensor | Head) -> Head:
-    """A weight ``[V, D]`` alone is a head without anything else."""
-    return weight if isinstance(weight, Head) else Head(weight)
+def checked_head(who: str, hidden: Tensor, head: Tensor | Head, prefix: str = "") -> Head:
+    """The head, without anything else if it is a weight ``[V, D]`` alone.
 
-
-def check_head(who: str, hidden: Tensor, head: Head, prefix: str = "") -> None:
-    """Raise unless the head fits the hidden states; ``prefix`` names them in messages ("student ")."""
+    Raises:
+        ValueError: if it does not fit the hidden states; ``prefix`` names them in messages ("student ").
+    """
+    head = head if isinstance(head, Head) else Head(head)
     if hidden.ndim != 2 or head.weight.ndim != 2:
         shapes = f"{list(hidden.shape)} and {list(head.weight.shape)}"
         raise ValueError(f"{who}: {prefix}hidden must be [N, D] and {prefix}weight [V, D], got {shapes}")
     (n, width), size = hidden.shape, len(head.weight)
-    expected = {"hidden": (hidden, [n, width]), "weight": (head.weight, [size, width])}
+    expected = {f"{prefix}hidden": (hidden, [n, width]), f"{prefix}weight": (head.weight, [size, width])}
     if head.bias is not None:
-        expected["bias"] = head.bias, [size]
+        expected[f"{prefix}bias"] = head.bias, [size]
     if head.adapter is not None:
         down, up, _ = head.adapter
-        expected |= {"adapter A": (down, [len(down), width]), "adapter B": (up, [size, len(down)])}
-    check_tensors(who, {prefix + name: shape for name, shape in expected.items()})
-    if head.softcap is not None:
-        check_positive(who, f"{prefix}softcap", head.softcap)
-    check_positive(who, f"{prefix}scale", head.scale)
+        expected[f"{prefix}adapter A"] = down, [len(down), width]
+        expected[f"{prefix}adapter B"] = up, [size, len(down)]
+    check_tensors(who, expected, {f"{prefix}softcap": head.softcap, f"{prefix}scale": head.scale})
     if head.shard is not None and head.shard.start < 0:
         raise ValueError(f"{who}: {prefix}shard must start at >= 0, got {head.shard.start}")
+    return head
 
 
 class HeadFactors(NamedTuple):
@@ -126,15 +123,13 @@ class HeadFactors(NamedTuple):
     def factor(self, t: Tensor) -> Tensor:
         return t.to(self.compute).to(factor_dtype(self.hidden, self.compute))
 
-    def rounded(self) -> "HeadFactors":
-        """The same with h and u, which all spans of the vocabulary share, in the dtype that they are multiplied in."""
-        return self._replace(hidden=self.factor(self.hidden), low=None if self.low is None else self.factor(self.low))
-
-    def rows(self, rows: Tensor | None) -> "HeadFactors":
-        """The factors of some tokens; of all of them if ``rows`` is None."""
-        if rows is None:
-            return self
-        return self._replace(hidden=self.hidden[rows], low=None if self.low is None else self.low[rows])
+    def rounded(self, rows: Tensor | None = None) -> "HeadFactors":
+        """The same, or only some ``rows`` of it, with h and u, which all spans of the vocabulary share, in the dtype
+        that they are multiplied in."""
+        hidden, low = self.hidden, self.low
+        if rows is not None:
+            hidden, low = hidden[rows], None if low is None else low[rows]
+        return self._replace(hidden=self.factor(hidden), low=None if low is None else self.factor(low))
 
     def columns(self, columns: slice) -> "HeadFactors":
         """The factors of a span of the vocabulary. A bias of −inf becomes finite, see ``NEVER``."""
@@ -164,81 +159,31 @@ def multiply_(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: fl
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
 
 
-class HeadGradients(NamedTuple):
-    """Gradients of ``HeadFactors``, summed over the tiles; None where no gradient is needed.
+def add_products_(
+    sums: Sequence[Tensor | None], dc: Tensor, head: HeadFactors, rows: slice, columns: slice, unit: float, *,
+    main_grad: bool,
+) -> None:  # fmt: skip
+    """Add the share of ``dc`` ``[rows, columns]``, in multiples of ``unit``; of a span, the first rows first.
 
-    Nothing is filled with zeros: the first product for a place does not read it. Sums over the vocabulary have the
-    accumulation dtype; what is complete with a span of the vocabulary has the dtype of its input.
+    Args:
+        sums: for hidden, weight, bias, low and up, of which the three over rows are those of the span; None where no
+            gradient is needed.
+        main_grad: the weight's share is added to what is there, also the first.
     """
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    low: Tensor | None
-    up: Tensor | None
-    main_grad: bool = False  # the weight's is added to what is there
-
-    @classmethod
-    def allocate(
-        cls, head: HeadFactors, needed: Sequence[bool], vocab: int, main_grad: Tensor | None = None
-    ) -> "HeadGradients":
-        """Uninitialized memory for the gradients; zeros only where no tile will write."""
-        n, exact = len(head.hidden), accumulation_dtype(head.hidden.dtype)
-        written = vocab if n else 0
-
-        def per_row(t: Tensor | None, wanted: bool) -> Tensor | None:
-            make = torch.empty_like if written else torch.zeros_like
-            return make(t, dtype=exact) if wanted and t is not None else None
-
-        def per_column(t: Tensor | None, wanted: bool) -> Tensor | None:
-            if not wanted or t is None:
-                return None
-            sums = t.new_empty(t.shape)
-            sums[written:] = 0
-            return sums
-
-        hidden, low = per_row(head.hidden, needed[0]), per_row(head.low, needed[3])
-        added = main_grad is not None and needed[1]
-        weight = main_grad if added else per_column(head.weight, needed[1])
-        return cls(hidden, weight, per_column(head.bias, needed[2]), low, per_column(head.up, needed[4]), added)
-
-    def columns(self, columns: slice, head: HeadFactors, *, at_once: bool) -> "HeadGradients":
-        """Sums for a span of the vocabulary: views of these, or buffers that ``store_`` rounds into these later.
-
-        Args:
-            at_once: all rows come in one product, which may round its sums as it writes them.
-        """
-        exact, factors = accumulation_dtype(head.hidden.dtype), head.hidden.dtype
-
-        def span(t: Tensor | None, *, product: bool = True) -> Tensor | None:
-            if t is None:
-                return None
-            direct = t.dtype == exact or (at_once and product and t.dtype == factors)
-            return t[columns] if direct else torch.empty_like(t[columns], dtype=exact)
-
-        return self._replace(weight=span(self.weight), bias=span(self.bias, product=False), up=span(self.up))
-
-    def add_(self, dc: Tensor, head: HeadFactors, rows: slice, columns: slice, unit: float) -> None:
-        """Add the share of ``dc`` ``[rows, columns]``, in multiples of ``unit``; of a span, the first rows first."""
-        over_vocabulary, over_rows = float(columns.start > 0), float(rows.start > 0)  # β: 0 for the first product
-        if self.hidden is not None:
-            multiply_(self.hidden[rows], dc, head.weight, beta=over_vocabulary, alpha=unit)
-        if self.weight is not None:
-            beta = 1.0 if self.main_grad else over_rows
-            multiply_(self.weight, dc.t(), head.hidden[rows], beta=beta, alpha=unit)
-        if self.bias is not None:
-            share = dc.sum(0, dtype=self.bias.dtype)
-            if rows.start:
-                self.bias.add_(share, alpha=unit)
-            else:
-                torch.mul(share, unit, out=self.bias)
-        if self.low is not None and head.up is not None:
-            multiply_(self.low[rows], dc, head.up, beta=over_vocabulary, alpha=unit)
-        if self.up is not None and head.low is not None:
-            multiply_(self.up, dc.t(), head.low[rows], beta=over_rows, alpha=unit)
-
-    def store_(self, columns: slice, span: "HeadGradients") -> None:
-        """Round the sums of a span that were kept in another dtype."""
-        for gradient, sums in ((self.weight, span.weight), (self.bias, span.bias), (self.up, span.up)):
-            if gradient is not None and sums is not None and gradient.dtype != sums.dtype:
-                gradient[columns] = sums
+    d_hidden, d_weight, d_bias, d_low, d_up = sums
+    over_vocabulary, over_rows = float(columns.start > 0), float(rows.start > 0)  # β: 0 for the first product
+    if d_hidden is not None:
+        multiply_(d_hidden[rows], dc, head.weight, beta=over_vocabulary, alpha=unit)
+    if d_weight is not None:
+        beta = 1.0 if main_grad else over_rows
+        multiply_(d_weight, dc.t(), head.hidden[rows], beta=beta, alpha=unit)
+    if d_bias is not None:
+        share = dc.sum(0, dtype=d_bias.dtype)
+        if rows.start:
+            d_bias.add_(share, alpha=unit)
+        else:
+            torch.mul(share, unit, out=d_bias)
+    if d_low is not None and head.up is not None:
+        multiply_(d_low[rows], dc, head.up, beta=over_vocabulary, alpha=unit)
+    if d_up is not None and head.low is not None:
+        multiply_(d_up, dc.t(), head.low[rows], beta=over_rows, alpha=unit)

@@ -37,13 +37,11 @@ import torch
 from torch import Tensor
 
 from . import divergence_passes, passes, reference
-from .backend import Backend, choose_backend
-from .checks import check_keep, check_rows, check_values, checked_vocab
-from .divergence_passes import LEVEL, HeadPair, first_pass, second_pass, student_gradients, tile_shape
-from .head import Head, HeadFactors, as_head, check_head
-from .operators import WAITS, no_second_derivative, operator_schema, returned, returned_shapes
-from .passes import TileStore, Tiling, allocate_kept, live_rows, scatter_rows
-from .precision import accumulation_dtype, autocast_dtype, check_compute_dtype
+from .backend import Backend, accumulation_dtype, autocast_dtype, choose_backend
+from .checks import check_computation, check_rows, check_values, checked_vocab
+from .divergence_passes import LEVEL, HeadPair, first_pass, second_pass, student_gradients
+from .head import Head, HeadFactors, checked_head
+from .passes import WAITS, TileStore, operator_schema, scatter_rows
 from .softmax import LogitTransform, per_row
 
 
@@ -87,17 +85,16 @@ def linear_divergence(
     Paper: Agarwal et al. 2023, arXiv:2306.13649, "generalized JSD". There D(β) is written for P‖Q with P the teacher:
     β·KL(P‖βP + (1−β)Q) + (1−β)·KL(Q‖βP + (1−β)Q).
     """
-    who, student, teacher = "linear_divergence", as_head(student), as_head(teacher)
-    check_head(who, student_hidden, student, "student ")
-    check_head(who, teacher_hidden, teacher, "teacher ")
+    who = "linear_divergence"
+    student = checked_head(who, student_hidden, student, "student ")
+    teacher = checked_head(who, teacher_hidden, teacher, "teacher ")
     check_rows(who, {"student hidden": student_hidden, "teacher hidden": teacher_hidden}, temperature)
     if not 0 <= beta <= 1:
         raise ValueError(f"{who}: beta must be in [0, 1], got {beta}")
     vocab = checked_vocab(who, vocab, min(len(student.weight), len(teacher.weight)))
-    check_keep(who, keep_bytes)
+    check_computation(who, compute_dtype, keep_bytes)
     if student.shard is not None or teacher.shard is not None:
         raise ValueError(f"{who}: both heads must hold their whole vocabulary, got a shard; gather its weight before")
-    check_compute_dtype(who, compute_dtype)
     backend = choose_backend(who, backend, student_hidden)
     if isinstance(temperature, Tensor):
         temperature = temperature.detach()
@@ -113,6 +110,7 @@ def linear_divergence(
         trained = HeadFactors.of(student_hidden, student, compute)
         fixed = HeadFactors.of(teacher_hidden, teacher, compute)
         graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained[:5])
+        on_gpu = student_hidden.device.type == "cuda"
         arguments = DivergenceArguments(
             *trained[:5],
             *fixed[:5],
@@ -123,19 +121,15 @@ def linear_divergence(
             teacher_softcap=teacher.softcap,
             beta=beta,
             vocab=vocab,
+            rows=divergence_passes.GPU_ROWS if on_gpu else divergence_passes.ROWS,
+            columns=divergence_passes.GPU_COLUMNS if on_gpu else divergence_passes.COLUMNS,
+            keep_bytes=keep_bytes if graph or 0 < beta < 1 else 0,  # without another pass, nothing
+            backend="torch" if backend == "torch" else "triton",
             compute=trained.compute,
             teacher_compute=fixed.compute,
-            **plan(trained, backend, keep_bytes, again=graph or 0 < beta < 1),
         )
         divergence: Tensor = _forward(*arguments)[0]
         return divergence
-
-
-def plan(student: HeadFactors, backend: Backend, keep_bytes: int | None, *, again: bool) -> dict[str, Any]:
-    """The arguments that say how to compute, by device and arguments only. ``again``: another pass will follow."""
-    rows, columns = tile_shape(student.hidden.device)
-    backend = "torch" if backend == "torch" else "triton"
-    return {"rows": rows, "columns": columns, "keep_bytes": keep_bytes if again else 0, "backend": backend}
 
 
 class DivergenceArguments(NamedTuple):
@@ -165,24 +159,21 @@ class DivergenceArguments(NamedTuple):
     compute: torch.dtype
     teacher_compute: torch.dtype
 
-    def student(self) -> HeadFactors:
-        return HeadFactors(self.hidden, self.weight, self.bias, self.low, self.up, self.compute)
-
-    def teacher(self) -> HeadFactors:
-        tensors = self.teacher_hidden, self.teacher_weight, self.teacher_bias, self.teacher_low, self.teacher_up
-        return HeadFactors(*tensors, self.teacher_compute)
-
     def pair(self, kept: Sequence[Tensor], only: Tensor | None = None) -> HeadPair:
         """Both heads, ready for the passes; ``only`` ``[live]``: the rows that are worked on, if not all."""
         temperature = self.temperature if self.temperature is None or only is None else self.temperature[only]
-        transforms = (
-            LogitTransform.of(self.scale, self.softcap, temperature, kept[0]),
-            LogitTransform.of(self.teacher_scale, self.teacher_softcap, temperature, kept[0]),
-        )
         student, teacher = (TileStore(tiles, self.rows, self.vocab, only=only) for tiles in kept)
-        heads = self.student().rows(only).rounded(), self.teacher().rows(only).rounded()
-        tiling = Tiling(self.rows, self.columns, self.vocab, self.backend)
-        return HeadPair(*heads, (student, teacher), transforms, self.beta, tiling)
+        return HeadPair(
+            HeadFactors(*self[:5], self.compute).rounded(only),
+            HeadFactors(*self[5:10], self.teacher_compute).rounded(only),
+            (student, teacher),
+            (
+                LogitTransform(self.scale, self.softcap, temperature),
+                LogitTransform(self.teacher_scale, self.teacher_softcap, temperature),
+            ),
+            self.beta,
+            self.backend,
+        )
 
     def allocate_kept(self) -> tuple[Tensor, Tensor]:
         """Memory for the tiles of each head that stay: half of the bytes for either."""
@@ -190,7 +181,7 @@ class DivergenceArguments(NamedTuple):
         if keep_bytes is None:
             keep_bytes = passes.keep_by_default(self.hidden.device, divergence_passes.KEEP)
         shape, dtype = (self.vocab, self.columns, keep_bytes // 2), accumulation_dtype(self.hidden.dtype)
-        return allocate_kept(self.hidden, *shape, dtype), allocate_kept(self.hidden, *shape, dtype)
+        return passes.allocate_kept(self.hidden, *shape, dtype), passes.allocate_kept(self.hidden, *shape, dtype)
 
 
 TENSORS = DivergenceArguments._fields.index("scale")  # the tensors before it are saved for backward
@@ -230,18 +221,19 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of hidden, weight, bias, low and up, empty where not needed."""
     given = DivergenceArguments(*arguments)
-    live, unit = live_rows([upstream], given.student(), given.scale)
-    pair = given.pair(kept, None if live is None else live.rows)
+    live, unit = passes.live_rows([upstream], HeadFactors(*given[:5], given.compute), given.scale)
+    pair, n = given.pair(kept, live), len(upstream)
     if live is not None:
-        upstream, row_stats = live.pick(upstream), live.pick(row_stats)
-    sums = student_gradients(pair, upstream, row_stats, unit, needed)
-    grads = scatter_rows(sums.hidden, live), sums.weight, sums.bias, scatter_rows(sums.low, live), sums.up
-    return returned((given.hidden, given.weight, given.bias, given.low, given.up), grads)
+        upstream, row_stats = upstream[live], row_stats[live]
+    hidden, weight, bias, low, up = student_gradients(pair, upstream, row_stats, unit, needed)
+    if live is not None:
+        hidden, low = scatter_rows(hidden, live, n), scatter_rows(low, live, n)
+    return passes.returned(arguments[:NEEDED], (hidden, weight, bias, low, up))
 
 
 @_backward.register_fake
 def _(upstream: Any, row_stats: Any, kept: Any, needed: list[bool], *arguments: Any) -> tuple[Tensor, ...]:
-    return returned_shapes(arguments[:NEEDED], needed)
+    return passes.returned_shapes(arguments[:NEEDED], needed)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -263,4 +255,4 @@ def _apply_backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor 
 
 
 _forward.register_autograd(_apply_backward, setup_context=_setup_context)
-_backward.register_autograd(no_second_derivative)
+_backward.register_autograd(passes.no_second_derivative)

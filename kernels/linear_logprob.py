@@ -25,22 +25,20 @@ Precision, in every backend and with gradients or without: h, W, A, B and u are 
 and their products are summed in float32. Logits are never rounded.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import passes, reference
-from .backend import Backend, choose_backend
-from .checks import check_keep, check_main_grad, check_outputs, check_rows, check_top_k, check_values, checked_vocab
-from .head import Head, HeadFactors, as_head, check_head
-from .operators import WAITS, no_second_derivative, operator_schema, returned, returned_shapes
-from .passes import TileStore, Tiling, allocate_kept, fold_all, gradients, tile_shape
-from .precision import accumulation_dtype, autocast_dtype, check_compute_dtype, factor_dtype
-from .ranking import Ranking
+from . import passes, reference, softmax
+from .backend import Backend, accumulation_dtype, autocast_dtype, choose_backend, factor_dtype
+from .checks import check_computation, check_main_grad, check_outputs, check_rows, check_values, checked_vocab
+from .head import Head, HeadFactors, checked_head
+from .passes import WAITS, TileStore, operator_schema
 from .reference import EXTRAS, Extra, Logprobs, TopK
-from .sharding import combine
-from .softmax import IMPOSSIBLE, OUTPUTS, SAVED, LogitTransform, Softmax, SoftmaxState, finish, per_row
+from .sharding import combine, sum_over
+from .softmax import IMPOSSIBLE, OUTPUTS, SAVED, LogitTransform, Softmax, SoftmaxState, rows_of, run
 
 # Whether "auto" is the fused kernel where neither gradients nor ranks are wanted. Predicted for the shape of README.md:
 # 17 to 19 ms, and 15 to 16 for tiles. One figure of a GPU will decide.
@@ -96,16 +94,17 @@ def linear_logprob(
         ValueError: if shapes or devices disagree, or a hyper-parameter is out of range.
         IndexError: if a target is outside ``[0, vocab)``.
     """
-    who, head = "linear_logprob", as_head(head)
-    check_head(who, hidden, head)
+    who = "linear_logprob"
+    head = checked_head(who, hidden, head)
     check_rows(who, {"hidden": hidden}, temperature, target)
-    check_outputs(who, outputs, EXTRAS, target)
-    check_keep(who, keep_bytes)
-    check_main_grad(who, main_grad, head.weight)
-    check_compute_dtype(who, compute_dtype)
-    columns = _columns(head, vocab)
+    size, start = len(head.weight), 0 if head.shard is None else head.shard.start
     if head.shard is None:
-        check_top_k(who, top_k, columns)
+        vocab = checked_vocab(who, vocab, size)
+    check_outputs(who, outputs, EXTRAS, target, top_k, vocab if head.shard is None else None)
+    check_computation(who, compute_dtype, keep_bytes)
+    if main_grad is not None:
+        check_main_grad(who, main_grad, head.weight)
+    columns = size if vocab is None else min(max(vocab - start, 0), size)  # that are not padding, of this rank's
     compute = compute_dtype or autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):  # it would round logits to 16 bits
         backend = choose_backend(who, backend, hidden)
@@ -117,17 +116,18 @@ def linear_logprob(
         if backend == "fused" and ("rank" in outputs or "top1" in outputs or top_k is not None):
             raise ValueError(f"{who}: backend='fused' sees no tile of logits to rank; use 'triton' or 'auto'")
         factors = HeadFactors.of(hidden, head, compute)
-        temperatures = per_row(temperature, hidden)
+        temperatures = softmax.per_row(temperature, hidden)
         graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*factors[:5], temperatures))
         rank, likeliest = "rank" in outputs, max(top_k or 0, int("top1" in outputs))
-        columns_of_targets = target if target.ndim == 2 else target[:, None]
         arguments = LogprobArguments(
-            *(factors.hidden, factors.weight, columns_of_targets, factors.bias, factors.low, factors.up, temperatures),
+            *factors[:5],
+            temperatures,
+            target if target.ndim == 2 else target[:, None],
             main_grad=hidden.new_empty(0) if main_grad is None else main_grad,
             scale=head.scale,
             softcap=head.softcap,
             vocab=columns,
-            start=0 if head.shard is None else head.shard.start,
+            start=start,
             group=None if head.shard is None else head.shard.group.group_name,
             mean="mean_logprob" in outputs,
             squares="log_sum_squares" in outputs,
@@ -149,22 +149,16 @@ def linear_logprob(
     )
 
 
-def _columns(head: Head, vocab: int | None) -> int:
-    """How many rows of W are not padding; of a shard, of this rank's."""
-    if head.shard is None:
-        return checked_vocab("linear_logprob", vocab, len(head.weight))
-    return len(head.weight) if vocab is None else min(max(vocab - head.shard.start, 0), len(head.weight))
-
-
 def plan(
     factors: HeadFactors, backend: Backend, keep_bytes: int | None, *, graph: bool, ranked: bool
 ) -> dict[str, Any]:
-    """The arguments that say how to compute, by devices and arguments only, never by a measurement."""
+    """The arguments that say how to compute, by device and arguments only: the same call is always cut the same way."""
     if backend == "auto":
         # The fused kernel reads W as it is: of one in another dtype it would need a rounded copy.
         fused = FUSED_WITHOUT_GRADIENTS and factors.weight.dtype == factors.compute
         backend = "fused" if fused and not graph and not ranked else "triton"
-    rows, columns = tile_shape(factors.hidden.device)
+    on_gpu = factors.hidden.device.type == "cuda"
+    rows, columns = (passes.GPU_ROWS, passes.GPU_COLUMNS) if on_gpu else (passes.ROWS, passes.COLUMNS)
     keep_bytes = keep_bytes if graph and backend != "fused" else 0
     return {"rows": rows, "columns": columns, "keep_bytes": keep_bytes, "backend": backend}
 
@@ -172,13 +166,13 @@ def plan(
 class LogprobArguments(NamedTuple):
     """The arguments of the operators, forward and backward: tensors first."""
 
-    hidden: Tensor  # [N, D]
+    hidden: Tensor  # [N, D], and the rest of HeadFactors
     weight: Tensor  # [V, D]
-    target: Tensor  # [N, k]
     bias: Tensor | None
     low: Tensor | None
     up: Tensor | None
     temperature: Tensor | None  # [N]
+    target: Tensor  # [N, k]
     main_grad: Tensor  # [V, D], or [0] if there is none: an operator can't write to an optional tensor
     scale: float
     softcap: float | None
@@ -195,32 +189,27 @@ class LogprobArguments(NamedTuple):
     backend: str
     compute: torch.dtype
 
-    def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The arguments with a gradient, in the order of ``NEEDED``."""
-        return self.hidden, self.weight, self.bias, self.low, self.up, self.temperature
-
-    def head(self) -> HeadFactors:
-        return HeadFactors(self.hidden, self.weight, self.bias, self.low, self.up, self.compute)
-
-    def rest(self) -> tuple[Tensor, LogitTransform, Tiling]:
-        """The targets as this rank numbers them, what is done to logits, and how they are cut."""
-        transform = LogitTransform.of(self.scale, self.softcap, self.temperature, self.hidden)
+    def operands(self) -> tuple[HeadFactors, Tensor, LogitTransform]:
+        """The head, the targets as this rank numbers them, and what is done to logits."""
         target = self.target - self.start if self.start else self.target
-        return target, transform, Tiling(self.rows, self.columns, self.vocab, self.backend)
+        head = HeadFactors(*self[:5], self.compute)
+        return head, target, LogitTransform(self.scale, self.softcap, self.temperature)
 
-    def allocate_kept(self) -> tuple[Tensor, Tensor]:
-        """Memory for the tiles that are kept, and for their tops: none where c itself is kept."""
-        exact, triton = accumulation_dtype(self.hidden.dtype), self.backend == "triton"
+    def allocate(self) -> tuple[Tensor, ...]:
+        """Memory for the tiles that are kept and for their tops, of which c itself has none; and for a ``Ranking``."""
+        exact, triton, n = accumulation_dtype(self.hidden.dtype), self.backend == "triton", self.hidden.shape[0]
         keep_bytes = self.keep_bytes
         if keep_bytes is None:
             keep_bytes = passes.keep_by_default(self.hidden.device, passes.KEEP)
         dtype = factor_dtype(self.hidden, self.compute) if triton else exact
-        kept = allocate_kept(self.hidden, self.vocab, self.columns, keep_bytes, dtype)
-        return kept, self.hidden.new_empty(kept.shape[0] if triton else 0, self.hidden.shape[0], dtype=exact)
+        kept = passes.allocate_kept(self.hidden, self.vocab, self.columns, keep_bytes, dtype)
+        tops = self.hidden.new_empty(kept.shape[0] if triton else 0, n, dtype=exact)
+        ranks, ids = self.target.new_empty(n if self.rank else 0), self.target.new_empty(n, self.top_k)
+        return kept, tops, ranks, ids, self.hidden.new_empty(n, self.top_k, dtype=exact)
 
 
+NEEDED = LogprobArguments._fields.index("target")  # the tensors before it have a gradient
 TENSORS = LogprobArguments._fields.index("main_grad")  # the tensors before it are saved for backward
-NEEDED = [i for i in range(TENSORS) if i != LogprobArguments._fields.index("target")]  # those with a gradient
 
 
 @torch.library.custom_op(
@@ -230,60 +219,118 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     """The fields of ``Softmax``, what is kept for backward and its tops (``TileStore``), and a ``Ranking``."""
     given = LogprobArguments(*arguments)
     check_values("linear_logprob", given.target if given.group is None else None, given.vocab, given.temperature)
-    (target, transform, tiling), head = given.rest(), given.head().rounded()
-    kept, tops = given.allocate_kept()
-    ranking = Ranking(head, given.top_k, target[:, 0] if given.rank else None, given.vocab, given.group)
+    head, target, transform = given.operands()
+    head, (kept, tops, *ranked), n, vocab = head.rounded(), given.allocate(), len(target), given.vocab
+    ranking = None
+    if given.rank or given.top_k:
+        ranking = passes.Ranking(head, given.top_k, target[:, 0] if given.rank else None, vocab, given.group)
     if given.backend == "fused":
         from . import triton_forward
 
-        sums: Any = {"vocab": given.vocab, "mean": given.mean, "squares": given.squares}
-        state = triton_forward.accumulate(head.columns(slice(given.vocab)), target, transform=transform, **sums)
+        options: Any = {"vocab": vocab, "mean": given.mean, "squares": given.squares}
+        state = triton_forward.accumulate(head.columns(slice(vocab)), target, transform=transform, **options)
     else:
         state = SoftmaxState.start(target, tops, given.mean, given.squares)
-        store = TileStore(kept, given.rows, given.vocab, tops if given.backend == "triton" else None)
-        fold_all(head, target, transform, tiling, state, store, ranking)
+        store = TileStore(kept, given.rows, vocab, tops if given.backend == "triton" else None)
+        for columns in passes.vocabulary_spans(vocab, given.columns, head.hidden.device):
+            span = head.columns(columns)
+            for rows in passes.spans(n, given.rows):
+                tile, shifted = store.tile(rows, columns)
+                span.logits(rows, tile)
+                if ranking is not None:
+                    ranking.update(tile, rows, columns)
+                column, sums = target[rows] - columns.start, rows_of(state, rows)
+                if given.backend == "triton":
+                    from . import triton_softmax
+
+                    triton_softmax.fold_(tile, column, sums, rows_of(transform, rows), shifted)
+                else:
+                    rest = column, sums, rows_of(transform, rows)
+                    sums.store_(run(softmax.fold, tile, *rest, width=given.columns, logits=n * vocab))
     if given.group is not None:
         state = combine(state, target, given.vocab, given.group)
-    softmax = finish(state)
+    results = softmax.finish(state)
     if given.softcap is None:
-        softmax.logprob.masked_fill_(softmax.chosen < IMPOSSIBLE, -torch.inf)
-    return *softmax, kept, tops, *ranking.finish(softmax, transform, given.start)
+        results.logprob.masked_fill_(results.chosen < IMPOSSIBLE, -torch.inf)
+    if ranking is not None:
+        ranked = [*ranking.finish(results, transform, given.start)]
+    return *results, kept, tops, *ranked
 
 
 @_forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     given = LogprobArguments(*arguments)
-    n, softmax = given.target.shape[0], Softmax.empty(given.target, given.hidden, given.mean, given.squares)
-    ranks, ids = given.target.new_empty(n if given.rank else 0), given.target.new_empty(n, given.top_k)
-    return *softmax, *given.allocate_kept(), ranks, ids, softmax.entropy.new_empty(n, given.top_k)
+    return *Softmax.empty(given.target, given.hidden, given.mean, given.squares), *given.allocate()
 
 
-BEFORE: Any = {"upstream": list[Tensor | None], "softmax": list[Tensor], "kept": list[Tensor], "needed": list[bool]}
-BACKWARD = operator_schema(LogprobArguments, len(NEEDED), mutates=("main_grad",), **BEFORE)
+BEFORE: Any = {"upstream": list[Tensor | None], "outputs": list[Tensor], "kept": list[Tensor], "needed": list[bool]}
+BACKWARD = operator_schema(LogprobArguments, NEEDED, mutates=("main_grad",), **BEFORE)
 
 
 @torch.library.custom_op("burnish::linear_logprob_backward", mutates_args=("main_grad",), tags=WAITS, schema=BACKWARD)
 def _backward(
-    upstream: list[Tensor | None], softmax: list[Tensor], kept: list[Tensor], needed: list[bool], *arguments: Any
+    upstream: list[Tensor | None], outputs: list[Tensor], kept: list[Tensor], needed: list[bool], *arguments: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of hidden, weight, bias, low, up and temperature, empty where not needed; that of the weight is
     added to ``main_grad`` if there is one."""
-    given = LogprobArguments(*arguments)
-    main_grad = given.main_grad if _has_main_grad(given) else None
-    arriving, head = (upstream, Softmax(*softmax), kept), given.head()
-    grads = gradients(*arriving, head, *given.rest(), given.group, needed, main_grad)
-    return returned(given.differentiable(), grads)
+    given, saved = LogprobArguments(*arguments), Softmax(*outputs)
+    head, target, transform = given.operands()
+    n, vocab = len(target), given.vocab
+    live, unit = passes.live_rows(upstream, head, transform.scale)
+    if live is not None:
+        upstream = [u[live] if u is not None and u.numel() else u for u in upstream]
+        saved, transform, target = rows_of(saved, live), rows_of(transform, live), target[live]
+    head = head.rounded(live)
+    arriving = softmax.coefficients([None if u is None else u / unit for u in upstream], saved, transform)
+    moments = torch.zeros_like(saved.shift) if needed[5] else None
+    store = TileStore(kept[0], given.rows, vocab, kept[1] if given.backend == "triton" else None, live)
+
+    def open_span(columns: slice) -> tuple[HeadFactors, Callable[[slice, Tensor], None]]:
+        span = head.columns(columns)
+
+        def write(rows: slice, out: Tensor) -> None:
+            tile, shifted = store.tile(rows, columns)
+            if not store.keeps(columns):
+                span.logits(rows, tile)
+            column, moment = target[rows] - columns.start, None if moments is None else moments[rows]
+            rest = saved.shift[rows], rows_of(arriving, rows), rows_of(transform, rows)
+            if given.backend != "torch":  # backward of "fused" is Triton's, too
+                from . import triton_softmax
+
+                source, top = shifted or (tile, None)
+                triton_softmax.backward_tile_(source, column, *rest, out, top=top, moments=moment)
+                return
+            if out.dtype == tile.dtype:
+                cut = {"width": given.columns, "logits": len(target) * vocab}
+                added = run(softmax.backward_tile_into, tile, *rest, moment is not None, out, **cut)
+                softmax.add_target_(out, column, rest[1].gain)
+            else:  # 16 bits: rounded once, with the targets' share
+                dc, added = softmax.backward_tile(tile, *rest, moment is not None)
+                softmax.add_target_(dc, column, rest[1].gain)
+                out.copy_(dc)
+            if moment is not None and added is not None:
+                moment += added
+
+        return span, write
+
+    main_grad = given.main_grad if given.main_grad.ndim == 2 else None
+    hidden, weight, bias, low, up = passes.multiply_out(head, needed, store, unit, open_span, main_grad)
+    if given.group is not None:
+        for t in (hidden, low, moments):
+            if t is not None:
+                sum_over(t, given.group)
+    if moments is not None:
+        moments = softmax.temperature_gradient(moments * unit, upstream, saved, transform)
+    if live is not None:
+        hidden, low, moments = (passes.scatter_rows(t, live, n) for t in (hidden, low, moments))
+    return passes.returned(arguments[:NEEDED], (hidden, weight, bias, low, up, moments))
 
 
 @_backward.register_fake
-def _(upstream: Any, softmax: Any, kept: Any, needed: list[bool], *arguments: Any) -> tuple[Tensor, ...]:
+def _(upstream: Any, outputs: Any, kept: Any, needed: list[bool], *arguments: Any) -> tuple[Tensor, ...]:
     given = LogprobArguments(*arguments)
-    kept_apart = needed[1] and not _has_main_grad(given)
-    return returned_shapes(given.differentiable(), [needed[0], kept_apart, *needed[2:]])
-
-
-def _has_main_grad(given: LogprobArguments) -> bool:
-    return given.main_grad.ndim == 2
+    weight = needed[1] and given.main_grad.ndim != 2
+    return passes.returned_shapes(arguments[:NEEDED], [needed[0], weight, *needed[2:]])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -296,16 +343,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors  # read once: a checkpoint recomputes them
     given = LogprobArguments._make((*tensors[-TENSORS:], ctx.main_grad, *ctx.constants))
-    needed = [ctx.needs_input_grad[i] for i in NEEDED]
+    needed = list(ctx.needs_input_grad[:NEEDED])
     found = _backward(list(upstream[:OUTPUTS]), list(tensors[:SAVED]), list(tensors[SAVED:-TENSORS]), needed, *given)
-    grads: list[Tensor | None] = [None] * len(given)
-    for i, grad, wanted in zip(NEEDED, found, needed, strict=True):
-        grads[i] = grad if wanted else None
+    for grad in found:
         if grad.requires_grad:  # with create_graph; an operator that writes to an argument can't have a backward
-            grad.register_hook(no_second_derivative)
-    if _has_main_grad(given):
-        grads[1] = None
-    return tuple(grads)
+            grad.register_hook(passes.no_second_derivative)
+    if given.main_grad.ndim == 2:
+        needed[1] = False
+    grads = [grad if wanted else None for grad, wanted in zip(found, needed, strict=True)]
+    return *grads, *(None,) * (len(given) - NEEDED)
 
 
 _forward.register_autograd(_apply_backward, setup_context=_setup_context)

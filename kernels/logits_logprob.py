@@ -14,32 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
-from .backend import Backend, choose_backend
-from .checks import check_outputs, check_rows, check_top_k, check_values, checked_vocab
-from .head import Head, HeadFactors, as_head, check_head
-from .operators import WAITS, no_second_derivative
-from .passes import COLUMNS, spans, vocabulary_spans
-from .precision import accumulation_dtype, autocast_dtype, check_compute_dtype
+from . import reference, softmax
+from .backend import Backend, accumulation_dtype, autocast_dtype, choose_backend
+from .checks import check_computation, check_outputs, check_rows, check_values, checked_vocab
+from .head import Head, HeadFactors, checked_head
+from .passes import COLUMNS, WAITS, no_second_derivative, spans, vocabulary_spans
 from .reference import EXTRAS, Extra, Logprobs, TopK
-from .softmax import (
-    IMPOSSIBLE,
-    NEVER,
-    OUTPUTS,
-    SAVED,
-    LogitTransform,
-    Softmax,
-    SoftmaxState,
-    add_target_,
-    backward_tile,
-    coefficients,
-    finish,
-    fold,
-    per_row,
-    run,
-    temperature_gradient,
-    worth_compiling,
-)
+from .softmax import IMPOSSIBLE, NEVER, OUTPUTS, SAVED, LogitTransform, Softmax, SoftmaxState, rows_of, run
 
 LOGITS_AT_ONCE = 2**20
 
@@ -59,9 +40,9 @@ def linear_logits(
     Raises:
         ValueError: if shapes or devices disagree, or the head is a shard.
     """
-    who, head = "linear_logits", as_head(head)
-    check_head(who, hidden, head)
-    check_compute_dtype(who, compute_dtype)
+    who = "linear_logits"
+    head = checked_head(who, hidden, head)
+    check_computation(who, compute_dtype)
     vocab = checked_vocab(who, vocab, len(head.weight))
     if head.shard is not None:
         raise ValueError(f"{who}: the head must hold its whole vocabulary, got a shard; gather its weight before")
@@ -103,14 +84,13 @@ def logits_logprob(
         raise ValueError(f"logits_logprob: logits must be [N, V], got {list(logits.shape)}")
     who = "logits_logprob"
     check_rows(who, {"logits": logits}, temperature, target)
-    check_outputs(who, outputs, EXTRAS, target)
     vocab = checked_vocab(who, vocab, logits.shape[1])
-    check_top_k(who, top_k, vocab)
+    check_outputs(who, outputs, EXTRAS, target, top_k, vocab)
     backend = choose_backend(who, backend, logits)
     if backend == "reference":
         options: Any = {"temperature": temperature, "vocab": vocab, "outputs": outputs, "top_k": top_k}
         return reference.logits_logprob(logits, target, **options)
-    columns, rows = target if target.ndim == 2 else target[:, None], per_row(temperature, logits)
+    columns, rows = target if target.ndim == 2 else target[:, None], softmax.per_row(temperature, logits)
     mean, squares = "mean_logprob" in outputs, "log_sum_squares" in outputs
     logprob, entropy, logsumexp, means, log_sum_squares, *_ = _forward(
         logits, columns, rows, vocab, mean, squares, backend != "torch"
@@ -145,7 +125,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of ``Softmax``."""
     check_values("logits_logprob", target, vocab, temperature)
-    transform = LogitTransform.of(1.0, None, temperature, logits)
+    transform = LogitTransform(temperature=temperature)
     like = logits.new_empty(0, dtype=accumulation_dtype(logits.dtype))
     state = SoftmaxState.start(target, like, mean, squares)
     if triton:
@@ -154,11 +134,12 @@ def _forward(
         triton_softmax.fold_(logits[:, :vocab], target, state, transform)
     for rows in [] if triton else spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile = _precise(logits, rows, vocab)
-        compiled = worth_compiling(tile, len(logits) * vocab)
-        state.store_(rows, run(fold, tile, target[rows], state.rows(rows), transform.rows(rows), compiled=compiled))
-    softmax = finish(state)
-    softmax.logprob.masked_fill_(softmax.chosen < IMPOSSIBLE, -torch.inf)
-    return softmax
+        sums = rows_of(state, rows)
+        rest = target[rows], sums, rows_of(transform, rows)
+        sums.store_(run(softmax.fold, tile, *rest, width=vocab, logits=len(logits) * vocab))
+    results = softmax.finish(state)
+    results.logprob.masked_fill_(results.chosen < IMPOSSIBLE, -torch.inf)
+    return results
 
 
 @_forward.register_fake
@@ -169,13 +150,13 @@ def _(logits: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("burnish::logits_logprob_backward", mutates_args=())
 def _backward(
-    upstream: list[Tensor | None], softmax: list[Tensor], logits: Tensor, target: Tensor,
+    upstream: list[Tensor | None], results: list[Tensor], logits: Tensor, target: Tensor,
     temperature: Tensor | None, vocab: int, triton: bool, needed: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of logits and temperature, those of them that are needed."""
-    saved = Softmax(*softmax)
-    transform = LogitTransform.of(1.0, None, temperature, logits)
-    arriving = coefficients(upstream, saved, transform)
+    saved = Softmax(*results)
+    transform = LogitTransform(temperature=temperature)
+    arriving = softmax.coefficients(upstream, saved, transform)
     d_logits = torch.empty_like(logits) if needed[0] else None
     moments = torch.zeros_like(saved.shift) if needed[1] else None
     if d_logits is not None:
@@ -187,22 +168,21 @@ def _backward(
         tile, out = logits[:, :vocab], out[:, :vocab]
         triton_softmax.backward_tile_(tile, target, saved.shift, arriving, transform, out, moments=moments)
     for rows in [] if triton else spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
-        tile, here = _precise(logits, rows, vocab), arriving.rows(rows)
-        compiled = worth_compiling(tile, len(logits) * vocab)
-        rest = saved.shift[rows], here, transform.rows(rows), moments is not None
-        dz, moment = run(backward_tile, tile, *rest, compiled=compiled)
+        tile, here = _precise(logits, rows, vocab), rows_of(arriving, rows)
+        rest = saved.shift[rows], here, rows_of(transform, rows), moments is not None
+        dz, moment = run(softmax.backward_tile, tile, *rest, width=vocab, logits=len(logits) * vocab)
         if moments is not None and moment is not None:
             moments[rows] = moment
         if d_logits is not None:
-            add_target_(dz, target[rows], here.gain)
+            softmax.add_target_(dz, target[rows], here.gain)
             d_logits[rows, :vocab] = dz
     if moments is not None and temperature is not None:
-        moments = temperature_gradient(moments, upstream, saved, transform).to(temperature.dtype)
+        moments = softmax.temperature_gradient(moments, upstream, saved, transform).to(temperature.dtype)
     return [grad for grad in (d_logits, moments) if grad is not None]
 
 
 @_backward.register_fake
-def _(upstream: list[Tensor | None], softmax: list[Tensor], *rest: Any) -> list[Tensor]:
+def _(upstream: list[Tensor | None], results: list[Tensor], *rest: Any) -> list[Tensor]:
     logits, _, temperature, _, _, needed = rest
     return [torch.empty_like(t) for t, n in zip((logits, temperature), needed, strict=True) if n]
 

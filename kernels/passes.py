@@ -1,33 +1,21 @@
-"""The loops over the tiles of the logits, vocabulary outside, rows inside: sums forward, gradients backward.
+"""The parts that the operators share: tiles of logits and their memory, products of dc, ranks, and schemas.
 
-Products are torch's. The elementwise pass between two of them is torch's too (softmax.py), or Triton's
-(triton_softmax.py).
+The vocabulary is the outer loop, rows the inner one. Products are torch's. The elementwise pass between two of them is
+torch's too (softmax.py), or Triton's (triton_softmax.py).
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .head import HeadFactors, HeadGradients
-from .precision import factor_dtype
-from .ranking import Ranking
-from .sharding import sum_over
-from .softmax import (
-    LogitTransform,
-    Softmax,
-    SoftmaxState,
-    add_target_,
-    backward_tile,
-    backward_tile_into,
-    coefficients,
-    fold,
-    run,
-    temperature_gradient,
-    worth_compiling,
-)
+from .backend import accumulation_dtype, factor_dtype
+from .head import HeadFactors, add_products_
+from .sharding import gather_columns, sum_over
+from .softmax import IMPOSSIBLE, LogitTransform, Softmax
 
 ALIGNED = 64  # columns: rows of tiles, and what is multiplied by tensor cores, begin at multiples of 16 bytes and more
 ROWS, COLUMNS = 1024, 2048  # 8 MB of float32: a tile and its temporaries fit into 32 MB of cache
@@ -36,27 +24,9 @@ KEEP = 3 * 2**25  # bytes of logits that forward leaves for backward: an eighth 
 GPU_ROWS, GPU_COLUMNS = 4096, 8192
 WORTH_LEAVING_OUT = 0.1  # share of rows without a gradient from which on they are: gathering the others costs a little
 # On a GPU dc of two tiles stands side by side: of 8192 rows a span's dW is one product, rounded as it is written.
-GPU_TILES_AT_ONCE = 2
-OptionalTensor = TypeVar("OptionalTensor", Tensor, Tensor | None)
-WriteTile = Callable[[slice, Tensor], None]
-
-
-class Tiling(NamedTuple):
-    """How the logits of a call are cut into tiles, and the backend of the passes over them."""
-
-    rows: int
-    columns: int
-    vocab: int
-    backend: str
-
-    def compiled(self, tile: Tensor, n: int) -> bool:
-        """True if passes over this tile are worth compiling: only tiles of one width are, once for all calls."""
-        return tile.shape[1] == self.columns and worth_compiling(tile, n * self.vocab)
-
-
-def tile_shape(device: torch.device) -> tuple[int, int]:
-    """Rows and columns, by device only: the same call is always cut in the same way."""
-    return (GPU_ROWS, GPU_COLUMNS) if device.type == "cuda" else (ROWS, COLUMNS)
+TILES_AT_ONCE = {"cuda": 2}
+WEIGHT, BIAS, UP = PER_TOKEN = (1, 2, 4)  # the factors in ``HeadFactors`` with a row per token of the vocabulary
+WAITS = (torch.Tag.cudagraph_unsafe,)  # operators that wait for the GPU can't be captured in a graph of launches
 
 
 def spans(stop: int, widest: int, start: int = 0) -> Iterator[slice]:
@@ -86,28 +56,23 @@ class TileStore:
         self.kept = kept  # [tiles, N, columns]
         self.tops = tops  # [tiles, N]; None where c itself is kept
         self.only = only  # [live], the rows of N that are worked on, if not all
-        self.columns = kept.shape[2]
+        self.rows, self.columns, self.vocab = rows, kept.shape[2], vocab
         dtype = kept.dtype if tops is None else tops.dtype
         self.buffer = aligned_buffer(kept, min(kept.shape[1], rows), min(vocab, self.columns), dtype)
 
     def keeps(self, columns: slice) -> bool:
         return int(columns.start) < len(self.kept) * self.columns
 
-    def tile(self, rows: slice, columns: slice) -> Tensor:
-        """Where the tile is to be computed, or already is."""
-        if self.tops is None and self.keeps(columns):
-            return self._rows(self.kept[columns.start // self.columns], rows)
-        return self.buffer[: rows.stop - rows.start, : columns.stop - columns.start]
-
-    def shifted(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor] | None:
-        """The 16-bit copy of this tile that a Triton pass keeps, or has kept; None if nothing."""
-        if self.tops is None or not self.keeps(columns):
-            return None
-        i = columns.start // self.columns
-        return self._rows(self.kept[i], rows), self._rows(self.tops[i], rows)
-
-    def _rows(self, t: Tensor, rows: slice) -> Tensor:
-        return t[rows] if self.only is None else t[self.only[rows]]
+    def tile(self, rows: slice, columns: slice) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Where the tile is to be computed, or already is; and the 16-bit copy of it that a Triton pass keeps, or has
+        kept, with its tops."""
+        buffer = self.buffer[: rows.stop - rows.start, : columns.stop - columns.start]
+        if not self.keeps(columns):
+            return buffer, None
+        i, index = columns.start // self.columns, rows if self.only is None else self.only[rows]
+        if self.tops is None:
+            return self.kept[i][index], None
+        return buffer, (self.kept[i][index], self.tops[i][index])
 
 
 def aligned_buffer(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -132,136 +97,62 @@ def keep_by_default(device: torch.device, on_cpu: int) -> int:
     return min(2**32, torch.cuda.get_device_properties(device).total_memory // 32)
 
 
-def fold_all(
-    head: HeadFactors, target: Tensor, transform: LogitTransform, tiling: Tiling, state: SoftmaxState,
-    store: TileStore, ranking: Ranking,
-) -> None:  # fmt: skip
-    """Forward: bring ``state`` up to date with all tiles, and fill those that ``store`` keeps."""
-    n = len(head.hidden)
-    for columns in vocabulary_spans(tiling.vocab, tiling.columns, head.hidden.device):
-        span = head.columns(columns)
-        for rows in spans(n, tiling.rows):
-            tile = span.logits(rows, store.tile(rows, columns))
-            ranking.update(tile, rows, columns)
-            column, sums, row_transform = target[rows] - columns.start, state.rows(rows), transform.rows(rows)
-            if tiling.backend == "triton":
-                from . import triton_softmax
-
-                triton_softmax.fold_(tile, column, sums, row_transform, store.shifted(rows, columns))
-            else:
-                compiled = tiling.compiled(tile, n)
-                sums.store_(slice(None), run(fold, tile, column, sums, row_transform, compiled=compiled))
-
-
-def gradients(
-    upstream: Sequence[Tensor | None], softmax: Softmax, kept: Sequence[Tensor], head: HeadFactors, target: Tensor,
-    transform: LogitTransform, tiling: Tiling, group: str | None, needed: Sequence[bool], main_grad: Tensor | None,
-) -> list[Tensor | None]:  # fmt: skip
-    """Backward: the gradients of the tensors of ``HeadFactors`` and of the temperature, in accumulation precision or
-    rounded to that of their input; None where not needed.
-
-    Args:
-        upstream: gradients of the outputs, None for an output that is not used.
-        kept: what forward has left, see ``TileStore``.
-        group: ranks that the vocabulary is split over.
-        main_grad: ``[V, D]``, what the gradient of the weight is added to instead of being returned.
-    """
-    live, unit = live_rows(upstream, head, transform.scale)
-    if live is not None:
-        upstream, softmax = [live.pick(u) for u in upstream], Softmax(*(live.pick(t) for t in softmax))
-        head, target = head.rows(live.rows), target[live.rows]
-        transform = transform._replace(temperature=live.pick(transform.temperature))
-    head = head.rounded()
-    arriving = coefficients([None if u is None else u / unit for u in upstream], softmax, transform)
-    sums = HeadGradients.allocate(head, needed[:5], tiling.vocab, main_grad)
-    moments = torch.zeros_like(softmax.shift) if needed[5] else None
-    space, tops = kept
-    only = None if live is None else live.rows
-    store = TileStore(space, tiling.rows, tiling.vocab, tops if tiling.backend == "triton" else None, only)
-
-    def open_span(columns: slice) -> tuple[HeadFactors, WriteTile]:
-        span = head.columns(columns)
-
-        def write(rows: slice, out: Tensor) -> None:
-            tile, shifted = store.tile(rows, columns), store.shifted(rows, columns)
-            if not store.keeps(columns):
-                span.logits(rows, tile)
-            column, moment = target[rows] - columns.start, None if moments is None else moments[rows]
-            rest = softmax.shift[rows], arriving.rows(rows), transform.rows(rows)
-            if tiling.backend != "torch":  # backward of "fused" is Triton's, too
-                from . import triton_softmax
-
-                source, top = shifted or (tile, None)
-                triton_softmax.backward_tile_(source, column, *rest, out, top=top, moments=moment)
-                return
-            if out.dtype == tile.dtype:
-                compiled = tiling.compiled(tile, len(head.hidden))
-                added = run(backward_tile_into, tile, *rest, moment is not None, out, compiled=compiled)
-                add_target_(out, column, rest[1].gain)
-            else:  # 16 bits: rounded once, with the targets' share
-                dc, added = backward_tile(tile, *rest, moment is not None)
-                add_target_(dc, column, rest[1].gain)
-                out.copy_(dc)
-            if moment is not None and added is not None:
-                moment += added
-
-        return span, write
-
-    multiply_out(head, sums, tiling, unit, open_span)
-    if group is not None:
-        for t in (sums.hidden, sums.low, moments):
-            if t is not None:
-                sum_over(t, group)
-    if moments is not None:
-        moments = temperature_gradient(moments * unit, upstream, softmax, transform)
-    hidden, weight, bias, low, up, added = sums
-    hidden, low, moments = (scatter_rows(t, live) for t in (hidden, low, moments))
-    return [hidden, None if added else weight, bias, low, up, moments]
-
-
 def multiply_out(
-    head: HeadFactors, sums: HeadGradients, tiling: Tiling, unit: float,
-    open_span: Callable[[slice], tuple[HeadFactors, WriteTile]],
-) -> None:  # fmt: skip
-    """Fill ``sums`` with the products of dc, tile by tile.
+    head: HeadFactors, needed: Sequence[bool], store: TileStore, unit: float,
+    open_span: Callable[[slice], tuple[HeadFactors, Callable[[slice, Tensor], None]]],
+    main_grad: Tensor | None = None,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of hidden, weight, bias, low and up: the products of dc, tile by tile; None where not needed.
+
+    Nothing is filled with zeros: the first product for a place does not read it. Sums over the vocabulary have the
+    accumulation dtype; what is complete with a span of the vocabulary has the dtype of its input.
 
     Args:
         unit: what dc is in multiples of.
         open_span: gives, for a span of the vocabulary, the factors of the span and a function ``(rows, out)`` that
             writes dc of a tile into ``out``.
+        main_grad: ``[V, D]``, what the gradient of the weight is added to instead of being returned.
     """
-    n, at_once = len(head.hidden), rows_at_once(head.hidden, tiling.rows)
-    buffer = aligned_buffer(head.hidden, min(n, at_once), min(tiling.vocab, tiling.columns), head.hidden.dtype)
-    for columns in vocabulary_spans(tiling.vocab, tiling.columns, head.hidden.device):
-        (span, write), span_sums = open_span(columns), sums.columns(columns, head, at_once=n <= at_once)
+    like, n = head.hidden, len(head.hidden)
+    exact, written = accumulation_dtype(like.dtype), store.vocab if n else 0
+    at_once = store.rows * TILES_AT_ONCE.get(like.device.type, 1)
+    gradients: list[Tensor | None] = []
+    for i, (t, wanted) in enumerate(zip(head[:5], needed, strict=False)):
+        gradient = main_grad if i == WEIGHT else None
+        if t is None or not wanted:
+            gradient = None
+        elif i not in PER_TOKEN:
+            gradient = (torch.empty_like if written else torch.zeros_like)(t, dtype=exact)
+        elif gradient is None:
+            gradient = t.new_empty(t.shape)
+            gradient[written:] = 0  # where no tile will write
+        gradients.append(gradient)
+
+    buffer = aligned_buffer(like, min(n, at_once), min(store.vocab, store.columns), like.dtype)
+    for span in vocabulary_spans(store.vocab, store.columns, like.device):
+        factors, write = open_span(span)
+        sums = gradients.copy()
+        for i in PER_TOKEN:  # views, or buffers that are rounded into them later
+            if (t := gradients[i]) is not None:
+                # Where all rows come in one product, it may round its sums as it writes them.
+                direct = t.dtype == exact or (n <= at_once and i != BIAS and t.dtype == like.dtype)
+                sums[i] = t[span] if direct else torch.empty_like(t[span], dtype=exact)
         for block in spans(n, at_once):
-            dc = buffer[: block.stop - block.start, : columns.stop - columns.start]
-            for rows in spans(block.stop, tiling.rows, block.start):
-                write(rows, dc[rows.start - block.start : rows.stop - block.start])
-            span_sums.add_(dc, span, block, columns, unit)
-        sums.store_(columns, span_sums)
+            dc = buffer[: block.stop - block.start, : span.stop - span.start]
+            for part in spans(block.stop, store.rows, block.start):
+                write(part, dc[part.start - block.start : part.stop - block.start])
+            add_products_(sums, dc, factors, block, span, unit, main_grad=main_grad is not None)
+        for gradient, total in zip(gradients, sums, strict=True):
+            if gradient is not None and total is not None and gradient.dtype != total.dtype:
+                gradient[span] = total
+    if main_grad is not None:
+        gradients[1] = None
+    return gradients
 
 
-def rows_at_once(hidden: Tensor, rows: int) -> int:
-    """How many rows' dc is there at once, for tiles of so many ``rows``."""
-    return rows * GPU_TILES_AT_ONCE if hidden.device.type == "cuda" else rows
-
-
-class LiveRows(NamedTuple):
-    """Indices ``[live]`` of the rows, of ``n``, that a gradient arrives at."""
-
-    rows: Tensor
-    n: int
-
-    def pick(self, t: OptionalTensor) -> OptionalTensor:
-        """These rows of ``t``; what was not asked for is empty, and stays it."""
-        return t if t is None or not t.numel() else t[self.rows]
-
-
-def live_rows(
-    upstream: Sequence[Tensor | None], head: HeadFactors, scale: float = 1.0
-) -> tuple[LiveRows | None, float]:
-    """The rows with a gradient, None if that is nearly all of them; and the unit that dc is in multiples of.
+def live_rows(upstream: Sequence[Tensor | None], head: HeadFactors, scale: float = 1.0) -> tuple[Tensor | None, float]:
+    """Indices ``[live]`` of the rows that a gradient arrives at, None if that is nearly all of them; and the unit that
+    dc is in multiples of.
 
     Waits for the GPU once. dc in float16 is in multiples of the largest gradient that arrives, or those of 1/N would
     vanish; the unit is a power of 2, which is exact.
@@ -278,11 +169,102 @@ def live_rows(
     if count > (1 - WORTH_LEAVING_OUT) * n:
         return None, unit
     # Sorted instead of `nonzero`, which would wait once more.
-    return LiveRows((~alive).to(torch.uint8).sort(stable=True).indices[: int(count)], n), unit
+    return (~alive).to(torch.uint8).sort(stable=True).indices[: int(count)], unit
 
 
-def scatter_rows(t: Tensor | None, live: LiveRows | None) -> Tensor | None:
-    """Back to all rows; the others have a gradient of 0."""
-    if t is None or live is None:
-        return t
-    return t.new_zeros(live.n, *t.shape[1:]).index_copy_(0, live.rows, t)
+def scatter_rows(t: Tensor | None, live: Tensor, n: int) -> Tensor | None:
+    """Back to all ``n`` rows; the others have a gradient of 0."""
+    return None if t is None else t.new_zeros(n, *t.shape[1:]).index_copy_(0, live, t)
+
+
+class Ranking:
+    """The likeliest tokens of each row and the rank of its target, over the tiles so far. Constants: no gradients.
+
+    Scale, soft cap and temperature keep the order of the logits, so it is c that is compared.
+
+    Args:
+        top_k: how many of the likeliest tokens to keep, 0 for none.
+        target: ``[N]``, as this rank numbers them, if their ranks are wanted.
+        group: the ranks that the vocabulary is split over.
+    """
+
+    def __init__(self, head: HeadFactors, top_k: int, target: Tensor | None, vocab: int, group: str | None) -> None:
+        n, like = len(head.hidden), head.hidden
+        self.values = like.new_full((n, top_k), -torch.inf, dtype=accumulation_dtype(like.dtype))
+        self.ids = torch.zeros(n, top_k, dtype=torch.int64, device=like.device)
+        self.above = torch.zeros(0 if target is None else n, dtype=torch.int64, device=like.device)
+        self.target, self.group = target, group
+        if target is not None:
+            self.bar = _logit(head, target, vocab, group)
+
+    def update(self, tile: Tensor, rows: slice, columns: slice) -> None:
+        if self.values.shape[1]:
+            values, ids = tile.topk(min(self.values.shape[1], tile.shape[1]))
+            values, ids = torch.cat((self.values[rows], values), 1), torch.cat((self.ids[rows], ids + columns.start), 1)
+            self.values[rows], best = values.topk(self.values.shape[1])
+            self.ids[rows] = ids.gather(1, best)
+        if self.target is not None:
+            # Computed in another order, the target's own logit may be a hair above itself.
+            itself = torch.arange(columns.start, columns.stop, device=tile.device) == self.target[rows, None]
+            self.above[rows] += ((tile > self.bar[rows, None]) & ~itself).sum(1)
+
+    def finish(self, softmax: Softmax, transform: LogitTransform, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rank of the target, ids and log-probs of the likeliest; ids count from ``start``."""
+        values, ids, above = self.values, self.ids + start, self.above
+        if self.group is not None:
+            values, best = gather_columns(values, self.group).topk(values.shape[1])
+            ids, above = gather_columns(ids, self.group).gather(1, best), sum_over(above, self.group)
+        z = transform.tempered(transform.capped(values))
+        logprob = (z - softmax.shift[:, None]) - softmax.log_total[:, None]
+        return above, ids, logprob.masked_fill_(z < IMPOSSIBLE, -torch.inf)
+
+
+def _logit(head: HeadFactors, target: Tensor, vocab: int, group: str | None) -> Tensor:
+    """``[N]``, c of the target, from the rank that holds it."""
+    inside = (target >= 0) & (target < vocab)
+    index, dtype = target.clamp(0, max(vocab - 1, 0)), accumulation_dtype(head.hidden.dtype)
+    c = (head.hidden.to(dtype) * head.factor(head.weight[index]).to(dtype)).sum(1)
+    if head.bias is not None:
+        c = c + head.bias[index].to(dtype)
+    if head.low is not None and head.up is not None:
+        c = c + (head.low.to(dtype) * head.factor(head.up[index]).to(dtype)).sum(1)
+    return sum_over(torch.where(inside, c, 0), group)
+
+
+def operator_schema(arguments: type, results: int, *, mutates: Sequence[str] = (), **leading: Any) -> str:
+    """The schema of an operator that returns so many tensors.
+
+    Args:
+        arguments: a NamedTuple, whose fields are the operator's arguments.
+        mutates: names of arguments that it writes to.
+        leading: names and types of arguments that come before those of ``arguments``.
+    """
+
+    def prototype() -> None: ...
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    types = (leading | arguments.__annotations__).items()
+    parameters = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in types]
+    signature = inspect.Signature(parameters, return_annotation=tuple[(Tensor,) * results])  # type: ignore[misc]
+    prototype.__signature__ = signature  # type: ignore[attr-defined]
+    return torch.library.infer_schema(prototype, mutates_args=mutates)
+
+
+def returned(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """The gradients as an operator returns them: each in the dtype of its input, empty for one that is not needed."""
+    pairs, empty = zip(gradients, inputs, strict=True), inputs[0]
+    assert empty is not None
+    return tuple(empty.new_empty(0) if grad is None or t is None else grad.to(t.dtype) for grad, t in pairs)
+
+
+def returned_shapes(inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor, ...]:
+    """``returned`` for tracing."""
+    pairs = zip(inputs, needed, strict=True)
+    return returned(inputs, [t.new_empty(t.shape) if n and t is not None else None for t, n in pairs])
+
+
+def no_second_derivative(ctx: Any, *_: Any) -> None:
+    """The backward of a backward."""
+    raise NotImplementedError(
+        "kernels: this backend has no second derivative, use backend='reference', which has them all"
+    )

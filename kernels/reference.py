@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from .backend import accumulation_dtype, rounded
 from .checks import check_values
 from .head import Head
-from .precision import accumulation_dtype, rounded
 
 Extra = Literal["mean_logprob", "log_sum_squares", "top1", "rank"]
 EXTRAS: tuple[Extra, ...] = get_args(Extra)
@@ -94,13 +94,8 @@ def logits_logprob(
         log_sum_squares=(2 * logp).logsumexp(-1) if "log_sum_squares" in outputs else None,
         top1=logits.argmax(-1) if "top1" in outputs else None,
         rank=(logits > logits.gather(1, columns)).sum(-1) if "rank" in outputs else None,
-        top_k=None if top_k is None else _top_k(logp.detach(), top_k),
+        top_k=None if top_k is None else TopK(*reversed(logp.detach().topk(top_k))),
     )
-
-
-def _top_k(logp: Tensor, k: int) -> TopK:
-    values, ids = logp.topk(k)
-    return TopK(ids, values)
 
 
 def head_logits(

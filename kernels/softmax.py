@@ -25,13 +25,13 @@ depends on shape and machine only, which exact resume relies on.
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .precision import accumulation_dtype
+from .backend import accumulation_dtype
 
 # A finite −inf: e^(−1e30) is 0 like e^(−inf), but 0·(−1e30) is 0 and 0·(−inf) is NaN.
 NEVER = -1e30
@@ -39,6 +39,7 @@ IMPOSSIBLE = -1e20  # what is below this was NEVER, divided by a temperature
 # Compiling takes tens of seconds once and saves a nanosecond or two per logit of every call: here a tenth of a second.
 COMPILE_FROM = 2**26
 T = TypeVar("T")
+Fields = TypeVar("Fields", bound=tuple[Any, ...])
 log = logging.getLogger(__name__)
 
 
@@ -52,17 +53,9 @@ class LogitTransform(NamedTuple):
     softcap: float | None = None
     temperature: Tensor | None = None  # [n]
 
-    @classmethod
-    def of(cls, scale: float, softcap: float | None, temperature: Tensor | None, like: Tensor) -> "LogitTransform":
-        """With the temperatures in the accumulation dtype of ``like``."""
-        return cls(scale, softcap, None if temperature is None else temperature.to(accumulation_dtype(like.dtype)))
-
     def __call__(self, c: Tensor) -> Tensor:
         scaled = self.scale * c
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
-
-    def rows(self, rows: slice) -> "LogitTransform":
-        return self if self.temperature is None else self._replace(temperature=self.temperature[rows])
 
     def capped(self, c: Tensor) -> Tensor:
         scaled = c if self.scale == 1.0 else c * self.scale
@@ -116,9 +109,6 @@ class Coefficients(NamedTuple):
     flat: Tensor | None
     gain: Tensor | None  # [n, k], added at the targets
 
-    def rows(self, rows: slice) -> "Coefficients":
-        return Coefficients(self.level[rows], *(None if t is None else t[rows] for t in self[1:]))
-
 
 class SoftmaxState(NamedTuple):
     """The sums over the tiles so far, each ``[n]``; None for sums that are not needed."""
@@ -138,21 +128,23 @@ class SoftmaxState(NamedTuple):
         sums = like.new_zeros(n), like.new_zeros(n), like.new_zeros(target.shape)
         return cls(like.new_full((n,), NEVER), *sums, linear, total_squares)
 
-    def rows(self, rows: slice) -> "SoftmaxState":
-        linear, squares = (None if t is None else t[rows] for t in (self.linear, self.squares))
-        return SoftmaxState(self.shift[rows], self.total[rows], self.moment[rows], self.chosen[rows], linear, squares)
-
-    def store_(self, rows: slice, part: "SoftmaxState") -> None:
+    def store_(self, part: "SoftmaxState") -> None:
         for mine, sums in zip(self, part, strict=True):
             if mine is not None and sums is not None:
-                mine[rows] = sums
+                mine.copy_(sums)
+
+
+def rows_of(fields: Fields, rows: slice | Tensor) -> Fields:
+    """Some rows of every tensor of a named tuple; a number, None, and a tensor that is empty stay as they are."""
+    make: Callable[..., Fields] = type(fields)
+    return make(*(t[rows] if isinstance(t, Tensor) and t.shape[0] else t for t in fields))
 
 
 def per_row(temperature: float | Tensor, like: Tensor) -> Tensor | None:
-    """``[N]`` temperatures, or None if they are all 1."""
-    if isinstance(temperature, Tensor):
-        return temperature
+    """``[N]`` temperatures in the accumulation dtype, or None if they are all 1."""
     dtype = accumulation_dtype(like.dtype)
+    if isinstance(temperature, Tensor):
+        return temperature.to(dtype)
     return None if temperature == 1.0 else like.new_full(like.shape[:1], temperature, dtype=dtype)
 
 
@@ -280,9 +272,14 @@ def worth_compiling(tile: Tensor, logits: int) -> bool:
     return tile.device.type == "cpu" and logits >= COMPILE_FROM and tile.shape[0] > 1
 
 
-def run(function: Callable[..., T], tile: Tensor, *rest: object, compiled: bool) -> T:
-    """``function(tile, *rest)``, through torch.compile if ``compiled`` and if that works on this machine."""
-    if compiled and function not in _uncompilable:
+def run(function: Callable[..., T], tile: Tensor, *rest: object, width: int, logits: int) -> T:
+    """``function(tile, *rest)``, through torch.compile where that is worth it and works on this machine.
+
+    Args:
+        width: of most tiles; only those of one width are compiled, once for all calls.
+        logits: in all tiles together.
+    """
+    if tile.shape[1] == width and worth_compiling(tile, logits) and function not in _uncompilable:
         try:
             # Rows are symbolic from the first call on: every batch size shares one compilation, and its bits.
             for tensor in tree_leaves((tile, rest)):

@@ -20,7 +20,6 @@ is picked from the tile, so it has the very bits that went into S.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import functools
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -183,35 +182,27 @@ def _forward_kernel(
         tl.store(at + (FIELDS - 1) * rows, squares, mask=here)
 
 
-class Launch(NamedTuple):
-    """The tile, and how it is run."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    flat: bool  # the next tile's first blocks are fetched while this one is folded
-
-
-def launch(architecture: int | str, dtype: torch.dtype, *, aligned: bool, plain: bool) -> Launch:
-    """The tile for a compute capability (90), an AMD architecture ("gfx942") or "interpreter".
+def launch(
+    architecture: int | str, dtype: torch.dtype, *, aligned: bool, plain: bool
+) -> tuple[int, int, int, int, int, bool]:
+    """The tile's rows, columns and depth, warps, stages, and whether the next tile's first blocks are fetched while
+    this one is folded: for a compute capability (90), an AMD architecture ("gfx942") or "interpreter".
 
     ``aligned`` says whether rows start at multiples of 16 bytes; if not, numbers are copied one by one. ``plain``: one
     target a row and no factors, which need registers and shared memory of their own.
     """
     match architecture:
         case "interpreter":
-            return Launch(32, 64, 16, 1, 1, False)
+            return 32, 64, 16, 1, 1, False
         case _ if dtype == torch.float32:
-            return Launch(64, 128, 16, 8, 2, False)
+            return 64, 128, 16, 8, 2, False
         case _ if not aligned:
-            return Launch(64, 128, 32, 8, 2, False)
+            return 64, 128, 32, 8, 2, False
         case 90 | 100 | 103:
-            return Launch(128, 256 if plain else 128, 64, 8, 4, plain)
+            return 128, 256 if plain else 128, 64, 8, 4, plain
         case 80:
-            return Launch(128, 128, 64, 8, 3, plain)
-    return Launch(128, 128, 32, 8, 2, False)  # 64 kB of shared memory
+            return 128, 128, 64, 8, 3, plain
+    return 128, 128, 32, 8, 2, False  # 64 kB of shared memory
 
 
 def accumulate(
@@ -229,32 +220,32 @@ def accumulate(
     state = SoftmaxState.start(target, hidden.new_empty(0, dtype=torch.float32), mean, squares)
     if n == 0 or vocab == 0:
         return state
-    machine = Machine.of(hidden)
-    low, up = padded(low), padded(up)
+    architecture, processors, described = machine(hidden)
+    low, up = (None if t is None else F.pad(t, (0, -t.shape[1] % 16)) for t in (low, up))  # the kernel's steps of 16
     aligned = _aligned(hidden) and _aligned(weight)
-    described = machine.descriptors and aligned
+    described = described and aligned
     plain = low is None and target.shape[1] == 1
-    tile = launch(machine.architecture, hidden.dtype, aligned=aligned, plain=plain)
-    blocks = triton.cdiv(n, tile.rows)
-    splits, span = schedule(blocks, triton.cdiv(vocab, tile.columns), machine.processors)
+    rows, columns, depth, warps, stages, flat = launch(architecture, hidden.dtype, aligned=aligned, plain=plain)
+    blocks = triton.cdiv(n, rows)
+    splits, span = schedule(blocks, triton.cdiv(vocab, columns), processors)
     sums = hidden.new_empty(splits, 3 + 2 * mean + squares, n, dtype=torch.float32)
     scale = transform.scale / (transform.softcap or 1.0)
     with torch.cuda.device_of(hidden):
         _forward_kernel[(blocks * splits,)](
             sums,
             state.chosen,
-            TensorDescriptor.from_tensor(hidden, [tile.rows, tile.depth]) if described else hidden,
-            TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]) if described else weight,
+            TensorDescriptor.from_tensor(hidden, [rows, depth]) if described else hidden,
+            TensorDescriptor.from_tensor(weight, [columns, depth]) if described else weight,
             target.contiguous(), None if bias is None else bias.contiguous(), low, up,
             None if transform.temperature is None else transform.temperature.contiguous(),
             None if scale == 1.0 else scale, transform.softcap,
-            n, vocab, splits, span, min(blocks, max(1, L2_SHARE // (tile.rows * width * hidden.element_size()))),
+            n, vocab, splits, span, min(blocks, max(1, L2_SHARE // (rows * width * hidden.element_size()))),
             *hidden.stride(), *weight.stride(),
             D=width, RANK=0 if low is None else low.shape[1], TARGETS=target.shape[1], MEAN=mean, SQUARES=squares,
-            RAGGED=vocab % tile.columns != 0, DESCRIBED=described,
+            RAGGED=vocab % columns != 0, DESCRIBED=described,
             PRECISION="tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, FLAT=tile.flat,
-            AT_ONCE=min(16, triton.next_power_of_2(target.shape[1])), num_warps=tile.warps, num_stages=tile.stages,
+            ROWS=rows, COLUMNS=columns, DEPTH=depth, FLAT=flat,
+            AT_ONCE=min(16, triton.next_power_of_2(target.shape[1])), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return merge(sums, state)
 
@@ -291,28 +282,17 @@ def schedule(blocks: int, tiles: int, slots: int) -> tuple[int, int]:
     return -(-tiles // span), span
 
 
-def padded(factor: Tensor | None) -> Tensor | None:
-    """u or B with as many more columns of zeros as the kernel's steps of 16 need."""
-    return None if factor is None else F.pad(factor, (0, -factor.shape[1] % 16))
-
-
-class Machine(NamedTuple):
-    """Where the kernel is going to run."""
-
-    architecture: int | str
-    processors: int
-    descriptors: bool  # whether blocks are copied by the tensor memory accelerator
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Machine":
-        if triton.knobs.runtime.interpret:
-            return cls("interpreter", 4, True)
-        architecture = triton.runtime.driver.active.get_current_target().arch
-        if tensor.is_cuda:
-            processors = torch.cuda.get_device_properties(tensor.device).multi_processor_count
-        else:  # compiling for a machine that is not there
-            processors = PROCESSORS[architecture]
-        return cls(architecture, processors, isinstance(architecture, int) and architecture >= 90)
+def machine(tensor: Tensor) -> tuple[int | str, int, bool]:
+    """Where the kernel is going to run: its architecture, how many processors it has, and whether blocks are copied by
+    the tensor memory accelerator."""
+    if triton.knobs.runtime.interpret:
+        return "interpreter", 4, True
+    architecture = triton.runtime.driver.active.get_current_target().arch
+    if tensor.is_cuda:
+        processors = torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    else:  # compiling for a machine that is not there
+        processors = PROCESSORS[architecture]
+    return architecture, processors, isinstance(architecture, int) and architecture >= 90
 
 
 PROCESSORS = {80: 108, 90: 132, 100: 148, "gfx942": 304}

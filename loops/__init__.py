@@ -19,7 +19,7 @@ from ..lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .batch import Batch as Batch, collate as collate
-    from .models.inputs import Rows as Rows, arrange as arrange
+    from .models.backbone import Rows as Rows, arrange as arrange
     from .models.policy import Policy as Policy
     from .models.scorer import Scorer as Scorer
     from .rewards.scoring import RewardFunction as RewardFunction

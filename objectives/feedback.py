@@ -20,15 +20,12 @@ from torch import Tensor
 from .checks import require, same_shape, within
 from .types import PerSequence, Positive, Stats
 
-Labels = Bool[Tensor, " sequences"]
-Scalar = Float[Tensor, ""]
-
 
 def kto(
     logp: PerSequence,
     ref_logp: PerSequence,
-    desirable: Labels,
-    kl: Scalar,
+    desirable: Bool[Tensor, " sequences"],
+    kl: Float[Tensor, ""],
     *,
     beta: Positive,
     desirable_weight: Positive = 1.0,
@@ -52,7 +49,7 @@ def kto(
     return loss, stats | {"kl": _repeated(kl, x)}
 
 
-def kto_kl(logp: PerSequence, ref_logp: PerSequence) -> Scalar:
+def kto_kl(logp: PerSequence, ref_logp: PerSequence) -> Float[Tensor, ""]:
     """KTO's reference point z₀: how far the policy has moved, from completions that were given to other prompts.
 
         z₀ = max(0, mean_i log π(y_j|x_i)/π_ref(y_j|x_i)),  j ≠ i,  detached
@@ -67,7 +64,7 @@ def kto_kl(logp: PerSequence, ref_logp: PerSequence) -> Scalar:
 
 
 def apo_zero_unpaired(
-    logp: PerSequence, ref_logp: PerSequence, desirable: Labels, *, beta: Positive
+    logp: PerSequence, ref_logp: PerSequence, desirable: Bool[Tensor, " sequences"], *, beta: Positive
 ) -> tuple[PerSequence, Stats]:
     """Anchored preference optimization on single completions: desirable ones up from the reference, others down.
 
@@ -82,7 +79,12 @@ def apo_zero_unpaired(
 
 
 def bco(
-    logp: PerSequence, ref_logp: PerSequence, desirable: Labels, delta: Scalar, *, beta: Positive
+    logp: PerSequence,
+    ref_logp: PerSequence,
+    desirable: Bool[Tensor, " sequences"],
+    delta: Float[Tensor, ""],
+    *,
+    beta: Positive,
 ) -> tuple[PerSequence, Stats]:
     """Binary classifier optimization: the reward, shifted, is the logit of a classifier of completions.
 

@@ -23,8 +23,6 @@ from .types import PerPair, PerSequence, Stats
 PerCompletion = Float[Tensor, " completions"]
 CompletionIds = Int[Tensor, " completions"]
 PerStep = Float[Tensor, " steps"]
-StepLabels = Float[Tensor, " steps"] | Bool[Tensor, " steps"]
-StepIds = Int[Tensor, " steps"]
 
 
 def bradley_terry(chosen: PerPair, rejected: PerPair, margin: PerPair | float = 0.0) -> tuple[PerPair, Stats]:
@@ -98,7 +96,7 @@ def score_regression(score: PerSequence, target: PerSequence) -> tuple[PerSequen
     return error.square(), {"mean_reward": score.detach(), "absolute_error": error.detach().abs()}
 
 
-def step_loss(logit: PerStep, label: StepLabels) -> tuple[PerStep, Stats]:
+def step_loss(logit: PerStep, label: PerStep | Bool[Tensor, " steps"]) -> tuple[PerStep, Stats]:
     """Process reward: is this step of the solution right? Cross-entropy at the end of each step.
 
         ℓ = −y log σ(z) − (1 − y) log σ(−z)
@@ -116,7 +114,7 @@ def step_loss(logit: PerStep, label: StepLabels) -> tuple[PerStep, Stats]:
 
 
 def step_aggregate(
-    step_score: PerStep, sequence: StepIds, sequences: int, *, how: Literal["min", "prod", "last", "mean"]
+    step_score: PerStep, sequence: Int[Tensor, " steps"], sequences: int, *, how: Literal["min", "prod", "last", "mean"]
 ) -> PerSequence:
     """From the steps' probabilities of being right to one score of the solution.
 

@@ -26,16 +26,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 _HEAD = ("linear_logprob", "backward", "precision", "sixteen_bits", "linear_divergence")
 KERNEL_TESTS = {
     "softmax": ("linear_logprob", "logits_logprob", "backward"),
-    "passes": _HEAD,
+    "passes": (*_HEAD, "ranking", "sharding"),
     "head": _HEAD,
     "divergence_passes": ("linear_divergence",),
     "linear_divergence": ("linear_divergence", "precision"),
     "linear_logprob": ("linear_logprob", "ranking", "backward", "precision", "sharding"),
     "logits_logprob": ("logits_logprob", "ranking", "precision"),
-    "ranking": ("ranking", "sharding"),
     "sharding": ("sharding",),
     "checks": ("linear_logprob", "logits_logprob", "linear_divergence", "sharding"),
-    "precision": ("precision", "sixteen_bits", "linear_logprob"),
+    "backend": ("precision", "sixteen_bits", "linear_logprob", "backends"),
     "reference": ("linear_logprob", "logits_logprob", "linear_divergence"),
 }
 

@@ -1,28 +1,47 @@
-"""A Hugging Face model below its head: a batch in, one hidden state per trained token out.
+"""A Hugging Face model below its head: examples laid out as its input, one hidden state per trained token out.
 
-No list of architectures decides which layouts keep sequences apart: each is tested on a probe of a few tokens when the
-model is wrapped, and one that fails falls back, with one log line, to a slower one.
+The one file that knows about padding, packing and shared prompts:
+
+    padded   one row per completion, prompt + completion, padded on the right to the longest
+    packed   the same sequences side by side in fewer rows; position ids restart, and with no attention mask
+             transformers keeps the sequences apart by them
+    shared   prompt + completion_1 + ... + completion_G once per example; position ids restart after the prompt, and a
+             4-D mask lets each completion see the prompt and itself only
+
+Hidden states, and so losses, gradients and metrics, are the same in all three, up to rounding. They differ in the
+number of token positions that the model computes.
+
+A policy reads each trained token one position before it, where it is predicted; a scorer reads it at its own position,
+the end of a completion or of a step.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ...data import Example
-from .inputs import Layout, Read, Rows, arrange
-from .probe import objection
 
-log = logging.getLogger(__name__)
+Layout = Literal["padded", "packed", "shared"]
 
-# Two examples of two completions, short enough for any context and of different lengths.
-PROBE = [
-    Example([1, 2, 3], [[4, 5, 6, 7], [5, 3, 2]], [[True] * 4, [True] * 3]),
-    Example([3, 1], [[2, 6, 4], [7, 7, 1, 5, 2]], [[True] * 3, [True] * 5]),
-]
+
+@dataclass(frozen=True)
+class Rows:
+    """Model input, and the position at which each trained token is read.
+
+    Attributes:
+        input_ids, position_ids: int64 [rows, width].
+        attention_mask: None (packed), int64 [rows, width] (padded), or bool [rows, 1, width, width] (shared).
+        position: int64 [tokens], index of each trained token into the flattened rows, in the token order of `Batch`.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None
+    position: Tensor
 
 
 class Backbone(nn.Module):
@@ -30,10 +49,10 @@ class Backbone(nn.Module):
 
     Attributes:
         model: a `transformers` model, plain or wrapped by peft.
-        read: the position at which trained tokens are read, before or at their own, see `inputs`.
+        read: the position at which trained tokens are read: before their own, or at it.
     """
 
-    read: Read = "before"
+    read: Literal["before", "at"] = "before"
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -52,8 +71,8 @@ class Backbone(nn.Module):
     def arranged(self, examples: Sequence[Example], layout: Layout, *, one_row: bool = False) -> Rows:
         # Flash attention tells sequences apart by restarting positions only in a batch of one row.
         flash = "flash" in str(self.plain.config._attn_implementation)
-        rows = arrange(examples, layout, read=self.read, one_row=one_row or (flash and layout == "packed"))
-        return rows.to(self.device)
+        one_row = one_row or (flash and layout == "packed")
+        return arrange(examples, layout, read=self.read, one_row=one_row, device=self.device)
 
     def hidden(self, rows: Rows) -> Tensor:
         """[tokens, D]"""
@@ -71,64 +90,9 @@ class Backbone(nn.Module):
             # Eager attention adds its mask to the scores.
             scores = torch.zeros(mask.shape, dtype=self.plain.dtype, device=mask.device)
             mask = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
-        return {
-            "input_ids": rows.input_ids,
-            "position_ids": rows.position_ids,
-            "attention_mask": mask,
-            # With a cache, transformers takes restarting positions for one sequence, and sequences see each other.
-            "use_cache": False,
-        }
-
-    def choose_layout(self, wanted: Layout | Literal["auto"], output: Callable[[Rows], Tensor]) -> Layout:
-        """The wanted layout, or the fastest one in which this model's ``output`` keeps sequences apart on a probe.
-
-        Raises:
-            ValueError: if sequences see each other in the wanted layout.
-        """
-        candidates: Sequence[Layout] = ("shared", "packed", "padded") if wanted == "auto" else (wanted,)
-        for layout in candidates:
-            if layout == "padded" or (self._may_try(layout) and self._keeps_apart(layout, output)):
-                return layout
-            log.info("%s: %s rows would mix sequences", type(self.plain).__name__, layout)
-        raise ValueError(
-            f"policy: layout {wanted!r} lets the sequences of {type(self.plain).__name__} see each other; use 'auto'"
-        )
-
-    def _may_try(self, layout: Layout) -> bool:
-        """Sliding windows and recurrences reach further than a probe, and count slots of the row, not positions."""
-        config = self.plain.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if layout == "shared":
-            windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-            return kinds == {"full_attention"} if hasattr(config, "layer_types") else not windowed
-        return kinds <= {"full_attention", "sliding_attention"}
-
-    def _keeps_apart(self, layout: Layout, output: Callable[[Rows], Tensor]) -> bool:
-        return objection(self.plain, lambda: self._find_mixing(layout, output)) is None
-
-    @torch.no_grad()
-    def _find_mixing(self, layout: Layout, output: Callable[[Rows], Tensor]) -> str | None:
-        """Returns why this layout can't be used, if so.
-
-        Other tokens in one sequence must not change a single bit of another, and all must agree with the padded run.
-        """
-        changed = [PROBE[0], PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]])]
-        changed[0] = changed[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]])
-        with evaluating(self.model):
-            try:
-                before, after = (
-                    output(self.arranged(examples, layout, one_row=layout != "padded")) for examples in (PROBE, changed)
-                )
-                expected = output(self.arranged(PROBE, "padded"))
-            except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:  # the model refuses such input
-                log.info("%s refuses %s rows: %s", type(self.plain).__name__, layout, error)
-                return str(error)
-        untouched = slice(4, 7)  # the second completion of the first example: its prompt is the same in both
-        # Layers amplify rounding, half precision's most of all; a wrong position or mask changes half of the norm.
-        tolerance = 1e-3 if torch.finfo(before.dtype).eps < 1e-5 else 0.35
-        difference = (before.double() - expected.double()).norm() / expected.double().norm()
-        kept_apart = torch.equal(before[untouched], after[untouched]) and bool(difference <= tolerance)
-        return None if kept_apart else "sequences see each other"
+        # With a cache, transformers takes restarting positions for one sequence, and sequences see each other.
+        ids = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
+        return {**ids, "attention_mask": mask, "use_cache": False}
 
 
 @contextmanager
@@ -139,3 +103,86 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+def arrange(
+    examples: Sequence[Example],
+    layout: Layout,
+    *,
+    read: Literal["before", "at"] = "before",
+    one_row: bool = False,
+    device: torch.device | str = "cpu",
+) -> Rows:
+    """Arrange the examples in rows; ``one_row`` puts all of them into one, as kernels for packed rows want it.
+
+    Rows are as wide as the longest segment and filled first-fit, longest first: attention costs their width squared.
+    A segment is a run of tokens that must stay together in one row.
+    """
+    if layout == "shared" and all(len(example.completions) == 1 for example in examples):
+        layout = "packed"  # nothing to share, and no mask to store
+    if layout != "shared":
+        examples = [
+            Example(example.prompt, [completion], [trained])
+            for example in examples
+            for completion, trained in zip(example.completions, example.trained, strict=True)
+        ]
+    # An empty batch still runs forward and backward: other ranks wait for it.
+    segments = [_segment(example, read) for example in examples] or [([0], [0], [0], [])]
+    lengths = [len(tokens) for tokens, *_ in segments]
+    width = sum(lengths) if one_row else max(lengths)
+    places = [(i, 0) for i in range(len(lengths))] if layout == "padded" else _first_fit(lengths, width)
+
+    shape = 1 + max(row for row, _ in places), width
+    # Slots that no segment covers have position 0, and so are sequences of their own, which are never read.
+    input_ids, position_ids, branch = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    owner = torch.full(shape, -1)
+    position: list[int] = []
+    for i, ((tokens, positions, branches, read_at), (row, offset)) in enumerate(zip(segments, places, strict=True)):
+        span = slice(offset, offset + len(tokens))
+        input_ids[row, span] = torch.tensor(tokens)
+        position_ids[row, span] = torch.tensor(positions)
+        branch[row, span] = torch.tensor(branches)
+        owner[row, span] = i
+        position += [row * width + offset + p for p in read_at]
+    mask: Tensor | None = None
+    if layout == "padded":
+        mask = (owner >= 0).to(device, torch.int64)
+    elif layout == "shared":
+        same = owner[:, :, None] == owner[:, None, :]
+        visible = (branch[:, None, :] == 0) | (branch[:, :, None] == branch[:, None, :])
+        mask = (same & visible & torch.ones(width, width, dtype=torch.bool).tril())[:, None].to(device)
+    read_positions = torch.tensor(position, dtype=torch.int64, device=device)
+    return Rows(input_ids.to(device), position_ids.to(device), mask, read_positions)
+
+
+def _segment(example: Example, read: Literal["before", "at"]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """The tokens of an example; of each its position and branch, 0 for the prompt, then those of the completions from
+    1 on; and the offset at which each trained token is read."""
+    start = len(example.prompt)
+    tokens, positions, branches, read_at = list(example.prompt), list(range(start)), [0] * start, []
+    for branch, (completion, trained) in enumerate(zip(example.completions, example.trained, strict=True), start=1):
+        offset = len(tokens)
+        marked = [t for t, train in enumerate(trained) if train]
+        end = max(marked, default=0)  # the last target is predicted from the token before it, and is no input
+        if read == "at":
+            end = end + 1 if marked else 0
+            read_at += [offset + t for t in marked]
+        else:  # the first token of every completion is predicted from the prompt's last position
+            read_at += [offset + t - 1 if t else start - 1 for t in marked]
+        tokens += completion[:end]
+        positions += range(start, start + end)
+        branches += [branch] * end
+    return tokens, positions, branches, read_at
+
+
+def _first_fit(lengths: list[int], width: int) -> list[tuple[int, int]]:
+    """(row, offset) of each segment."""
+    places = [(0, 0)] * len(lengths)
+    used: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((r for r, filled in enumerate(used) if filled + lengths[i] <= width), len(used))
+        if row == len(used):
+            used.append(0)
+        places[i] = (row, used[row])
+        used[row] += lengths[i]
+    return places

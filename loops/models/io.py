@@ -7,20 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedTokenizerBase,
-)
-from transformers import logging as logging_of_transformers
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from ..config import Common
@@ -29,14 +19,14 @@ from .backbone import Backbone
 log = logging.getLogger(__name__)
 
 
-def load_tokenizer(config: Common) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     """The model's tokenizer, with the configured chat template, if there is one.
 
     Raises:
         ValueError: if the tokenizer can't be loaded, most likely because there is no such model.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(config.model)
+        tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(config.model)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model: {config.model} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
@@ -49,7 +39,7 @@ def load_tokenizer(config: Common) -> PreTrainedTokenizerBase:
 
 def load_model(config: Common) -> nn.Module:
     """The causal language model to train, see `load`."""
-    return load(config, AutoModelForCausalLM, "CAUSAL_LM")
+    return load(config, transformers.AutoModelForCausalLM, "CAUSAL_LM")
 
 
 def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
@@ -59,16 +49,20 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
     loaded by `burnish` once it is saved, and a warning says so.
     """
     names = dict(labels) if len(labels) > 1 else {0: labels[0]}
-    auto: Any = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForTokenClassification
-    architecture = AutoConfig.from_pretrained(config.model)
+    auto: Any = (
+        transformers.AutoModelForSequenceClassification
+        if task == "SEQ_CLS"
+        else transformers.AutoModelForTokenClassification
+    )
+    architecture = transformers.AutoConfig.from_pretrained(config.model)
     if type(architecture) not in auto._model_mapping:
         auto = _classifier_of(architecture, task)
-    verbosity = logging_of_transformers.get_verbosity()
-    logging_of_transformers.set_verbosity(logging.ERROR)  # no warnings that the head is new
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)  # no warnings that the head is new
     try:
         return load(config, auto, task, num_labels=len(names), id2label=names)
     finally:
-        logging_of_transformers.set_verbosity(verbosity)
+        transformers.logging.set_verbosity(verbosity)
 
 
 def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
@@ -98,23 +92,16 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph at its start
     if adapters:
         lora = config.lora
-        model = get_peft_model(
-            model,
-            LoraConfig(
-                task_type=task,
-                r=lora.r,
-                lora_alpha=lora.alpha,  # type: ignore[arg-type]
-                lora_dropout=lora.dropout,
-                target_modules=lora.target_modules,
-                exclude_modules=None if task == "CAUSAL_LM" else ["score", "classifier"],  # a new head trains whole
-            ),
-        )
+        settings: Any = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+        excluded = None if task == "CAUSAL_LM" else ["score", "classifier"]  # a new head trains whole
+        targets: Any = {"target_modules": lora.target_modules, "exclude_modules": excluded}
+        model = get_peft_model(model, LoraConfig(task_type=task, **settings, **targets))
     return model.train()  # type: ignore[no-any-return]
 
 
 def _classifier_of(architecture: Any, task: str) -> Any:
     """The generic classifier of `transformers` on the backbone of this architecture."""
-    backbone: Any = AutoModel._model_mapping[type(architecture)]
+    backbone: Any = transformers.AutoModel._model_mapping[type(architecture)]
     generic: Any = GenericForSequenceClassification if task == "SEQ_CLS" else GenericForTokenClassification
     name = backbone.__name__.removesuffix("Model") + generic.__name__.removeprefix("Generic")
     log.warning("%s: transformers has no such class; the saved model can be loaded by burnish alone", name)
@@ -133,16 +120,14 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def _quantization(config: Common) -> Any:
-    build: Any = BitsAndBytesConfig
-    if config.quantize is None:
-        return None
-    if config.quantize == "8bit":
-        return build(load_in_8bit=True)
-    compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    return build(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    build: Any = transformers.BitsAndBytesConfig
+    if config.quantize == "4bit":
+        compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        return build(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    return None if config.quantize is None else build(load_in_8bit=True)
 
 
-def save_model(policy: Backbone, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def save_model(policy: Backbone, tokenizer: transformers.PreTrainedTokenizerBase, directory: Path) -> None:
     """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters also on their own.
 
     The policy itself stays as it is.

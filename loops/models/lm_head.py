@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from peft.utils import ModulesToSaveWrapper
@@ -82,7 +82,10 @@ class TeacherOutputs:
         """[tokens], from a student's logits [tokens, V]."""
         if self.top_k is not None:
             return self.from_top_k(self._log_softmax(logits).gather(1, self.top_k[0]))
-        teacher_logits = self._teacher_logits()
+        teacher_logits = self.logits
+        if teacher_logits is None:
+            assert self.hidden is not None and self.head is not None
+            teacher_logits = linear_logits(self.hidden, self.head)
         vocab = min(logits.shape[1], teacher_logits.shape[1])  # further rows of one of the two are padding
         logp, teacher_logp = (self._log_softmax(x[:, :vocab]) for x in (logits, teacher_logits))
         return generalized_jsd(logp, teacher_logp, beta=self.beta)[0]
@@ -91,12 +94,6 @@ class TeacherOutputs:
         """[tokens], from a student's log-probs [tokens, k] of the teacher's likeliest tokens."""
         assert self.top_k is not None
         return generalized_jsd(with_tail(logp), with_tail(self.top_k[1].to(logp.dtype)), beta=self.beta)[0]
-
-    def _teacher_logits(self) -> Tensor:
-        if self.logits is not None:
-            return self.logits
-        assert self.hidden is not None and self.head is not None
-        return linear_logits(self.hidden, self.head)
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         precision = torch.promote_types(logits.dtype, torch.float32)
@@ -109,19 +106,9 @@ class Divergence(NamedTuple):
     divergence: Tensor
 
 
-class _Replicated:
-    """The part of a DTensor that torch's `ColwiseParallel` uses of a head's output; it leaves the output as it is."""
-
-    placements = None
-
-    def redistribute(self, **layout: Any) -> Self:
-        return self
-
-    def to_local(self) -> Self:
-        return self
-
-
-_REPLICATED = {kind: type(kind.__name__, (_Replicated, kind), {}) for kind in (Logprobs, Divergence)}
+# With the part of a DTensor that torch's `ColwiseParallel` uses of a head's output: the output stays as it is.
+_AS_DTENSOR = {"placements": None, "redistribute": lambda self, **layout: self, "to_local": lambda self: self}
+_REPLICATED = {kind: type(kind.__name__, (kind,), _AS_DTENSOR) for kind in (Logprobs, Divergence)}
 
 
 def fuse(head: nn.Module, transform: LogitTransform, backend: Backend, keep_bytes: int | None = None) -> None:
@@ -179,21 +166,25 @@ def _forward(
         return logits_logprob(full, target, **options)
     # transformers' tensor parallelism marks its modules so: their plain hidden states are the same on all ranks.
     shard = _shard(parts.weight, hidden, parallel=any(hasattr(part, "_is_hooked") for part in head.modules()))
-    states = _local(hidden)
+    states = hidden.to_local() if isinstance(hidden, DTensor) else hidden
+    whole = exact_logits or (teacher is not None and teacher.top_k is None)
+    weights = _gathered(parts, transform, whole=whole)._replace(shard=None if whole else shard)
     if exact_logits:
-        return linear_logits(states, _gathered(parts, transform, _full))
-    if teacher is not None and teacher.top_k is None:
-        weights = _gathered(parts, transform, _full)
-    else:
-        weights = _gathered(parts, transform, _local)._replace(shard=shard)
+        return linear_logits(states, weights)
     result: Divergence | Logprobs
-    if teacher is not None:
-        result = Divergence(_divergence(states, weights, teacher, kernel))
-    else:
+    if teacher is None:
         assert target is not None
         values: tuple[Any, ...] = linear_logprob(states, weights, target, **kernel, **options)
         # The log-prob is a view, which FSDP warns about; and torch 2.11 can't compile `_replace`.
         result = Logprobs(values[0].clone(), *values[1:])
+    elif teacher.top_k is not None:
+        temperature, backend = teacher.temperature, kernel["backend"]
+        logp = linear_logprob(states, weights, teacher.top_k[0], temperature=temperature, backend=backend).logprob
+        result = Divergence(teacher.from_top_k(logp))
+    else:
+        assert teacher.hidden is not None and teacher.head is not None
+        options = {"beta": teacher.beta, "temperature": teacher.temperature, **kernel}
+        result = Divergence(linear_divergence(states, weights, teacher.hidden, teacher.head, **options))
     return result if states is hidden else _REPLICATED[type(result)](*result)
 
 
@@ -208,23 +199,22 @@ def operands(head: nn.Module, transform: LogitTransform) -> Head:
     Raises:
         CannotFuse: if the head is no linear map now.
     """
-    return _gathered(_parts(head), transform, _full)
+    return _gathered(_parts(head), transform, whole=True)
 
 
-def _gathered(parts: Head, transform: LogitTransform, get: Callable[[Tensor], Tensor]) -> Head:
+def _gathered(parts: Head, transform: LogitTransform, *, whole: bool) -> Head:
+    """The head as the kernels take it: of what is split over ranks the ``whole``, or this rank's part."""
+
+    def get(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return tensor.full_tensor() if whole else tensor.to_local()
+
     bias, adapter = None if parts.bias is None else get(parts.bias), None
     if parts.adapter is not None:
         down, up, scaling = parts.adapter
         adapter = get(down), get(up), scaling
     return Head(get(parts.weight), bias, transform.scale, transform.softcap, adapter)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard(weight: Tensor, hidden: Tensor, *, parallel: bool) -> Shard | None:
@@ -255,16 +245,6 @@ def _shard(weight: Tensor, hidden: Tensor, *, parallel: bool) -> Shard | None:
     assert isinstance(weight, DTensor)
     mesh, size = weight.device_mesh, -(-len(weight) // weight.device_mesh.size())
     return Shard(mesh.get_group(), min(mesh.get_local_rank() * size, len(weight)))
-
-
-def _divergence(hidden: Tensor, head: Head, teacher: TeacherOutputs, kernel: dict[str, Any]) -> Tensor:
-    if teacher.top_k is not None:
-        ids, _ = teacher.top_k
-        options: Any = {"temperature": teacher.temperature, "backend": kernel["backend"]}
-        return teacher.from_top_k(linear_logprob(hidden, head, ids, **options).logprob)
-    assert teacher.hidden is not None and teacher.head is not None
-    options = {"beta": teacher.beta, "temperature": teacher.temperature, **kernel}
-    return linear_divergence(hidden, head, teacher.hidden, teacher.head, **options)
 
 
 def _parts(head: Any) -> Head:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from ...kernels import Backend, Extra, LogitTransform, TopK, logits_logprob
 from ..batch import Batch
-from .backbone import PROBE, Backbone, evaluating
-from .inputs import Layout
+from .backbone import Backbone, Layout, evaluating
 from .lm_head import CannotFuse, TeacherOutputs, fuse, logit_transform, operands
-from .probe import objection
+from .probe import PROBE, choose_layout, objection
 from .scorer import Scorer
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Policy(Backbone):
             raise ValueError(
                 f"policy: the head of {type(self.plain).__name__} can't be fused, and so no value head added"
             )
-        self.layout: Layout = self.choose_layout(layout, self.hidden if self.fused else self.model_output)
+        self.layout: Layout = choose_layout(self, layout, self.hidden if self.fused else self.model_output)
 
     @property
     def has_values(self) -> bool:

@@ -1,11 +1,28 @@
-"""Probe a deep model on its first layers: layers of one kind treat masks, positions and caches alike."""
+"""Find out on a few tokens which inputs a model takes: no list of architectures decides.
 
-from collections.abc import Callable, Iterator
+Of a deep model the first layers are probed: layers of one kind treat masks, positions and caches alike.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from ...data import Example
+from .backbone import Backbone, Layout, Rows, evaluating
+
+log = logging.getLogger(__name__)
+
+# Two examples of two completions, short enough for any context and of different lengths.
+PROBE = [
+    Example([1, 2, 3], [[4, 5, 6, 7], [5, 3, 2]], [[True] * 4, [True] * 3]),
+    Example([3, 1], [[2, 6, 4], [7, 7, 1, 5, 2]], [[True] * 3, [True] * 5]),
+]
 
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -35,13 +52,23 @@ def shortened(plain: Any) -> Iterator[bool]:
     Nothing is copied: the layers are those of the model. Yields whether any were left out: none are where the list of
     layers is not found, and under FSDP, which notes at the first pass what there is to gather.
     """
-    owner = _find_layers(plain)
-    if owner is None:
+    text_config = plain.config.get_text_config()
+    lists = [
+        (path, module)
+        for path, module in plain.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == getattr(text_config, "num_hidden_layers", None)
+    ]
+    outermost = [path for path, _ in lists if not any(path.startswith(f"{other}.") for other, _ in lists)]
+    if len(outermost) != 1 or any(isinstance(parameter, DTensor) for parameter in plain.parameters()):
         yield False
         return
-    parent, name = owner
+    path, _, name = outermost[0].rpartition(".")
+    parent = plain.get_submodule(path)
     layers: Any = parent._modules[name]
-    count = _first_of_each_kind(layers, getattr(plain.config.get_text_config(), "layer_types", None))
+    # The number of first layers that hold one of every kind.
+    types = getattr(text_config, "layer_types", None) or [None] * len(layers)
+    kinds = [(kind, _kind(layer)) for kind, layer in zip(types, layers, strict=True)]
+    count = min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
     parent._modules[name] = layers[:count]
     try:
         yield count < len(layers)
@@ -49,37 +76,60 @@ def shortened(plain: Any) -> Iterator[bool]:
         parent._modules[name] = layers
 
 
-def _find_layers(plain: Any) -> tuple[nn.Module, str] | None:
-    """The module that holds the list of layers, and the list's name there."""
-    depth = getattr(plain.config.get_text_config(), "num_hidden_layers", None)
-    if any(isinstance(parameter, DTensor) for parameter in plain.parameters()):
-        return None
-    lists = [
-        (path, module)
-        for path, module in plain.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    outermost = [path for path, _ in lists if not any(path.startswith(f"{other}.") for other, _ in lists)]
-    if len(outermost) != 1:
-        return None
-    parent, _, name = outermost[0].rpartition(".")
-    return plain.get_submodule(parent), name
-
-
-def _first_of_each_kind(layers: nn.ModuleList, layer_types: Any) -> int:
-    """The number of first layers that hold one of every kind."""
-    types = layer_types or [None] * len(layers)
-    kinds = [(kind, _kind(layer)) for kind, layer in zip(types, layers, strict=True)]
-    return min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
-
-
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     """Equal for layers that compute the same function of their input, but for the values of their weights."""
-    modules = [(path, type(module), _settings(module)) for path, module in layer.named_modules()]
+    modules = []
+    for path, module in layer.named_modules():
+        values = sorted((name, value) for name, value in vars(module).items() if name != "layer_idx")
+        settings = ((name, value if isinstance(value, _SIMPLE) else type(value)) for name, value in values)
+        modules.append((path, type(module), tuple(settings)))
     shapes = [(path, tuple(tensor.shape), tensor.dtype) for path, tensor in layer.named_parameters()]
     return tuple(modules), tuple(shapes)
 
 
-def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    values = {name: value for name, value in vars(module).items() if name != "layer_idx"}
-    return tuple((name, value if isinstance(value, _SIMPLE) else type(value)) for name, value in sorted(values.items()))
+def choose_layout(backbone: Backbone, wanted: Layout | Literal["auto"], output: Callable[[Rows], Tensor]) -> Layout:
+    """The wanted layout, or the fastest one in which this model's ``output`` keeps sequences apart on a probe.
+
+    Raises:
+        ValueError: if sequences see each other in the wanted layout.
+    """
+    config, name = backbone.plain.config.get_text_config(), type(backbone.plain).__name__
+    # Sliding windows and recurrences reach further than a probe, and count slots of the row, not positions.
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    full_attention = kinds == {"full_attention"} if hasattr(config, "layer_types") else not windowed
+    may_try = {"shared": full_attention, "packed": kinds <= {"full_attention", "sliding_attention"}}
+    candidates: Sequence[Layout] = ("shared", "packed", "padded") if wanted == "auto" else (wanted,)
+    for layout in candidates:
+        apart = (
+            may_try.get(layout) and objection(backbone.plain, partial(_find_mixing, backbone, layout, output)) is None
+        )
+        if layout == "padded" or apart:
+            return layout
+        log.info("%s: %s rows would mix sequences", name, layout)
+    raise ValueError(f"policy: layout {wanted!r} lets the sequences of {name} see each other; use 'auto'")
+
+
+@torch.no_grad()
+def _find_mixing(backbone: Backbone, layout: Layout, output: Callable[[Rows], Tensor]) -> str | None:
+    """Returns why this layout can't be used, if so.
+
+    Other tokens in one sequence must not change a single bit of another, and all must agree with the padded run.
+    """
+    changed = [PROBE[0], PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]])]
+    changed[0] = changed[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]])
+    with evaluating(backbone.model):
+        try:
+            before, after = (
+                output(backbone.arranged(examples, layout, one_row=layout != "padded")) for examples in (PROBE, changed)
+            )
+            expected = output(backbone.arranged(PROBE, "padded"))
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:  # the model refuses such input
+            log.info("%s refuses %s rows: %s", type(backbone.plain).__name__, layout, error)
+            return str(error)
+    untouched = slice(4, 7)  # the second completion of the first example: its prompt is the same in both
+    # Layers amplify rounding, half precision's most of all; a wrong position or mask changes half of the norm.
+    tolerance = 1e-3 if torch.finfo(before.dtype).eps < 1e-5 else 0.35
+    difference = (before.double() - expected.double()).norm() / expected.double().norm()
+    kept_apart = torch.equal(before[untouched], after[untouched]) and bool(difference <= tolerance)
+    return None if kept_apart else "sequences see each other"

@@ -6,15 +6,15 @@ token classifier, and computes the same scores.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...data import Example
 from ..batch import Batch
-from .backbone import Backbone, evaluating
-from .inputs import Layout, Read, Rows
+from .backbone import Backbone, Layout, Rows, evaluating
+from .probe import choose_layout
 
 
 class Scores(NamedTuple):
@@ -29,23 +29,28 @@ class Scorer(Backbone):
     Args:
         model: a `transformers` model for sequence or token classification, plain or wrapped by peft.
         layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps sequences apart.
+        read: where each marked token is read; "before", in the state it is chosen in, makes a value function.
 
     Raises:
         ValueError: if the model has no linear head of one or two outputs on its last hidden states, or if sequences see
             each other in a layout that was named.
     """
 
-    read: Read = "at"
+    read: Literal["before", "at"] = "at"
 
-    def __init__(self, model: nn.Module, *, layout: Layout | Literal["auto"] = "auto") -> None:
+    def __init__(
+        self, model: nn.Module, *, layout: Layout | Literal["auto"] = "auto", read: Literal["before", "at"] = "at"
+    ) -> None:
         super().__init__(model)
         self._check_head()
-        self.layout: Layout = self.choose_layout(layout, self.hidden)
+        self.layout: Layout = choose_layout(self, layout, self.hidden)
+        self.read = read  # the head is checked where transformers reads
 
     @property
     def head(self) -> nn.Module:
         labels = self.plain.config.num_labels
-        heads = [child for child in self.plain.children() if _output_size(child) == labels]
+        children = ((child, getattr(child, "original_module", child)) for child in self.plain.children())  # under peft
+        heads = [child for child, inner in children if isinstance(inner, nn.Linear) and inner.out_features == labels]
         if len(heads) != 1 or labels not in (1, 2):
             raise ValueError(
                 f"scorer: {type(self.plain).__name__} has no linear head of one or two outputs on its hidden states; "
@@ -77,14 +82,6 @@ class Scorer(Backbone):
             raise ValueError(f"scorer: {type(self.plain).__name__} scores are not its head on its last hidden states")
 
 
-class Critic(Scorer):
-    """A value function: a scorer that reads each trained token one position before it, the state it is chosen in."""
-
-    def __init__(self, model: nn.Module, *, layout: Layout | Literal["auto"] = "auto") -> None:
-        super().__init__(model, layout=layout)  # the head is checked at the positions that transformers reads
-        self.read = "before"
-
-
 def ends_marked(example: Example, pad: int | None) -> Example:
     """Mark one token per completion, the one at which `transformers` reads a sequence classifier.
 
@@ -102,9 +99,3 @@ def scores(scorer: Scorer, batches: Sequence[Batch]) -> Tensor:
     """The score of every marked token of the batches, [tokens], without training."""
     with evaluating(scorer.model):
         return torch.cat([scorer(batch).score for batch in batches])
-
-
-def _output_size(module: Any) -> int | None:
-    """The outputs of a linear layer, also under peft's wrapper; None for another module."""
-    original = getattr(module, "original_module", module)
-    return original.out_features if isinstance(original, nn.Linear) else None

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from ...objectives import gae, kl_estimate, kl_penalized_reward, value_loss, whiten
 from ..models.io import load_classifier, load_tokenizer, save_model
 from ..models.policy import Policy
-from ..models.scorer import Critic
+from ..models.scorer import Scorer
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
@@ -85,11 +85,11 @@ def with_values(model: nn.Module, config: PPO) -> Policy:
     return Policy(model, **config.kernel, value_head=head)
 
 
-def open_critic(config: PPO) -> Critic:
+def open_critic(config: PPO) -> Scorer:
     """The model for the values; where its head is new, it begins at 0."""
     assert config.value_model is not None
     settings = replace(config, model=config.value_model)
-    critic = Critic(load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout)
+    critic = Scorer(load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout, read="before")
     if critic.plain.config.pad_token_id is None:
         critic.plain.config.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
     architectures = AutoConfig.from_pretrained(config.value_model).architectures or []

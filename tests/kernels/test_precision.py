@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tensor_cores
 import torch
-from burnish.kernels import Head, head, linear_divergence, linear_logits, linear_logprob, passes, precision, reference
+from burnish.kernels import Head, backend, head, linear_divergence, linear_logits, linear_logprob, passes, reference
 from heads import CASES, in_dtype, leaves, logprobs
 from heads import head as head_of
 from torch import Tensor
@@ -152,7 +152,7 @@ def test_on_tensor_cores_no_product_has_a_float32_factor(
 ) -> None:
     """As a GPU would multiply: float32 weights under autocast, bf16 weights without; LoRA on the head as well."""
     made = tensor_cores.emulate(monkeypatch)
-    monkeypatch.setattr(passes, "rows_at_once", lambda hidden, rows: rows * at_once)
+    monkeypatch.setattr(passes, "TILES_AT_ONCE", {"cpu": at_once, "cuda": at_once})
     n, v, d, r = 63, 150, 32, 3
     case = in_dtype(head_of(n, d, v, adapter=lambda normal: (normal(r, d) / d, normal(v, r), 0.7)), dtype)
     with autocast(enabled=dtype == torch.float32):
@@ -180,12 +180,12 @@ def test_on_tensor_cores_no_product_has_a_float32_factor(
 
 def test_kept_logits_have_the_dtype_of_the_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("burnish.kernels.linear_logprob")
-    monkeypatch.setattr(precision, "has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(backend, "TENSOR_CORES", ("cpu", "cuda"))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        hidden = torch.zeros(24, 8, dtype=dtype)
-        given = module.LogprobArguments(hidden, hidden, *[None] * 6, 1.0, None, 150, 0, None, *[False] * 3, 0, 24, 64,
-                                        2**20, "triton", dtype)  # fmt: skip
-        kept, tops = given.allocate_kept()
+        hidden, target = torch.zeros(24, 8, dtype=dtype), torch.zeros(24, 1, dtype=torch.int64)
+        given = module.LogprobArguments(hidden, hidden, *[None] * 4, target, None, 1.0, None, 150, 0, None,
+                                        *[False] * 3, 0, 24, 64, 2**20, "triton", dtype)  # fmt: skip
+        kept, tops, *_ = given.allocate()
         assert kept.dtype == dtype and tops.dtype == torch.float32
 
 

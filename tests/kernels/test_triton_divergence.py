@@ -284,11 +284,11 @@ def test_nothing_is_asked_of_triton_where_it_cannot_run(monkeypatch: pytest.Monk
 def test_on_a_gpu_auto_is_triton_and_float64_is_torchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     module = importlib.import_module("burnish.kernels.linear_divergence")
-    monkeypatch.setattr(module, "plan", lambda factors, backend, *_, **__: seen.append(backend) or 1 / 0)
+    monkeypatch.setattr(module, "DivergenceArguments", lambda *_, backend, **__: seen.append(backend) or 1 / 0)
     for precision in (dtype, torch.float64):
         with pytest.raises(ZeroDivisionError):
             linear_divergence(**in_dtype(on_device(problem(tokens=3)), precision), beta=0.5)
-    assert seen == ["auto", "torch"]
+    assert seen == ["triton", "torch"]
 
 
 @on_gpu

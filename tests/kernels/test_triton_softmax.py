@@ -19,6 +19,7 @@ from burnish.kernels.softmax import (
     coefficients,
     finish,
     fold,
+    rows_of,
 )
 from grids import grid
 from torch import Tensor
@@ -363,7 +364,7 @@ def test_rows_may_lie_apart(small_blocks: None) -> None:
     tops = torch.full((2, 6), NAN, device=DEVICE)
     fold_(case.logits, case.target, dense, case.transform, (kept, tops[0]))
     view = (apart[rows, 50:200], tops[1, rows])
-    fold_(wide[rows, 100:250], strided[0][rows], part.rows(rows), strided[1].rows(rows), view)
+    fold_(wide[rows, 100:250], strided[0][rows], rows_of(part, rows), rows_of(strided[1], rows), view)
     fresh = case.start()
     for ours, whole, untouched in zip(part, dense, fresh, strict=True):
         assert torch.equal(ours[rows], whole[rows])
@@ -379,8 +380,8 @@ def test_rows_may_lie_apart(small_blocks: None) -> None:
         wide[rows, 100:250],
         strided[0][rows],
         dense.shift[rows],
-        loose.rows(rows),
-        strided[1].rows(rows),
+        rows_of(loose, rows),
+        rows_of(strided[1], rows),
         apart[rows, 50:200],
     )
     assert torch.equal(apart[rows, 50:200], out[rows]) and apart.isnan().sum() == 6 * 300 - 3 * 150

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from burnish.kernels import head, precision
+from burnish.kernels import backend, head
 from torch import Tensor
 
 
@@ -22,6 +22,6 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dt
         made.append((out.dtype, a.dtype, b.dtype, 2 * out.numel() * a.shape[1]))
         multiply_(out, a, b, beta=beta, alpha=alpha)
 
-    monkeypatch.setattr(precision, "has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(backend, "TENSOR_CORES", ("cpu", "cuda"))
     monkeypatch.setattr(head, "multiply_", multiply)
     return made

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from ....kernels.precision import autocast_dtype
+from ....kernels.backend import autocast_dtype
 from .decode import DecodeSequence, ModelRunner
 
 _STEP = 64  # columns that are added at once

@@ -4,7 +4,7 @@ import pytest
 import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
-from burnish.loops.models.inputs import arrange
+from burnish.loops.models.backbone import arrange
 from tiny import make_examples
 
 LAYOUTS = ("padded", "packed", "shared")
