@@ -105,6 +105,12 @@ def test_an_answer_without_the_reasoning_that_the_generation_prompt_opens_begins
     assert tokenizer.decode(ids[trained.index(True) :]) == "bonjour, é<|im_end|>"
 
 
+def test_an_answer_that_a_template_escapes_is_trained_as_it_is_rendered(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "m.content | tojson")
+    assert trained_runs(tokenizer, [CHAT[1], {"role": "assistant", "content": "a\nb"}]) == ['"a\\nb"<|im_end|>']
+
+
 def test_a_header_that_is_not_the_generation_prompts_is_refused(byte_tokenizer) -> None:
     tokenizer = byte_tokenizer()
     source = tokenizer.chat_template.replace("assistant\n{% endif %}", "model\n{% endif %}")
@@ -115,6 +121,25 @@ def test_a_header_that_is_not_the_generation_prompts_is_refused(byte_tokenizer) 
 def test_a_template_without_end_token_is_refused(byte_tokenizer) -> None:
     with pytest.raises(BadRow, match=r"ends message 3, the assistant's, without an end token"):
         Encoder(byte_tokenizer("no_end")).assistant(CHAT, {})
+
+
+def test_a_turn_that_ends_where_the_users_begins_ends_with_the_first_token_of_that(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|start_header_id|><|end_header_id|>{{ m.content }}"
+        "{% else %}<start_of_turn>{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>{% endif %}"
+    )
+    [(ids, trained, _)] = Encoder(tokenizer).assistant(CHAT[1:], {})
+    text = tokenizer.decode([token for token, train in zip(ids, trained, strict=True) if train])
+    assert text == "bonjour, é<|start_header_id|>4 assistant\nfour<|start_header_id|>"
+
+
+def test_a_token_that_begins_every_message_ends_none(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()
+    source = tokenizer.chat_template.replace("<|im_end|>", "</s>")  # no special token of this tokenizer's
+    with pytest.raises(BadRow, match="without an end token"):
+        Encoder(tokenizer, source).assistant(CHAT, {})
 
 
 def test_a_template_that_leaves_out_what_the_assistant_says_is_refused(byte_tokenizer) -> None:
