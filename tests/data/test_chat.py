@@ -193,6 +193,18 @@ def test_a_tokenizer_with_a_manner_of_its_own_at_the_start_of_a_text_splits_as_w
     assert tokenizer.decode(last).endswith("four<|im_end|>")
 
 
+def test_a_token_over_an_edge_is_refused_where_the_tokenizer_adds_to_the_start_of_a_text(byte_tokenizer) -> None:
+    from tokenizers import normalizers
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+    source += "{% if add_generation_prompt %}assistant: {% endif %}"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bon"}]
+    with pytest.raises(BadRow, match=r"a token spans the edge of what the assistant writes; pass a chat template with"):
+        Encoder(tokenizer, source).assistant(messages, {})
+
+
 def test_tools_and_template_arguments_reach_the_template(byte_tokenizer) -> None:
     source = "{{ tools[0].function.name }}|{{ tone }}|{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
