@@ -192,9 +192,9 @@ def test_arguments_of_the_template_are_a_setting_and_those_of_a_row_come_first(b
 
 
 def test_arguments_of_the_template_reach_every_rendering(byte_tokenizer) -> None:
-    source = "{% if terse %}!{% endif %}" + byte_tokenizer().chat_template
-    for name in ("", "{# generation #}"):
-        encoder = Encoder(byte_tokenizer(), source + name, {"terse": True})
+    for template in ("chatml", "markers"):
+        source = "{% if terse %}!{% endif %}" + byte_tokenizer(template).chat_template
+        encoder = Encoder(byte_tokenizer(), source, {"terse": True})
         [(ids, _, _)] = encoder.assistant([USER, ANSWER], {})
         assert encoder.tokenizer.decode(ids).startswith("!<|im_start|>")
 
