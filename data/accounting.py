@@ -28,12 +28,13 @@ class Accounting:
     Attributes:
         source: where the rows came from.
         read, kept: rows.
-        examples: made of the rows kept: one each, but two of a pair whose completions are taken one by one.
+        examples: made of the rows kept: one each, but two of a pair whose completions are taken one by one, and several
+            of a conversation whose turns the chat template renders in another way once others follow.
         truncated: examples that `max_length` shortened.
         skipped: rows left out, by kind (`"identical after truncation"`, `"fully masked"`, `"prompt too long"`, ...).
         first: by the same kinds, where the first such row is and what is wrong with it.
-        shortened: examples whose prompt lost its last tokens to the completion, because a token spans the two or
-            because the chat template renders a prompt alone differently.
+        shortened: examples whose prompt lost its last tokens to the completion: a token spans the two, or the chat
+            template renders a prompt alone differently.
         contradictory: examples that another one contradicts: the same pair with chosen and rejected swapped, or the
             same completion labeled the other way.
         labels: how many completions are desirable and undesirable, where there are such labels.

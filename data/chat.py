@@ -4,82 +4,135 @@ Two ways to find what is trained:
 
     completion   all that the chat template adds to the prompt and its generation prompt, a trailing newline included;
                  plain completions end with the EOS token. Token ids are those of TRL.
-    assistant    of every turn the assistant's own tokens up to its end token: not the role header before them, nor the
-                 newline after. Templates with {% generation %} say so themselves; with others, message i begins where
-                 the rendering of messages[:i] plus generation prompt ends, and it ends where messages[:i+1] ends.
-                 That holds only for a template that renders a message the same whatever follows it: others are refused.
+    assistant    of every turn the tokens that the model generates after the generation prompt, up to its end token: not
+                 the role header before them, nor the newline after, nor what others say. Templates with
+                 {% generation %} mark them; with others, `turns.find_turn` finds and proves them by rendering.
+
+A template may render a turn in another way once others follow: Qwen3 leaves out its reasoning, gpt-oss ends it with
+another token. Then a conversation is several examples, each of which ends with a turn as the model generates it, after
+what the template makes of the turns before: each turn is trained once, in the context in which it would be generated.
 """
 
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from .columns import BadRow, Message, PlainOrChat
+from .columns import ASSISTANT, BadRow, Message, PlainOrChat
 from .records import DataError
+from .turns import ADVICE, check_tool_results, find_turn, full_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-ADVICE = (
-    "pass a chat template with {% generation %} ... {% endgeneration %} around all that the assistant writes, end "
-    "token included; or give each answer a row of its own, in the columns prompt and completion; or train on all tokens"
-)
+def read_chat_template(template: str | os.PathLike[str]) -> str:
+    """A chat template, given by its text, which holds {{ or {%, or by its file; DataError if that does not exist."""
+    if isinstance(template, str) and re.search(r"\{[{%]", template):
+        return template
+    if not Path(template).is_file():
+        wanted = "wanted a file, or the text of a template, which has {{ ... }} or {% ... %}"
+        raise DataError(f"chat_template: there is no file {str(template)!r}; {wanted}")
+    return Path(template).read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer and the chat template to use with it: None is the tokenizer's own."""
+    """A tokenizer and the text or file of another chat template to use with it.
+
+    ``chat_template_kwargs`` are arguments of the template, such as ``enable_thinking``; those of a row come first.
+    """
 
     tokenizer: "PreTrainedTokenizerBase"
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.chat_template is not None:
+            object.__setattr__(self, "chat_template", read_chat_template(self.chat_template))
+        for name in self.chat_template_kwargs:
+            if not self._uses(name):
+                raise DataError(f"chat_template_kwargs: the chat template uses no {name!r}; correct or remove it")
 
     def continuations(
         self, prompt: PlainOrChat, completions: Sequence[PlainOrChat], options: Mapping[str, Any]
-    ) -> tuple[list[int], list[list[int]], bool]:
-        """Token ids of the prompt, those that each completion adds to it, and whether the prompt lost its end.
+    ) -> tuple[list[int], list[list[int]], list[list[bool]], bool]:
+        """Token ids of the prompt, those that each completion adds to it and which of them are trained.
 
         The prompt is what its own tokens have in common with those of prompt + completion. Where a token spans the
-        boundary, or the template closes the prompt differently, it loses its last tokens to the completions.
+        boundary, or the template closes the prompt differently, it loses its last tokens to the completions: last
+        returned is whether it did. Of a completion of several messages only the assistant's turns are trained.
         """
         if isinstance(prompt, str):
             alone = self.plain(prompt)
-            together = [self.plain(prompt + self.with_eos(str(completion))) for completion in completions]
+            texts = [self.plain(prompt + self.with_eos(str(completion))) for completion in completions]
+            together = [(ids, [True] * len(ids)) for ids in texts]
         else:
             alone = self.chat(prompt, options, generation_prompt=True)
-            together = [self.chat([*prompt, *completion], options) for completion in completions]
-        shared = min(common_prefix(alone, ids) for ids in together)
-        added = [ids[shared:] for ids in together]
+            together = [self._completion(prompt, list(c), options) for c in completions]  # type: ignore[arg-type]
+        shared = min(common_prefix(alone, ids) for ids, _ in together)
+        added = [ids[shared:] for ids, _ in together]
         if not isinstance(prompt, str) and any(self._is_blank(ids) for ids in added):
-            raise BadRow(
-                "empty",
-                "nothing of an answer is left under the chat template; remove the row, or use another template",
-            )
-        return alone[:shared], added, shared < len(alone)
+            problem = "nothing of an answer is left under the chat template"
+            raise BadRow("empty", f"{problem}; remove the row, or use another template")
+        return alone[:shared], added, [trained[shared:] for _, trained in together], shared < len(alone)
+
+    def _completion(
+        self, prompt: list[Message], completion: list[Message], options: Mapping[str, Any]
+    ) -> tuple[list[int], list[bool]]:
+        messages = [*prompt, *completion]
+        if len(completion) == 1 and completion[0].get("train", True):
+            ids = self.bare(full_text(partial(self._render, options=options), messages))
+            return ids, [True] * len(ids)
+        (ids, trained, _), *others = self.assistant(messages, options, start=len(prompt))
+        if others:
+            problem = "the chat template renders turns of an answer in another way once others follow, so it is no text"
+            raise BadRow("template", f"{problem}; give each turn a row of its own, or use another template")
+        return ids, trained
 
     def assistant(
         self, messages: list[Message], options: Mapping[str, Any], start: int = 0
-    ) -> tuple[list[int], list[bool]]:
-        """Token ids of a conversation, and which are the assistant's in ``messages[start:]``."""
-        ids, spans = (self._marked if self._has_markers else self._by_prefixes)(messages, options)
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if len(spans) != len(turns):
-            raise BadRow(
-                "template",
-                f"{{% generation %}} in the chat template marks {len(spans)} runs of tokens, and the assistant has "
-                f"{len(turns)} messages; put it around each of them, inside the loop over messages",
-            )
-        trained = [False] * len(ids)
-        for (begin, stop), number in zip(spans, turns, strict=True):
-            end = self._end_token(ids, begin, stop, number)
-            if number >= start:
+    ) -> list[tuple[list[int], list[bool], bool]]:
+        """Examples that train the assistant in ``messages[start:]``, but for messages that say ``train: false``.
+
+        Each is token ids, which of them are trained, and whether a generation prompt lost its end to a turn.
+        """
+        every = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        turns = [number for number in every if number >= start and messages[number].get("train", True)]
+        if not turns:
+            raise BadRow("empty", "all messages of the assistant's say train: false; remove the row")
+        render = partial(self._render, options=options)
+        check_tool_results(render, messages)
+        heads = {n: messages[: n + 1] for n in turns}
+        if self._has_markers:
+            found = {n: (full_text(render, head).rstrip(), 0, False) for n, head in heads.items()}
+        else:
+            more = self._modes, self._special_tokens, render(heads[turns[-1]])
+            found = {n: find_turn(render, head, *more) for n, head in heads.items()}
+        examples: list[tuple[list[int], list[bool], bool]] = []
+        while turns:
+            text = found[turns[-1]][0]
+            together = [n for n in turns if text.startswith(found[n][0])]
+            if self._has_markers:
+                ids, runs = self._marked(heads[turns[-1]], options)
+                spans = [runs[every.index(n)] for n in together]
+            else:
+                ids, spans = self._cut(text, [(found[n][1], len(found[n][0])) for n in together])
+                together = together[-len(spans) :]
+            trained = [False] * len(ids)
+            for number, (begin, stop) in zip(together, spans, strict=True):
+                end = self._end_token(ids, begin, stop, number)
                 trained[begin:end] = [True] * (end - begin)
-        return ids, trained
+            examples.insert(0, (ids, trained, any(found[n][2] for n in together)))
+            turns = [n for n in turns if n not in together]
+        return examples
 
     def plain(self, text: str) -> list[int]:
         return list(self.tokenizer(text=text, verbose=False)["input_ids"])
@@ -111,13 +164,16 @@ class Encoder:
     def chat(
         self, messages: list[Message], options: Mapping[str, Any], *, generation_prompt: bool = False
     ) -> list[int]:
-        return self.bare(self._render(messages, options, generation_prompt))
+        return self.bare(self._render(messages, generation_prompt, options=options))
 
     def bare(self, text: str) -> list[int]:
         """Tokens of a text without those that the tokenizer adds; a template writes its own BOS."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _render(self, messages: list[Message], options: Mapping[str, Any], generation_prompt: bool = False) -> str:
+    def _render(
+        self, messages: list[Message], generation_prompt: bool = False, *, options: Mapping[str, Any], **mode: Any
+    ) -> str:
+        options = {**mode, **self.chat_template_kwargs, **options}
         return str(self._apply(messages, options, add_generation_prompt=generation_prompt, tokenize=False))
 
     def _apply(self, messages: list[Message], options: Mapping[str, Any], **settings: Any) -> Any:
@@ -126,10 +182,20 @@ class Encoder:
                 "the row is a conversation and the tokenizer has no chat template; pass one (--chat_template "
                 "file.jinja), or give prompts and completions as plain text"
             )
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, chat_template=self.chat_template, **{**options, **settings}
+        if options.get("tools") and not self._uses("tools"):
+            raise BadRow(
+                "template", "the chat template leaves out 'tools'; use one that knows tools, or remove the column"
             )
+        settings = {**self.chat_template_kwargs, **options, **settings}
+        apply = partial(self.tokenizer.apply_chat_template, chat_template=self.chat_template, **settings)
+        try:
+            try:
+                return apply(conversation=messages)
+            except TypeError:  # DeepSeek's and others join arguments to text, and want them as JSON
+                texts = list(map(_with_json_arguments, messages))
+                if texts == messages:
+                    raise
+                return apply(conversation=texts)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise BadRow("template", f"the chat template refuses the conversation: {error}") from error
 
@@ -143,67 +209,72 @@ class Encoder:
         return re.search(r"\{%-?\s*generation\s*-?%\}", self._source) is not None
 
     @cached_property
+    def _modes(self) -> list[dict[str, Any]]:
+        """Settings of the template that may decide how its generation prompt ends."""
+        return [
+            {name: value} for name in ("enable_thinking", "thinking") if self._uses(name) for value in (False, True)
+        ]
+
+    def _uses(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
+
+    @cached_property
     def _special(self) -> frozenset[int]:
         added = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return frozenset(added | set(self.tokenizer.all_special_ids))
 
+    @cached_property
+    def _special_tokens(self) -> re.Pattern[str]:
+        names = map(str, self.tokenizer.convert_ids_to_tokens(sorted(self._special)))
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+
     def _marked(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and the runs of those within {% generation %}: one for each message of the assistant's."""
         out = self._apply(messages, options, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         mask = [0, *out["assistant_masks"], 0]
         edges = [index for index, (before, after) in enumerate(pairwise(mask)) if before != after]
-        return list(out["input_ids"]), list(zip(edges[::2], edges[1::2], strict=True))
+        runs, turns = list(zip(edges[::2], edges[1::2], strict=True)), sum(m["role"] == ASSISTANT for m in messages)
+        if len(runs) != turns:
+            problem = f"{{% generation %}} in the chat template marks {len(runs)} runs of tokens"
+            fix = "put it around each of them, inside the loop over messages"
+            raise BadRow("template", f"{problem}, and the assistant has {turns} messages; {fix}")
+        return list(out["input_ids"]), runs
 
-    def _by_prefixes(
-        self, messages: list[Message], options: Mapping[str, Any]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        text = self._render(messages, options)
-        cuts: list[int] = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._render(messages[:number], options, generation_prompt=True)
-                after = self._render(messages[: number + 1], options)
-                if not (text.startswith(after) and after.startswith(before)):
-                    raise BadRow(
-                        "template",
-                        f"the chat template renders message {number + 1}, the assistant's, in another way when others "
-                        f"follow it or when it is generated, so its tokens can't be told from the rest; {ADVICE}",
-                    )
-                cuts += [len(before), len(after.rstrip())]
-        ids = self.bare(text)
-        bounds = self._token_bounds(text, ids, cuts)
+    def _cut(self, text: str, turns: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text that ends with a turn, and the runs of its turns, given by their characters.
+
+        If a token spans the edge of one, the last turn alone is cut off: its tokens then follow those of the prompt, as
+        when they are generated.
+        """
+        ids, edges = self.bare(text), [edge for turn in turns for edge in turn]
+        pieces = [self.bare(text[a:b]) for a, b in pairwise([0, *edges])]
+        bounds = list(accumulate(map(len, pieces)))
+        if [token for piece in pieces for token in piece] != ids:
+            # Some tokenizers treat the beginning of a text in their own way: compare whole prefixes.
+            prefixes = [self.bare(text[:edge]) for edge in edges]
+            bounds = list(map(len, prefixes))
+            if any(ids[: len(prefix)] != prefix for prefix in prefixes):
+                prompt, turn = prefixes[-2], self.bare(text[edges[-2] :])
+                if self._decoded(prompt + turn) != self._decoded(ids):
+                    raise BadRow("template", f"a token spans the edge of what the assistant writes; {ADVICE}")
+                ids, bounds = prompt + turn, [len(prompt), len(prompt + turn)]
         return ids, list(zip(bounds[::2], bounds[1::2], strict=True))
-
-    def _token_bounds(self, text: str, ids: list[int], cuts: list[int]) -> list[int]:
-        """The number of tokens before each cut of the text."""
-        pieces = [self.bare(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
-        if [token for piece in pieces for token in piece] == ids:
-            return list(accumulate(map(len, pieces)))[:-1]
-        # Some tokenizers treat the beginning of a text in their own way: compare whole prefixes, which takes longer.
-        prefixes = [self.bare(text[:cut]) for cut in cuts]
-        if any(ids[: len(prefix)] != prefix for prefix in prefixes):
-            raise BadRow(
-                "template", f"a token spans the edge of what the assistant writes, so it can't be cut there; {ADVICE}"
-            )
-        return [len(prefix) for prefix in prefixes]
 
     def _end_token(self, ids: list[int], begin: int, stop: int, number: int) -> int:
         """The end of a turn in ``ids[begin:stop]``: after its end token, which only white space may follow."""
         end = stop
         while end > begin and ids[end - 1] not in self._special and not self._decoded(ids[end - 1]):
             end -= 1
+        name = f"message {number + 1}, the assistant's,"
         if end == begin or ids[end - 1] not in self._special:
             raise BadRow(
                 "template",
-                f"the chat template ends message {number + 1}, the assistant's, without an end token, so the model "
-                "would not learn to stop; use a template that writes one (within {% generation %}, if it has that), or "
-                "train on all tokens",
+                f"the chat template ends {name} without an end token, so the model would not learn to stop; use a "
+                "template that writes one (within {% generation %}, if it has that), or train on all tokens",
             )
         if self._is_blank(ids[begin:end]):
-            raise BadRow(
-                "empty",
-                f"nothing of message {number + 1}, the assistant's, is left under the chat template; remove the row or "
-                "use another template",
-            )
+            problem = f"nothing of {name} is left under the chat template"
+            raise BadRow("empty", f"{problem}; remove the row or use another template")
         return end
 
     def _is_blank(self, ids: list[int]) -> bool:
@@ -211,6 +282,13 @@ class Encoder:
 
     def _decoded(self, ids: int | list[int], **options: bool) -> str:
         return str(self.tokenizer.decode(ids, **options)).strip()
+
+
+def _with_json_arguments(message: Message) -> Message:
+    calls = [call | {"function": dict(call["function"])} for call in message.get("tool_calls") or ()]
+    for call in calls:
+        call["function"]["arguments"] = json.dumps(call["function"].get("arguments"), ensure_ascii=False)
+    return message | {"tool_calls": calls} if calls else message
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -64,6 +64,7 @@ class BadRow(ValueError):
 class ParsedRow:
     """A prompt and its completions, or the steps of one completion, and their annotation.
 
+    A message {role, content} of the assistant's may have ``train``, as in axolotl's data (`weight` in OpenAI's).
     ``prompt`` is None where one value holds everything: `messages`, `text`. ``annotation`` is a bool for `label`, a
     float for `score`, and one number per completion or step for `ranks` and `labels`.
     """
@@ -141,6 +142,15 @@ def read_row(record: Mapping[str, Any], layout: tuple[str, ...]) -> ParsedRow:
     return ParsedRow(prompt, tuple(values.values()), options, annotation)
 
 
+def without_invented(value: Any, kind: Any) -> Any:
+    """Drop the nulls of Arrow, which gives each struct the keys of all. ``kind`` is the feature; nulls of JSON stay."""
+    if isinstance(kind, dict) and isinstance(value, Mapping):
+        return {name: without_invented(value[name], kind[name]) for name in kind if value[name] is not None}
+    if isinstance(value, list) and hasattr(kind, "feature"):
+        return [without_invented(item, kind.feature) for item in value]
+    return value
+
+
 def read_number(value: Any, name: str) -> float:
     """A finite number; BadRow if it is missing, NaN, infinite, or no number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
@@ -211,11 +221,39 @@ def _message(record: Any, at: str) -> Message:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise BadRow("roles", f"{at} has the role {role!r}, wanted one of {', '.join(ROLES)}; rename it")
-    if content is None and not message.get("tool_calls"):
+    calls = message.pop("tool_calls", None)
+    if content is None and not calls:
         raise BadRow("missing", f"{at} has no content; fill it in or remove the row")
     if content is not None:
         _require_type(f"the content of {at}", content, str, "text")
+    if calls:
+        _require_type(f"'tool_calls' of {at}", calls, list, "a list")
+        message |= {"content": content or "", "tool_calls": [_tool_call(call, at) for call in calls]}
+    for name in ("train", "weight"):
+        if name in message:
+            message["train"] = _is_trained(message.pop(name), name, message["role"], at)
     return message
+
+
+def _tool_call(call: Any, at: str) -> Message:
+    """As {type, function: {name, arguments}} with arguments by name, which templates want; OpenAI's are JSON."""
+    _require_type(f"a tool call of {at}", call, Mapping, "a mapping")
+    call = call if call.get("function") else {"type": "function", "function": call}
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            raise BadRow("not text", f"the arguments of a tool call of {at} are not JSON: {error}; fix them") from None
+    _require_type(f"'arguments' of a tool call of {at}", arguments, Mapping, "a mapping of names to values")
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _is_trained(value: Any, name: str, role: str, at: str) -> bool:
+    if value not in (0, 1) or (value and role != ASSISTANT):
+        wanted = "true or false (1 or 0)" if role == ASSISTANT else f"none, as only the {ASSISTANT} is trained"
+        raise BadRow(f"bad {name}", f"'{name}' of {at} is {_shown(value)}, wanted {wanted}; correct or remove it")
+    return bool(value)
 
 
 def _check_prompt(prompt: PlainOrChat) -> None:

@@ -5,7 +5,7 @@ A row that can't be trained on as given is an error, or is counted and left out.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -43,7 +43,8 @@ class Tokenization:
             labels, scores or ranks, "keep_end" cuts the beginning of the prompt until the longest completion fits.
             None is "keep_start", but "error" for prompts alone: one that was cut would ask something else.
         on_bad_row: raise at a row that can't be trained on, or count it and leave it out.
-        chat_template: Jinja source to use instead of the tokenizer's own template.
+        chat_template: text or file of a template to use instead of the tokenizer's own.
+        chat_template_kwargs: arguments of the template, such as ``enable_thinking``; those of a row come first.
         processes: how many tokenize at once.
     """
 
@@ -51,6 +52,7 @@ class Tokenization:
     truncation: Truncation | None = None
     on_bad_row: Literal["error", "skip"] = "error"
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     processes: int | None = None
 
     def __post_init__(self) -> None:
@@ -208,9 +210,11 @@ def _encode(
     prompts_only = layouts == columns.PROMPTS
     made = {**COLUMNS, **(annotation or {}), **NOTES}
     numeric = {} if prompts_only else _numeric_columns(records, layout, required, made)
-    encoder = Encoder(tokenizer, options.chat_template)
+    encoder = Encoder(tokenizer, options.chat_template, options.chat_template_kwargs)
     encode = partial(encode, limit=options.limit("error" if prompts_only else "keep_start"))
     settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
+    read = (*layout, *columns.OPTION_COLUMNS)
+    settings["structures"] = {name: kind for name, kind in source.features.items() if name in read}
     fingerprint = _fingerprint(source, encoder, settings)
     try:
         encoded = source.map(
@@ -255,10 +259,12 @@ def _encode_rows(
     required: Sequence[str],
     numeric: Sequence[str],
     made: Sequence[str],
+    structures: Mapping[str, Any],
 ) -> dict[str, list[Any]]:
     out: dict[str, list[Any]] = {name: [] for name in (*numeric, *made)}
     for position, index in enumerate(indices):
         record = {name: column[position] for name, column in rows.items()}
+        record |= {name: columns.without_invented(record[name], kind) for name, kind in structures.items()}
         kind, problem, encoded = None, None, [EncodedExample(Example([], [], []))]
         try:
             record |= {name: read_number(record[name], name) for name in required}
@@ -310,6 +316,7 @@ def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any])
         sorted(encoder.tokenizer.special_tokens_map.items()),
         encoder.tokenizer.chat_template,
         encoder.chat_template,
+        sorted(encoder.chat_template_kwargs.items()),
         settings["encode"].func.__qualname__,
         sorted(settings["encode"].keywords.items()),
         sorted((name, value) for name, value in settings.items() if name != "encode"),

@@ -70,23 +70,25 @@ class EncodedExample(NamedTuple):
     digests: tuple[int, ...] = ()
 
 
-def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: LengthLimit) -> EncodedExample:
-    """One completion of one prompt, as `encode_supervised` describes it."""
-    ids, trained, shortened = _supervised_tokens(row, encoder, train_on)
-    full = _sequence(ids, trained)
-    if full is None:
-        raise BadRow("empty", "no token is left to train on; give it an answer or remove the row")
-    excess = limit.excess(full)
-    if not excess:
-        return EncodedExample(full, shortened=shortened)
-    ids = full.prompt + full.completions[0]
-    trained = [False] * len(full.prompt) + full.trained[0]
-    kept = slice(len(ids) - excess) if limit.truncation == "keep_start" else slice(excess, None)
-    cut = _sequence(ids[kept], trained[kept])
-    if cut is None:
+def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: LengthLimit) -> list[EncodedExample]:
+    """One completion of one prompt, as `encode_supervised` describes it, in one or more examples."""
+    encoded, beyond = [], 0
+    for tokens, mask, shortened in _supervised_tokens(row, encoder, train_on):
+        full = _sequence(tokens, mask)
+        if full is None:
+            raise BadRow("empty", "no token is left to train on; give it an answer or remove the row")
+        excess = limit.excess(full)
+        ids, trained = full.prompt + full.completions[0], [False] * len(full.prompt) + full.trained[0]
+        kept = slice(len(ids) - excess) if limit.truncation == "keep_start" else slice(excess, None)
+        if cut := _sequence(ids[kept], trained[kept]):
+            encoded.append(EncodedExample(cut, truncated=excess > 0, shortened=shortened))
+        beyond = beyond if cut else beyond or len(full.prompt)
+    if not encoded:
         kind = "fully masked" if row.prompt is None else "prompt too long"
-        raise limit.refuse(kind, f"{len(full.prompt)} tokens precede the first trained one")
-    return EncodedExample(cut, truncated=True, shortened=shortened)
+        raise limit.refuse(kind, f"{beyond} tokens precede the first trained one")
+    if beyond:  # max_length has cut off turns, as it would from a single example
+        encoded[-1] = encoded[-1]._replace(truncated=True)
+    return encoded
 
 
 def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> EncodedExample:
@@ -108,19 +110,20 @@ def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> Enco
 
 
 def completed(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> EncodedExample:
-    """One or more completions of one prompt, all of them trained; no two may be the same."""
+    """One or more completions of one prompt; no two may be the same. Only the assistant's tokens are trained."""
     assert row.prompt is not None
-    prompt, completions, shortened = encoder.continuations(row.prompt, row.completions, row.template_options)
+    prompt, completions, masks, shortened = encoder.continuations(row.prompt, row.completions, row.template_options)
     if not prompt:
         # The first token is predicted from the one before: without a prompt, one which all completions begin with.
         if len({tuple(completion[:1]) for completion in completions}) > 1:
             raise BadRow("no prompt", "the prompt is empty, so nothing predicts the first token; give a prompt")
-        prompt, completions = completions[0][:1], [completion[1:] for completion in completions]
+        prompt = completions[0][:1]
+        completions, masks = [completion[1:] for completion in completions], [mask[1:] for mask in masks]
     if not all(completions):
         raise BadRow("empty", "an answer has no tokens of its own; fill it in or remove the row")
     if _repeats(completions):
         raise BadRow("identical", "two answers have the same tokens, so neither is preferred; remove the row")
-    full = Example(prompt, completions, [[True] * len(completion) for completion in completions])
+    full = Example(prompt, completions, masks)
     excess = limit.excess(full)
     if not excess:
         return EncodedExample(full, shortened=shortened, annotation=row.annotation)
@@ -182,22 +185,27 @@ def solution(row: ParsedRow, encoder: Encoder, *, separator: str) -> Example:
     return Example(prompt, [list(chain(*steps))], [list(chain(*ends))])
 
 
-def _supervised_tokens(row: ParsedRow, encoder: Encoder, train_on: TrainOn) -> tuple[list[int], list[bool], bool]:
+def _supervised_tokens(row: ParsedRow, encoder: Encoder, train_on: TrainOn) -> list[tuple[list[int], list[bool], bool]]:
+    """Token ids, which of them are trained, and whether a prompt lost its end: of one example or several."""
     (text,) = row.completions
+    before = row.prompt if isinstance(row.prompt, list) else []
     if train_on == "auto":
-        train_on = "completion" if row.prompt is not None else "assistant" if isinstance(text, list) else "all"
+        is_conversation = isinstance(text, list) and (row.prompt is None or len(text) > 1)
+        train_on = "assistant" if is_conversation else "all" if row.prompt is None else "completion"
     if train_on == "assistant":
         if isinstance(text, str):
             raise ValueError("train_on='assistant' wants conversations, got plain text; choose 'completion' or 'all'")
-        before = row.prompt if isinstance(row.prompt, list) else []
-        return *encoder.assistant([*before, *text], row.template_options, start=len(before)), False
-    if row.prompt is not None:
-        prompt, (completion,), shortened = encoder.continuations(row.prompt, [text], row.template_options)
-        return prompt + completion, [train_on == "all"] * len(prompt) + [True] * len(completion), shortened
-    if train_on == "completion":
+        return encoder.assistant([*before, *text], row.template_options, start=len(before))
+    if train_on == "all":
+        if isinstance(text, str):
+            ids = encoder.plain(str(row.prompt or "") + encoder.with_eos(text))
+        else:
+            ids = encoder.chat([*before, *text], row.template_options)
+        return [(ids, [True] * len(ids), False)]
+    if row.prompt is None:
         raise ValueError("train_on='completion' wants the columns prompt and completion; choose 'assistant' or 'all'")
-    ids = encoder.plain(encoder.with_eos(text)) if isinstance(text, str) else encoder.chat(text, row.template_options)
-    return ids, [True] * len(ids), False
+    prompt, (completion,), (mask,), shortened = encoder.continuations(row.prompt, [text], row.template_options)
+    return [(prompt + completion, [False] * len(prompt) + mask, shortened)]
 
 
 def _sequence(ids: list[int], trained: list[bool]) -> Example | None:

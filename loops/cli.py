@@ -153,7 +153,7 @@ class _Parser(ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         unknown = re.search(r"unrecognized arguments: -*([\w.]+)|Option '([\w.]+)' is not accepted", message)
         if unknown:
-            name, fields = unknown[1] or unknown[2], self.get_defaults().keys()
+            name, fields = unknown[1] or unknown[2], list(self.get_defaults().keys())
             meant = name
             while meant in _MEANT and meant not in fields:
                 meant = _MEANT[meant]

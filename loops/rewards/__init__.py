@@ -14,15 +14,27 @@ from typing import TYPE_CHECKING
 from ...lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .resolve import resolve, resolve_names
+    from .resolve import resolve_names, resolve_rewards
     from .sandbox import isolated
     from .scoring import RewardError, RewardFunction, batched, check_columns, refuse_broken, score_samples
     from .table import RewardMonitor, RewardTable, reward_metrics, reward_table, score
     from .trl import from_trl
 
 __all__ = [
-    "RewardError", "RewardFunction", "RewardMonitor", "RewardTable", "batched", "check_columns", "from_trl",
-    "isolated", "refuse_broken", "resolve", "resolve_names", "reward_metrics", "reward_table", "score",
+    "RewardError",
+    "RewardFunction",
+    "RewardMonitor",
+    "RewardTable",
+    "batched",
+    "check_columns",
+    "from_trl",
+    "isolated",
+    "refuse_broken",
+    "resolve_names",
+    "resolve_rewards",
+    "reward_metrics",
+    "reward_table",
+    "score",
     "score_samples",
 ]  # fmt: skip
 

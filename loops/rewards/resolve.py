@@ -33,7 +33,7 @@ SHIPPED = {
 _ISOLATED = ("math", "cosine")  # sympy may take forever at what a policy makes up
 
 
-def resolve(spec: Mapping[str, float | Mapping[str, Any]], **given: Any) -> list[RewardFunction]:
+def resolve_rewards(spec: Mapping[str, float | Mapping[str, Any]], **given: Any) -> list[RewardFunction]:
     """The functions that a configuration names.
 
     Beside what a reward is set up with, there are: ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` (whether it

@@ -16,7 +16,7 @@ from ...data import encode_prompts, load
 from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
-from ..rewards.resolve import SHIPPED, resolve, resolve_names
+from ..rewards.resolve import SHIPPED, resolve_names, resolve_rewards
 from ..rewards.scoring import RewardFunction, check_columns, score_samples
 from ..rewards.table import RewardMonitor, reward_metrics, reward_table
 from ..rollouts.local.source import LocalSource
@@ -155,7 +155,7 @@ def open_rewards(
     rewards = resolve_names(spec)
 
     def open_there() -> None:
-        rewards[:] = resolve(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
+        rewards[:] = resolve_rewards(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
         for source, dataset in rows.items():
             check_columns(rewards, dataset.column_names, source)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from burnish.benchmarks.experiments import reasoning
-from burnish.loops.rewards import resolve
+from burnish.loops.rewards import resolve_rewards
 from burnish.loops.rollouts import Sample, VersionSpan, write_samples
 from tiny import save_model
 
@@ -36,13 +36,13 @@ def test_a_right_answer_is_told_from_a_right_number(text, right, first, verified
     row = next(row for row in reasoning.questions(2, 40)[1] if int(row["answer"]) < 0)
     said = text.replace("30", row["answer"][1:])
     sample = Sample(0, 0, [1], [2], [True], [0.0], [], "stop", said)
-    scores = {reward.name: reward.function(row, sample) for reward in resolve(reasoning.REWARDS)}
+    scores = {reward.name: reward.function(row, sample) for reward in resolve_rewards(reasoning.REWARDS)}
     assert (scores["right"], scores["first_number_right"]) == (right, first)
     assert scores["reasoning_gym"] == verified or (verified is None and 0 < scores["reasoning_gym"] < 1)
 
 
 def test_only_the_verifier_is_learned_from():
-    weights = {reward.name: reward.weight for reward in resolve(reasoning.REWARDS)}
+    weights = {reward.name: reward.weight for reward in resolve_rewards(reasoning.REWARDS)}
     assert weights == {"reasoning_gym": 1, "right": 0, "first_number_right": 0}
 
 

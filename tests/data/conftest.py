@@ -9,7 +9,7 @@ from types import ModuleType
 import datasets
 import pytest
 from burnish.benchmarks import real_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TEMPLATES = {
@@ -59,11 +59,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
     """One token per byte, and " b" one token of its own, so that tokens can merge over an edge."""
 
-    def build(template: str | None = "chatml", *, adds_bos: bool = False, **special: str) -> PreTrainedTokenizerFast:
+    def build(
+        template: str | None = "chatml", *, adds_bos: bool = False, merged: str = "Ġb", **special: str
+    ) -> PreTrainedTokenizerFast:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        vocabulary = {token: index for index, token in enumerate([*alphabet, "Ġb"])}
-        core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "b")]))
-        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        vocabulary = {token: index for index, token in enumerate([*alphabet, merged])}
+        core = Tokenizer(models.BPE(vocab=vocabulary, merges=[(merged[0], merged[1])]))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=merged == "Ġb")
+        if merged != "Ġb":
+            lines = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+(?!\S)|\s+|\w+"), "isolated")
+            core.pre_tokenizer = pre_tokenizers.Sequence([lines, core.pre_tokenizer])
         core.decoder = decoders.ByteLevel()
         core.add_special_tokens(SPECIAL)
         if adds_bos:

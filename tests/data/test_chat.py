@@ -15,8 +15,11 @@ CHAT = [
 
 def trained_runs(tokenizer, messages, **kwargs) -> list[str]:
     """The runs of trained tokens, as text."""
-    ids, trained = Encoder(tokenizer).assistant(messages, kwargs.pop("options", {}), **kwargs)
-    assert ids == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    [(ids, trained, shortened)] = Encoder(tokenizer).assistant(messages, {}, **kwargs)
+    assert not shortened
+    whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert ids == whole[: len(ids)]
+    assert not tokenizer.decode(whole[len(ids) :]).strip()
     runs: list[list[int]] = []
     for previous, token, train in zip([False, *trained], ids, trained, strict=False):
         if train:
@@ -48,29 +51,95 @@ def test_a_conversation_of_one_turn_splits_even_where_history_would_be_rewritten
     assert trained_runs(byte_tokenizer("forgets_thinking"), messages) == ["<think>easy</think>4<|im_end|>"]
 
 
-def test_a_template_that_rewrites_history_is_refused_with_what_to_do(byte_tokenizer) -> None:
+def test_turns_that_a_template_rewrites_as_history_are_examples_of_their_own(byte_tokenizer) -> None:
     messages = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": "<think>easy</think>4"},
         {"role": "user", "content": "3+3?"},
         {"role": "assistant", "content": "6"},
+        {"role": "user", "content": "4+4?"},
+        {"role": "assistant", "content": "<think>so</think>8"},
     ]
-    with pytest.raises(
-        BadRow, match=r"message 2.*in another way when others follow.*\{% generation %\}.*prompt and compl"
-    ):
-        Encoder(byte_tokenizer("forgets_thinking")).assistant(messages, {})
+    tokenizer = byte_tokenizer("forgets_thinking")
+    found = [
+        (tokenizer.decode(ids), tokenizer.decode([token for token, train in zip(ids, trained, strict=True) if train]))
+        for ids, trained, _ in Encoder(tokenizer).assistant(messages, {})
+    ]
+    first, between, second = (
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_end|>\n",
+        "3+3?<|im_end|>",
+    )
+    assert found == [
+        (f"{first}<think>easy</think>4<|im_end|>", "<think>easy</think>4<|im_end|>"),
+        (
+            f"{first}4{between}<|im_start|>user\n{second}\n<|im_start|>assistant\n6{between}<|im_start|>user\n4+4?"
+            f"{between}<|im_start|>assistant\n<think>so</think>8<|im_end|>",
+            "6<|im_end|><think>so</think>8<|im_end|>",
+        ),
+    ]
 
 
-def test_a_generation_prompt_that_the_answer_does_not_follow_is_refused(byte_tokenizer) -> None:
+def test_turns_that_markers_mark_are_examples_of_their_own_where_history_is_rewritten(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer("markers")
+    source = tokenizer.chat_template.replace(
+        "{% generation %}{{ m.content }}",
+        "{% generation %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}",
+    )
+    messages = [*CHAT[1:2], {"role": "assistant", "content": "<think>a</think>4"}, *CHAT[3:]]
+    found = Encoder(tokenizer, source).assistant(messages, {})
+    assert [
+        tokenizer.decode([token for token, train in zip(ids, trained, strict=True) if train])
+        for ids, trained, _ in found
+    ] == ["<think>a</think>4<|im_end|>", "4 assistant\nfour<|im_end|>"]
+
+
+def test_an_answer_without_the_reasoning_that_the_generation_prompt_opens_begins_after_the_header(
+    byte_tokenizer,
+) -> None:
     tokenizer = byte_tokenizer()
     source = tokenizer.chat_template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-    with pytest.raises(BadRow, match=r"message 3.* or when it is generated"):
+    [(ids, trained, shortened)] = Encoder(tokenizer, source).assistant(CHAT[:3], {})
+    assert shortened
+    assert tokenizer.decode(ids[: trained.index(True)]).endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(ids[trained.index(True) :]) == "bonjour, é<|im_end|>"
+
+
+def test_an_answer_that_a_template_escapes_is_trained_as_it_is_rendered(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "m.content | tojson")
+    assert trained_runs(tokenizer, [CHAT[1], {"role": "assistant", "content": "a\nb"}]) == ['"a\\nb"<|im_end|>']
+
+
+def test_a_header_that_is_not_the_generation_prompts_is_refused(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()
+    source = tokenizer.chat_template.replace("assistant\n{% endif %}", "model\n{% endif %}")
+    with pytest.raises(BadRow, match=r"message 3.*in another way than the model would generate it.*\{% generation %\}"):
         Encoder(tokenizer, source).assistant(CHAT, {})
 
 
 def test_a_template_without_end_token_is_refused(byte_tokenizer) -> None:
     with pytest.raises(BadRow, match=r"ends message 3, the assistant's, without an end token"):
         Encoder(byte_tokenizer("no_end")).assistant(CHAT, {})
+
+
+def test_a_turn_that_ends_where_the_users_begins_ends_with_the_first_token_of_that(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|start_header_id|><|end_header_id|>{{ m.content }}"
+        "{% else %}<start_of_turn>{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>{% endif %}"
+    )
+    [(ids, trained, _)] = Encoder(tokenizer).assistant(CHAT[1:], {})
+    text = tokenizer.decode([token for token, train in zip(ids, trained, strict=True) if train])
+    assert text == "bonjour, é<|start_header_id|>4 assistant\nfour<|start_header_id|>"
+
+
+def test_a_token_that_begins_every_message_ends_none(byte_tokenizer) -> None:
+    tokenizer = byte_tokenizer()
+    source = tokenizer.chat_template.replace("<|im_end|>", "</s>")  # no special token of this tokenizer's
+    with pytest.raises(BadRow, match="without an end token"):
+        Encoder(tokenizer, source).assistant(CHAT, {})
 
 
 def test_a_template_that_leaves_out_what_the_assistant_says_is_refused(byte_tokenizer) -> None:
@@ -94,17 +163,22 @@ def test_markers_around_some_answers_only_are_refused(byte_tokenizer) -> None:
         Encoder(tokenizer, source).assistant(CHAT, {})
 
 
-def test_a_token_over_the_edge_of_an_answer_is_refused(byte_tokenizer) -> None:
+def test_a_token_over_the_edge_of_an_answer_is_cut_where_the_model_would_begin(byte_tokenizer) -> None:
     tokenizer = byte_tokenizer()
     source = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bon"}]
-    with pytest.raises(BadRow, match="a token spans the edge"):
-        Encoder(tokenizer, source).assistant(messages, {})
-    messages[1]["content"] = "non"  # " n" is no token
-    assert sum(Encoder(tokenizer, source).assistant(messages, {})[1]) == len("non") + 1
+    encoder = Encoder(tokenizer, source)
+    assert len(encoder.bare(" b")) == 1
+    for turns in (1, 2):  # the tokens of the first are others as history, so it is an example of its own
+        examples = encoder.assistant(messages * turns, {})
+        assert len(examples) == turns
+        for number, (ids, trained, _) in enumerate(examples):
+            before = encoder.chat((messages * turns)[: 2 * number + 1], {}, generation_prompt=True)
+            assert ids == before + encoder.bare("bon<eos>")
+            assert trained == [False] * len(before) + [True] * (len("bon") + 1)
 
 
 def test_a_tokenizer_with_a_manner_of_its_own_at_the_start_of_a_text_splits_as_well(byte_tokenizer) -> None:
@@ -113,10 +187,22 @@ def test_a_tokenizer_with_a_manner_of_its_own_at_the_start_of_a_text_splits_as_w
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
     encoder = Encoder(tokenizer)
-    ids, trained = encoder.assistant(CHAT, {})
-    assert ids == encoder.chat(CHAT, {})
+    [(ids, trained, _)] = encoder.assistant(CHAT, {})
+    assert ids == encoder.chat(CHAT, {})[: len(ids)]
     last = [token for token, train in zip(ids, trained, strict=True) if train][-16:]
     assert tokenizer.decode(last).endswith("four<|im_end|>")
+
+
+def test_a_token_over_an_edge_is_refused_where_the_tokenizer_adds_to_the_start_of_a_text(byte_tokenizer) -> None:
+    from tokenizers import normalizers
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+    source += "{% if add_generation_prompt %}assistant: {% endif %}"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bon"}]
+    with pytest.raises(BadRow, match=r"a token spans the edge of what the assistant writes; pass a chat template with"):
+        Encoder(tokenizer, source).assistant(messages, {})
 
 
 def test_tools_and_template_arguments_reach_the_template(byte_tokenizer) -> None:
@@ -145,7 +231,8 @@ def test_plain_text_needs_an_eos_token(byte_tokenizer) -> None:
 
 def test_the_completion_is_all_that_the_template_adds(byte_tokenizer) -> None:
     encoder = Encoder(byte_tokenizer())
-    prompt, (completion,), shortened = encoder.continuations(CHAT[:2], [CHAT[2:3]], {})
+    prompt, (completion,), (trained,), shortened = encoder.continuations(CHAT[:2], [CHAT[2:3]], {})
+    assert all(trained)
     assert encoder.tokenizer.decode(completion) == "bonjour, é<|im_end|>\n"
     assert prompt == encoder.chat(CHAT[:2], {}, generation_prompt=True)
     assert not shortened
@@ -153,13 +240,13 @@ def test_the_completion_is_all_that_the_template_adds(byte_tokenizer) -> None:
 
 def test_a_plain_completion_ends_with_one_eos(byte_tokenizer) -> None:
     encoder = Encoder(byte_tokenizer())
-    _, completions, _ = encoder.continuations("a", ["x", "x<eos>"], {})
+    _, completions, _, _ = encoder.continuations("a", ["x", "x<eos>"], {})
     assert [encoder.tokenizer.decode(ids) for ids in completions] == ["x<eos>"] * 2
 
 
 def test_a_prompt_gives_up_tokens_that_merge_with_an_answer(byte_tokenizer) -> None:
     encoder = Encoder(byte_tokenizer())
-    prompt, completions, shortened = encoder.continuations("a ", ["b", "c"], {})
+    prompt, completions, _, shortened = encoder.continuations("a ", ["b", "c"], {})
     assert shortened
     assert encoder.tokenizer.decode(prompt) == "a"
     assert [encoder.tokenizer.decode(ids) for ids in completions] == [" b<eos>", " c<eos>"]

@@ -115,7 +115,64 @@ def test_tools_may_be_json_and_keys_that_arrow_filled_in_are_dropped() -> None:
 def test_an_assistant_may_call_tools_instead_of_saying_something() -> None:
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     result = {"role": "tool", "content": "7"}
-    assert read_row({"messages": [USER, call, result, ANSWER]}, ("messages",)).completions[0][1] == call
+    found = read_row({"messages": [USER, call, result, ANSWER]}, ("messages",)).completions[0]
+    assert found[1] == call | {"content": ""}  # which many templates want
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": null}'}},
+        {"type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": None}}},
+        {"name": "f", "arguments": {"a": 1, "b": None}},
+    ],
+)
+def test_a_tool_call_is_read_in_one_form_and_its_own_nulls_stay(call) -> None:
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "7"}, ANSWER]
+    found = read_row({"messages": messages}, ("messages",)).completions[0][1]["tool_calls"]
+    assert found == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": None}}}]
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (
+            {"function": {"name": "f", "arguments": "a=1"}},
+            "the arguments of a tool call of .messages. message 2 are",
+        ),
+        ({"function": {"name": "f", "arguments": "[1]"}}, "is a list, wanted a mapping of names to values"),
+        ("f(1)", "a tool call of 'messages' message 2 is text, wanted a mapping"),
+    ],
+)
+def test_a_tool_call_that_no_template_could_write_is_refused(call, problem) -> None:
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "7"}, ANSWER]
+    with pytest.raises(BadRow, match=problem):
+        read_row({"messages": messages}, ("messages",))
+
+
+def test_no_tool_calls_are_left_of_an_empty_list() -> None:
+    assert read_row({"messages": [USER, ANSWER | {"tool_calls": []}]}, ("messages",)).completions == ([USER, ANSWER],)
+
+
+@pytest.mark.parametrize(("name", "value"), [("train", False), ("weight", 0), ("weight", 0.0), ("train", True)])
+def test_a_message_may_say_whether_it_is_trained(name, value) -> None:
+    row = read_row({"messages": [USER | {name: None}, ANSWER | {name: value}, USER, ANSWER]}, ("messages",))
+    assert row.completions == ([USER, ANSWER | {"train": bool(value)}, USER, ANSWER],)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([USER, ANSWER | {"weight": 0.5}], "'weight' of 'messages' message 2 is 0.5, wanted true or false"),
+        (
+            [USER | {"train": True}, ANSWER],
+            "'train' of 'messages' message 1 is True, wanted none, as only the",
+        ),
+    ],
+)
+def test_what_a_message_cannot_say_about_training_is_refused(messages, problem) -> None:
+    with pytest.raises(BadRow, match=problem):
+        read_row({"messages": messages}, ("messages",))
 
 
 def test_two_messages_of_the_user_in_a_row_are_left_to_the_template() -> None:

@@ -23,7 +23,6 @@ COMPLETIONS = {
     "conversational": [
         {"prompt": [USER], "completion": [ANSWER]},
         {"prompt": [SYSTEM, USER, ANSWER, USER], "completion": [OTHER]},
-        {"prompt": [USER], "completion": [ANSWER, USER, OTHER]},
         {"prompt": [USER, ANSWER], "completion": [OTHER]},  # the prompt ends with the assistant
     ],
 }
@@ -39,7 +38,7 @@ PAIRS = {
     ],
     "conversational": [
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
-        {"prompt": [SYSTEM, USER, ANSWER, USER], "chosen": [OTHER, USER, ANSWER], "rejected": [ANSWER]},
+        {"prompt": [SYSTEM, USER, ANSWER, USER], "chosen": [OTHER], "rejected": [ANSWER]},
         {"prompt": [USER, ANSWER], "chosen": [OTHER], "rejected": [ANSWER]},
     ],
     "conversational, implicit prompt": [
@@ -74,6 +73,24 @@ def test_supervised_tokens_are_those_of_the_peer(rows, tokenizer, trl) -> None:
         labels = [-100] * len(found.prompt) + found.completions[0]
         # Nothing predicts the first token: a label there is never used.
         assert labels[1:] == expected["labels"][1:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_a_completion_of_several_messages_the_tokens_are_the_peers_and_the_users_are_not_trained(
+    tokenizer, trl
+) -> None:
+    rows = [{"prompt": [SYSTEM, USER], "completion": [ANSWER, USER, OTHER]}]
+    trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=True)
+    prepare = trl.trainer.sft_trainer.SFTTrainer._prepare_dataset
+    theirs = prepare(trainer, Dataset.from_list(rows), tokenizer, peer_arguments(None), False, None, "train")[0]
+    ours, _ = encode_supervised(rows, tokenizer)
+    found = example(ours, 0)
+    ids = found.prompt + found.completions[0]
+    assert ids == theirs["input_ids"][: len(ids)]
+    assert not tokenizer.decode(theirs["input_ids"][len(ids) :]).strip()
+    trained = zip(*found.completions, *found.trained, strict=True)
+    text = tokenizer.decode([token for token, train in trained if train], skip_special_tokens=True)
+    assert text == ANSWER["content"] + OTHER["content"]
 
 
 @pytest.mark.filterwarnings("ignore")

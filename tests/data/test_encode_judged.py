@@ -30,7 +30,7 @@ UNPAIRED = {
     "conversational": [
         {"prompt": [USER], "completion": [ANSWER], "label": True},
         {"prompt": [USER, ANSWER, USER], "completion": [OTHER], "label": False},
-        {"prompt": [USER], "completion": [ANSWER, USER, OTHER], "label": True},
+        {"prompt": [USER], "completion": [ANSWER], "label": True},
     ],
     "plain pairs": [
         {"prompt": "The sky is", "chosen": " blue.", "rejected": " black."},
@@ -39,7 +39,7 @@ UNPAIRED = {
     "plain pairs, implicit prompt": [{"chosen": "The sky is blue.", "rejected": "The sky is green."}],
     "conversational pairs": [
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]},
-        {"prompt": [USER, ANSWER, USER], "chosen": [OTHER, USER, ANSWER], "rejected": [ANSWER]},
+        {"prompt": [USER, ANSWER, USER], "chosen": [OTHER], "rejected": [ANSWER]},
     ],
     "conversational pairs, implicit prompt": [{"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}],
 }

@@ -23,7 +23,8 @@ def text(encoder: Encoder, example) -> tuple[str, list[tuple[str, str]]]:
 
 
 def supervised(encoder, row, limit=ANYTHING, train_on="auto"):
-    return demonstration(row, encoder, train_on=train_on, limit=limit)
+    [encoded] = demonstration(row, encoder, train_on=train_on, limit=limit)
+    return encoded
 
 
 def test_text_is_trained_but_for_its_first_token(encoder) -> None:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from burnish.loops.recipes import demo
-from burnish.loops.rewards import resolve
+from burnish.loops.rewards import resolve_rewards
 from burnish.loops.rollouts.sample import Sample
 from matplotlib.image import imread
 
@@ -69,7 +69,7 @@ def test_every_stage_begins_where_the_last_one_ended(stages, scored, tmp_path):
 
 def test_the_reward_is_for_the_digits_as_they_were_taught(stages, scored, tmp_path):
     demo.demo(demo.Demo(str(tmp_path / "run"), questions=8))
-    (exact,) = resolve(stages["grpo"].rewards, tokenizer=None)
+    (exact,) = resolve_rewards(stages["grpo"].rewards, tokenizer=None)
     row = {"answer": demo.solve("03+04=")}
     for said, reward in (("007", 1.0), ("7", 0.0), ("0070", 0.0), ("", 0.0)):
         assert exact.function(row, Sample(0, 0, [1], [2], [True], [0.0], [], "stop", text=said)) == reward, said

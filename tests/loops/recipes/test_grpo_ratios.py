@@ -49,10 +49,11 @@ def clipped(monkeypatch):
     found, add = [], SUMS.add
     counted = {"clip_ratio/region": 0.0, "cispo_clip_ratio": 0.0, "vespo/phi_seq": 1.0}
 
-    def watched(self, name, weight, loss, stats):
-        known = {**counted, "ratio": 1.0} if name == "sapo" else counted
-        found.extend((stats[stat] - known[stat]).abs() > 0.2 for stat in known.keys() & stats.keys())
-        return add(self, name, weight, loss, stats)
+    def watched(self, i, losses):
+        for name, (_, stats) in losses.items():
+            known = {**counted, "ratio": 1.0} if name == "sapo" else counted
+            found.extend((stats[stat] - known[stat]).abs() > 0.2 for stat in known.keys() & stats.keys())
+        return add(self, i, losses)
 
     monkeypatch.setattr(SUMS, "add", watched)
     return found

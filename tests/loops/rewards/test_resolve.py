@@ -1,7 +1,7 @@
 """Names in a configuration: shipped rewards, people's own, and what was probably meant."""
 
 import pytest
-from burnish.loops.rewards import isolated, resolve, resolve_names
+from burnish.loops.rewards import isolated, resolve_names, resolve_rewards
 from burnish.loops.rewards.length import CosineLength, LengthTarget, SoftOverlong
 from burnish.loops.rewards.resolve import SHIPPED
 from burnish.loops.rewards.text import ExactMatch, Format
@@ -43,37 +43,37 @@ def own(tmp_path, monkeypatch):
 
 
 def test_a_name_and_a_weight():
-    format_, match = resolve({"format": 0.2, "exact_match": 1})
+    format_, match = resolve_rewards({"format": 0.2, "exact_match": 1})
     assert (format_.name, format_.function, format_.weight) == ("format", Format(), 0.2)
     assert (match.name, match.function, match.weight) == ("exact_match", ExactMatch(), 1.0)
 
 
 def test_settings_are_the_fields_of_the_reward():
-    (reward,) = resolve({"soft_overlong": {"weight": 0.5, "limit": 100, "buffer": 20, "timeout": 3}})
+    (reward,) = resolve_rewards({"soft_overlong": {"weight": 0.5, "limit": 100, "buffer": 20, "timeout": 3}})
     assert (reward.function, reward.weight, reward.timeout) == (SoftOverlong(100, 20), 0.5, 3.0)
 
 
 def test_one_reward_may_stand_under_two_names():
-    rewards = resolve({f"to {target}": {"function": "length", "target": target} for target in (9, 99)})
+    rewards = resolve_rewards({f"to {target}": {"function": "length", "target": target} for target in (9, 99)})
     assert [reward.name for reward in rewards] == ["to 9", "to 99"]
     assert [reward.function for reward in rewards] == [LengthTarget(9), LengthTarget(99)]
 
 
 def test_what_may_never_return_is_isolated_unless_told_otherwise():
-    math, plain = resolve({"math": 1.0, "plain": {"function": "math", "isolate": False}})
+    math, plain = resolve_rewards({"math": 1.0, "plain": {"function": "math", "isolate": False}})
     assert isinstance(math.function, isolated) and math.function.columns == ("answer",)
     assert type(plain.function).__name__ == "MathEquivalence"
-    (format_,) = resolve({"format": {"isolate": True}})
+    (format_,) = resolve_rewards({"format": {"isolate": True}})
     assert isinstance(format_.function, isolated)
 
 
 def test_a_reward_may_ask_another():
-    (reward,) = resolve({"cosine": {"limit": 10, "correct": "exact_match", "isolate": False}})
+    (reward,) = resolve_rewards({"cosine": {"limit": 10, "correct": "exact_match", "isolate": False}})
     assert reward.function == CosineLength(10, correct=ExactMatch())
 
 
 def test_own_functions_classes_and_those_written_for_trl(own, answer, judging):
-    rewards = resolve(
+    rewards = resolve_rewards(
         {
             f"{own}:shorter": 1.0,
             f"{own}:theirs": 1.0,
@@ -111,30 +111,30 @@ def test_own_functions_classes_and_those_written_for_trl(own, answer, judging):
 )
 def test_mistakes_are_answered_with_what_was_meant(spec, message, own):
     with pytest.raises(ValueError, match=message):
-        resolve(spec)
+        resolve_rewards(spec)
 
 
 def test_two_of_one_name_are_refused(own):
     with pytest.raises(ValueError, match=r"two are called shorter; rename one"):
-        resolve({f"{own}:shorter": 1, "shorter": {"function": f"{own}:shorter"}})
+        resolve_rewards({f"{own}:shorter": 1, "shorter": {"function": f"{own}:shorter"}})
 
 
 def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
     (tmp_path / "needs_pepper.py").write_text("import pepper_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="pepper_that_is_not_there"):
-        resolve({"needs_pepper:f": 1})
+        resolve_rewards({"needs_pepper:f": 1})
 
 
 def test_an_environments_reward_needs_an_environment(answer, judging, caplog):
-    rewards = resolve({"environment": 1.0})
+    rewards = resolve_rewards({"environment": 1.0})
     played, not_played = answer(environment_reward=0.75), answer(index=1)
     assert judging(rewards, [{}, {}], [played, not_played]) == {("environment", "error"): 1}
     assert played.rewards == {"environment": 0.75} and "this completion comes from no environment" in caplog.text
 
 
 def test_an_environment_that_gave_no_reward_does_not_apply_and_one_that_failed_is_unknown(answer, judging):
-    rewards = resolve({"environment": 1.0})
+    rewards = resolve_rewards({"environment": 1.0})
     silent, failed = answer(environment_reward=None), answer(index=1, environment_reward="aborted")
     judging(rewards, [{}, {}], [silent, failed])
     assert silent.rewards == {"environment": None} and failed.rewards == {"environment": "nan"}

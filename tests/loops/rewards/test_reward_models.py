@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from burnish.loops.models.scorer import Scorer
-from burnish.loops.rewards import RewardFunction, resolve
+from burnish.loops.rewards import RewardFunction, resolve_rewards
 from burnish.loops.rewards import reward_models as models
 from burnish.loops.rewards.reward_models import ProcessRewardModel, RewardModel, check_same_tokens
 from burnish.objectives import step_aggregate
@@ -77,7 +77,9 @@ def test_a_model_that_knows_more_tokens_is_accepted(tokenizer):
 
 @pytest.mark.parametrize("how", ["min", "prod", "last", "mean"])
 def test_steps_are_judged_where_they_end(how, judge_of_steps, tokenizer, answer, judging):
-    (reward,) = resolve({"prm": {"model": str(judge_of_steps), "how": how, "device": "cpu"}}, tokenizer=tokenizer)
+    (reward,) = resolve_rewards(
+        {"prm": {"model": str(judge_of_steps), "how": how, "device": "cpu"}}, tokenizer=tokenizer
+    )
     tokens = tokenizer("1+1=2\n\n\n2+2=4\nso 4")["input_ids"]
     sample = answer(tokens=[*tokens, tokenizer.eos_token_id], prompt=[5, 6])
     assert judging([reward], [{}], [sample]) == {}
@@ -93,7 +95,7 @@ def test_steps_are_judged_where_they_end(how, judge_of_steps, tokenizer, answer,
 
 
 def test_an_answer_without_steps_has_no_score(judge_of_steps, tokenizer, answer, judging):
-    rewards = resolve({"prm": {"model": str(judge_of_steps), "device": "cpu"}}, tokenizer=tokenizer)
+    rewards = resolve_rewards({"prm": {"model": str(judge_of_steps), "device": "cpu"}}, tokenizer=tokenizer)
     for text in ("", "\n\n"):
         assert judging(rewards, [{}], [answer(tokens=tokenizer(text)["input_ids"])]) == {("prm", "none"): 1}
 
@@ -116,7 +118,7 @@ def test_a_reward_model_is_named_by_its_directory(directory, tmp_path, tokenizer
     config = LlamaConfig.from_pretrained(directory, num_labels=1, pad_token_id=0)
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    rewards = resolve({"reward_model": {"model": str(tmp_path), "device": "cpu"}}, tokenizer=tokenizer)
+    rewards = resolve_rewards({"reward_model": {"model": str(tmp_path), "device": "cpu"}}, tokenizer=tokenizer)
     sample = answer(tokens=[5, 6, 7], prompt=[8])
     assert judging(rewards, [{}], [sample]) == {}
     expected = LlamaForSequenceClassification.from_pretrained(tmp_path)(torch.tensor([[8, 5, 6, 7]])).logits.item()
@@ -127,7 +129,7 @@ def test_a_judge_is_loaded_on_the_device_that_is_given_unless_it_names_its_own(j
     asked, load = [], models._scorer
     monkeypatch.setattr(models, "_scorer", lambda kind, model, device: asked.append(device) or load(kind, model, "cpu"))
     for settings in ({}, {"device": "cpu"}):
-        resolve({"prm": {"model": str(judge_of_steps), **settings}}, tokenizer=tokenizer, device="cuda:1")
+        resolve_rewards({"prm": {"model": str(judge_of_steps), **settings}}, tokenizer=tokenizer, device="cuda:1")
     assert asked == ["cuda:1", "cpu"]
 
 
