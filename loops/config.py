@@ -136,7 +136,11 @@ class Common(Settings):
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop the run at a row that can't be trained on, or count it and leave it out."""
     chat_template: str | None = None
-    """A Jinja file to use instead of the tokenizer's own chat template."""
+    """A Jinja file, or the text of a template, to use instead of the tokenizer's own chat template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as {enable_thinking: false}; those of a row come first."""
+    dataset_num_proc: PositiveInt | None = None
+    """Processes that tokenize; null is this one alone."""
     shuffle: bool = True
     """Permute each epoch."""
     seed: int = 0

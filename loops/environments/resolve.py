@@ -45,7 +45,9 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
 
 
 def turns_for(
-    make: Callable[[], Environment], tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None
+    make: Callable[[], Environment],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTurns:
     """The turns of these environments' conversations, with their tools described to the template if they have some.
 
@@ -57,4 +59,4 @@ def turns_for(
     run(close(environment))
     if schemas:
         check_tool_tags(tokenizer)
-    return ChatTurns(Encoder(tokenizer, chat_template), {"tools": schemas} if schemas else {})
+    return ChatTurns(Encoder(tokenizer, None, chat_template_kwargs or {}), {"tools": schemas} if schemas else {})

@@ -13,6 +13,7 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from ...data import read_chat_template
 from ..config import Common
 from .backbone import Backbone
 
@@ -33,7 +34,7 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
             f"that can be reached; check the name. {error}"
         ) from error
     if config.chat_template is not None:
-        tokenizer.chat_template = Path(config.chat_template).read_text()
+        tokenizer.chat_template = read_chat_template(config.chat_template)
     return tokenizer
 
 

@@ -116,7 +116,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     if config.environment is not None:
         make = resolve_environment(config.environment)
         # Without a template only environments that speak in token ids are understood.
-        turns = turns_for(make, run.tokenizer) if run.tokenizer.chat_template else None
+        turns = turns_for(make, run.tokenizer, config.chat_template_kwargs) if run.tokenizer.chat_template else None
         converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
 
     def row_of(task: int) -> Row:

@@ -245,7 +245,13 @@ def open_run(
     """
     accelerator = accelerator or open_accelerator(config)
     tokenizer = load_tokenizer(config)
-    tokenization = Tokenization(config.longest, config.truncation, config.on_bad_row)
+    tokenization = Tokenization(
+        config.longest,
+        config.truncation,
+        config.on_bad_row,
+        chat_template_kwargs=config.chat_template_kwargs,
+        processes=config.dataset_num_proc,
+    )
 
     def encoded(source: str) -> Dataset:
         with accelerator.main_process_first():
