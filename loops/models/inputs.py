@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...data import Example
+from ...data import Example, first_fit
 
 Layout = Literal["padded", "packed", "shared"]
 Read = Literal["before", "at"]
@@ -68,7 +68,7 @@ def arrange(examples: Sequence[Example], layout: Layout, *, read: Read = "before
         for segment in ([_shared(example, read)] if layout == "shared" else _separate(example, read))
     ] or [_Segment([0], [0], [0], [])]  # an empty batch still runs forward and backward: other ranks wait for it
     width = sum(len(s.tokens) for s in segments) if one_row else max(len(s.tokens) for s in segments)
-    places = [(i, 0) for i in range(len(segments))] if layout == "padded" else _first_fit(segments, width)
+    places = [(i, 0) for i in range(len(segments))] if layout == "padded" else _packed(segments, width)
     return _fill(segments, places, width, layout)
 
 
@@ -97,17 +97,15 @@ def _shared(example: Example, read: Read) -> _Segment:
     return _Segment(tokens, positions, branch, read_at)
 
 
-def _first_fit(segments: list[_Segment], width: int) -> list[tuple[int, int]]:
+def _packed(segments: list[_Segment], width: int) -> list[tuple[int, int]]:
     """(row, offset) of each segment."""
+    lengths = [len(segment.tokens) for segment in segments]
     places = [(0, 0)] * len(segments)
-    used: list[int] = []
-    for i in sorted(range(len(segments)), key=lambda i: -len(segments[i].tokens)):
-        length = len(segments[i].tokens)
-        row = next((r for r, filled in enumerate(used) if filled + length <= width), len(used))
-        if row == len(used):
-            used.append(0)
-        places[i] = (row, used[row])
-        used[row] += length
+    for row, members in enumerate(first_fit(range(len(segments)), lengths, width)):
+        offset = 0
+        for i in members:
+            places[i] = (row, offset)
+            offset += lengths[i]
     return places
 
 
