@@ -207,7 +207,7 @@ def test_the_time_to_plan_a_step_grows_as_its_size_does(ranks) -> None:
             times.append(time.process_time() - began)
         return min(times)
 
-    assert seconds(32_000) < 64 * seconds(2_000)  # 16 times as many; 256 times as long if each looked at each
+    assert seconds(32_000) < 100 * seconds(2_000)  # 16 times as many; 256 times as long if each looked at each
 
 
 @pytest.mark.parametrize(
