@@ -156,7 +156,7 @@ def _spread(positions: Sequence[int], cost: Sequence[int], bins: int) -> list[li
     if bins == 1:
         return [list(positions)]
     filled: list[list[int]] = [[] for _ in range(bins)]
-    # A heap of (load, positions, bin) as one number each, which takes half as long as tuples.
+    # A heap of (load, positions, bin), each as one number: these compare faster than tuples.
     keys, counts = list(range(bins)), len(positions) + 1
     for position in _longest_first(positions, cost):
         key = keys[0]

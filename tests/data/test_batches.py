@@ -135,7 +135,7 @@ def test_the_budget_comes_before_evenness() -> None:
 
 
 def spread_by_definition(positions, cost, bins):
-    """Longest first, each to the bin with the least so far; of equal ones to the one with the fewest, then the first."""
+    """Longest first, each to the bin with the least so far; of equal ones the one with the fewest, then the first."""
     filled, load = [[] for _ in range(bins)], [0] * bins
     for position in sorted(positions, key=lambda p: -cost[p]):
         lightest = min(range(bins), key=lambda b: (load[b], len(filled[b])))
