@@ -2,7 +2,7 @@
 
 # ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a statement of its own
 from .accounting import Accounting as Accounting
-from .batches import Batches as Batches, balanced as balanced, token_cost as token_cost
+from .batches import Batches as Batches, balanced as balanced, first_fit as first_fit, token_cost as token_cost
 from .chat import (
     check_same_vocabulary as check_same_vocabulary,
     read_chat_template as read_chat_template,

@@ -9,6 +9,7 @@ continues into the next epoch, nothing is dropped and nothing comes twice. Every
 lengths alone.
 """
 
+import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -71,12 +72,16 @@ class Batches:
             raise IndexError(f"Batches: wanted a step in [0, {len(self)}), got {step}")
         start, size = step * self.batch_size, len(self.lengths)
         stop = min(start + self.batch_size, self.end)
-        return [int(self._order(position // size)[position % size]) for position in range(start, stop)]
+        return [
+            index
+            for epoch in range(start // size, -(-stop // size))
+            for index in self._order(epoch)[max(0, start - epoch * size) : stop - epoch * size].tolist()
+        ]
 
     def plan(self, step: int) -> list[list[list[int]]]:
         """The micro-batches of each rank, see `balanced`."""
         indices = self.indices(step)
-        plan = balanced([int(self.lengths[i]) for i in indices], self.ranks, self.micro_tokens)
+        plan = balanced(self.lengths[indices].tolist(), self.ranks, self.micro_tokens)
         return [[[indices[position] for position in micro] for micro in rank] for rank in plan]
 
 
@@ -86,7 +91,8 @@ def balanced(cost: Sequence[int], ranks: int, micro_tokens: int | None) -> list[
     Ranks are balanced by cost, and within a rank its micro-batches, as far as ``micro_tokens`` allows it; both keep the
     order of the positions.
     """
-    packed = [_pack(share, cost, micro_tokens) for share in _spread(range(len(cost)), cost, ranks)]
+    shares = _spread(range(len(cost)), cost, ranks)
+    packed = [[share] if micro_tokens is None else first_fit(share, cost, micro_tokens) for share in shares]
     count = max(1, *map(len, packed))
     plan = []
     for parts in packed:
@@ -94,9 +100,34 @@ def balanced(cost: Sequence[int], ranks: int, micro_tokens: int | None) -> list[
         if any(
             micro_tokens is not None and len(part) > 1 and sum(cost[p] for p in part) > micro_tokens for part in even
         ):
-            even = [sorted(part) for part in parts] + [[] for _ in range(count - len(parts))]
-        plan.append(sorted(even, key=lambda part: part[0] if part else len(cost)))
+            even = parts + [[] for _ in range(count - len(parts))]
+        plan.append(sorted(map(sorted, even), key=lambda part: part[0] if part else len(cost)))
     return plan
+
+
+def first_fit(positions: Sequence[int], cost: Sequence[int], limit: int) -> list[list[int]]:
+    """Positions by bin: longest first, each in the first bin where it fits; one above ``limit`` has a bin of its own.
+
+    Costs only fall, so a bin with room for one position has room for the next ones until it gets another: O(n log n).
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    fitting: list[int] = []  # heap of the bins with room for the position at hand
+    waiting: list[tuple[int, int]] = []  # heap of (-room, bin) of the others
+    for position in _longest_first(positions, cost):
+        size = cost[position]
+        while waiting and -waiting[0][0] >= size:
+            heapq.heappush(fitting, heapq.heappop(waiting)[1])
+        if not fitting:
+            fitting.append(len(bins))
+            bins.append([])
+            room.append(limit)
+        first = fitting[0]
+        bins[first].append(position)
+        room[first] -= size
+        if room[first] < size:
+            heapq.heappush(waiting, (-room[first], heapq.heappop(fitting)))
+    return bins
 
 
 def token_cost(dataset: datasets.Dataset, *, shared_prompt: bool) -> npt.NDArray[np.int64]:
@@ -122,26 +153,17 @@ def _order(size: int, seed: int, epoch: int, shuffle: bool) -> npt.NDArray[np.in
 
 def _spread(positions: Sequence[int], cost: Sequence[int], bins: int) -> list[list[int]]:
     """Longest first, each to the bin with the least so far: at most 4/3 of the best possible largest bin (Graham)."""
-    filled: list[list[int]] = [[] for _ in range(bins)]
-    load = [0] * bins
-    for position in sorted(positions, key=lambda p: -cost[p]):
-        lightest = min(range(bins), key=lambda b: (load[b], len(filled[b])))
-        filled[lightest].append(position)
-        load[lightest] += cost[position]
-    return [sorted(part) for part in filled]
-
-
-def _pack(positions: Sequence[int], cost: Sequence[int], limit: int | None) -> list[list[int]]:
-    """First-fit, longest first: few bins of at most ``limit``."""
-    if limit is None:
+    if bins == 1:
         return [list(positions)]
-    filled: list[list[int]] = []
-    load: list[int] = []
-    for position in sorted(positions, key=lambda p: -cost[p]):
-        fits = next((b for b in range(len(filled)) if load[b] + cost[position] <= limit), len(filled))
-        if fits == len(filled):
-            filled.append([])
-            load.append(0)
-        filled[fits].append(position)
-        load[fits] += cost[position]
+    filled: list[list[int]] = [[] for _ in range(bins)]
+    # A heap of (load, positions, bin), each as one number: these compare faster than tuples.
+    keys, counts = list(range(bins)), len(positions) + 1
+    for position in _longest_first(positions, cost):
+        key = keys[0]
+        filled[key % bins].append(position)
+        heapq.heapreplace(keys, key + (cost[position] * counts + 1) * bins)
     return filled
+
+
+def _longest_first(positions: Sequence[int], cost: Sequence[int]) -> list[int]:
+    return sorted(positions, key=cost.__getitem__, reverse=True)  # equal ones in their order

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...data import Example
+from ...data import Example, first_fit
 
 Layout = Literal["padded", "packed", "shared"]
 
@@ -130,7 +130,7 @@ def arrange(
     segments = [_segment(example, read) for example in examples] or [([0], [0], [0], [])]
     lengths = [len(tokens) for tokens, *_ in segments]
     width = sum(lengths) if one_row else max(lengths)
-    places = [(i, 0) for i in range(len(lengths))] if layout == "padded" else _first_fit(lengths, width)
+    places = [(i, 0) for i in range(len(lengths))] if layout == "padded" else _packed(lengths, width)
 
     shape = 1 + max(row for row, _ in places), width
     # Slots that no segment covers have position 0, and so are sequences of their own, which are never read.
@@ -175,14 +175,12 @@ def _segment(example: Example, read: Literal["before", "at"]) -> tuple[list[int]
     return tokens, positions, branches, read_at
 
 
-def _first_fit(lengths: list[int], width: int) -> list[tuple[int, int]]:
+def _packed(lengths: list[int], width: int) -> list[tuple[int, int]]:
     """(row, offset) of each segment."""
     places = [(0, 0)] * len(lengths)
-    used: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        row = next((r for r, filled in enumerate(used) if filled + lengths[i] <= width), len(used))
-        if row == len(used):
-            used.append(0)
-        places[i] = (row, used[row])
-        used[row] += lengths[i]
+    for row, members in enumerate(first_fit(range(len(lengths)), lengths, width)):
+        offset = 0
+        for i in members:
+            places[i] = (row, offset)
+            offset += lengths[i]
     return places

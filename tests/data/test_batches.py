@@ -1,8 +1,9 @@
 import random
+import time
 
 import numpy as np
 import pytest
-from burnish.data import Batches, token_cost
+from burnish.data import Batches, balanced, first_fit, token_cost
 from datasets import Dataset
 
 
@@ -131,6 +132,82 @@ def test_the_budget_comes_before_evenness() -> None:
     lengths = [3, 3, 2, 2, 2]  # longest first to the emptier one would fill 7 and 5
     batches = Batches(lengths, batch_size=5, micro_tokens=6, seed=0, shuffle=False, epochs=1)
     assert batches.plan(0) == [[[0, 1], [2, 3, 4]]]
+
+
+def spread_by_definition(positions, cost, bins):
+    """Longest first, each to the bin with the least so far; of equal ones the one with the fewest, then the first."""
+    filled, load = [[] for _ in range(bins)], [0] * bins
+    for position in sorted(positions, key=lambda p: -cost[p]):
+        lightest = min(range(bins), key=lambda b: (load[b], len(filled[b])))
+        filled[lightest].append(position)
+        load[lightest] += cost[position]
+    return [sorted(part) for part in filled]
+
+
+def first_fit_by_definition(positions, cost, limit):
+    filled, load = [], []
+    for position in sorted(positions, key=lambda p: -cost[p]):
+        fits = next((b for b in range(len(filled)) if load[b] + cost[position] <= limit), len(filled))
+        if fits == len(filled):
+            filled.append([])
+            load.append(0)
+        filled[fits].append(position)
+        load[fits] += cost[position]
+    return filled
+
+
+def balanced_by_definition(cost, ranks, micro_tokens):
+    packed = [
+        [share] if micro_tokens is None else first_fit_by_definition(share, cost, micro_tokens)
+        for share in spread_by_definition(range(len(cost)), cost, ranks)
+    ]
+    count = max(1, *map(len, packed))
+    plan = []
+    for parts in packed:
+        even = spread_by_definition([position for part in parts for position in part], cost, count)
+        if micro_tokens and any(len(part) > 1 and sum(cost[p] for p in part) > micro_tokens for part in even):
+            even = [sorted(part) for part in parts] + [[] for _ in range(count - len(parts))]
+        plan.append(sorted(even, key=lambda part: part[0] if part else len(cost)))
+    return plan
+
+
+def random_costs(draw):
+    """Of few values and so with many ties, or of many; 0 among them."""
+    highest = draw.choice([1, 3, 10, 1000])
+    return [draw.randint(0, highest) for _ in range(draw.choice([1, 2, 7, 40, 200]))]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_plan_is_the_one_that_its_definition_gives(seed) -> None:
+    draw = random.Random(seed)
+    for _ in range(50):
+        cost, ranks = random_costs(draw), draw.choice([1, 2, 3, 8, 64])
+        micro_tokens = draw.choice([None, 1, max(cost) + 1, 2 * max(cost) + 1, sum(cost) // ranks + 1, 500])
+        assert balanced(cost, ranks, micro_tokens) == balanced_by_definition(cost, ranks, micro_tokens)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_first_fit_is_what_its_definition_gives(seed) -> None:
+    draw = random.Random(seed)
+    for _ in range(100):
+        cost = random_costs(draw)
+        positions = draw.sample(range(len(cost)), draw.randint(0, len(cost)))
+        limit = draw.choice([1, max(cost) + 1, 3 * max(cost) + 1, 500])
+        assert first_fit(positions, cost, limit) == first_fit_by_definition(positions, cost, limit)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_time_to_plan_a_step_grows_as_its_size_does(ranks) -> None:
+    def seconds(size: int) -> float:
+        cost = [20 + 37 * i % 1009 for i in range(size)]
+        times = []
+        for _ in range(3):
+            began = time.process_time()
+            balanced(cost, ranks, 4096)
+            times.append(time.process_time() - began)
+        return min(times)
+
+    assert seconds(32_000) < 100 * seconds(2_000)  # 16 times as many; 256 times as long if each looked at each
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Rows: where each trained token is predicted from, and who sees whom."""
 
+import random
+
 import pytest
 import torch
 from burnish.data import Example
@@ -65,6 +67,21 @@ def test_nothing_after_the_last_predictor_is_computed():
 def test_packing_fills_rows_before_it_opens_new_ones():
     examples = [Example([3] * n, [[5]], [[True]]) for n in (2, 6, 4, 3, 1)]
     assert arrange(examples, "packed").input_ids.shape == (3, 6)
+
+
+def test_packing_puts_each_segment_in_the_first_row_with_room_longest_first():
+    draw = random.Random(0)
+    for highest in (2, 5, 60) * 10:
+        lengths = [draw.randint(1, highest) for _ in range(draw.randint(1, 80))]
+        examples = [Example([i + 1] * length, [[0]], [[True]]) for i, length in enumerate(lengths)]
+        expected: list[list[int]] = []
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            row = next((row for row in expected if len(row) + lengths[i] <= max(lengths)), None)
+            if row is None:
+                expected.append(row := [])
+            row += examples[i].prompt
+        rows = arrange(examples, "packed").input_ids.tolist()
+        assert [[token for token in row if token] for row in rows] == expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
