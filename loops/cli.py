@@ -9,11 +9,15 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from .. import __version__
 from .config import readable_range
 from .registry import nearest
+from .trl.config import messages, read, to_yaml
+
+_log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,8 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ..benchmarks.__main__ import main as bench
 
         return bench(given[1:])
+    if given[0] == "translate" and given[1:] and given[1] in _RECIPES:
+        file = [] if given[2:3] and given[2].startswith("--") else ["--config"]
+        print(text := to_yaml(*read(given[1], _load("settings", _RECIPES[given[1]][0]), [*file, *given[2:]])), end="")
+        return int("# refused: " in text)
     if given[0] not in _RECIPES:
-        kind, known = "recipe", [*_RECIPES, "bench"]
+        kind, known = "recipe", [*_RECIPES, "bench", "translate"]
         if given[0].startswith("-"):
             kind, known = "flag", ["--help", "--version"]
         print(f"{nearest(f'burnish: no {kind}', given[0], known)}\n\n{_usage()}", file=sys.stderr)
@@ -56,6 +64,7 @@ _RECIPES = {
     "online_dpo": ("OnlineDPO", "online_dpo:run_online_dpo"),
     "demo": ("Demo", "demo:demo"),
 }
+_TRANSLATE = "Print a configuration of TRL as burnish's: burnish translate dpo trl.yaml."
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 
 
@@ -63,7 +72,8 @@ def _usage() -> str:
     purposes = {
         name: _load("settings", settings).__doc__.partition("\n")[0] for name, (settings, _) in _RECIPES.items()
     }
-    lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, "bench": _BENCH}.items())
+    others = {"bench": _BENCH, "translate": _TRANSLATE}
+    lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, **others}.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
 
@@ -108,8 +118,16 @@ def parse(name: str, config_class: type, arguments: list[str]) -> Any:
     """The configuration of YAML file and flags; flags win, wherever they stand. Exits with status 2 on a mistake."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="a YAML file with these fields")
+    parser.add_argument("--config", action="config", help="a YAML file with these fields, or with TRL's")
     parser.add_class_arguments(config_class)
+    translated, arguments, translation = read(name, config_class, arguments)
+    if translation.refused:
+        parser.exit(2, f"{parser.prog}: " + "\n  ".join(translation.refused.values()) + "\n")
+    if translated:
+        arguments = ["--config", yaml.safe_dump(translated), *arguments]
+    if os.environ.get("RANK", "0") == "0":
+        for message in messages(translation):
+            _log.warning("TRL: %s", message)
 
     def names_file(i: int) -> bool:
         return arguments[i].startswith("--config=") or "--config" in arguments[max(i - 1, 0) : i + 1]

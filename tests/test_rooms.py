@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 # A budget is looked at, not obeyed: a capability may raise it in the commit that adds it, saying by how much and why.
 # The goals are 9,500 lines of loops/ and 170 types: lower these two numbers whenever it can be done.
-LINES = {"objectives": 2300, "kernels": 3200, "data": 1600, "loops": 12660, "benchmarks": 2700}
+LINES = {"objectives": 2300, "kernels": 3200, "data": 1600, "loops": 12740, "benchmarks": 2700}
 TYPES = 247
 SHIPPED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
 
@@ -24,7 +24,7 @@ FLOORS = [
     {"rollouts/local", "rollouts/vllm", "rewards", "runs"},
     {"environments"},
     {"rl"},
-    {"recipes"},
+    {"recipes", "trl"},
     {"cli"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -73,7 +73,7 @@ def arrows(path: Path, module: ast.Module) -> list[str]:
 def test_rooms_of_loops_import_from_lower_floors_only() -> None:
     paths = [path for path in files("loops") if path != Path("loops/__init__.py")]
     assert [arrow for path in paths for arrow in arrows(path, tree(path))] == []
-    assert len(FLOOR) <= 14 and len(FLOORS) <= 8
+    assert len(FLOOR) <= 15 and len(FLOORS) <= 8
     assert {room_of(path) for path in paths} == set(FLOOR)
 
 
