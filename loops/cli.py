@@ -34,10 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ..benchmarks.__main__ import main as bench
 
         return bench(given[1:])
-    if given[0] == "translate" and given[1:] and given[1] in _RECIPES:
-        file = [] if given[2:3] and given[2].startswith("--") else ["--config"]
-        print(text := to_yaml(*read(given[1], _load("settings", _RECIPES[given[1]][0]), [*file, *given[2:]])), end="")
-        return int("# refused: " in text)
+    if given[0] == "translate":
+        return _translate(given[1:])
     if given[0] not in _RECIPES:
         kind, known = "recipe", [*_RECIPES, "bench", "translate"]
         if given[0].startswith("-"):
@@ -99,6 +97,20 @@ def _run(name: str, arguments: list[str]) -> int:
         print(f"burnish {name}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _translate(arguments: list[str]) -> int:
+    recipe, *words = arguments or [""]
+    if recipe not in _RECIPES or not words:
+        print("usage: burnish translate <recipe> trl.yaml [--flags of TRL]", file=sys.stderr)
+        return 2
+    file = [] if words[0].startswith("--") else ["--config"]
+    ours, left, translation = read(recipe, _load("settings", _RECIPES[recipe][0]), [*file, *words])
+    if not ours and not translation.refused:
+        print(f"burnish translate: {words[0]}: can't be read, or has no name of TRL's", file=sys.stderr)
+        return 1
+    print(to_yaml(ours, left, translation), end="")
+    return int(bool(translation.refused))
 
 
 def _load(module: str, name: str) -> Any:

@@ -27,11 +27,15 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     if file is None:  # the parser says what is wrong with it
         return {}, list(arguments), out
     defaults = [file.pop("defaults", None), *(" ".join(values) for name, values, _ in flags if name == "defaults")][-1]
-    names = {name: _name(recipe, name) for name in [*file, *(name for name, *_ in flags)]}
-    foreign = [name for name in names if name.rstrip("+").partition(".")[0] not in known]
-    is_trl = any(names[name] for name in foreign)
+    words = dict.fromkeys([*file, *(name for name, *_ in flags)])
+    foreign = [name for name in words if name.rstrip("+").partition(".")[0] not in {*known, *_UNTRANSLATED}]
+    if not foreign and defaults is None:
+        return {}, list(arguments), out
+
+    names = {name: _name(recipe, name) for name in words}
+    is_trl = any(names[name] not in {"", *known} for name in foreign)
     for name in foreign:
-        if not names[name] and (name in file or (is_trl and name not in _UNTRANSLATED)):
+        if not names[name] and (name in file or is_trl):
             candidates = {*known, *entries(recipe)} if is_trl else known
             out.refused[name] = nearest("no field", name, candidates, cutoff=0.0)
     if defaults not in (None, "trl"):

@@ -59,7 +59,13 @@ def page():
     text += [
         f"- `{name}` ({recipe}): {note}" for recipe, part in names["silent"].items() for name, note in part.items()
     ]
-    text += ["- `lora.dropout`: 0; with `use_peft` it is TRL's 0.05 unless `lora_dropout` says otherwise"]
+    text += [
+        "- GRPO's loss: every completion counts the same (variant grpo); TRL's default, dapo, is weighting token_mean"
+    ]
+    text += [
+        "- ORPO's `beta` is `odds_ratio`",
+        "- `lora.dropout`: 0; with `use_peft` it is TRL's 0.05 unless `lora_dropout` says otherwise",
+    ]
     renamed = [("", part) for part in (names["renamed"],)] + [(r, part.get("renamed", {})) for r, part in overlays]
     rows = [(f"`{name}`" + f" ({r})" * bool(r), f"`{field}`") for r, part in renamed for name, field in part.items()]
     text += lines("Other names", rows, ("TRL", "burnish"))
@@ -69,7 +75,7 @@ def page():
         (
             f"`{name}`" + f" ({r})" * bool(r),
             f"`{entry['field']}`",
-            ", ".join(f"{a} → {b}" for a, b in entry.items() if a != "field"),
+            ", ".join(str(a) if a == b else f"{a} → {b}" for a, b in entry.items() if a != "field"),
         )
         for r, part in values
         for name, entry in part.items()
@@ -77,10 +83,11 @@ def page():
     text += lines("Other values", rows, ("TRL", "burnish", "values"))
     losses = ", ".join(f"{a} → {b}" for a, b in names["losses"].items())
     text += ["", f"`loss_type` (dpo): {losses}; {code(names['means'])} with `logprob_reduction: mean`."]
-    rules = {**names["rules"]}
-    for recipe, part in overlays:
-        rules |= {f"{rule} ({recipe})": names for rule, names in part.get("rules", {}).items()}
-    rows = [(rule.replace("_", " "), code(each)) for rule, each in rules.items()]
+    together = {}
+    for recipe, part in [("all recipes", names), *overlays]:
+        for rule, each in part.get("rules", {}).items():
+            together.setdefault((rule.replace("_", " "), code(each)), []).append(recipe)
+    rows = [(f"{rule} ({', '.join(recipes)})", each) for (rule, each), recipes in together.items()]
     text += lines("Names that are read together", rows, ("for", "TRL"))
     ignored = [*names["ignored"].items(), *(item for _, part in overlays for item in part.get("ignored", {}).items())]
     rows = dict((why, code(each)) for why, each in ignored).items()

@@ -100,6 +100,13 @@ def test_a_file_of_trl_trains_a_model_on_pairs_by_adapters(trained):
     assert (config["beta"], config["dtype"], config["schedule"]) == (0.01, "bfloat16", "cosine")
 
 
+def test_a_file_of_trl_trains_a_model_by_odds_ratios(trained):
+    flags = ["--lr_scheduler_type", "linear", "--optim", "adamw_torch", "--dataset_num_proc", "1"]
+    config, logged = trained("zephyr-141b-A35b/orpo/config_full", PAIRS, *flags)
+    assert (config["odds_ratio"], config["warmup"], config["schedule"]) == (0.05, 100, "linear")
+    assert "no effect here: max_prompt_length: the limit on the prompt alone is gone from TRL too" in logged
+
+
 def test_a_file_of_trl_trains_a_policy_by_a_reward_of_trl(trained, tmp_path):
     (tmp_path / "mine_of_trl.py").write_text(
         "def short(completions, solution, **kwargs):\n    return [-float(len(c[0]['content'])) for c in completions]\n"
@@ -194,6 +201,26 @@ def test_translate_prints_a_file_that_means_the_same(burnish, tmp_path):
     assert "data" not in yaml.safe_load(printed)
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (["translate"], 2, "usage: burnish translate"),
+        (["translate", "dpoo", "trl.yaml"], 2, "usage: burnish translate"),
+        (["translate", "dpo", "nosuch.yaml"], 1, "nosuch.yaml: can't be read, or has no name of TRL's"),
+    ],
+)
+def test_a_mistake_in_translate_is_told(words, status, told, capsys):
+    assert main(words) == status
+    assert told in capsys.readouterr().err
+
+
+def test_translate_reads_flags_without_a_file(capsys):
+    assert main(["translate", "sft", "--model_name_or_path", "m", "--loss_type", "dft", "--steps", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed) == {"model": "m", "loss": "dft"}
+    assert "# and the flags --steps 3" in printed
+
+
 def test_trls_defaults_are_taken_if_wanted_and_told_if_not(burnish, caplog):
     config = shown(burnish, "grpo", {**MINIMAL, "rewards": {"math": 1}, "epochs": 1})
     assert (config["max_tokens"], config["seed"], config["dtype"]) == (256, 0, "float32")
@@ -210,6 +237,14 @@ def test_trls_defaults_are_taken_if_wanted_and_told_if_not(burnish, caplog):
     assert shown(burnish, "reward", ours, "--defaults", "trl")["learning_rate"] == 1e-4
     status, _, err = burnish("reward", ours, "--defaults", "tlr")
     assert (status, "defaults: wanted trl" in err) == (2, True)
+
+
+def test_a_command_in_our_names_does_not_read_the_table(burnish, monkeypatch, caplog):
+    monkeypatch.setattr("burnish.loops.trl.config.entries", None)
+    assert (
+        shown(burnish, "dpo", {"model": "m", "data": "d", "output": "o", "lora": {"r": 2}}, "--beta=0.3")["beta"] == 0.3
+    )
+    assert caplog.messages == []
 
 
 def test_other_ranks_say_nothing(burnish, caplog, monkeypatch):
