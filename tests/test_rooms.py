@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 # A budget is looked at, not obeyed: a capability may raise it in the commit that adds it, saying by how much and why.
 # The goals are 9,500 lines of loops/ and 170 types: lower these two numbers whenever it can be done.
-LINES = {"objectives": 2300, "kernels": 3200, "data": 1600, "loops": 12740, "benchmarks": 2700}
+LINES = {"objectives": 2300, "kernels": 3200, "data": 1600, "loops": 12750, "benchmarks": 2700}
 TYPES = 247
 SHIPPED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
 

@@ -247,6 +247,13 @@ def test_a_command_in_our_names_does_not_read_the_table(burnish, monkeypatch, ca
     assert caplog.messages == []
 
 
+def test_a_difference_is_told_unless_its_field_is_set(burnish, caplog):
+    shown(burnish, "sft", {**MINIMAL, "train_on": "all"})
+    assert "train_on: " not in caplog.text
+    shown(burnish, "sft", MINIMAL)
+    assert "train_on: of messages only the assistants' tokens are trained" in caplog.text
+
+
 def test_other_ranks_say_nothing(burnish, caplog, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     shown(burnish, "sft", MINIMAL)

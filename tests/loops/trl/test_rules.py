@@ -284,6 +284,7 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("sft", {"lr_scheduler_type": "inverse_sqrt"}, "'inverse_sqrt' is none of linear, cosine"),
         ("sft", {"optim": "adamw_bnb_8bit"}, "optim: the optimizer is AdamW"),
         ("sft", {"adam_beta2": 0.95}, "adam_beta2: the optimizer is AdamW"),
+        ("sft", {"adam_beta1": 0.0}, "adam_beta1: the optimizer is AdamW"),
         ("sft", {"report_to": "all"}, "report_to: 'all'"),
         ("sft", {"dataset_train_split": "train_sft"}, "dataset_train_split: 'train_sft'.*give data"),
         ("sft", {"loss_type": "nnl"}, "loss_type: 'nnl' is none of"),
