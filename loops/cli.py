@@ -130,7 +130,11 @@ def parse(name: str, config_class: type, arguments: list[str]) -> Any:
     """The configuration of YAML file and flags; flags win, wherever they stand. Exits with status 2 on a mistake."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="a YAML file with these fields, or with TRL's")
+    parser.add_argument(
+        "--config",
+        action="config",
+        help="a YAML file with these fields, or TRL's; --defaults trl takes TRL's defaults too",
+    )
     parser.add_class_arguments(config_class)
     translated, arguments, translation = read(name, config_class, arguments)
     if translation.refused:
