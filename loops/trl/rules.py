@@ -99,7 +99,7 @@ def translate(recipe: str, known: Collection[str], given: Mapping[str, Any], **o
         elif kind == "refused":
             why, harmless = entry
             harmless = harmless if isinstance(harmless, list) else [harmless]
-            if value not in harmless and (value or harmless != [None]):
+            if value not in (None, *harmless) and (value or harmless != [None]):
                 out.refuse(name, why)
     for rule, names in {**table()["rules"], **overlay.get("rules", {})}.items():
         if out.names(names):

@@ -329,6 +329,7 @@ def test_the_batch_counts_the_ranks_of_this_run(monkeypatch):
 @pytest.mark.parametrize("value", [None, False, "", [], {}, 0])
 def test_a_refused_name_that_is_off_changes_nothing(value):
     assert ours("sft", deepspeed=value, neftune_noise_alpha=value, fsdp=value) == {}
+    assert ours("sft", model_revision=None, adam_beta1=None) == {}
 
 
 def named_losses(trainer):
