@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from .. import __version__
-from .config import readable_range
-from .registry import nearest
+from ... import __version__
+from ..config import readable_range
+from ..registry import nearest
+from .trl import messages, read, to_yaml
+
+_log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,11 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"burnish {__version__}")
         return 0
     if given[0] == "bench":
-        from ..benchmarks.__main__ import main as bench
+        from ...benchmarks.__main__ import main as bench
 
         return bench(given[1:])
+    if given[0] == "translate":
+        return _translate(given[1:])
     if given[0] not in _RECIPES:
-        kind, known = "recipe", [*_RECIPES, "bench"]
+        kind, known = "recipe", [*_RECIPES, "bench", "translate"]
         if given[0].startswith("-"):
             kind, known = "flag", ["--help", "--version"]
         print(f"{nearest(f'burnish: no {kind}', given[0], known)}\n\n{_usage()}", file=sys.stderr)
@@ -69,14 +75,9 @@ _RECIPES = {
     "online_dpo": ("OnlineDPO", "online_dpo:run_online_dpo"),
     "demo": ("Demo", "demo:demo"),
 }
-_MEANT = {  # names that TRL or other recipes have, and ours
-    "per_device_train_batch_size": "batch_size", "batch_size": "prompts_per_rollout",
-    "max_seq_length": "max_length", "max_length": "max_prompt_length",
-    "max_completion_length": "max_tokens", "max_new_tokens": "max_tokens", "num_generations": "group_size",
-    "num_iterations": "epochs_per_rollout", "num_ppo_epochs": "epochs_per_rollout", "num_mini_batches": "minibatches",
-    "num_train_epochs": "epochs", "max_steps": "steps", "reward_funcs": "rewards", "old": "old_logprobs",
-    "model_name_or_path": "model", "dataset_name": "data", "output_dir": "output", "lr_scheduler_type": "schedule",
-}  # fmt: skip
+# Fields of other recipes, and ours.
+_MEANT = {"batch_size": "prompts_per_rollout", "old": "old_logprobs"}
+_TRANSLATE = "Print a configuration of TRL as burnish's: burnish translate dpo trl.yaml."
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 
 
@@ -84,7 +85,8 @@ def _usage() -> str:
     purposes = {
         name: _load("settings", settings).__doc__.partition("\n")[0] for name, (settings, _) in _RECIPES.items()
     }
-    lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, "bench": _BENCH}.items())
+    others = {"bench": _BENCH, "translate": _TRANSLATE}
+    lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, **others}.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
 
@@ -112,8 +114,22 @@ def _run(name: str, arguments: list[str]) -> int:
     return 0
 
 
+def _translate(arguments: list[str]) -> int:
+    recipe, *words = arguments or [""]
+    if recipe not in _RECIPES or not words:
+        print("usage: burnish translate <recipe> trl.yaml [--flags of TRL]", file=sys.stderr)
+        return 2
+    file = [] if words[0].startswith("--") else ["--config"]
+    ours, left, translation = read(recipe, _load("settings", _RECIPES[recipe][0]), [*file, *words])
+    if not ours and not translation.refused:
+        print(f"burnish translate: {words[0]}: can't be read, or has no name of TRL's", file=sys.stderr)
+        return 1
+    print(to_yaml(ours, left, translation), end="")
+    return int(bool(translation.refused))
+
+
 def _load(module: str, name: str) -> Any:
-    return getattr(import_module(f".recipes.{module}", __package__), name)
+    return getattr(import_module(f"..recipes.{module}", __package__), name)
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -129,8 +145,20 @@ def parse(name: str, config_class: type, arguments: list[str]) -> Any:
     """The configuration of YAML file and flags; flags win, wherever they stand. Exits with status 2 on a mistake."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False)
-    parser.add_argument("--config", action="config", help="a YAML file with these fields")
+    parser.add_argument(
+        "--config",
+        action="config",
+        help="a YAML file with these fields, or TRL's; --defaults trl takes TRL's defaults too",
+    )
     parser.add_class_arguments(config_class)
+    translated, arguments, translation = read(name, config_class, arguments)
+    if translation.refused:
+        parser.exit(2, f"{parser.prog}: " + "\n  ".join(translation.refused.values()) + "\n")
+    if translated:
+        arguments = ["--config", yaml.safe_dump(translated), *arguments]
+    if os.environ.get("RANK", "0") == "0":
+        for message in messages(translation):
+            _log.warning("TRL: %s", message)
 
     def names_file(i: int) -> bool:
         return arguments[i].startswith("--config=") or "--config" in arguments[max(i - 1, 0) : i + 1]
@@ -154,14 +182,9 @@ class _Parser(ArgumentParser):
         unknown = re.search(r"unrecognized arguments: -*([\w.]+)|Option '([\w.]+)' is not accepted", message)
         if unknown:
             name, fields = unknown[1] or unknown[2], list(self.get_defaults().keys())
-            meant = name
-            while meant in _MEANT and meant not in fields:
-                meant = _MEANT[meant]
-            message = (
-                nearest("no field", name, fields, cutoff=0.0)
-                if meant == name
-                else (f"no field {name!r}, did you mean {meant!r}?")
-            )
+            message = nearest("no field", name, fields, cutoff=0.0)
+            if _MEANT.get(name) in fields:
+                message = f"no field {name!r}, did you mean {_MEANT[name]!r}?"
         outside = re.search(r'key "([\w.]+)":.*: (\S+ |)does not conform to restriction ([^\n]+)', message, re.S)
         if outside:
             value = outside[2].strip() or message.rpartition("Given value: ")[2].strip()

@@ -1,0 +1,278 @@
+"""TRL's files and flags on our command line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from burnish.loops.cli import main
+from tiny import CHATML, save_model, sums, write_rows
+from trl_page import PAGE, RECIPES, page
+
+PAIRS = sums(8)
+MESSAGES = [{"messages": pair["prompt"] + pair["chosen"]} for pair in PAIRS]
+PROMPTS = [{"prompt": pair["prompt"], "solution": "4"} for pair in PAIRS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def burnish(tmp_path, capsys, monkeypatch):
+    """``burnish(recipe, configuration, *flags)`` returns (status, standard output, standard error)."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def burnish(command, configuration, *flags):
+        file = tmp_path / "trl.yaml"
+        file.write_text(configuration if isinstance(configuration, str) else json.dumps(configuration))
+        words = command.split()
+        named = [] if configuration is None else ([str(file)] if words[0] == "translate" else ["--config", str(file)])
+        try:
+            status = main([*words, *named, *flags])
+        except SystemExit as stopped:
+            status = stopped.code
+        return status, *capsys.readouterr()
+
+    return burnish
+
+
+@pytest.fixture
+def trained(burnish, model, tmp_path, caplog):
+    """Train two steps by a real configuration; returns the configuration in our fields and what was logged."""
+
+    def trained(name, rows, *flags):
+        data = write_rows(tmp_path / "data.jsonl", rows)
+        (tmp_path / "template.jinja").write_text(CHATML)
+        mine = [
+            "--model_name_or_path",
+            model,
+            "--output_dir",
+            tmp_path / "run",
+            "--max_steps",
+            2,
+            "--report_to",
+            "none",
+        ]
+        mine += [
+            "--attn_implementation",
+            "sdpa",
+            "--per_device_train_batch_size",
+            2,
+            "--gradient_accumulation_steps",
+            2,
+        ]
+        mine += ["--data", data, "--chat_template", tmp_path / "template.jinja"]
+        status, out, err = burnish(name.split("/")[-2], RECIPES[name], *map(str, [*mine, *flags]))
+        assert status == 0, out + err
+        lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        assert lines[-1]["step"] == 2
+        return yaml.safe_load((tmp_path / "run/config.yaml").read_text()), caplog.text
+
+    return trained
+
+
+def test_a_file_of_trl_trains_a_model_on_messages(trained):
+    config, logged = trained(
+        "OpenR1-Distill-7B/sft/config_distill",
+        MESSAGES,
+        *("--schedule", "cosine", "--lr_scheduler_kwargs", "null", "--eos_token", "null", "--dtype", "float32"),
+        *("--torch_dtype", "null", "--bf16", "false"),
+    )
+    expected = {"learning_rate": 4e-5, "max_grad_norm": 0.2, "max_length": 32768, "warmup": 0.03, "seed": 42}
+    expected |= {"schedule": "cosine", "batch_size": 4, "steps": 2, "report_to": None, "dtype": "float32"}
+    assert {name: config[name] for name in expected} == expected
+    assert "no effect here: hub_model_id, hub_strategy, push_to_hub: nothing is uploaded" in logged
+    assert "train_on: of messages only the assistants' tokens are trained" in logged
+
+
+def test_a_file_of_trl_trains_a_model_on_pairs_by_adapters(trained):
+    flags = ["--load_in_4bit", "false", "--lora_r", "4"]
+    config, _ = trained("zephyr-7b-beta/dpo/config_qlora", PAIRS, *flags)
+    assert config["lora"]["r"] == 4
+    assert config["lora"]["alpha"] == 128
+    assert config["lora"]["dropout"] == 0.05
+    assert config["lora"]["target_modules"][:2] == ["q_proj", "k_proj"]
+    assert (config["beta"], config["dtype"], config["schedule"]) == (0.01, "bfloat16", "cosine")
+
+
+def test_a_file_of_trl_trains_a_model_by_odds_ratios(trained):
+    flags = ["--lr_scheduler_type", "linear", "--optim", "adamw_torch", "--dataset_num_proc", "1"]
+    config, logged = trained("zephyr-141b-A35b/orpo/config_full", PAIRS, *flags)
+    assert (config["odds_ratio"], config["warmup"], config["schedule"]) == (0.05, 100, "linear")
+    assert "no effect here: max_prompt_length: the limit on the prompt alone is gone from TRL too" in logged
+
+
+def test_a_file_of_trl_trains_a_policy_by_a_reward_of_trl(trained, tmp_path):
+    (tmp_path / "mine_of_trl.py").write_text(
+        "def short(completions, solution, **kwargs):\n    return [-float(len(c[0]['content'])) for c in completions]\n"
+    )
+    flags = ["--schedule", "cosine", "--lr_scheduler_kwargs", "null", "--dataset_prompt_column", "null"]
+    flags += ["--system_prompt", "null", "--use_vllm", "false", "--reward_funcs", "mine_of_trl.short"]
+    flags += ["--reward_weights", "0.5", "--num_generations", "2", "--max_completion_length", "4"]
+    config, _ = trained("DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo", PROMPTS, *flags)
+    assert config["rewards"] == {"mine_of_trl:short": 0.5}
+    assert (config["group_size"], config["prompts_per_rollout"], config["max_tokens"]) == (2, 2, 4)
+    assert (config["temperature"], config["truncation"], config["source"]) == (0.7, "keep_end", "policy")
+
+
+MINIMAL = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
+
+
+def shown(burnish, recipe, configuration, *flags):
+    """The resolved configuration, without training."""
+    status, out, err = burnish(recipe, configuration, *flags, "--print_config")
+    assert status == 0, err
+    return yaml.safe_load(out)
+
+
+def test_trls_flags_work_without_a_file(burnish):
+    flags = "--model_name_or_path m --dataset_name d --output-dir o --per_device_train_batch_size 3 --bf16 --use_peft"
+    flags += " --lora_target_modules q_proj v_proj --loss_type sigmoid sft --loss_weights 1 0.5 --learning_rate 1e-4"
+    config = shown(burnish, "dpo", {}, *flags.split(), "--no_gradient_checkpointing", "--max_grad_norm=0.5")
+    assert (config["model"], config["data"], config["output"]) == ("m", "d", "o")
+    assert (config["batch_size"], config["dtype"], config["learning_rate"]) == (3, "bfloat16", 1e-4)
+    assert config["lora"]["target_modules"] == ["q_proj", "v_proj"]
+    assert config["loss"] == {"dpo": 1.0, "nll": 0.5}
+    assert (config["gradient_checkpointing"], config["max_grad_norm"]) == (False, 0.5)
+
+
+def test_both_vocabularies_mix_and_flags_win_in_either(burnish):
+    file = {**MINIMAL, "lora": {"r": 4}, "per_device_train_batch_size": 4, "micro_tokens": 99}
+    config = shown(burnish, "dpo", file, "--num_train_epochs", "4", "--batch_size", "5")
+    assert (config["lora"]["r"], config["batch_size"], config["epochs"], config["micro_tokens"]) == (4, 5, 4, 99)
+    config = shown(burnish, "dpo", {**MINIMAL, "epochs": 2, "steps": 7}, "--num_train_epochs", "4")
+    assert (config["epochs"], config["steps"]) == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("file", "flags"),
+    [
+        ({**MINIMAL, "batch_size": 4, "gradient_accumulation_steps": 2}, []),
+        ({**MINIMAL, "lora": {"r": 4}, "use_peft": True}, []),
+        (MINIMAL, ["--epochs", "2", "--num_train_epochs", "3"]),
+    ],
+)
+def test_a_field_that_is_given_in_both_vocabularies_is_refused(burnish, file, flags):
+    status, _, err = burnish("dpo", file, *flags)
+    assert status == 2
+    assert "given twice" in err
+
+
+def test_all_that_is_wrong_in_a_file_stands_in_one_message(burnish):
+    file = {**MINIMAL, "fp16": True, "eos_token": "<e>", "optim": "rmsprop", "per_device_batch": 3, "learning_rat": 1}
+    status, _, err = burnish("dpo", file)
+    assert status == 2
+    assert len(err.splitlines()) == 5
+    for words in ("fp16: ", "eos_token: ", "optim: ", "no field 'learning_rat', did you mean 'learning_rate'?"):
+        assert words in err
+    assert "no field 'per_device_batch', did you mean 'per_device_" in err
+
+
+def test_all_unknown_keys_of_our_own_file_stand_in_one_message(burnish):
+    status, _, err = burnish("dpo", {"model": "m", "stepps": 3, "learning_rat": 0.1})
+    assert status == 2
+    assert "no field 'stepps', did you mean 'steps'?" in err
+    assert "no field 'learning_rat', did you mean 'learning_rate'?" in err
+
+
+def test_a_flag_that_is_nearly_trls_is_told_with_trls_name(burnish):
+    status, _, err = burnish("dpo", MINIMAL, "--per_device_train_batchsize", "4")
+    assert status == 2
+    assert "did you mean 'per_device_train_batch_size'?" in err
+
+
+def test_translate_prints_a_file_that_means_the_same(burnish, tmp_path):
+    name = "zephyr-7b-beta/dpo/config_qlora"
+    file = {key: value for key, value in RECIPES[name].items() if key not in ("dataset_mixer", "dataset_splits")}
+    file["dataset_name"] = "d"
+    direct = shown(burnish, "dpo", file)
+    status, printed, _ = burnish("translate dpo", file)
+    assert status == 0
+    assert "# no effect here: hub_model_id, push_to_hub: nothing is uploaded" in printed
+    assert shown(burnish, "dpo", printed) == direct
+    status, printed, _ = burnish("translate dpo", RECIPES[name])
+    assert status == 1
+    assert "# refused: dataset_mixer: " in printed
+    assert "data" not in yaml.safe_load(printed)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (["translate"], 2, "usage: burnish translate"),
+        (["translate", "dpoo", "trl.yaml"], 2, "usage: burnish translate"),
+        (["translate", "dpo", "nosuch.yaml"], 1, "nosuch.yaml: can't be read, or has no name of TRL's"),
+    ],
+)
+def test_a_mistake_in_translate_is_told(words, status, told, capsys):
+    assert main(words) == status
+    assert told in capsys.readouterr().err
+
+
+def test_translate_reads_flags_without_a_file(capsys):
+    assert main(["translate", "sft", "--model_name_or_path", "m", "--loss_type", "dft", "--steps", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed) == {"model": "m", "loss": "dft"}
+    assert "# and the flags --steps 3" in printed
+
+
+def test_trls_defaults_are_taken_if_wanted_and_told_if_not(burnish, caplog):
+    config = shown(burnish, "grpo", {**MINIMAL, "rewards": {"math": 1}, "epochs": 1})
+    assert (config["max_tokens"], config["seed"], config["dtype"]) == (256, 0, "float32")
+    line = next(text for text in caplog.messages if "defaults that differ" in text)
+    for words in ("max_tokens 256 (512)", "seed 0 (42)", "dtype float32 (bfloat16)", "weighting None (token_mean)"):
+        assert words in line
+    assert "epochs" not in line
+    caplog.clear()
+    config = shown(burnish, "grpo", {**MINIMAL, "rewards": {"math": 1}, "epochs": 1, "defaults": "trl"})
+    assert (config["max_tokens"], config["seed"], config["dtype"]) == (512, 42, "bfloat16")
+    assert (config["weighting"], config["epochs"], config["save_every"]) == ("token_mean", 1, 500)
+    assert "defaults that differ" not in caplog.text
+    ours = {"model": "m", "data": "d", "output": "o"}
+    assert shown(burnish, "reward", ours, "--defaults", "trl")["learning_rate"] == 1e-4
+    status, _, err = burnish("reward", ours, "--defaults", "tlr")
+    assert (status, "defaults: wanted trl" in err) == (2, True)
+
+
+def test_a_command_in_our_names_does_not_read_the_table(burnish, monkeypatch, caplog):
+    monkeypatch.setattr("burnish.loops.cli.trl.entries", None)
+    assert (
+        shown(burnish, "dpo", {"model": "m", "data": "d", "output": "o", "lora": {"r": 2}}, "--beta=0.3")["beta"] == 0.3
+    )
+    assert caplog.messages == []
+
+
+def test_a_difference_is_told_unless_its_field_is_set(burnish, caplog):
+    shown(burnish, "sft", {**MINIMAL, "train_on": "all"})
+    assert "train_on: " not in caplog.text
+    shown(burnish, "sft", MINIMAL)
+    assert "train_on: of messages only the assistants' tokens are trained" in caplog.text
+
+
+def test_other_ranks_say_nothing(burnish, caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    shown(burnish, "sft", MINIMAL)
+    assert caplog.messages == []
+
+
+def test_a_translation_imports_nothing_heavy(tmp_path):
+    (tmp_path / "trl.yaml").write_text(json.dumps(MINIMAL))
+    code = (
+        "import sys; from burnish.loops.cli import main; main(['translate', 'dpo', 'trl.yaml']); "
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy'}; "
+        "print(sorted({name.partition('.')[0] for name in sys.modules} & heavy))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=os.environ, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_page_is_made_from_the_table():
+    assert PAGE.read_text() == page(), "run tests/support/trl_page.py"

@@ -1,0 +1,361 @@
+"""What TRL's names and values come to: every real key, every field of TRL's classes, every rule of a value."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from burnish.loops.cli import _RECIPES, _load
+from burnish.loops.cli.trl import read
+from burnish.loops.cli.trl_rules import entries, table, translate
+from burnish.loops.recipes.grpo import grpo_losses
+from burnish.loops.recipes.preference import dpo_losses
+from burnish.loops.recipes.settings import DPO, GRPO
+from burnish.loops.rewards.resolve import SHIPPED
+from burnish.loops.train.mix import PAIR_LOSSES
+from trl_page import RECIPES
+
+DATA = {"dataset_mixture"}
+SCHEDULE = {"lr_scheduler_type", "lr_scheduler_kwargs"}
+COLUMNS = {"dataset_prompt_column", "system_prompt"}
+REFUSED = {
+    "zephyr-7b-beta/sft/config_full": DATA,
+    "zephyr-7b-beta/sft/config_qlora": DATA,
+    "zephyr-7b-beta/dpo/config_full": DATA,
+    "zephyr-7b-beta/dpo/config_qlora": {"dataset_mixer", "dataset_splits"},
+    "smollm3/sft/sft": DATA | SCHEDULE | {"eos_token", "model_revision"},
+    "smollm3/dpo/apo": DATA | SCHEDULE | {"save_steps", "model_revision"},
+    "smollm2/dpo/config": DATA,
+    "zephyr-141b-A35b/orpo/config_full": {"lr_scheduler_type", "optim"},
+    "OpenR1-Distill-7B/sft/config_distill": SCHEDULE | {"eos_token"},
+    "DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo": SCHEDULE | COLUMNS | {"reward_funcs"},
+    "Qwen2.5-1.5B-Instruct/grpo/config_demo_code": SCHEDULE | COLUMNS | {"reward_funcs", "num_generations"},
+    "trl/sft/example_config": set(),
+}
+
+
+def settings_of(recipe):
+    return _load("settings", _RECIPES[recipe][0])
+
+
+def fields_of(recipe):
+    return {field.name for field in dataclasses.fields(settings_of(recipe))}
+
+
+def ours(recipe, **given):
+    """Our fields; nothing may be refused."""
+    translation = translate(recipe, fields_of(recipe), given)
+    assert translation.refused == {}
+    return translation.ours
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_key_of_a_real_configuration_is_translated_told_or_refused(name, tmp_path):
+    recipe, configuration = name.split("/")[-2], RECIPES[name]
+    file = tmp_path / "trl.yaml"
+    file.write_text(json.dumps(configuration))
+    _, left, out = read(recipe, settings_of(recipe), ["--config", str(file)])
+    assert left == []
+    assert set(out.refused) == REFUSED[name]
+    assert all(name in line for name, line in out.refused.items())
+    accounted = {key for keys in (*out.sources.values(), *out.ignored.values()) for key in keys} | set(out.refused)
+    assert accounted == set(configuration)
+
+
+def test_the_real_configurations_are_twelve_with_411_keys():
+    assert len(RECIPES) == 12
+    assert sum(map(len, RECIPES.values())) == 411
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "kto", "reward", "grpo", "rloo"])
+def test_every_field_of_the_installed_trl_is_in_the_table(recipe):
+    trl = pytest.importorskip("trl")
+    own = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}[recipe]
+    classes = [getattr(trl, name) for name in (f"{own}Config", "ModelConfig", "ScriptArguments")]
+    names = {field.name for each in classes for field in dataclasses.fields(each)}
+    assert len(names) > 120
+    assert names - set(entries(recipe)) == set()
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "kto", "reward", "grpo", "rloo"])
+def test_the_defaults_of_the_installed_trl_change_nothing_silently(recipe):
+    """A file that spells out all of TRL's defaults is translated without a refusal."""
+    trl = pytest.importorskip("trl")
+    own = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}[recipe]
+    given = {}
+    for each in (getattr(trl, f"{own}Config"), trl.ModelConfig, trl.ScriptArguments):
+        for field in dataclasses.fields(each):
+            made = field.default_factory is not dataclasses.MISSING
+            given[field.name] = field.default_factory() if made else field.default
+    table_defaults = {**table()["defaults"]["all"], **table()["defaults"].get(recipe, {})}
+    given["bf16"] = True  # None, which is true unless fp16 is
+    for name, value in table_defaults.items():
+        if name in given:
+            assert given[name] == value, name
+    assert translate(recipe, fields_of(recipe), given).refused == {}
+
+
+def test_every_field_that_the_table_names_exists():
+    everywhere = set().union(*(fields_of(recipe) for recipe in _RECIPES if recipe != "demo"))
+    for recipe in (*table()["recipes"], "reward"):
+        for kind, entry in entries(recipe).values():
+            field = {"renamed": lambda e: e, "values": lambda e: e["field"]}.get(kind, lambda e: "model")(entry)
+            assert field.partition(".")[0] in everywhere, field
+    for recipe, part in table()["recipes"].items():
+        for field in (*part.get("renamed", {}).values(), *(v["field"] for v in part.get("values", {}).values())):
+            assert field in fields_of(recipe)
+    assert {"defaults", "silent", "recipes"} <= table().keys()
+    shipped = {reward for entry in table()["rewards"].values() for reward in entry if ":" not in reward}
+    assert shipped <= SHIPPED.keys()
+
+
+@pytest.mark.parametrize("recipe", [name for name in _RECIPES if name != "demo"])
+def test_a_field_of_ours_is_never_refused_as_a_name_of_trl(recipe):
+    shared = {name: entry for name, entry in entries(recipe).items() if name in fields_of(recipe)}
+    assert {"learning_rate", "seed", "dtype", "report_to"} <= shared.keys()
+    assert {name for name, entry in shared.items() if entry != ("renamed", name) and entry[0] != "rules"} == set()
+
+
+def test_names_are_in_the_table_once():
+    for part in (table(), *table()["recipes"].values()):
+        names = [
+            *part.get("same", ()),
+            *part.get("renamed", {}),
+            *part.get("values", {}),
+            *(name for names in part.get("ignored", {}).values() for name in names),
+            *(name for names in part.get("refused", {}).values() for name in names),
+            *{name for names in part.get("rules", {}).values() for name in names},
+        ]
+        assert [name for name in names if names.count(name) > 1] == []
+
+
+LORA = {"lora.r": 16, "lora.alpha": 32.0, "lora.dropout": 0.05}
+TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "num_processes": 2}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "expected"),
+    [
+        ("dpo", TWO_DEVICES, {"batch_size": 24}),
+        ("dpo", {"gradient_accumulation_steps": 2}, {"batch_size": 16}),
+        ("grpo", {**TWO_DEVICES, "num_generations": 6}, {"group_size": 6, "prompts_per_rollout": 4}),
+        (
+            "grpo",
+            {**TWO_DEVICES, "num_generations": 6, "steps_per_generation": 6},
+            {"group_size": 6, "prompts_per_rollout": 8, "minibatches": 2},
+        ),
+        ("grpo", {"generation_batch_size": 32}, {"group_size": 8, "prompts_per_rollout": 4, "minibatches": 4}),
+        ("rloo", {"num_generations": 4, "num_iterations": 3}, None),
+        ("sft", {"max_steps": -1, "num_train_epochs": 2.0}, {"epochs": 2}),
+        ("sft", {"max_steps": 70, "num_train_epochs": 2}, {"steps": 70}),
+        ("sft", {"warmup_ratio": 0.1}, {"warmup": 0.1}),
+        ("sft", {"warmup_ratio": 0.1, "warmup_steps": 20}, {"warmup": 20.0}),
+        ("sft", {"bf16": True, "torch_dtype": None}, {"dtype": "bfloat16"}),
+        ("sft", {"bf16": False}, {"dtype": "float32"}),
+        ("sft", {"torch_dtype": "auto"}, {"dtype": "bfloat16"}),
+        ("sft", {"dtype": "float32"}, {"dtype": "float32"}),
+        ("sft", {"torch_dtype": "bfloat16", "bf16": False}, {"dtype": "bfloat16"}),
+        ("sft", {"lr_scheduler_type": "constant_with_warmup"}, {"schedule": "constant"}),
+        ("sft", {"dataset_name": "a/b", "dataset_config": "c"}, {"data": "a/b:c"}),
+        ("sft", {"dataset_name": "a/b", "dataset_train_split": "train"}, {"data": "a/b"}),
+        ("sft", {"eval_strategy": "steps", "eval_steps": 7}, {"eval_every": 7}),
+        ("sft", {"evaluation_strategy": "steps", "logging_steps": 5}, {"eval_every": 5}),
+        ("sft", {"eval_strategy": False}, {}),
+        ("sft", {"eval_strategy": "epoch"}, {}),
+        ("sft", {"save_strategy": "steps", "save_steps": 0.25, "max_steps": 10}, {"steps": 10, "save_every": 3}),
+        ("sft", {"save_strategy": "steps"}, {"save_every": 500}),
+        ("sft", {"save_strategy": "no", "save_steps": 5}, {}),
+        ("sft", {"use_peft": True}, LORA),
+        ("sft", {"use_peft": True, "lora_r": 4, "lora_target_modules": ["all-linear"]}, None),
+        ("sft", {"lora_r": 4}, {}),
+        ("sft", {"use_peft": True, "load_in_4bit": True}, {**LORA, "quantize": "4bit"}),
+        ("sft", {"report_to": "none"}, {"report_to": None}),
+        ("sft", {"report_to": ["wandb", "tensorboard"]}, {"report_to": ["wandb", "tensorboard"]}),
+        ("sft", {"resume_from_checkpoint": True}, {"resume": True}),
+        ("sft", {"max_seq_length": 99, "truncation_mode": "keep_end"}, {"max_length": 99, "truncation": "keep_end"}),
+        ("sft", {"assistant_only_loss": True}, {"train_on": "assistant"}),
+        ("sft", {"completion_only_loss": False}, {"train_on": "all"}),
+        ("sft", {"loss_type": "chunked_nll"}, {"loss": "nll"}),
+        ("sft", {"loss_type": "dft"}, {"loss": "dft"}),
+        ("sft", {"label_smoothing_factor": 0.1}, {"loss": {"label_smoothed_nll": {"label_smoothing": 0.1}}}),
+        ("dpo", {"loss_type": "sigmoid"}, {"loss": "dpo"}),
+        ("dpo", {"loss_type": ["sigmoid_norm"]}, {"loss": "dpo", "logprob_reduction": "mean"}),
+        ("dpo", {"loss_type": "ipo"}, {"loss": "ipo", "logprob_reduction": "mean"}),
+        (
+            "dpo",
+            {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1]},
+            {"loss": {"dpo": 0.8, "bco_pair": 0.2, "nll": 1.0}},
+        ),
+        ("dpo", {"loss_type": ["discopop"], "discopop_tau": 0.1}, {"loss": "discopop", "loss_kwargs": {"tau": 0.1}}),
+        (
+            "dpo",
+            {"f_divergence_type": "js_divergence", "use_weighting": True},
+            {"divergence": "js", "pair_weight": "wpo"},
+        ),
+        ("dpo", {"precompute_ref_log_probs": True}, {"reference": "precompute"}),
+        ("kto", {"loss_type": "apo_zero_unpaired", "beta": 0.2}, {"loss": "apo_zero_unpaired", "beta": 0.2}),
+        ("orpo", {"beta": 0.05}, {"odds_ratio": 0.05}),
+        (
+            "cpo",
+            {"loss_type": "simpo", "simpo_gamma": 1.0, "cpo_alpha": 0.0},
+            {"loss": "simpo", "gamma": 1.0, "nll": 0.0},
+        ),
+        ("cpo", {"loss_type": "simpo", "alpha": 0.3}, {"loss": "alpha_po", "alpha": 0.3}),
+        ("reward", {"center_rewards_coefficient": 0.01}, {"centering": 0.01}),
+        ("grpo", {"loss_type": "dapo"}, {"variant": "grpo", "weighting": "token_mean"}),
+        ("grpo", {"loss_type": "dr_grpo", "scale_rewards": False}, None),
+        ("grpo", {"loss_type": "cispo", "epsilon_high": 5.0}, {"variant": "cispo", "loss_kwargs": {"clip_high": 4.0}}),
+        (
+            "grpo",
+            {"loss_type": "sapo", "sapo_temperature_neg": 2},
+            {"variant": "sapo", "loss_kwargs": {"tau_neg": 2.0}},
+        ),
+        ("grpo", {"loss_type": "vespo", "vespo_k_pos": 1}, {"variant": "vespo", "loss_kwargs": {"k_pos": 1.0}}),
+        (
+            "grpo",
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.003},
+            {"variant": "gspo", "loss_kwargs": {"clip_low": 0.003, "clip_high": 0.003}},
+        ),
+        ("grpo", {"epsilon_high": 0.28}, {"loss_kwargs": {"clip_low": 0.2, "clip_high": 0.28}}),
+        ("grpo", {"delta": 1.5}, {"loss_kwargs": {"ratio_cap": 1.5}}),
+        (
+            "grpo",
+            {"entropy_coef": 0.01},
+            {"loss": {"clipped_surrogate": 1.0, "entropy_bonus": {"coefficient": 0.01, "weighting": "token_mean"}}},
+        ),
+        (
+            "grpo",
+            {"max_completion_length": 64, "mask_truncated_completions": True},
+            {"max_tokens": 64, "mask_truncated": True},
+        ),
+        ("grpo", {"multi_objective_aggregation": "normalize_then_sum"}, {"reward_aggregation": "normalize"}),
+        ("grpo", {"max_prompt_length": 99}, {"max_prompt_length": 99, "truncation": "keep_end"}),
+        ("grpo", {"max_prompt_length": None}, {"max_prompt_length": None}),
+        (
+            "grpo",
+            {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_mode": "token_truncate"},
+            {"source": "vllm", "correction": "tis", "correction_low": 0.0, "correction_high": 3.0},
+        ),
+        (
+            "grpo",
+            {"use_vllm": True, "vllm_max_model_length": 512, "vllm_importance_sampling_correction": False},
+            {"source": "vllm_engine", "vllm.options": {"max_model_len": 512}},
+        ),
+        (
+            "grpo",
+            {"reward_funcs": ["accuracy_reward", "mine.scores.short"], "reward_weights": [1, 0.5]},
+            {"rewards": {"math": {"column": "solution", "weight": 1.0}, "mine.scores:short": 0.5}},
+        ),
+        (
+            "rloo",
+            {"reward_model_name_or_path": "a/b", "normalize_advantages": True},
+            {"rewards": {"reward_model": {"model": "a/b", "weight": 1.0}}, "scale": "batch"},
+        ),
+        ("rloo", {"epsilon": 0.1}, {"loss_kwargs": {"clip_low": 0.1, "clip_high": 0.1}}),
+        (
+            "ppo",
+            {"vf_coef": 0.2, "kl_coef": 0.1, "response_length": 9},
+            {"value_coefficient": 0.2, "beta": 0.1, "max_tokens": 9},
+        ),
+        ("prm", {"step_separator": "\n\n"}, {"separator": "\n\n"}),
+    ],
+    ids=str,
+)
+def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    special = {
+        "rloo": {"group_size": 4, "prompts_per_rollout": 2, "epochs_per_rollout": 3},
+        "sft": {**LORA, "lora.r": 4, "lora.target_modules": "all-linear"},
+        "grpo": {"variant": "grpo", "weighting": "fixed_length", "scale": "none"},
+    }
+    assert ours(recipe, **given) == (special[recipe] if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "words"),
+    [
+        ("sft", {"fp16": True}, "fp16.*float16.*give dtype"),
+        ("sft", {"torch_dtype": "float16"}, "torch_dtype.*float16"),
+        ("sft", {"num_train_epochs": 0.5}, "num_train_epochs: 0.5 is a part.*steps"),
+        ("sft", {"save_strategy": "steps", "save_steps": 0.1}, "save_steps: 0.1 is a share.*save_every"),
+        ("sft", {"save_strategy": "best"}, "save_strategy.*not the best"),
+        ("sft", {"lr_scheduler_type": "inverse_sqrt"}, "'inverse_sqrt' is none of linear, cosine"),
+        ("sft", {"optim": "adamw_bnb_8bit"}, "optim: the optimizer is AdamW"),
+        ("sft", {"adam_beta2": 0.95}, "adam_beta2: the optimizer is AdamW"),
+        ("sft", {"adam_beta1": 0.0}, "adam_beta1: the optimizer is AdamW"),
+        ("sft", {"report_to": "all"}, "report_to: 'all'"),
+        ("sft", {"dataset_train_split": "train_sft"}, "dataset_train_split: 'train_sft'.*give data"),
+        ("sft", {"loss_type": "nnl"}, "loss_type: 'nnl' is none of"),
+        ("sft", {"beta": 0.1}, "beta: this recipe has no beta"),
+        ("sft", {"max_seq_length": 9, "max_length": 8}, "max_length.*given twice"),
+        ("dpo", {"loss_type": "sigmoidd"}, "loss_type: there is no 'sigmoidd', did you mean 'sigmoid'"),
+        ("dpo", {"loss_type": ["sigmoid", "ipo"]}, "loss_type: of sigmoid, ipo some"),
+        ("dpo", {"loss_type": ["sigmoid"], "loss_weights": [1, 2]}, "loss_weights: there are 2 for 1"),
+        ("dpo", {"f_divergence_type": "tv"}, "f_divergence_type"),
+        ("cpo", {"loss_type": "hinge"}, "loss_type: no loss here is hinge"),
+        ("grpo", {"num_generations": 7}, "num_generations: 8 completions.*no multiple of 7"),
+        (
+            "grpo",
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
+            "steps_per_generation: 24.*16 of a step",
+        ),
+        ("grpo", {"loss_type": "luspo"}, "loss_type: there is no 'luspo'"),
+        ("grpo", {"loss_type": "cispo"}, "loss_type: cispo's epsilon_high"),
+        ("grpo", {"loss_type": "dapo", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
+        ("grpo", {"loss_type": "sapo", "entropy_coef": 0.1}, "entropy_coef: of sapo"),
+        ("grpo", {"use_vllm": True, "vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode"),
+        ("grpo", {"reward_funcs": ["code"]}, "reward_funcs: no reward 'code'; there are accuracy"),
+        ("grpo", {"reward_funcs": ["format"], "reward_weights": [1, 2]}, "reward_weights: there are 2 for 1"),
+        ("grpo", {"repetition_penalty": 1.1}, "repetition_penalty"),
+        ("sft", {"per_device_train_batch_size": "many"}, "per_device_train_batch_size: 'many': invalid literal"),
+        ("grpo", {"top_entropy_quantile": 0.2}, "top_entropy_quantile: no recipe offers it"),
+    ],
+    ids=str,
+)
+def test_a_value_without_an_equivalent_is_refused_by_name(recipe, given, words, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    refused = translate(recipe, fields_of(recipe), given).refused
+    assert len(refused) == 1
+    assert re.search(words, *refused.values())
+
+
+def test_the_batch_counts_the_ranks_of_this_run(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert ours("dpo", per_device_train_batch_size=2) == {"batch_size": 16}
+
+
+@pytest.mark.parametrize("value", [None, False, "", [], {}, 0])
+def test_a_refused_name_that_is_off_changes_nothing(value):
+    assert ours("sft", deepspeed=value, neftune_noise_alpha=value, fsdp=value) == {}
+    assert ours("sft", model_revision=None, adam_beta1=None) == {}
+
+
+def named_losses(trainer):
+    """The values of loss_type that the source of a trainer of the installed TRL tells apart."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None:
+        pytest.skip("TRL is not installed")
+    source = (Path(spec.origin).parent / f"trainer/{trainer}_trainer.py").read_text()
+    tests = re.findall(r"loss_type (?:==|in) (\".*?\"|\[.*?\])", source)
+    return {name for test in tests for name in re.findall(r"\"(\w+)\"", test)}
+
+
+def test_every_loss_of_trl_on_pairs_is_one_of_ours():
+    names = named_losses("dpo")
+    assert len(names) == 15
+    assert names <= table()["losses"].keys()
+    assert set(table()["losses"].values()) <= PAIR_LOSSES.keys()
+    for name in names:
+        made = ours("dpo", loss_type=[name])
+        losses = dpo_losses(DPO("m", "d", "o", label_smoothing=0.1, **made))
+        assert table()["losses"][name] in losses
+
+
+def test_every_loss_of_trl_in_grpo_is_one_of_ours_or_refused():
+    names = named_losses("grpo")
+    assert {"grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo"} == names
+    for name in names - {"luspo"}:
+        made = ours("grpo", loss_type=name, **({"epsilon_high": 5.0} if name == "cispo" else {}))
+        assert grpo_losses(GRPO("m", "d", "o", **made))

@@ -1,0 +1,101 @@
+"""The page that lists what becomes of TRL's names, made from their table: run it to write the page again."""
+
+import dataclasses
+from pathlib import Path
+
+import yaml
+from burnish.loops.cli import _RECIPES, _load
+from burnish.loops.cli.trl_rules import table, translate
+
+PAGE = Path(__file__).parents[2] / "loops/cli/FROM_TRL.md"
+RECIPES = yaml.safe_load(Path(__file__).with_name("trl_recipes.yaml").read_text())
+
+HEAD = """# From TRL
+
+`burnish dpo --config trl.yaml` reads a file of TRL as it is, and its flags: `--model_name_or_path`,
+`--per_device_train_batch_size`, `--bf16`. Names of both may be mixed in one file; a field that is given by both is
+refused, and a flag wins over a file. `burnish translate dpo trl.yaml` prints the file in burnish's names, with what has
+no effect and what is refused as comments. What can't be translated is refused by name, all in one message.
+
+Only what a file says is translated: where it says nothing, burnish's defaults hold, and a run begins with a line on
+those that differ. `--defaults trl` (or `defaults: trl` in the file) takes TRL's.
+
+This page is made from the table that the command reads, [trl_names.yaml](trl_names.yaml).
+"""
+
+
+def lines(title, rows, header):
+    columns = len(header)
+    table = ["", f"## {title}", "", f"| {' | '.join(header)} |", "|" + " -- |" * columns]
+    return [*table, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+
+
+def code(names):
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def defaults():
+    """The fields whose defaults differ: recipe, field, ours, TRL's."""
+    for recipe in ("sft", "dpo", "kto", "cpo", "orpo", "reward", "grpo", "rloo", "online_dpo"):
+        config = {field.name: field for field in dataclasses.fields(_load("settings", _RECIPES[recipe][0]))}
+        given = {**table()["defaults"]["all"], **table()["defaults"].get(recipe, {})}
+        for field, value in translate(recipe, config, given).ours.items():
+            default = config[field].default
+            if default != value:
+                yield recipe, field, default, value
+
+
+def page():
+    names = table()
+    overlays = names["recipes"].items()
+    differing = {}
+    for recipe, *row in defaults():
+        differing.setdefault(tuple(map(str, row)), []).append(recipe)
+    rows = [(code(recipes), f"`{field}`", ours, theirs) for (field, ours, theirs), recipes in differing.items()]
+    text = [HEAD.rstrip(), *lines("Defaults that differ", rows, ("recipes", "field", "burnish", "TRL"))]
+    text += ["", "What differs besides, where a name is the same or none is there to be given:", ""]
+    notes = [("all recipes", names["notes"]), *((recipe, part.get("notes", {})) for recipe, part in overlays)]
+    text += [f"- `{name}` ({recipe}): {note}" for recipe, part in notes for name, note in part.items()]
+    text += [
+        f"- `{name}` ({recipe}): {note}" for recipe, part in names["silent"].items() for name, note in part.items()
+    ]
+    text += [
+        "- GRPO's loss: every completion counts the same (variant grpo); TRL's default, dapo, is weighting token_mean"
+    ]
+    text += [
+        "- ORPO's `beta` is `odds_ratio`",
+        "- `lora.dropout`: 0; with `use_peft` it is TRL's 0.05 unless `lora_dropout` says otherwise",
+    ]
+    renamed = [("", part) for part in (names["renamed"],)] + [(r, part.get("renamed", {})) for r, part in overlays]
+    rows = [(f"`{name}`" + f" ({r})" * bool(r), f"`{field}`") for r, part in renamed for name, field in part.items()]
+    text += lines("Other names", rows, ("TRL", "burnish"))
+    text += ["", f"The same in both: {code(names['same'])}."]
+    values = [("", names["values"])] + [(recipe, part.get("values", {})) for recipe, part in overlays]
+    rows = [
+        (
+            f"`{name}`" + f" ({r})" * bool(r),
+            f"`{entry['field']}`",
+            ", ".join(str(a) if a == b else f"{a} → {b}" for a, b in entry.items() if a != "field"),
+        )
+        for r, part in values
+        for name, entry in part.items()
+    ]
+    text += lines("Other values", rows, ("TRL", "burnish", "values"))
+    losses = ", ".join(f"{a} → {b}" for a, b in names["losses"].items())
+    text += ["", f"`loss_type` (dpo): {losses}; {code(names['means'])} with `logprob_reduction: mean`."]
+    together = {}
+    for recipe, part in [("all recipes", names), *overlays]:
+        for rule, each in part.get("rules", {}).items():
+            together.setdefault((rule.replace("_", " "), code(each)), []).append(recipe)
+    rows = [(f"{rule} ({', '.join(recipes)})", each) for (rule, each), recipes in together.items()]
+    text += lines("Names that are read together", rows, ("for", "TRL"))
+    ignored = [*names["ignored"].items(), *(item for _, part in overlays for item in part.get("ignored", {}).items())]
+    rows = dict((why, code(each)) for why, each in ignored).items()
+    text += lines("No effect here", rows, ("because", "TRL"))
+    rows = [(why, code(each)) for why, each in names["refused"].items()]
+    text += lines("Refused, unless they are off", rows, ("because", "TRL"))
+    return "\n".join(text) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
