@@ -194,8 +194,8 @@ class RunContext(Generic[Model]):
             return step == feed.steps or (every is not None and step % every == 0)
 
         def votes() -> dict[str, float]:
-            since = (monotonic() - saved) / 60
-            return {**received, "save": float(accelerator.is_main_process and 0 < (config.save_minutes or 0) <= since)}
+            by_clock = accelerator.is_main_process and bool(config.save_minutes)
+            return {**received, "save": float(by_clock and monotonic() - saved >= 60 * config.save_minutes)}
 
         metrics: dict[str, float] = {}
         saved, ended = monotonic(), None
@@ -222,25 +222,23 @@ class RunContext(Generic[Model]):
                 max_grad_norm=config.max_grad_norm or math.inf,
                 votes=votes,
             ):
-                elected = [name for name in (*received, "save") if step.metrics.pop(name)]
+                signalled = [name for name in received if step.metrics.pop(name)]
+                to_save = step.metrics.pop("save") > 0 or due(step.number, config.save_every) or bool(signalled)
                 metrics = {**step.metrics, **report()}
                 if memory is not None:
                     memory.observe(metrics)
                 if due(step.number, config.eval_every):
                     held_out = evaluated(step.number)
                     metrics |= held_out
-                    if best.observe(step.number, held_out):
-                        elected.append("save")
+                    to_save |= best.observe(step.number, held_out)
                 journal.write(step.number, metrics)
                 show(step.number, metrics)
-                if elected or due(step.number, config.save_every):
+                if to_save:
                     checkpoint.save(checkpoints, step.number, **state, keep=config.keep, best=best.step)
                     saved = monotonic()
-                if elected and elected[0] != "save" and step.number < feed.steps:
-                    ended = stop.Stopped(
-                        f"stopped at step {step.number} of {feed.steps}; go on with --resume true",
-                        stop.STATUS[elected[0]],
-                    )
+                if signalled and step.number < feed.steps:
+                    message = f"stopped at step {step.number} of {feed.steps}; go on with --resume true"
+                    ended = stop.Stopped(message, stop.STATUS[signalled[0]])
                     break
             if ended is None and accelerator.is_main_process:
                 with checkpoint.writing("the model", checkpoints):

@@ -29,25 +29,26 @@ def signals(*, visible: bool) -> Iterator[dict[str, float]]:
     Args:
         visible: acknowledge a signal on standard error.
     """
-    received, before, owner = dict.fromkeys(STATUS, 0.0), {}, os.getpid()
+    received, owner = dict.fromkeys(STATUS, 0.0), os.getpid()
+    before: dict[signal.Signals, Any] = {}
 
     def receive(number: int, frame: Any) -> None:
-        name = signal.Signals(number).name
+        caught = signal.Signals(number)
         if os.getpid() != owner:  # a child, forked by a library, that is meant to end
-            signal.signal(number, before[number])
-            signal.raise_signal(number)
+            signal.signal(caught, before[caught])
+            signal.raise_signal(caught)
             return
-        if number == signal.SIGINT:
-            signal.signal(number, before[number])
+        if caught == signal.SIGINT:
+            signal.signal(caught, before[caught])
         if not any(received.values()):
-            received[name] = 1.0
+            received[caught.name] = 1.0
             if visible:  # `print` may have been interrupted itself
-                os.write(2, f"{name}: stops after this step; a second SIGINT ends it at once\n".encode())
+                os.write(2, f"{caught.name}: stops after this step; a second SIGINT ends it at once\n".encode())
 
     if threading.current_thread() is threading.main_thread():
         usual = (signal.SIG_DFL, signal.default_int_handler)
-        before = {each: signal.getsignal(each) for each in map(signal.Signals.__getitem__, STATUS)}
-        before = {each: handler for each, handler in before.items() if handler in usual}
+        known = {each: signal.getsignal(each) for each in map(signal.Signals.__getitem__, STATUS)}
+        before |= {each: handler for each, handler in known.items() if handler in usual}
     try:
         for each in before:
             signal.signal(each, receive)

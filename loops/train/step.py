@@ -155,8 +155,16 @@ def optimize(
     for number in range(start + 1, steps + 1):
         began = time.perf_counter()
         learning_rate = float(schedule.get_last_lr()[0])
-        micro_batches, options = batches(number - 1), {"max_grad_norm": max_grad_norm, "votes": votes}
-        metrics = train_step(accelerator, policy, optimizer, micro_batches, objective, weightings, **options)
+        metrics = train_step(
+            accelerator,
+            policy,
+            optimizer,
+            batches(number - 1),
+            objective,
+            weightings,
+            max_grad_norm=max_grad_norm,
+            votes=votes,
+        )
         with warnings.catch_warnings():
             # When the first step is skipped, torch complains about the order of the two calls.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

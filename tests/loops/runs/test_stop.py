@@ -1,5 +1,6 @@
 """What a run leaves behind: at a signal a checkpoint to go on from, by the clock, and the best beside the newest."""
 
+import itertools
 import json
 import signal
 import subprocess
@@ -7,9 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import online
 import pytest
-from burnish.loops.recipes.settings import SFT
+from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.settings import GRPO, SFT
 from burnish.loops.recipes.sft import run_sft
+from burnish.loops.rollouts.local.source import LocalSource
 from burnish.loops.runs import checkpoint, context
 from burnish.loops.runs.stop import Stopped
 from forked import run_forked
@@ -55,6 +59,29 @@ def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_same_weights(s
     assert handlers() == before
     run_sft(SFT(**settings, resume=True))
     assert_undisturbed(settings)
+
+
+def test_ctrl_c_while_completions_are_scored_finishes_their_rollout_and_closes_the_source(tmp_path, monkeypatch):
+    config = {**prepare(tmp_path), "output": str(tmp_path / "run"), "steps": 3}
+    run_grpo(GRPO(**{**config, "output": config["output"] + "-undisturbed"}))
+    calls, closed, even, close = itertools.count(1), [], online.even, LocalSource.close
+
+    def then_even(row, sample):
+        if next(calls) == 20:  # in the second of three rollouts of sixteen
+            send("SIGINT")
+        return even(row, sample)
+
+    async def then_close(source):
+        closed.append(source)
+        await close(source)
+
+    monkeypatch.setattr(online, "even", then_even)
+    monkeypatch.setattr(LocalSource, "close", then_close)
+    with pytest.raises(Stopped) as stopped:
+        run_grpo(GRPO(**config))
+    assert stopped.value.code == 130 and kept(config) == [2] and len(closed) == 1
+    run_grpo(GRPO(**config, resume=True))
+    assert_undisturbed(config)
 
 
 def test_a_second_sigint_ends_at_once(settings):
