@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .runs.context import RunContext as RunContext, open_run as open_run
     from .runs.ranks import from_main as from_main
     from .runs.reference import adapters_off as adapters_off, frozen_copy as frozen_copy
+    from .runs.stop import Stopped as Stopped
     from .train.losses import Term as Term, compose as compose, policy_tensors as policy_tensors
     from .train.losses import score_tensors as score_tensors, weightings as weightings
     from .train.step import Objective as Objective, StepResult as StepResult, evaluate as evaluate

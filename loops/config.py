@@ -162,7 +162,14 @@ class Common(Settings):
     eval_every: PositiveInt | None = None
     """Steps between evaluations on `eval_data`; there is one before the first step and after the last in any case."""
     save_every: PositiveInt | None = None
-    """Steps between checkpoints."""
+    """Steps between checkpoints; there is one after the last step, and when a signal stops the run, in any case."""
+    save_minutes: NonNegativeFloat | None = 15.0
+    """Minutes between checkpoints, beside those of `save_every`; 0 or null for none."""
+    keep: PositiveInt = 2
+    """Newest checkpoints that are kept; the one before stands by in case the newest turns out to be damaged."""
+    keep_best: str | None = None
+    """Keep the checkpoint with the lowest value of a metric of `eval_data` as well, such as eval/loss; with max:
+    before it, as in max:eval/reward, the highest. Each evaluation that is the best so far saves one."""
     resume: bool = False
     """Go on from the newest whole checkpoint in `output`, with the same final weights as an unbroken run."""
     report_to: str | list[str] | None = None

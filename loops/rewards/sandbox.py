@@ -74,7 +74,11 @@ class isolated:
         command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({far_end.fileno()})"]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = subprocess.Popen(
-            command, pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
+            command,
+            pass_fds=[far_end.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the run, which may need it until its step is finished
         )
         far_end.close()
         connection.send_bytes(self._pickled)

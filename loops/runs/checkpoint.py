@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -30,9 +31,9 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.serialization import config as serialization
 
-log = logging.getLogger(__name__)
+from ..registry import nearest
 
-KEPT = 2  # an older checkpoint stands by in case the newest turns out to be damaged
+log = logging.getLogger(__name__)
 
 
 class StepMemory(Stateful, Protocol):
@@ -43,6 +44,34 @@ class StepMemory(Stateful, Protocol):
 
 class CheckpointError(RuntimeError):
     """A checkpoint, or the trained model, could not be written, or none could be read."""
+
+
+class Best:
+    """The saved step at which a metric was lowest, or with ``max:`` before its name highest.
+
+    Attributes:
+        step: None before there is one.
+    """
+
+    def __init__(self, metric: str | None) -> None:
+        self.name = metric and metric.removeprefix("max:")
+        self.sign = 1.0 if metric == self.name else -1.0
+        self.step: int | None = None
+        self.lowest = math.inf
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """True if these metrics, of an evaluation after ``step``, are the best so far, which is to be saved.
+
+        Raises:
+            ValueError: before the first step, if the metric is not among them.
+        """
+        if self.name and step == 0 and self.name not in metrics:
+            raise ValueError(nearest("keep_best: no metric", self.name, metrics))
+        value = self.sign * metrics.get(self.name or "", math.nan)
+        if step == 0 or not value < self.lowest:
+            return False
+        self.step, self.lowest = step, value
+        return True
 
 
 @contextmanager
@@ -81,17 +110,21 @@ def save(
     policy: nn.Module,
     parts: Mapping[str, Stateful],
     data: str = "",
+    keep: int = 2,
+    best: int | None = None,
 ) -> Path:
-    """Write the checkpoint of ``step`` under ``directory`` and drop all but the newest `KEPT`. Every rank calls it.
+    """Write the checkpoint of ``step`` under ``directory``, and drop older ones. Every rank calls it.
 
     Args:
         parts: what else has a state: optimizer, schedule, and what the recipe remembers.
         data: digest of the data that the step is a cursor of.
+        keep: how many of the newest stay.
+        best: the step of one that stays as well.
 
     Raises:
         CheckpointError: if the disk is full or not writable; the checkpoints that were there stay as they were.
     """
-    final = directory / f"step-{step:08d}"
+    final = path_of(directory, step)
     partial = directory / f".partial-{final.name}"
     with writing(f"checkpoint of step {step}", directory):
         if accelerator.is_main_process:
@@ -120,8 +153,9 @@ def save(
             shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
             partial.rename(final)
             _sync(directory)
-            for old in _all(directory)[KEPT:]:
-                shutil.rmtree(old)
+            for old in _all(directory)[keep:]:
+                if best is None or old != path_of(directory, best):
+                    shutil.rmtree(old)
     return final
 
 
@@ -206,6 +240,10 @@ def _damage(path: Path) -> str | None:
     except (OSError, ValueError, AttributeError) as error:
         return str(error)
     return None
+
+
+def path_of(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
 
 
 def _all(directory: Path) -> list[Path]:

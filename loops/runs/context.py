@@ -8,12 +8,15 @@ curves.png       the metrics over the steps
 """
 
 import fcntl
+import json
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,10 +38,10 @@ from ..registry import nearest
 from ..train.losses import Losses, TensorReader, compose, weightings
 from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
-from . import checkpoint
+from . import checkpoint, stop
 from .feed import Feed, digest, stored_tokens
 from .reference import Reference, adapters_off, column, frozen_copy
-from .report import Journal, draw_curves, progress
+from .report import Journal, draw_curves, progress, written
 
 Model = TypeVar("Model", bound=Backbone)
 TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
@@ -47,7 +50,8 @@ log = logging.getLogger(__name__)
 
 # What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint knows its
 # data by content, wherever it lies now.
-_FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "save_every", "report_to", "vllm"}
+_FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "vllm"}
+_FREE |= {"save_every", "save_minutes", "keep", "keep_best"}
 
 
 @dataclass
@@ -150,6 +154,7 @@ class RunContext(Generic[Model]):
         Raises:
             ValueError: if a loss couples all pairs of a step, which are split.
             CheckpointError: if the disk is full.
+            Stopped: after the step in which SIGINT, SIGTERM or SIGUSR1 reached any rank, which is saved.
         """
         config, accelerator = self.config, self.accelerator
         coupled = sorted(STEP_COUPLED & losses.keys())
@@ -173,6 +178,10 @@ class RunContext(Generic[Model]):
         state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
         state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
         start = checkpoint.load_newest(checkpoints, **state) if config.resume else 0
+        best = checkpoint.Best(config.keep_best)
+        for line in map(json.loads, written(self.directory / "metrics.jsonl", start)):
+            if line["step"] == 0 or checkpoint.path_of(checkpoints, line["step"]).exists():
+                best.observe(line["step"], line)
 
         def evaluated(steps: int) -> dict[str, float]:
             if isinstance(evaluation, Feed):
@@ -184,14 +193,22 @@ class RunContext(Generic[Model]):
         def due(step: int, every: int | None) -> bool:
             return step == feed.steps or (every is not None and step % every == 0)
 
+        def votes() -> dict[str, float]:
+            by_clock = accelerator.is_main_process and bool(config.save_minutes)
+            return {**received, "save": float(by_clock and monotonic() - saved >= 60 * config.save_minutes)}
+
         metrics: dict[str, float] = {}
+        saved, ended = monotonic(), None
         with (
+            stop.signals(visible=accelerator.is_main_process) as received,
             _claimed(config) if accelerator.is_main_process else nullcontext(),
             closing(Journal(self.directory, start, accelerator)) as journal,
             progress(feed.steps, start, visible=accelerator.is_main_process) as show,
         ):
             if evaluation is not None and start == 0:
-                journal.write(0, evaluated(0))
+                held_out = evaluated(0)
+                best.observe(0, held_out)
+                journal.write(0, held_out)
             for step in optimize(
                 policy,
                 feed,
@@ -203,21 +220,35 @@ class RunContext(Generic[Model]):
                 steps=feed.steps,
                 start=start,
                 max_grad_norm=config.max_grad_norm or math.inf,
+                votes=votes,
             ):
+                signalled = [name for name in received if step.metrics.pop(name)]
+                to_save = step.metrics.pop("save") > 0 or due(step.number, config.save_every) or bool(signalled)
                 metrics = {**step.metrics, **report()}
                 if memory is not None:
                     memory.observe(metrics)
                 if due(step.number, config.eval_every):
-                    metrics |= evaluated(step.number)
+                    held_out = evaluated(step.number)
+                    metrics |= held_out
+                    to_save |= best.observe(step.number, held_out)
                 journal.write(step.number, metrics)
                 show(step.number, metrics)
-                if due(step.number, config.save_every):
-                    checkpoint.save(checkpoints, step.number, **state)
-            if accelerator.is_main_process:
+                if to_save:
+                    checkpoint.save(checkpoints, step.number, **state, keep=config.keep, best=best.step)
+                    saved = monotonic()
+                if signalled and step.number < feed.steps:
+                    message = f"stopped at step {step.number} of {feed.steps}; go on with --resume true"
+                    ended = stop.Stopped(message, stop.STATUS[signalled[0]])
+                    break
+            if ended is None and accelerator.is_main_process:
                 with checkpoint.writing("the model", checkpoints):
                     save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
                 draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
         accelerator.wait_for_everyone()
+        if ended is not None:
+            if accelerator.is_main_process:
+                print(ended, file=sys.stderr)
+            raise ended
         return metrics
 
 
@@ -282,6 +313,11 @@ def open_accelerator(config: Common) -> Accelerator:
             raise ValueError(nearest("report_to: no tracker", name, [*LoggerType.list(), "none"]))
         if name != "all" and name not in map(str, get_available_trackers()):
             raise ValueError(f"report_to: {name} is not installed; install it, or leave it out")
+    if config.keep_best and not (config.eval_data and config.keep_best.removeprefix("max:").startswith("eval/")):
+        raise ValueError(
+            f"keep_best: wanted a metric of eval_data, such as eval/loss or max:eval/reward, got {config.keep_best!r}"
+            + ("" if config.eval_data else " and no eval_data")
+        )
     accelerator = Accelerator(
         mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
         log_with=trackers or None,

@@ -30,11 +30,8 @@ class Journal:
         self.accelerator, self.path = accelerator, directory / "metrics.jsonl"
         accelerator.init_trackers("logs")
         if accelerator.is_main_process:
-            lines = self.path.read_text().splitlines(keepends=True) if start and self.path.exists() else []
-            # A process that was killed may have left half a line at the end.
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
             partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(kept))
+            partial.write_text("".join(written(self.path, start)))
             partial.replace(self.path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -46,6 +43,13 @@ class Journal:
     def close(self) -> None:
         for tracker in self.accelerator.trackers:  # `end_training` would end the process group as well
             tracker.finish()
+
+
+def written(path: Path, start: int) -> list[str]:
+    """The lines of a journal up to the step that a run resumes from; none of a run that begins."""
+    lines = path.read_text().splitlines(keepends=True) if start and path.exists() else []
+    # A process that was killed may have left half a line at the end.
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
 
 
 @contextmanager

@@ -84,6 +84,7 @@ def train_step(
     weightings: Weightings,
     *,
     max_grad_norm: float,
+    votes: Callable[[], Mapping[str, float]] = dict,
 ) -> dict[str, float]:
     """Accumulate the gradient of one global batch and take one optimizer step.
 
@@ -94,6 +95,7 @@ def train_step(
         weightings: ``{name: (coefficient, weighting)}`` of the named losses to sum. A coefficient of 0 measures without
             training.
         max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
+        votes: asked at the end of the step for numbers whose sums over ranks are among the metrics.
 
     Returns:
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
@@ -119,8 +121,9 @@ def train_step(
     if taken:
         optimizer.step()
     optimizer.zero_grad()
-    tokens = sum_over_ranks(accelerator, {"tokens": float(sum(len(batch.target) for batch in micro_batches))})
-    return {**sums.means(), "grad_norm": grad_norm, **tokens, "skipped": float(not taken)}
+    tokens = float(sum(len(batch.target) for batch in micro_batches))
+    counts = sum_over_ranks(accelerator, {"tokens": tokens, **votes()})
+    return {**sums.means(), "grad_norm": grad_norm, **counts, "skipped": float(not taken)}
 
 
 def sum_over_ranks(accelerator: Accelerator, values: Mapping[str, float]) -> dict[str, float]:
@@ -141,6 +144,7 @@ def optimize(
     steps: int,
     start: int = 0,
     max_grad_norm: float = 1.0,
+    votes: Callable[[], Mapping[str, float]] = dict,
 ) -> Iterator[StepResult]:
     """Yield after each optimizer step. ``batches(k)`` gives this rank's micro-batches of step k, counted from 0.
 
@@ -152,7 +156,14 @@ def optimize(
         began = time.perf_counter()
         learning_rate = float(schedule.get_last_lr()[0])
         metrics = train_step(
-            accelerator, policy, optimizer, batches(number - 1), objective, weightings, max_grad_norm=max_grad_norm
+            accelerator,
+            policy,
+            optimizer,
+            batches(number - 1),
+            objective,
+            weightings,
+            max_grad_norm=max_grad_norm,
+            votes=votes,
         )
         with warnings.catch_warnings():
             # When the first step is skipped, torch complains about the order of the two calls.

@@ -72,6 +72,10 @@ def test_it_runs_elsewhere_and_stays_there(functions):
     assert run(there()) == run(there()) != os.getpid()
 
 
+def test_ctrl_c_at_the_terminal_of_the_run_does_not_reach_it(functions):
+    assert os.getpgid(run(isolated(functions.pid)())) != os.getpgid(0)
+
+
 def test_it_returns_what_the_function_does(functions):
     assert run(isolated(functions.double)(21)) == 42
     assert run(isolated(functions.later)(41)) == 42

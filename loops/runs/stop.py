@@ -1,0 +1,58 @@
+"""Stop a run at a signal: the step under way is finished and saved, and the exit status says what ended it."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# The status of a shell for a signal; 75 is EX_TEMPFAIL, which asks a batch system to queue the job again.
+STATUS = {"SIGUSR1": 75, "SIGINT": 130, "SIGTERM": 143}
+
+
+class Stopped(SystemExit):
+    """A signal ended the run after a whole step, which was saved. Not caught, it ends the process with ``code``."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.code = status
+
+
+@contextmanager
+def signals(*, visible: bool) -> Iterator[dict[str, float]]:
+    """Catch the signals of `STATUS`; yields how often each is to be obeyed, which is 1 for the first that arrives.
+
+    A second SIGINT has its usual effect. A handler that the program has set itself stays, as do signals that are
+    ignored; outside of the main thread none is caught.
+
+    Args:
+        visible: acknowledge a signal on standard error.
+    """
+    received, owner = dict.fromkeys(STATUS, 0.0), os.getpid()
+    before: dict[signal.Signals, Any] = {}
+
+    def receive(number: int, frame: Any) -> None:
+        caught = signal.Signals(number)
+        if os.getpid() != owner:  # a child, forked by a library, that is meant to end
+            signal.signal(caught, before[caught])
+            signal.raise_signal(caught)
+            return
+        if caught == signal.SIGINT:
+            signal.signal(caught, before[caught])
+        if not any(received.values()):
+            received[caught.name] = 1.0
+            if visible:  # `print` may have been interrupted itself
+                os.write(2, f"{caught.name}: stops after this step; a second SIGINT ends it at once\n".encode())
+
+    if threading.current_thread() is threading.main_thread():
+        usual = (signal.SIG_DFL, signal.default_int_handler)
+        known = {each: signal.getsignal(each) for each in map(signal.Signals.__getitem__, STATUS)}
+        before |= {each: handler for each, handler in known.items() if handler in usual}
+    try:
+        for each in before:
+            signal.signal(each, receive)
+        yield received
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,245 @@
+"""What a run leaves behind: at a signal a checkpoint to go on from, by the clock, and the best beside the newest."""
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import online
+import pytest
+from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.settings import GRPO, SFT
+from burnish.loops.recipes.sft import run_sft
+from burnish.loops.rollouts.local.source import LocalSource
+from burnish.loops.runs import checkpoint, context
+from burnish.loops.runs.stop import Stopped
+from forked import run_forked
+from grids import slow
+from killed import assert_undisturbed
+from online import prepare, stored
+from signalled import in_step, send
+from tiny import save_model, sums, write_rows
+
+STATUSES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 75}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)]
+    data = write_rows(tmp_path / "messages.jsonl", rows)
+    model = save_model(tmp_path / "start")
+    fields = {"model": str(model), "data": str(data), "output": str(tmp_path / "run")}
+    return {**fields, "batch_size": 2, "steps": 5, "learning_rate": 1e-2}
+
+
+def kept(settings):
+    """Steps of the checkpoints that are there."""
+    names = [path.name for path in checkpoint._all(Path(settings["output"]) / "checkpoints")]
+    return sorted(int(name.removeprefix("step-")) for name in names)
+
+
+def handlers():
+    return [signal.getsignal(signal.Signals[name]) for name in STATUSES]
+
+
+@pytest.mark.parametrize("name", STATUSES)
+def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_same_weights(settings, name, capfd):
+    before = handlers()
+    run_sft(SFT(**{**settings, "output": settings["output"] + "-undisturbed"}))
+    with in_step(2, lambda: send(name)), pytest.raises(Stopped) as stopped:
+        run_sft(SFT(**settings))
+    assert stopped.value.code == STATUSES[name] and kept(settings) == [2]
+    assert not (Path(settings["output"]) / "model").exists()
+    said = capfd.readouterr().err
+    assert f"{name}: stops after this step; a second SIGINT ends it at once\n" in said
+    assert said.endswith("stopped at step 2 of 5; go on with --resume true\n")
+    assert handlers() == before
+    run_sft(SFT(**settings, resume=True))
+    assert_undisturbed(settings)
+
+
+def test_ctrl_c_while_completions_are_scored_finishes_their_rollout_and_closes_the_source(tmp_path, monkeypatch):
+    config = {**prepare(tmp_path), "output": str(tmp_path / "run"), "steps": 3}
+    run_grpo(GRPO(**{**config, "output": config["output"] + "-undisturbed"}))
+    calls, closed, even, close = itertools.count(1), [], online.even, LocalSource.close
+
+    def then_even(row, sample):
+        if next(calls) == 20:  # in the second of three rollouts of sixteen
+            send("SIGINT")
+        return even(row, sample)
+
+    async def then_close(source):
+        closed.append(source)
+        await close(source)
+
+    monkeypatch.setattr(online, "even", then_even)
+    monkeypatch.setattr(LocalSource, "close", then_close)
+    with pytest.raises(Stopped) as stopped:
+        run_grpo(GRPO(**config))
+    assert stopped.value.code == 130 and kept(config) == [2] and len(closed) == 1
+    run_grpo(GRPO(**config, resume=True))
+    assert_undisturbed(config)
+
+
+def test_a_second_sigint_ends_at_once(settings):
+    def twice():
+        send("SIGINT")
+        send("SIGINT")
+
+    before = handlers()
+    with in_step(2, twice), pytest.raises(KeyboardInterrupt):
+        run_sft(SFT(**settings))
+    assert kept(settings) == [] and handlers() == before
+
+
+def test_the_first_signal_is_obeyed(settings):
+    def both():
+        send("SIGTERM")
+        send("SIGUSR1")
+
+    with in_step(2, both), pytest.raises(Stopped) as stopped:
+        run_sft(SFT(**settings))
+    assert stopped.value.code == 143
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end(settings):
+    with in_step(5, lambda: send("SIGTERM")):
+        run_sft(SFT(**settings))
+    assert kept(settings) == [5] and (Path(settings["output"]) / "model").exists()
+
+
+def test_a_handler_that_the_program_has_set_stays(settings):
+    received = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    try:
+        with in_step(2, lambda: send("SIGUSR1")):
+            run_sft(SFT(**settings))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert received == [signal.SIGUSR1] and kept(settings) == [5]
+
+
+def test_a_child_that_a_library_forks_is_ended_by_a_signal_as_ever():
+    code = """
+import os, signal, time
+from burnish.loops.runs import stop
+with stop.signals(visible=True) as received:
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.5)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert not any(received.values())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+
+
+@pytest.mark.parametrize("name", [slow("SIGINT"), "SIGTERM", slow("SIGUSR1")])
+def test_the_command_exits_with_the_status_of_the_signal(settings, name):
+    flags = [f"--{field}={value}" for field, value in {**settings, "steps": 100_000}.items()]
+    command = [sys.executable, "-m", "burnish", "sft", *flags]
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    journal = Path(settings["output"]) / "metrics.jsonl"
+    while run.poll() is None and not (journal.exists() and journal.read_text()):
+        time.sleep(0.05)
+    run.send_signal(signal.Signals[name])
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == STATUSES[name], errors
+    (step,) = kept(settings)
+    assert errors.splitlines()[-1] == f"stopped at step {step} of 100000; go on with --resume true"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "rank"), [("sft", "SIGUSR1", 1), slow("grpo", "SIGTERM", 1), slow("grpo", "SIGINT", 0)]
+)
+def test_a_signal_that_reaches_one_rank_stops_all_at_the_same_step(settings, tmp_path, recipe, name, rank):
+    config = settings
+    if recipe == "grpo":
+        online = {"epochs_per_rollout": 2, "minibatches": 2, "old_logprobs": "recomputed", "steps": 8}
+        config = {**prepare(tmp_path), **online, "output": settings["output"]}
+    config |= {"schedule": "cosine"}
+    outcomes = run_forked(2, "signalled", recipe, config, name, 3, rank)
+    for status, printed in outcomes:
+        assert status == 0, printed[-3000:]
+        stopped = f"stopped at step 3 of {config['steps']}; go on with --resume true"
+        assert f"status {STATUSES[name]}: {stopped}, ['step-00000003', 'step-00000002']" in printed
+    assert_undisturbed(config)
+    if recipe == "grpo":
+        assert stored(Path(config["output"])) == stored(Path(config["output"] + "-undisturbed"))
+
+
+@pytest.mark.parametrize(("minutes", "saves"), [(2, [2, 4, 6, 7]), (0, [7]), (None, [7])])
+def test_checkpoints_are_saved_by_the_clock(settings, monkeypatch, minutes, saves):
+    """Each step takes a minute."""
+    now, original = 0.0, context.optimize
+
+    def optimize(*arguments, **options):
+        nonlocal now
+        votes = options["votes"]
+
+        def after_a_minute():
+            nonlocal now
+            now += 60.0
+            return votes()
+
+        return original(*arguments, **{**options, "votes": after_a_minute})
+
+    monkeypatch.setattr(context, "monotonic", lambda: now)
+    monkeypatch.setattr(context, "optimize", optimize)
+    run_sft(SFT(**{**settings, "steps": 7}, save_minutes=minutes, keep=10))
+    assert kept(settings) == saves
+
+
+def test_so_many_of_the_newest_are_kept(settings):
+    run_sft(SFT(**settings, save_every=1, keep=3))
+    assert kept(settings) == [3, 4, 5]
+
+
+@pytest.fixture
+def held_out(settings, monkeypatch):
+    """The loss of each evaluation, from step 0 on, is that of this list."""
+    losses = iter([9.0, 4.0, 1.0, float("nan"), 2.0, 3.0])
+    monkeypatch.setattr(context, "evaluate", lambda *arguments: {"loss": next(losses)})
+    return {**settings, "eval_data": settings["data"], "eval_every": 1}
+
+
+@pytest.mark.parametrize(("metric", "steps"), [("eval/loss", [2, 5]), ("max:eval/loss", [1, 5])])
+def test_the_best_is_kept_beside_the_newest(held_out, metric, steps):
+    run_sft(SFT(**held_out, keep=1, keep_best=metric))
+    assert kept(held_out) == steps
+
+
+def test_a_resumed_run_knows_the_best(held_out):
+    with in_step(4, lambda: send("SIGTERM")), pytest.raises(Stopped):
+        run_sft(SFT(**held_out, keep=1, keep_best="eval/loss"))
+    assert kept(held_out) == [2, 4]
+    run_sft(SFT(**held_out, keep=1, keep_best="eval/loss", resume=True))
+    assert kept(held_out) == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("metric", "change", "message"),
+    [
+        ("eval/los", {}, "keep_best: no metric 'eval/los', did you mean 'eval/loss'"),
+        ("loss", {}, "keep_best: wanted a metric of eval_data, such as eval/loss or max:eval/reward, got 'loss'"),
+        ("eval/loss", {"eval_data": None}, "got 'eval/loss' and no eval_data"),
+    ],
+)
+def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(held_out, metric, change, message):
+    with pytest.raises(ValueError, match=message):
+        run_sft(SFT(**{**held_out, **change}, keep_best=metric))
+    assert kept(held_out) == []
+
+
+def test_a_resumed_run_refuses_a_metric_that_was_not_measured(held_out):
+    with in_step(2, lambda: send("SIGTERM")), pytest.raises(Stopped):
+        run_sft(SFT(**held_out))
+    lines = (Path(held_out["output"]) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    with pytest.raises(ValueError, match="keep_best: no metric 'eval/los'"):
+        run_sft(SFT(**held_out, keep_best="eval/los", resume=True))

@@ -1,0 +1,49 @@
+"""Runs that a signal reaches in the middle of a step, in this process or on one rank of several."""
+
+import itertools
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from burnish.loops.runs import checkpoint, context
+from burnish.loops.runs.stop import Stopped
+from killed import RECIPES, build
+
+
+@contextmanager
+def in_step(number, action):
+    """Before the gradient of the number-th step that is taken from now on, do this."""
+    module = sys.modules["burnish.loops.train.step"]  # the package has a function of that name
+    step, steps = module.train_step, itertools.count(1)
+
+    def then_step(*arguments, **options):
+        if next(steps) == number:
+            action()
+        return step(*arguments, **options)
+
+    with patch.object(module, "train_step", then_step):
+        yield
+
+
+def send(name):
+    os.kill(os.getpid(), signal.Signals[name])
+
+
+def be_rank(recipe, config, name, step, rank):
+    """Train undisturbed; then with a signal that reaches this rank alone, and go on. By the clock of the main process
+    each step is to be saved, while that of the other one stands."""
+    kind, run = RECIPES[recipe]
+    here = int(os.environ["RANK"])
+    clock = itertools.count(0, 0 if here else 1000)
+    with patch.object(context, "draw_curves"), patch.object(context, "monotonic", lambda: float(next(clock))):
+        run(build(kind, {**config, "output": config["output"] + "-undisturbed"}))
+        try:
+            with in_step(step, lambda: send(name) if here == rank else None):
+                run(build(kind, config))
+        except Stopped as stopped:
+            newest = [path.name for path in checkpoint._all(Path(config["output"]) / "checkpoints")]
+            print(f"status {stopped.code}: {stopped}, {newest}")
+        run(build(kind, {**config, "resume": True}))
