@@ -32,10 +32,6 @@ else:
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
 
 
-ReferenceKind = Literal["auto", "copy", "adapters_off", "precompute"]
-OnlineReference = Literal["auto", "copy", "adapters_off"]  # completions that are yet to be sampled: no precomputation
-
-
 @dataclass(frozen=True)
 class Settings:
     """A dataclass whose values are checked against the ranges and choices of their types.

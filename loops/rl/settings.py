@@ -8,7 +8,6 @@ from ..config import (
     Limits,
     NonNegativeFloat,
     NonNegativeInt,
-    OnlineReference,
     PositiveFloat,
     PositiveInt,
     PositiveShare,
@@ -114,7 +113,7 @@ class OnlineConfig(SamplingConfig):
     """Optimizer steps in which a rollout is trained on, each epoch."""
     mask_truncated: bool = False
     """Leave out completions that were cut at max_tokens."""
-    reference: OnlineReference = "auto"
+    reference: Literal["auto", "copy", "adapters_off"] = "auto"
     """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
     loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 # What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint knows its
 # data by content, wherever it lies now.
 _FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "vllm"}
-_FREE |= {"save_every", "save_minutes", "keep", "keep_best"}
+_FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc"}
 
 
 @dataclass
