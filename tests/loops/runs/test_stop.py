@@ -26,6 +26,14 @@ from tiny import save_model, sums, write_rows
 STATUSES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 75}
 
 
+@pytest.fixture(autouse=True)
+def sigint():
+    """The handler of a terminal: of a shell's background process SIGINT is ignored, and of its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def settings(tmp_path):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)]
