@@ -35,6 +35,7 @@ def send(name):
 def be_rank(recipe, config, name, step, rank):
     """Train undisturbed; then with a signal that reaches this rank alone, and go on. By the clock of the main process
     each step is to be saved, while that of the other one stands."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
     kind, run = RECIPES[recipe]
     here = int(os.environ["RANK"])
     clock = itertools.count(0, 0 if here else 1000)

@@ -9,7 +9,7 @@ from burnish.loops.rollouts.vllm.launch import launch
 from burnish.loops.rollouts.vllm.server import VLLMServer
 from transformers import AutoConfig, AutoTokenizer
 
-CONTEXT = 256
+CONTEXT = 500
 VOCABULARY = 258
 TOLERANCE = 1e-4
 

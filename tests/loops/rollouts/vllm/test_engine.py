@@ -16,7 +16,7 @@ from conformance import Conformance, Subject
 from transformers import AutoConfig, AutoTokenizer
 from vllm_servers import vllm_python
 
-CONTEXT = 256
+CONTEXT = 500
 VOCABULARY = 258
 TOLERANCE = 1e-4
 
@@ -72,7 +72,7 @@ class TestEngine(Conformance):
             tolerance=TOLERANCE,
             vocab=VOCABULARY,
             context=CONTEXT,
-            long=200,
+            long=400,
             draws=300,
         )
         await subject.publish(1)

@@ -56,7 +56,7 @@ class TestServer(Conformance):
             tolerance=TOLERANCE,
             vocab=VOCABULARY,
             context=CONTEXT,
-            long=200,
+            long=400,
             draws=300,
         )
         await subject.publish(1)
@@ -64,7 +64,7 @@ class TestServer(Conformance):
 
 
 def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_same_tokens(server, directory):
-    request = Request(5, [5, 6, 7], range(4), SamplingParams(200), key=3)
+    request = Request(5, [5, 6, 7], range(4), SamplingParams(400), key=3)
 
     async def run():
         source = connect(server, Files(directory / "files"), directory / "model")
