@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script; returns its exit status."""
     if arguments is None:
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Output(1, "w", closefd=False)), line_buffering=True)
+        output, usual = io.BufferedWriter(_Output(1, "w", closefd=False)), sys.stdout
+        sys.stdout = io.TextIOWrapper(output, usual.encoding, usual.errors, line_buffering=True)
     given = list(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     if not given or given[0] in ("-h", "--help"):

@@ -364,7 +364,8 @@ def _claimed(config: Common) -> Iterator[None]:
         except OSError as error:
             message = f"output: another process trains in {directory}; wait for it, or name another directory"
             raise ValueError(message) from error
-        _check_directory(config)
+        if not config.resume:
+            _check_directory(config)
         (directory / "config.yaml").write_text(to_yaml(config))
         yield
 
