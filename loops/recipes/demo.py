@@ -60,7 +60,7 @@ def demo(config: Demo) -> dict[str, float]:
     stage |= {"rewards": {"exact_match": {"ignore": ["whitespace"]}}, "max_tokens": TERM + 3, "show_every": 20}
     stage |= {"prompts_per_rollout": 128, "group_size": 8, "epochs_per_rollout": 3}
     clip = {"clip_low": 0.02, "clip_high": 0.3}  # failures are pushed down no further than they must be
-    run_grpo(GRPO(**stage, learning_rate=2.5e-4, warmup=0.15, loss_kwargs=clip))
+    run_grpo(GRPO(**stage, learning_rate=2.5e-4, schedule="linear", warmup=0.15, loss_kwargs=clip))
     accuracy["after GRPO"] = score(directory / "grpo/model", held_out)
 
     title = f"sums of two {TERM}-digit numbers, {HELD_OUT} never seen"

@@ -73,3 +73,12 @@ def test_the_reward_is_for_the_digits_as_they_were_taught(stages, scored, tmp_pa
     row = {"answer": demo.solve("03+04=")}
     for said, reward in (("007", 1.0), ("7", 0.0), ("0070", 0.0), ("", 0.0)):
         assert exact.function(row, Sample(0, 0, [1], [2], [True], [0.0], [], "stop", text=said)) == reward, said
+
+
+def test_the_learning_rate_of_every_stage_falls(stages, scored, tmp_path):
+    demo.demo(demo.Demo(str(tmp_path / "run")))
+    assert {name: config.schedule for name, config in stages.items()} == {
+        "sft": "cosine",
+        "dpo": "linear",
+        "grpo": "linear",  # online recipes keep theirs constant unless told
+    }
