@@ -154,7 +154,8 @@ class Common(Settings):
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more time."""
     attention: str | None = None
-    """Attention implementation of transformers, such as sdpa, eager or flash_attention_2."""
+    """Attention implementation of transformers, such as sdpa, eager or flash_attention_2; with flex_attention, on GPUs,
+    long rows with shared prompts need no mask of their width squared."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations on `eval_data`; there is one before the first step and after the last in any case."""
     save_every: PositiveInt | None = None

@@ -9,7 +9,8 @@ The one file that knows about padding, packing and shared prompts:
              4-D mask lets each completion see the prompt and itself only
 
 Hidden states, and so losses, gradients and metrics, are the same in all three, up to rounding. They differ in the
-number of token positions that the model computes.
+number of token positions that the model computes, and of pairs of them: the mask of a shared row is dense, of the
+width squared, but under FlexAttention (``attention: flex_attention``), which leaves out blocks that see nothing.
 
 A policy reads each trained token one position before it, where it is predicted; a scorer reads it at its own position,
 the end of a completion or of a step.
@@ -22,10 +23,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from ...data import Example, first_fit
 
 Layout = Literal["padded", "packed", "shared"]
+
+_BLOCK = 128  # positions of a block of FlexAttention
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,14 @@ class Rows:
 
     Attributes:
         input_ids, position_ids: int64 [rows, width].
-        attention_mask: None (packed), int64 [rows, width] (padded), or bool [rows, 1, width, width] (shared).
+        attention_mask: None (packed), int64 [rows, width] (padded), or (shared) bool [rows, 1, width, width], or the
+            same as blocks.
         position: int64 [tokens], index of each trained token into the flattened rows, in the token order of `Batch`.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    attention_mask: Tensor | None
+    attention_mask: Tensor | BlockMask | None
     position: Tensor
 
 
@@ -70,9 +75,10 @@ class Backbone(nn.Module):
 
     def arranged(self, examples: Sequence[Example], layout: Layout, *, one_row: bool = False) -> Rows:
         # Flash attention tells sequences apart by restarting positions only in a batch of one row.
-        flash = "flash" in str(self.plain.config._attn_implementation)
-        one_row = one_row or (flash and layout == "packed")
-        return arrange(examples, layout, read=self.read, one_row=one_row, device=self.device)
+        attention = str(self.plain.config._attn_implementation)
+        one_row = one_row or ("flash" in attention and layout == "packed")
+        blocks = attention == "flex_attention"
+        return arrange(examples, layout, read=self.read, one_row=one_row, blocks=blocks, device=self.device)
 
     def hidden(self, rows: Rows) -> Tensor:
         """[tokens, D]"""
@@ -86,7 +92,7 @@ class Backbone(nn.Module):
 
     def model_input(self, rows: Rows) -> dict[str, Any]:
         mask = rows.attention_mask
-        if mask is not None and mask.ndim == 4 and self.plain.config._attn_implementation == "eager":
+        if isinstance(mask, Tensor) and mask.ndim == 4 and self.plain.config._attn_implementation == "eager":
             # Eager attention adds its mask to the scores.
             scores = torch.zeros(mask.shape, dtype=self.plain.dtype, device=mask.device)
             mask = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
@@ -111,12 +117,14 @@ def arrange(
     *,
     read: Literal["before", "at"] = "before",
     one_row: bool = False,
+    blocks: bool = False,
     device: torch.device | str = "cpu",
 ) -> Rows:
     """Arrange the examples in rows; ``one_row`` puts all of them into one, as kernels for packed rows want it.
 
-    Rows are as wide as the longest segment and filled first-fit, longest first: attention costs their width squared.
-    A segment is a run of tokens that must stay together in one row.
+    With ``blocks``, the mask of shared rows is one of FlexAttention, whose memory is the number of blocks. Rows are as
+    wide as the longest segment and filled first-fit, longest first: attention costs their width squared. A segment is
+    a run of tokens that must stay together in one row.
     """
     if layout == "shared" and all(len(example.completions) == 1 for example in examples):
         layout = "packed"  # nothing to share, and no mask to store
@@ -144,15 +152,45 @@ def arrange(
         branch[row, span] = torch.tensor(branches)
         owner[row, span] = i
         position += [row * width + offset + p for p in read_at]
-    mask: Tensor | None = None
+    mask: Tensor | BlockMask | None = None
     if layout == "padded":
         mask = (owner >= 0).to(device, torch.int64)
     elif layout == "shared":
-        same = owner[:, :, None] == owner[:, None, :]
-        visible = (branch[:, None, :] == 0) | (branch[:, :, None] == branch[:, None, :])
-        mask = (same & visible & torch.ones(width, width, dtype=torch.bool).tril())[:, None].to(device)
+        mask = _block_mask(owner.to(device), branch.to(device)) if blocks else _visible(owner, branch).to(device)
     read_positions = torch.tensor(position, dtype=torch.int64, device=device)
     return Rows(input_ids.to(device), position_ids.to(device), mask, read_positions)
+
+
+def _visible(owner: Tensor, branch: Tensor, queries: slice = slice(None)) -> Tensor:
+    """The keys that each of these queries sees, bool [rows, 1, queries, width]: those before it, and itself, of the
+    prompt and of its own completion."""
+    place = torch.arange(owner.shape[1], device=owner.device)
+    same = owner[:, queries, None] == owner[:, None, :]
+    own = (branch[:, None, :] == 0) | (branch[:, queries, None] == branch[:, None, :])
+    return (same & own & (place[queries, None] >= place))[:, None]
+
+
+def _block_mask(owner: Tensor, branch: Tensor) -> BlockMask:
+    """`_visible` for FlexAttention, block by block of queries: nothing of the width squared is ever held."""
+    rows, width = owner.shape
+    count = -(-width // _BLOCK)
+    seen = torch.zeros(rows, 1, count, count, dtype=torch.int64, device=owner.device)  # pairs of each two blocks
+    for i in range(count):
+        keys = _visible(owner, branch, slice(i * _BLOCK, (i + 1) * _BLOCK)).sum(2)
+        seen[:, :, i] = nn.functional.pad(keys, (0, count * _BLOCK - width)).view(rows, 1, count, _BLOCK).sum(-1)
+
+    def blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each block of queries the number of chosen blocks of keys, and all blocks, those first."""
+        order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+        return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = (branch[row, key] == 0) | (branch[row, query] == branch[row, key])
+        return (owner[row, query] == owner[row, key]) & own & (query >= key)
+
+    whole = seen == _BLOCK**2
+    some, all_of_it = blocks((seen > 0) & ~whole), blocks(whole)
+    return BlockMask.from_kv_blocks(*some, *all_of_it, _BLOCK, visible, seq_lengths=(width, width))
 
 
 def _segment(example: Example, read: Literal["before", "at"]) -> tuple[list[int], list[int], list[int], list[int]]:

@@ -70,9 +70,11 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     """A model to train, in the configured precision, without dropout; quantized and with adapters if configured.
 
     Raises:
-        ValueError: if a quantized model is to be trained without adapters.
+        ValueError: if a quantized model is to be trained without adapters, or FlexAttention on a CPU.
     """
     adapters = config.lora.r > 0
+    if config.attention == "flex_attention" and not torch.cuda.is_available():
+        raise ValueError("attention: FlexAttention has no backward pass on a CPU; leave attention out, which is sdpa")
     if config.quantize and not adapters:
         raise ValueError(
             f"quantize={config.quantize}: quantized weights can't be trained; add adapters, such as --lora.r 16"

@@ -7,7 +7,10 @@ import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.models.backbone import arrange
-from tiny import make_examples
+from burnish.loops.models.policy import Policy
+from tiny import make_examples, make_model
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LAYOUTS = ("padded", "packed", "shared")
 
@@ -90,3 +93,84 @@ def test_an_empty_batch_still_has_a_row_to_compute(layout):
     assert rows.input_ids.shape == (1, 1)
     assert rows.position.shape == (0,)
     assert rows.position.dtype == torch.int64
+
+
+def long_examples():
+    """Prompts and completions that end within blocks, at their borders, and span several."""
+    lengths = [(300, 170, 50, 129, 1), (10, 400, 3), (128, 128, 128), (140, 9)]
+    return [Example([3] * start, [[4] * n for n in ends], [[True] * n for n in ends]) for start, *ends in lengths]
+
+
+@pytest.mark.parametrize("one_row", [False, True])
+def test_the_block_mask_of_shared_rows_shows_what_the_dense_one_shows(one_row):
+    dense = arrange(long_examples(), "shared", one_row=one_row)
+    blocks = arrange(long_examples(), "shared", one_row=one_row, blocks=True).attention_mask
+    rows, width = dense.input_ids.shape
+    torch.testing.assert_close(create_mask(blocks.mask_mod, rows, None, width, width, "cpu"), dense.attention_mask)
+    expected = create_block_mask(blocks.mask_mod, rows, None, width, width, "cpu")  # from a dense one, by torch
+    for name in ("num_blocks", "indices"):
+        for side in ("kv", "full_kv", "q", "full_q"):
+            field = f"{side}_{name}"
+            torch.testing.assert_close(getattr(blocks, field), getattr(expected, field), msg=field)
+
+
+def test_no_tensor_of_the_width_squared_is_made_for_a_block_mask():
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    example = Example([3] * 1000, [[4] * 900 for _ in range(8)], [[True] * 900] * 8)
+    with Largest() as largest:
+        width = arrange([example], "shared", blocks=True).input_ids.shape[1]
+    assert width > 8000 and largest.elements <= 128 * width
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """FlexAttention as torch defines it, not compiled: its CPU kernels have no backward pass."""
+    from torch.nn.attention import flex_attention as module
+    from transformers import masking_utils
+    from transformers.integrations import flex_attention as integration
+
+    monkeypatch.setattr(module, "_validate_device", lambda query, key, value: None)
+    monkeypatch.setattr(
+        masking_utils, "create_block_mask", lambda _compile, **options: create_block_mask(**options), raising=False
+    )
+    eager = lambda *args, training=False, **options: module.flex_attention(*args, **options)  # noqa: E731
+    monkeypatch.setattr(integration, "compile_friendly_flex_attention", eager)
+
+
+def log_probs_and_gradient(attention, dtype, *, autocast=False, device="cpu"):
+    model = make_model("qwen3", attention=attention, dtype=dtype).to(device)
+    policy = Policy(model, layout="shared")
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+        logprob = policy(collate(make_examples(6, completions=3), device=model.device)).logprob
+    logprob.sum().backward()
+    return logprob.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "error"),
+    [(torch.float64, False, 1e-12), (torch.float32, False, 1e-5), (torch.float32, True, 3e-2)],
+)
+def test_flex_attention_shares_prompts_and_gives_the_numbers_of_sdpa(flex_on_cpu, dtype, autocast, error):
+    numbers, expected = (
+        log_probs_and_gradient(attention, dtype, autocast=autocast) for attention in ("flex_attention", "sdpa")
+    )
+    for value, wanted in zip(numbers, expected, strict=True):
+        assert (value - wanted).norm() <= error * wanted.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compiled_flex_attention_gives_the_numbers_of_sdpa_on_a_gpu():
+    numbers, expected = (
+        log_probs_and_gradient(attention, torch.float32, device="cuda") for attention in ("flex_attention", "sdpa")
+    )
+    for value, wanted in zip(numbers, expected, strict=True):
+        assert (value - wanted).norm() <= 1e-3 * wanted.norm()

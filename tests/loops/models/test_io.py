@@ -80,3 +80,9 @@ def test_a_four_bit_model_trains_its_adapters(start):
     policy(collate(make_examples(2))).logprob.sum().backward()
     trained = [p for p in policy.parameters() if p.requires_grad]
     assert trained and all(p.grad is not None for p in trained)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has it")
+def test_flex_attention_is_refused_on_a_cpu_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="attention: FlexAttention has no backward pass on a CPU"):
+        load_model(config("nowhere", attention="flex_attention"))
