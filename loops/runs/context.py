@@ -29,7 +29,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
-from ...data import Accounting, Batches, Records, Tokenization, load, token_cost
+from ...data import Accounting, Batches, Records, Tokenization, load_data, token_cost
 from ..config import Common
 from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer, save_model
@@ -62,6 +62,7 @@ class RunContext(Generic[Model]):
         config: the recipe's settings.
         model: the policy, or the scorer, that is trained.
         data: encoded examples; in online recipes, prompts.
+        records, eval_records: the parts of the data that these were made of.
     """
 
     config: Any
@@ -70,6 +71,8 @@ class RunContext(Generic[Model]):
     model: Model
     data: Dataset
     eval_data: Dataset | None = None
+    records: Sequence[Records] = ()
+    eval_records: Sequence[Records] = ()
 
     @property
     def directory(self) -> Path:
@@ -257,7 +260,7 @@ def open_run(
     encode: Callable[..., tuple[Dataset, Accounting]],
     wrap: Callable[[nn.Module], Any] | None = None,
     *,
-    load: Callable[[str], Records] = load,
+    records: tuple[list[Records], list[Records]] | None = None,
     load_weights: Callable[[Common], nn.Module] | None = None,
     accelerator: Accelerator | None = None,
     **options: Any,
@@ -267,7 +270,7 @@ def open_run(
     Args:
         encode: ``encode(records, tokenizer, ..., **options)``, see `burnish.data`.
         wrap: makes a `Policy` or a `Scorer` of the model; a policy by default.
-        load: reads the data that a configuration names.
+        records: to train on, and held out: what `load_data` gives for the configuration.
         load_weights: loads the model; a causal language model by default.
         accelerator: of a run that is open already.
 
@@ -284,19 +287,22 @@ def open_run(
         processes=config.dataset_num_proc,
     )
 
-    def encoded(source: str) -> Dataset:
+    def encoded(parts: list[Records]) -> Dataset:
         with accelerator.main_process_first():
-            data, accounting = encode(load(source), tokenizer, tokenization, **options)
+            data, accounting = encode(parts, tokenizer, tokenization, **options)
         accelerator.print(accounting)
         return data
 
-    data = encoded(config.data)
-    eval_data = encoded(config.eval_data) if config.eval_data else None
+    if records is None:
+        with accelerator.main_process_first():
+            records = load_data(config.data, config.eval_data, seed=config.seed)
+    data = encoded(records[0])
+    eval_data = encoded(records[1]) if records[1] else None
     model = (load_weights or load_model)(config)
     if config.quantize is None:
         model = model.to(accelerator.device)
     wrapped = Policy(model, **config.kernel) if wrap is None else wrap(model)
-    return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data)
+    return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records)
 
 
 def open_accelerator(config: Common) -> Accelerator:
