@@ -12,12 +12,14 @@ _FIELDS = ("path", "name", "split", "revision", "data_files", "data_dir", "colum
 
 
 def data(out: "Translation", names: Sequence[str]) -> None:
+    names = [name for name in names if out[name] is not None]
+    held_out: Any = None
     mixture: Mapping[str, Any] = out["dataset_mixture"] or {name: out[name] for name in ("datasets", "test_split_size")}
     splits = out["dataset_splits"] or ["train"]
     if mixture.get("datasets"):
         parts = [_part(out, each) for each in mixture["datasets"]]
-        if held_out := mixture.get("test_split_size"):
-            out.set(names, eval_data=held_out if held_out < 1 else int(held_out))
+        if size := mixture.get("test_split_size"):
+            held_out = size if size < 1 else int(size)
     elif out["dataset_mixer"]:
         configs = out["dataset_configs"] or [None] * len(out["dataset_mixer"])
         named = [
@@ -26,8 +28,7 @@ def data(out: "Translation", names: Sequence[str]) -> None:
             for split in splits
         ]
         parts = [part for part in named if "test" not in part["split"]]
-        if held_out := [{**part, "weight": 1} for part in named if "test" in part["split"]]:
-            out.set(names, eval_data=[_shortest(part) for part in held_out])
+        held_out = [_shortest({**part, "weight": 1}) for part in named if "test" in part["split"]]
     elif out["dataset_name"]:
         named_part = {"path": out["dataset_name"], "name": out["dataset_config"], "split": out["dataset_train_split"]}
         parts = [named_part]
@@ -35,11 +36,13 @@ def data(out: "Translation", names: Sequence[str]) -> None:
         return
     read = [_shortest({**part, **_reading(out, part)}) for part in parts]
     out.set(names, data=read[0] if len(read) == 1 else read)
+    if held_out and "data" not in out.elsewhere:
+        out.set(names, eval_data=held_out)
 
 
-def held_out(out: "Translation") -> bool:
+def has_held_out(out: "Translation") -> bool:
     """Name the test split of the data, where one dataset is named; true if there is held-out data."""
-    if out["dataset_name"] and "eval_data" not in {*out.ours, *out.elsewhere}:
+    if out["dataset_name"] and not {"data", "eval_data"} & {*out.elsewhere} and "eval_data" not in out.ours:
         out.set(["dataset_name"], eval_data={"split": out["dataset_test_split"] or "test"})
     return bool({"eval_data"} & {*out.ours, *out.elsewhere})
 

@@ -12,7 +12,7 @@ import yaml
 
 from ..registry import nearest
 from .trl_data import data as _data  # noqa: F401 - a rule, too
-from .trl_data import held_out
+from .trl_data import has_held_out
 
 
 @dataclasses.dataclass
@@ -199,7 +199,7 @@ def _evaluation(out: Translation, names: Sequence[str]) -> None:
         return
     every = out["eval_steps"] or out["logging_steps"] or 10
     _interval(out, names, strategy, "eval_steps", every, "eval_every", "there is one at the start and at the end")
-    if not held_out(out):
+    if not has_held_out(out):
         out.notes.append("eval_data: needed for evaluations; give held-out data")
 
 

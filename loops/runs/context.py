@@ -279,17 +279,10 @@ def open_run(
     """
     accelerator = accelerator or open_accelerator(config)
     tokenizer = load_tokenizer(config)
-    tokenization = Tokenization(
-        config.longest,
-        config.truncation,
-        config.on_bad_row,
-        chat_template_kwargs=config.chat_template_kwargs,
-        processes=config.dataset_num_proc,
-    )
 
     def encoded(parts: list[Records]) -> Dataset:
         with accelerator.main_process_first():
-            data, accounting = encode(parts, tokenizer, tokenization, **options)
+            data, accounting = encode(parts, tokenizer, tokenization(config), **options)
         accelerator.print(accounting)
         return data
 
@@ -303,6 +296,16 @@ def open_run(
         model = model.to(accelerator.device)
     wrapped = Policy(model, **config.kernel) if wrap is None else wrap(model)
     return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records)
+
+
+def tokenization(config: Common) -> Tokenization:
+    return Tokenization(
+        config.longest,
+        config.truncation,
+        config.on_bad_row,
+        chat_template_kwargs=config.chat_template_kwargs,
+        processes=config.dataset_num_proc,
+    )
 
 
 def open_accelerator(config: Common) -> Accelerator:
