@@ -22,4 +22,5 @@ from .encode import (
 )
 from .examples import Example as Example
 from .mixture import concatenated as concatenated, load_data as load_data, where as where
+from .stream import Stream as Stream, StreamBatches as StreamBatches
 from .records import DataError as DataError, Records as Records, load as load

@@ -134,8 +134,8 @@ def summarize(
     )
 
 
-def combine(parts: Sequence[Accounting]) -> Accounting:
-    """The account of a mixture."""
+def combine(parts: Sequence[Accounting], source: str | None = None) -> Accounting:
+    """The account of a mixture; or of one ``source`` whose rows were counted one batch after another."""
     names = ("read", "kept", "examples", "truncated", "shortened", "contradictory", "total_tokens", "trained_tokens")
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
     counts: dict[str, Any] = {
@@ -145,6 +145,7 @@ def combine(parts: Sequence[Accounting]) -> Accounting:
         for name in ("skipped", "labels")
     }
     first = {kind: where for part in reversed(parts) for kind, where in part.first.items()}
-    return Accounting(
-        f"{len(parts)} parts", **sums, **counts, first=first, max_length=parts[0].max_length, parts=tuple(parts)
-    )
+    shared: dict[str, Any] = {"first": first, "max_length": parts[0].max_length}
+    if source is not None:
+        return Accounting(source, **sums, **counts, **shared, unused=parts[0].unused)
+    return Accounting(f"{len(parts)} parts", **sums, **counts, **shared, parts=tuple(parts))

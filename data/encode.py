@@ -26,6 +26,8 @@ from .records import Data, DataError, Records
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+    from .stream import Stream
+
 
 Parts: TypeAlias = Records | Sequence[Records] | Data  # each part is encoded by its own layout
 
@@ -50,6 +52,7 @@ class Tokenization:
         chat_template: text or file of a template to use instead of the tokenizer's own.
         chat_template_kwargs: arguments of the template, such as ``enable_thinking``; those of a row come first.
         processes: how many tokenize at once.
+        cached: look for the result on the disk, and leave it there; false for rows that are encoded in memory.
     """
 
     max_length: int | None = None
@@ -58,6 +61,7 @@ class Tokenization:
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     processes: int | None = None
+    cached: bool = True
 
     def __post_init__(self) -> None:
         self.limit("keep_start")
@@ -185,7 +189,7 @@ def step_example(
         raise DataError(f"step_example: {bad.problem}") from None
 
 
-def example(dataset: Dataset, index: int) -> Example:
+def example(dataset: "Dataset | Stream", index: int) -> Example:
     """The example in one row of an encoded dataset."""
     row = dataset[index]
     return Example(row["prompt"], row["completions"], row["trained"])
@@ -247,20 +251,25 @@ def _encode_part(
     settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
     read = (*layout, *columns.OPTION_COLUMNS)
     settings["structures"] = {name: kind for name, kind in source.features.items() if name in read}
-    fingerprint = _fingerprint(source, encoder, settings)
+    arguments = {**settings, "encoder": encoder, "numeric": list(numeric), "made": list(made)}
+    features = Features({**numeric, **made})
     try:
-        encoded = source.map(
-            _encode_rows,
-            batched=True,
-            with_indices=True,
-            fn_kwargs={**settings, "encoder": encoder, "numeric": list(numeric), "made": list(made)},
-            remove_columns=source.column_names,
-            features=Features({**numeric, **made}),
-            num_proc=options.processes,
-            new_fingerprint=fingerprint or generate_random_fingerprint(),
-            load_from_cache_file=fingerprint is not None,
-            desc=f"Tokenizing {records.source}",
-        )
+        if options.cached:
+            fingerprint = _fingerprint(source, encoder, settings)
+            encoded = source.map(
+                _encode_rows,
+                batched=True,
+                with_indices=True,
+                fn_kwargs=arguments,
+                remove_columns=source.column_names,
+                features=features,
+                num_proc=options.processes,
+                new_fingerprint=fingerprint or generate_random_fingerprint(),
+                load_from_cache_file=fingerprint is not None,
+                desc=f"Tokenizing {records.source}",
+            )
+        else:
+            encoded = Dataset.from_dict(_encode_rows(source[:], list(range(len(source))), **arguments), features)
     except _Stop as stop:
         raise DataError(f"{records.where(stop.args[0])}: {stop.args[1]}") from None
     used = {*layout, *columns.OPTION_COLUMNS, *numeric}

@@ -17,7 +17,7 @@ from typing import Any
 import datasets
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from .batches import permutation
 from .columns import ASSISTANT, LAYOUT_COLUMNS, Message
@@ -51,11 +51,22 @@ class Part:
 
     def load(self) -> Records:
         """All rows, under the names of columns that are asked for."""
-        names = ("name", "split", "revision", "data_files", "data_dir")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        records = load(self.path, **given)
-        if isinstance(self.path, str):
-            records = replace(records, source=records.source + f"#{self.split}" * bool(self.split))
+        return self.reshaped(self._read())
+
+    def open(self) -> tuple[str, IterableDataset]:
+        """Name and rows as they are stored, to be read one after another; see `reshaped`."""
+        records = self._read(streaming=True)
+        dataset: Any = records.dataset
+        return records.source, dataset if isinstance(dataset, IterableDataset) else dataset.to_iterable_dataset()
+
+    def _read(self, **options: Any) -> Records:
+        options |= {name: getattr(self, name) for name in ("name", "split", "revision", "data_files", "data_dir")}
+        records = load(self.path, **{name: value for name, value in options.items() if value is not None})
+        is_text = isinstance(self.path, str)
+        return replace(records, source=records.source + f"#{self.split}" * bool(is_text and self.split))
+
+    def reshaped(self, records: Records) -> Records:
+        """Rows under the names of columns that are asked for, as conversations if that is asked for."""
         dataset = records.dataset
         if absent := [name for name in self.columns or () if name not in dataset.column_names]:
             there = ", ".join(dataset.column_names)
@@ -69,18 +80,23 @@ class Part:
         return replace(records, dataset=dataset)
 
 
-def load_data(data: Any, eval_data: Any = None, *, seed: int = 0) -> tuple[list[Records], list[Records]]:
+def load_data(
+    data: Any, eval_data: Any = None, *, seed: int = 0, streaming: bool = False
+) -> tuple[list[Records], list[Records]]:
     """The rows to train on, and those that are held out, by their parts.
 
     Args:
         data: text, a mapping with the fields of `Part`, a list of them, a mapping of paths to weights, or rows.
         eval_data: data too; or how many rows of ``data`` are held out, below 1 their share, where rows that say the
             same are all on one side; or other fields of the parts of ``data``, such as ``#test`` or {split: test}.
+        streaming: leave the rows to train on to a `Stream`.
 
     Raises:
         DataError: if a part can't be read, lacks a column, or no row of it is left.
     """
-    parts = _parts(data)
+    parts = named_parts(data)
+    if streaming and isinstance(eval_data, int | float):
+        raise DataError("eval_data: rows can't be held out of data that are streamed; name others, or another split")
     if isinstance(eval_data, int | float):
         return _hold_out(_weighted(parts, seed), eval_data, seed)
     if isinstance(eval_data, str) and eval_data.startswith("#"):
@@ -88,8 +104,8 @@ def load_data(data: Any, eval_data: Any = None, *, seed: int = 0) -> tuple[list[
     if isinstance(eval_data, Mapping) and eval_data and eval_data.keys() <= {*_FIELDS} - {"path"}:
         held_out = [replace(part, **{"weight": 1.0, "fraction": None, **eval_data}) for part in parts]
     else:
-        held_out = [] if eval_data is None else _parts(eval_data)
-    return _weighted(parts, seed), _weighted(held_out, seed)
+        held_out = [] if eval_data is None else named_parts(eval_data)
+    return [] if streaming else _weighted(parts, seed), _weighted(held_out, seed)
 
 
 def concatenated(parts: Sequence[Records]) -> Dataset:
@@ -117,7 +133,8 @@ def where(parts: Sequence[Records], row: int) -> str:
 _FIELDS = [field.name for field in fields(Part)]
 
 
-def _parts(data: Data | Mapping[str, Any]) -> list[Part]:
+def named_parts(data: Data | Mapping[str, Any]) -> list[Part]:
+    """The parts that `data` names, not read yet."""
     if isinstance(data, list | tuple) and data and all(isinstance(p, str) or _is_part(p) for p in data):
         return [_part(part) for part in data]
     if isinstance(data, Mapping) and data and all(isinstance(weight, int | float) for weight in data.values()):

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import datasets
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from .columns import TEXT_COLUMNS
 
@@ -69,11 +69,13 @@ def load(data: Data, *, split: str = "train", name: str | None = None, **options
             ``path:config@revision#split``, where each of the three may be left out.
         split: of a dataset that has several; ``train[:1000]`` takes a part.
         name: of the configuration of a dataset on the Hub.
-        options: others of `datasets.load_dataset`: revision, data_files, data_dir.
+        options: others of `datasets.load_dataset`: revision, data_files, data_dir; streaming gives an IterableDataset.
 
     Raises:
         DataError: if there is no such data, it can't be read, or it holds no rows.
     """
+    if isinstance(data, IterableDataset):
+        return Records(data, "records")
     if isinstance(data, Dataset | DatasetDict):
         records = Records(_split_of(data, split, "records"), "records")
     elif isinstance(data, str | os.PathLike):
@@ -82,9 +84,11 @@ def load(data: Data, *, split: str = "train", name: str | None = None, **options
         options = {key: value for key, value in options.items() if value is not None}
         records = _from_path(source=os.fspath(data), **options)
     elif isinstance(data, list | tuple):
-        records = Records(_from_rows(data), "records")
+        records = Records(table(data), "records")
     else:
         raise DataError(f"load: wanted a path, a Hub name, a Dataset or a list of dicts, got {type(data).__name__}")
+    if isinstance(records.dataset, IterableDataset):
+        return records
     if len(records.dataset) == 0:
         raise DataError(f"{records.source}: no rows")
     if records.dataset.format["type"] == "custom":
@@ -110,31 +114,34 @@ def parse_name(text: str) -> dict[str, str]:
 def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records:
     file = Path(path)
     reader = READERS.get(file.suffix)
+    streamed = {"streaming": True} if options.pop("streaming", False) else {}
     if file.is_dir() and not options:
-        return Records(_from_directory(file, split), file.name + source.removeprefix(path))
+        return Records(_from_directory(file, split, **streamed), file.name + source.removeprefix(path))
     if reader is None and file.is_file():
         raise DataError(f"{path}: wanted a file that ends in {', '.join(READERS)}, got {file.suffix or 'no ending'}")
     if reader is None or options:
-        return Records(_from_hub(path, source, split, **options), source)
+        return Records(_from_hub(path, source, split, **options, **streamed), source)
     if not file.exists():
         raise DataError(f"{path}: no such file")
     # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from Windows makes it fail.
     options = {} if reader == "parquet" else {"encoding": "utf-8-sig"}
     if reader == "csv":
         options |= _csv_options(file)
-    with _quiet():
+    with quiet():
         try:
-            dataset = datasets.load_dataset(reader, data_files=path, split=split, **options)
+            dataset = datasets.load_dataset(reader, data_files=path, split=split, **options, **streamed)
         except Exception as error:  # the readers raise whatever their parsers do
             raise DataError(_diagnose(file, reader, error)) from error
     # Of a part of a file we don't know the first line.
     return Records(dataset, file.name, file if reader == "json" and split == "train" else None)
 
 
-def _from_directory(path: Path, split: str) -> Dataset:
+def _from_directory(path: Path, split: str, **streamed: Any) -> Dataset:
     try:
         saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
-        dataset = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), split=split)
+        dataset = (
+            datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), split=split, **streamed)
+        )
     except Exception as error:
         raise DataError(f"{path.name}: not a dataset that can be read: {_root(error)}") from error
     return _split_of(dataset, split, path.name) if saved else dataset
@@ -165,7 +172,7 @@ def _split_of(dataset: Dataset | DatasetDict, split: str, source: str) -> Datase
     return datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
 
 
-def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+def table(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             raise DataError(f"records row {number}: wanted a dict of columns, got {type(row).__name__}")
@@ -225,11 +232,14 @@ def _root(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """The JSON reader logs what it then raises."""
-    level = datasets.logging.get_verbosity()
+def quiet() -> Iterator[None]:
+    """Without what readers log before they raise it, and, for rows in memory, without progress bars."""
+    level, hidden = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
         datasets.logging.set_verbosity(level)
+        if not hidden:
+            datasets.enable_progress_bars()

@@ -139,6 +139,9 @@ class Common(Settings):
     """Arguments of the chat template, such as {enable_thinking: false}; those of a row come first."""
     dataset_num_proc: PositiveInt | None = None
     """Processes that tokenize; null is this one alone."""
+    streaming: bool = False
+    """Read and encode rows when their step comes, for data that don't fit the disk; wants `steps`. A mixture is drawn
+    with its weights as odds then, and rows are permuted within blocks of some thousands."""
     shuffle: bool = True
     """Permute each epoch."""
     seed: int = 0
