@@ -40,6 +40,8 @@ class Accounting:
         labels: how many completions are desirable and undesirable, where there are such labels.
         total_tokens, trained_tokens: of the rows kept; a shared prompt counts once.
         unused: columns that nothing reads.
+        available: rows of the source, where not each of them is taken once.
+        parts: of a mixture.
     """
 
     source: str
@@ -56,16 +58,21 @@ class Accounting:
     trained_tokens: int = 0
     max_length: int | None = None
     unused: tuple[str, ...] = ()
+    available: int | None = None
+    parts: tuple["Accounting", ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
         examples = f" as {self.examples:,} examples" if self.examples != self.kept else ""
+        of = "" if self.available is None else f" of {self.available:,}"
         lines = [
-            f"{self.source}: {self.read:,} rows read, {self.kept:,} kept{examples}; "
+            f"{self.source}: {self.read:,} rows read{of}, {self.kept:,} kept{examples}; "
             f"{self.total_tokens:,} tokens, {self.trained_tokens:,} of them trained"
         ]
+        if self.parts:
+            return "\n  ".join([*lines, *"\n".join(map(str, self.parts)).split("\n")])
         lines += [f"  {count:,} skipped, {kind}; the first: {self.first[kind]}" for kind, count in self.skipped.items()]
         if self.truncated:
             lines.append(f"  {self.truncated:,} truncated to max_length={self.max_length}")
@@ -123,4 +130,22 @@ def summarize(
         trained_tokens=trained_tokens,
         max_length=max_length,
         unused=tuple(unused),
+        available=records.available,
     )
+
+
+def combine(parts: Sequence[Accounting], source: str | None = None) -> Accounting:
+    """The account of a mixture; or of one ``source`` whose rows were counted one batch after another."""
+    names = ("read", "kept", "examples", "truncated", "shortened", "contradictory", "total_tokens", "trained_tokens")
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
+    counts: dict[str, Any] = {
+        name: {
+            kind: sum(getattr(p, name).get(kind, 0) for p in parts) for part in parts for kind in getattr(part, name)
+        }
+        for name in ("skipped", "labels")
+    }
+    first = {kind: where for part in reversed(parts) for kind, where in part.first.items()}
+    shared: dict[str, Any] = {"first": first, "max_length": parts[0].max_length}
+    if source is not None:
+        return Accounting(source, **sums, **counts, **shared, unused=parts[0].unused)
+    return Accounting(f"{len(parts)} parts", **sums, **counts, **shared, parts=tuple(parts))

@@ -57,7 +57,8 @@ class Batches:
         self.batch_size, self.micro_tokens, self.ranks = batch_size, micro_tokens, ranks
         self.end = steps * batch_size if steps is not None else epochs * len(self.lengths)  # type: ignore[operator]
         # A step may lie across two epochs, so two permutations are kept.
-        self._order = lru_cache(maxsize=2)(lambda epoch: _order(len(self.lengths), seed, epoch, shuffle))
+        size = len(self.lengths)
+        self._order = lru_cache(maxsize=2)(lambda e: permutation(size, seed, e) if shuffle else np.arange(size))
 
     def __len__(self) -> int:
         return -(-self.end // self.batch_size)
@@ -143,11 +144,10 @@ def token_cost(dataset: datasets.Dataset, *, shared_prompt: bool) -> npt.NDArray
     return np.concatenate(costs)
 
 
-def _order(size: int, seed: int, epoch: int, shuffle: bool) -> npt.NDArray[np.int64]:
-    if not shuffle:
-        return np.arange(size)
+def permutation(size: int, *seed: int) -> npt.NDArray[np.int64]:
+    """A permutation of ``range(size)``, the same in every version of numpy."""
     # numpy promises that the raw bits of a bit generator stay the same between versions, not that permutation() does.
-    bits = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(size)
+    bits = np.random.Philox(np.random.SeedSequence(seed)).random_raw(size)
     return np.argsort(bits, kind="stable")
 
 

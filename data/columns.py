@@ -2,14 +2,14 @@
 
     supervised   prompt, completion | messages | conversations | text
     preference   prompt, chosen, rejected | chosen, rejected (they share their beginning, which is the prompt)
-    unpaired     prompt, completion, label (true or false) | those of preference
+    unpaired     prompt, completion, label (true or false, or 1 or 0) | those of preference
     stepwise     prompt, completions (the steps of one solution), labels (of each step)
     scores       prompt, completion, score
     ranking      prompt, completions, ranks (of each completion, 0 the best)
     prompts      prompt, which the policy completes; all other columns are for rewards
 
-Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list of {role, content});
-a step is plain.
+Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list of {role, content},
+where the content may be a list of {type: text, text}); a step is plain.
 """
 
 import difflib
@@ -42,6 +42,12 @@ RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
 OPTION_COLUMNS = ("tools", "chat_template_kwargs")
+LAYOUTS = (*SUPERVISED, *PREFERENCE, *UNPAIRED, *STEPWISE, *SCORES, *RANKING, *PROMPTS)
+LAYOUT_COLUMNS = frozenset({name for layout in LAYOUTS for name in layout} | {*OPTION_COLUMNS})
+ALIASES = {  # of a column, by what many datasets call it; Alpaca's two are joined
+    "prompt": (("instruction", "input"), ("instruction",), ("question",), ("problem",), ("query",)),
+    "completion": (("output",), ("response",), ("answer",), ("solution",)),
+}
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
@@ -90,6 +96,13 @@ def find_layout(columns: Sequence[str], accepted: Sequence[tuple[str, ...]]) -> 
     wanted = " or ".join("(" + ", ".join(layout) + ")" for layout in accepted)
     message = f"found the columns ({', '.join(columns)}), wanted {wanted}"
     message += next((f"; these are {rows}" for layout, rows in RECIPES if set(layout) <= set(columns)), "")
+    for layout in accepted:
+        groups = {
+            new: next((g for g in ALIASES.get(new, ()) if {*g} <= {*columns}), ()) for new in {*layout} - {*columns}
+        }
+        if all(groups.values()):
+            names = ", ".join(f"{name}: {new}" for new in layout for name in groups.get(new, ()))
+            raise ValueError(f"{message}; to rename columns, give data: {{path: ..., columns: {{{names}}}}}")
     for name in sorted({name for layout in accepted for name in layout} - set(columns)):
         near = difflib.get_close_matches(name, columns, n=1, cutoff=0.75)
         if near:
@@ -164,9 +177,11 @@ def _annotation(value: Any, name: str, count: int) -> Any:
     if name == "score":
         return read_number(value, name)
     if name == "label":
-        if not isinstance(value, bool):
-            raise BadRow(kind, f"'label' is {_shown(value)}, wanted true or false; convert it or remove the row")
-        return value
+        if value not in (0, 1) or not isinstance(value, int | float):
+            raise BadRow(
+                kind, f"'label' is {_shown(value)}, wanted true or false (1 or 0); convert it or remove the row"
+            )
+        return bool(value)
     unit = "step" if name == "labels" else "answer"
     if not isinstance(value, list):
         raise BadRow(kind, f"'{name}' is {_kind(value)}, wanted a list with one for each {unit}; convert it")
@@ -224,6 +239,8 @@ def _message(record: Any, at: str) -> Message:
     calls = message.pop("tool_calls", None)
     if content is None and not calls:
         raise BadRow("missing", f"{at} has no content; fill it in or remove the row")
+    if isinstance(content, list):
+        content = message["content"] = "".join(_text_part(part, f"the content of {at}") for part in content)
     if content is not None:
         _require_type(f"the content of {at}", content, str, "text")
     if calls:
@@ -233,6 +250,13 @@ def _message(record: Any, at: str) -> Message:
         if name in message:
             message["train"] = _is_trained(message.pop(name), name, message["role"], at)
     return message
+
+
+def _text_part(part: Any, at: str) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = repr(part.get("type")) if isinstance(part, Mapping) else _kind(part)
+    raise BadRow("not text", f"{at} has a part of the type {kind}, wanted text; convert it or remove the row")
 
 
 def _tool_call(call: Any, at: str) -> Message:

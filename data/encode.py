@@ -9,21 +9,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from datasets import Dataset, Features, List, Value
+import numpy as np
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from datasets.fingerprint import generate_random_fingerprint
 
 from . import columns, examples
-from .accounting import NOTES, Accounting, summarize
+from .accounting import NOTES, Accounting, combine, summarize
 from .chat import Encoder
 from .columns import BadRow, Message, read_number, read_row
 from .examples import EncodedExample, Example, LengthLimit, TrainOn, Truncation
-from .records import Data, DataError, Records, load
+from .mixture import load_data
+from .records import Data, DataError, Records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+    from .stream import Stream
+
+
+Parts: TypeAlias = Records | Sequence[Records] | Data  # each part is encoded by its own layout
 
 COLUMNS = {
     "prompt": List(Value("int32")),
@@ -46,6 +52,7 @@ class Tokenization:
         chat_template: text or file of a template to use instead of the tokenizer's own.
         chat_template_kwargs: arguments of the template, such as ``enable_thinking``; those of a row come first.
         processes: how many tokenize at once.
+        cached: look for the result on the disk, and leave it there; false for rows that are encoded in memory.
     """
 
     max_length: int | None = None
@@ -54,6 +61,7 @@ class Tokenization:
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     processes: int | None = None
+    cached: bool = True
 
     def __post_init__(self) -> None:
         self.limit("keep_start")
@@ -68,12 +76,12 @@ DEFAULT = Tokenization()
 
 
 def encode_supervised(
-    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT, *, train_on: TrainOn = "auto"
+    records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT, *, train_on: TrainOn = "auto"
 ) -> tuple[Dataset, Accounting]:
     """Demonstrations as examples with one completion each.
 
     Args:
-        records: in a layout of `columns.SUPERVISED`.
+        records: in a layout of `columns.SUPERVISED`; or several parts, see `mixture.load_data`.
         train_on: the tokens that carry loss: the assistant's, the completion's, or all but the first. "auto" is
             assistant for `messages`, completion for `prompt`/`completion`, all for `text`.
 
@@ -89,7 +97,7 @@ def encode_supervised(
 
 
 def encode_preference(
-    records: Records | Data,
+    records: Parts,
     tokenizer: "Tokenizer",
     options: Tokenization = DEFAULT,
     *,
@@ -103,7 +111,7 @@ def encode_preference(
 
 
 def encode_unpaired(
-    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
+    records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
     """Completions labeled good or bad, as examples with one completion each and a bool column `desirable`.
 
@@ -113,21 +121,21 @@ def encode_unpaired(
 
 
 def encode_scores(
-    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
+    records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
     """Completions with a score, as examples with one completion each and a float64 column `score`."""
     return _encode(records, tokenizer, options, columns.SCORES, examples.completed, {"score": Value("float64")})
 
 
 def encode_ranking(
-    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
+    records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
     """Ranked completions of one prompt as one example, with a column `rank` of their places: 0 best, no ties."""
     return _encode(records, tokenizer, options, columns.RANKING, examples.completed, {"rank": List(Value("int64"))})
 
 
 def encode_prompts(
-    records: Records | Data, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
+    records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
     """Prompts that the policy will complete, as examples without completions.
 
@@ -137,7 +145,7 @@ def encode_prompts(
 
 
 def encode_stepwise(
-    records: Records | Data,
+    records: Parts,
     tokenizer: "Tokenizer",
     options: Tokenization = DEFAULT,
     *,
@@ -181,7 +189,7 @@ def step_example(
         raise DataError(f"step_example: {bad.problem}") from None
 
 
-def example(dataset: Dataset, index: int) -> Example:
+def example(dataset: "Dataset | Stream", index: int) -> Example:
     """The example in one row of an encoded dataset."""
     row = dataset[index]
     return Example(row["prompt"], row["completions"], row["trained"])
@@ -192,7 +200,36 @@ class _Stop(Exception):
 
 
 def _encode(
-    records: Records | Data,
+    records: Parts,
+    tokenizer: "Tokenizer",
+    options: Tokenization,
+    layouts: Sequence[tuple[str, ...]],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Dataset, Accounting]:
+    """Encode each part by its own layout, and put them one after another."""
+    if isinstance(records, list) and records and all(isinstance(part, Records) for part in records):
+        parts = cast(list[Records], records)
+    else:
+        parts = [records] if isinstance(records, Records) else load_data(records)[0]
+    encoded = [_encode_part(part, tokenizer, options, layouts, *args, **kwargs) for part in parts]
+    if len(encoded) == 1:
+        return encoded[0]
+    shared = [name for name in encoded[0][0].column_names if all(name in data.column_names for data, _ in encoded)]
+    kinds = {name: [data.features[name] for data, _ in encoded] for name in shared}
+    same = {name: all(kind == each[0] for kind in each) for name, each in kinds.items()}
+    features = Features({name: each[0] if same[name] else Value("float64") for name, each in kinds.items()})
+    tables, start = [], 0
+    for part, (data, _) in zip(parts, encoded, strict=True):
+        if "row" in shared:  # of all parts one after another
+            data = data.remove_columns("row").add_column("row", np.asarray(data["row"]) + start)
+        tables.append(data.select_columns(shared).cast(features))
+        start += len(part.dataset)
+    return concatenate_datasets(tables), combine([accounting for _, accounting in encoded])
+
+
+def _encode_part(
+    records: Records,
     tokenizer: "Tokenizer",
     options: Tokenization,
     layouts: Sequence[tuple[str, ...]],
@@ -201,7 +238,6 @@ def _encode(
     required: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
     """Encode every row with ``encode(row, encoder, limit=...)``; ``annotation`` is a column that it makes beside."""
-    records = records if isinstance(records, Records) else load(records)
     source = records.dataset
     try:
         layout = columns.find_layout(source.column_names, layouts)
@@ -215,20 +251,25 @@ def _encode(
     settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
     read = (*layout, *columns.OPTION_COLUMNS)
     settings["structures"] = {name: kind for name, kind in source.features.items() if name in read}
-    fingerprint = _fingerprint(source, encoder, settings)
+    arguments = {**settings, "encoder": encoder, "numeric": list(numeric), "made": list(made)}
+    features = Features({**numeric, **made})
     try:
-        encoded = source.map(
-            _encode_rows,
-            batched=True,
-            with_indices=True,
-            fn_kwargs={**settings, "encoder": encoder, "numeric": list(numeric), "made": list(made)},
-            remove_columns=source.column_names,
-            features=Features({**numeric, **made}),
-            num_proc=options.processes,
-            new_fingerprint=fingerprint or generate_random_fingerprint(),
-            load_from_cache_file=fingerprint is not None,
-            desc=f"Tokenizing {records.source}",
-        )
+        if options.cached:
+            fingerprint = _fingerprint(source, encoder, settings)
+            encoded = source.map(
+                _encode_rows,
+                batched=True,
+                with_indices=True,
+                fn_kwargs=arguments,
+                remove_columns=source.column_names,
+                features=features,
+                num_proc=options.processes,
+                new_fingerprint=fingerprint or generate_random_fingerprint(),
+                load_from_cache_file=fingerprint is not None,
+                desc=f"Tokenizing {records.source}",
+            )
+        else:
+            encoded = Dataset.from_dict(_encode_rows(source[:], list(range(len(source))), **arguments), features)
     except _Stop as stop:
         raise DataError(f"{records.where(stop.args[0])}: {stop.args[1]}") from None
     used = {*layout, *columns.OPTION_COLUMNS, *numeric}
@@ -304,8 +345,11 @@ def _numeric_columns(
     return numeric
 
 
+_DECISIVE = ("chat", "columns", "encode", "examples", "turns")  # the files of this folder that decide about tokens
+
+
 def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str | None:
-    """Name the result by all that it depends on, this folder's code included; None for a tokenizer in pure Python."""
+    """Name the result by all that it depends on, code included; None for a tokenizer in pure Python."""
     backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -314,13 +358,12 @@ def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any])
         backend.to_str(),
         type(encoder.tokenizer).__qualname__,
         sorted(encoder.tokenizer.special_tokens_map.items()),
-        encoder.tokenizer.chat_template,
-        encoder.chat_template,
+        encoder.chat_template or encoder.tokenizer.chat_template,
         sorted(encoder.chat_template_kwargs.items()),
         settings["encode"].func.__qualname__,
         sorted(settings["encode"].keywords.items()),
         sorted((name, value) for name, value in settings.items() if name != "encode"),
-        [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))],
+        [Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in _DECISIVE],
         version("transformers"),
         version("tokenizers"),
     )

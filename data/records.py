@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
-from datasets import Dataset, DatasetDict
+import numpy as np
+import numpy.typing as npt
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from .columns import TEXT_COLUMNS
 
@@ -31,42 +34,61 @@ class Records:
         dataset: the rows, memory-mapped where they came from a disk.
         source: what messages call it: a file name, a Hub name, or "records".
         lines: the JSON Lines file whose lines are the rows, if there is one.
+        picked: where each row is in the source, if not all of them were taken.
+        available: rows of the source.
     """
 
     dataset: Dataset
     source: str
     lines: Path | None = None
+    picked: npt.NDArray[np.int64] | None = None
+    available: int | None = None
 
     def where(self, row: int) -> str:
         """Name a row for a message: its line in a JSON Lines file, its number elsewhere; both count from 1."""
+        row = row if self.picked is None else int(self.picked[row])
         if self.lines is not None:
             numbers = [number for number, line in enumerate(self.lines.read_bytes().split(b"\n"), 1) if line.strip()]
-            if len(numbers) == len(self.dataset):
+            if len(numbers) == (self.available or len(self.dataset)):
                 return f"{self.source} line {numbers[row]}"
         return f"{self.source} row {row + 1}"
 
+    def pick(self, rows: npt.NDArray[np.int64]) -> "Records":
+        """Some of the rows, or all in another order, or some several times."""
+        picked = rows if self.picked is None else self.picked[rows]
+        available = self.available or len(self.dataset)
+        return replace(self, dataset=self.dataset.select(rows), picked=picked, available=available)
 
-def load(data: Data, *, split: str = "train") -> Records:
+
+def load(data: Data, *, split: str = "train", name: str | None = None, **options: Any) -> Records:
     """Read records from wherever they are.
 
     Args:
-        data: a .json, .jsonl, .csv or .parquet file; a directory that `Dataset.save_to_disk` wrote; the name of a
-            dataset on the Hub, ``name`` or ``name:config``; or the rows themselves.
+        data: a .json, .jsonl, .csv or .parquet file; a directory that `Dataset.save_to_disk` wrote, or one of such
+            files; the name of a dataset on the Hub; or the rows themselves. Text may name more than the path:
+            ``path:config@revision#split``, where each of the three may be left out.
         split: of a dataset that has several; ``train[:1000]`` takes a part.
+        name: of the configuration of a dataset on the Hub.
+        options: others of `datasets.load_dataset`: revision, data_files, data_dir; streaming gives an IterableDataset.
 
     Raises:
         DataError: if there is no such data, it can't be read, or it holds no rows.
     """
-    if isinstance(data, DatasetDict):
+    if isinstance(data, IterableDataset):
+        return Records(data, "records")
+    if isinstance(data, Dataset | DatasetDict):
         records = Records(_split_of(data, split, "records"), "records")
-    elif isinstance(data, Dataset):
-        records = Records(data, "records")
     elif isinstance(data, str | os.PathLike):
-        records = _from_path(os.fspath(data), split)
+        named = parse_name(os.fspath(data))
+        options = {"split": split, "name": name, **options, **named}
+        options = {key: value for key, value in options.items() if value is not None}
+        records = _from_path(source=os.fspath(data), **options)
     elif isinstance(data, list | tuple):
-        records = Records(_from_rows(data), "records")
+        records = Records(table(data), "records")
     else:
         raise DataError(f"load: wanted a path, a Hub name, a Dataset or a list of dicts, got {type(data).__name__}")
+    if isinstance(records.dataset, IterableDataset):
+        return records
     if len(records.dataset) == 0:
         raise DataError(f"{records.source}: no rows")
     if records.dataset.format["type"] == "custom":
@@ -76,57 +98,81 @@ def load(data: Data, *, split: str = "train") -> Records:
     return replace(records, dataset=records.dataset.with_format(None))
 
 
-def _from_path(data: str, split: str) -> Records:
-    path = Path(data)
-    reader = READERS.get(path.suffix)
-    if path.is_dir():
-        return Records(_from_directory(path, split), path.name)
-    if reader is None and path.exists():
-        raise DataError(f"{data}: wanted a file that ends in {', '.join(READERS)}, got {path.suffix or 'no ending'}")
-    if reader is None:
-        return Records(_from_hub(data, split), data)
-    if not path.exists():
-        raise DataError(f"{data}: no such file")
+def parse_name(text: str) -> dict[str, str]:
+    """The parts of ``path:config@revision#split`` that are there, by the names of `datasets.load_dataset`."""
+    if Path(text).exists():
+        return {"path": text}
+    path, _, split = text.partition("#")
+    if split:
+        return {**parse_name(path), "split": split}
+    if Path(path).suffix in READERS or Path(path).exists():
+        return {"path": path}
+    match = re.fullmatch(r"(?P<path>[^:@]*)(:(?P<name>[^@]+))?(@(?P<revision>.+))?", path)
+    return {key: value for key, value in match.groupdict().items() if value} if match else {"path": path}
+
+
+def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records:
+    file = Path(path)
+    reader = READERS.get(file.suffix)
+    streamed = {"streaming": True} if options.pop("streaming", False) else {}
+    if file.is_dir() and not options:
+        return Records(_from_directory(file, split, **streamed), file.name + source.removeprefix(path))
+    if reader is None and file.is_file():
+        raise DataError(f"{path}: wanted a file that ends in {', '.join(READERS)}, got {file.suffix or 'no ending'}")
+    if reader is None or options:
+        return Records(_from_hub(path, source, split, **options, **streamed), source)
+    if not file.exists():
+        raise DataError(f"{path}: no such file")
     # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from Windows makes it fail.
-    options: dict[str, Any] = {} if reader == "parquet" else {"encoding": "utf-8-sig"}
+    options = {} if reader == "parquet" else {"encoding": "utf-8-sig"}
     if reader == "csv":
-        options |= _csv_options(path)
-    with _quiet():
+        options |= _csv_options(file)
+    with quiet():
         try:
-            dataset = datasets.load_dataset(reader, data_files=str(path), split=split, **options)
+            dataset = datasets.load_dataset(reader, data_files=path, split=split, **options, **streamed)
         except Exception as error:  # the readers raise whatever their parsers do
-            raise DataError(_diagnose(path, reader, error)) from error
+            raise DataError(_diagnose(file, reader, error)) from error
     # Of a part of a file we don't know the first line.
-    return Records(dataset, path.name, path if reader == "json" and split == "train" else None)
+    return Records(dataset, file.name, file if reader == "json" and split == "train" else None)
 
 
-def _from_directory(path: Path, split: str) -> Dataset:
+def _from_directory(path: Path, split: str, **streamed: Any) -> Dataset:
     try:
         saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
-        dataset = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), split=split)
+        dataset = (
+            datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), split=split, **streamed)
+        )
     except Exception as error:
         raise DataError(f"{path.name}: not a dataset that can be read: {_root(error)}") from error
-    return _split_of(dataset, split, path.name) if isinstance(dataset, DatasetDict) else dataset
+    return _split_of(dataset, split, path.name) if saved else dataset
 
 
-def _from_hub(data: str, split: str) -> Dataset:
-    name, _, config = data.partition(":")
+def _from_hub(path: str, source: str, split: str, **options: Any) -> Dataset:
+    name = options.pop("name", None)
     try:
-        return datasets.load_dataset(name, config or None, split=split)
+        return datasets.load_dataset(path, name, split=split, **options)
     except Exception as error:
         raise DataError(
-            f"{data}: no such file, and not read from the Hub: {_root(error)}; "
-            f"wanted a path, or name or name:config of a dataset with the split '{split}'"
+            f"{source}: no such file, and not read from the Hub: {_root(error)}; "
+            f"wanted a path, or name:config@revision#split of a dataset; the split is '{split}' here"
         ) from error
 
 
-def _split_of(dataset: DatasetDict, split: str, source: str) -> Dataset:
-    if split not in dataset:
-        raise DataError(f"{source}: no split '{split}'; there are {', '.join(map(str, dataset))}")
-    return dataset[split]
+def _split_of(dataset: Dataset | DatasetDict, split: str, source: str) -> Dataset:
+    """A split, or a part such as ``train[:100]``, or several with a + between."""
+    splits = dataset if isinstance(dataset, DatasetDict) else DatasetDict({"train": dataset})
+    if split in splits:
+        return splits[split]
+    try:
+        instruction = datasets.ReadInstruction.from_spec(split)
+        parts = instruction.to_absolute({name: len(part) for name, part in splits.items()})
+    except (ValueError, AssertionError) as error:
+        there = ", ".join(map(str, splits))
+        raise DataError(f"{source}: no split '{split}'; there are {there}") from error
+    return datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
 
 
-def _from_rows(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+def table(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             raise DataError(f"records row {number}: wanted a dict of columns, got {type(row).__name__}")
@@ -186,11 +232,14 @@ def _root(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """The JSON reader logs what it then raises."""
-    level = datasets.logging.get_verbosity()
+def quiet() -> Iterator[None]:
+    """Without what readers log before they raise it, and, for rows in memory, without progress bars."""
+    level, hidden = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
         datasets.logging.set_verbosity(level)
+        if not hidden:
+            datasets.enable_progress_bars()

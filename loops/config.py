@@ -105,12 +105,14 @@ class Common(Settings):
 
     model: str
     """Name or directory of a transformers causal language model."""
-    data: str
-    """Training data: a .json, .jsonl, .csv or .parquet file, a saved dataset, or the name of one on the Hub."""
+    data: dict[str, Any] | list[Any] | str
+    """Training data: a .json, .jsonl, .csv or .parquet file, a directory, or the name of a dataset on the Hub, as
+    path:config@revision#split; or {path, name, split, revision, data_files, data_dir, columns, system_prompt, weight};
+    or a mixture: a list of these, or {path: weight}, where weight is how many times an epoch takes the rows."""
     output: str
     """Directory of this run."""
-    eval_data: str | None = None
-    """Held-out data, in the same layouts."""
+    eval_data: int | float | dict[str, Any] | list[Any] | str | None = None
+    """Held-out data, as `data`; {split: test} of the same; or a number of rows held out of `data`, below 1 a share."""
     steps: PositiveInt | None = None
     """Optimizer steps; without it, as many as `epochs` takes."""
     epochs: PositiveInt = 1
@@ -137,6 +139,9 @@ class Common(Settings):
     """Arguments of the chat template, such as {enable_thinking: false}; those of a row come first."""
     dataset_num_proc: PositiveInt | None = None
     """Processes that tokenize; null is this one alone."""
+    streaming: bool = False
+    """Read and encode rows when their step comes, for data that don't fit the disk; wants `steps`. A mixture is drawn
+    with its weights as odds then, and rows are permuted within blocks of some thousands."""
     shuffle: bool = True
     """Permute each epoch."""
     seed: int = 0

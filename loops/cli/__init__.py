@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -40,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return bench(given[1:])
     if given[0] == "translate":
         return _translate(given[1:])
+    if given[0] == "data":
+        return _data(given[1:])
     if given[0] not in _RECIPES:
-        kind, known = "recipe", [*_RECIPES, "bench", "translate"]
+        kind, known = "recipe", [*_RECIPES, "bench", "data", "translate"]
         if given[0].startswith("-"):
             kind, known = "flag", ["--help", "--version"]
         print(f"{nearest(f'burnish: no {kind}', given[0], known)}\n\n{_usage()}", file=sys.stderr)
@@ -79,6 +81,7 @@ _RECIPES = {
 # Fields of other recipes, and ours.
 _MEANT = {"batch_size": "prompts_per_rollout", "old": "old_logprobs"}
 _TRANSLATE = "Print a configuration of TRL as burnish's: burnish translate dpo trl.yaml."
+_DATA = "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3."
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 
 
@@ -86,13 +89,38 @@ def _usage() -> str:
     purposes = {
         name: _load("settings", settings).__doc__.partition("\n")[0] for name, (settings, _) in _RECIPES.items()
     }
-    others = {"bench": _BENCH, "translate": _TRANSLATE}
+    others = {"bench": _BENCH, "data": _DATA, "translate": _TRANSLATE}
     lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, **others}.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
 
 
-def _run(name: str, arguments: list[str]) -> int:
+def _data(arguments: list[str]) -> int:
+    recipe, *words = arguments or [""]
+    if recipe not in _RECIPES or recipe == "demo" or not words:
+        print("usage: burnish data <recipe> recipe.yaml [--rows 3] [--any.field value]", file=sys.stderr)
+        return 2
+    rows = "3"
+    if "--rows" in words[:-1]:
+        at = words.index("--rows")
+        _, rows = words[at : at + 2]
+        words[at : at + 2] = []
+    file = [] if words[0].startswith("--") else ["--config"]
+    # A configuration needs a directory for its run, and this is none.
+    words = ["--output", "none", *file, *words]
+    if not rows.isdecimal():
+        print(f"burnish data: rows: wanted a number, got {rows}", file=sys.stderr)
+        return 2
+
+    def show(_: Any, config: Any) -> None:
+        import_module(".data", __package__).print_data(recipe, config, int(rows))
+
+    return _run(recipe, words, show)
+
+
+def _run(
+    name: str, arguments: list[str], perform: Callable[[Any, Any], Any] = lambda recipe, config: recipe(config)
+) -> int:
     settings, path = _RECIPES[name]
     try:
         config = parse(name, _load("settings", settings), arguments)
@@ -106,7 +134,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
             datasets.disable_progress_bars()
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        recipe(config)
+        perform(recipe, config)
     except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
         if os.environ.get("BURNISH_TRACEBACK") or not _is_ours(error):
             raise

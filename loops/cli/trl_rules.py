@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 
 from ..registry import nearest
+from .trl_data import data as _data  # noqa: F401 - a rule, too
+from .trl_data import has_held_out
 
 
 @dataclasses.dataclass
@@ -191,24 +193,14 @@ def _precision(out: Translation, names: Sequence[str]) -> None:
         out.notes.append("dtype: bfloat16 computes in bfloat16; weights that are trained stay float32")
 
 
-def _data(out: Translation, names: Sequence[str]) -> None:
-    for name in ("datasets", "dataset_mixture", "dataset_mixer", "dataset_splits"):
-        if out[name]:
-            out.refuse(name, "there are no mixtures, and no splits but train", instead="data")
-    if out["dataset_train_split"] not in (None, "train"):
-        out.refuse("dataset_train_split", f"{out['dataset_train_split']!r} is not train", instead="data")
-    if out["dataset_name"]:
-        out.set(names, data=":".join(filter(None, (out["dataset_name"], out["dataset_config"]))))
-
-
 def _evaluation(out: Translation, names: Sequence[str]) -> None:
     strategy = out["eval_strategy"] or out["evaluation_strategy"] or "no"
     if strategy == "no":
         return
     every = out["eval_steps"] or out["logging_steps"] or 10
     _interval(out, names, strategy, "eval_steps", every, "eval_every", "there is one at the start and at the end")
-    if "eval_data" not in out.elsewhere:
-        out.notes.append("eval_data: needed for evaluations; give held-out data, which no name of TRL says")
+    if not has_held_out(out):
+        out.notes.append("eval_data: needed for evaluations; give held-out data")
 
 
 def _saving(out: Translation, names: Sequence[str]) -> None:

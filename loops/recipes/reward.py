@@ -1,6 +1,6 @@
 """Reward models: a score for a completion, learned from pairs, ratings or rankings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,7 @@ from .settings import Reward
 def run_reward(config: Reward) -> dict[str, float]:
     """Train; returns the metrics of the last step."""
     losses = reward_losses(config)
-    encode, columns = _DATA[config.loss]
-    if config.margin is not None:
-        encode, columns = partial(_with_margin, column=config.margin), ("margin",)
+    encode, columns = encoder(config)
     load = partial(load_classifier, task="SEQ_CLS", labels={0: "reward"})
     context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
     saved, tokenizer = context.model.plain.config, context.tokenizer
@@ -62,6 +60,11 @@ def reward_scores(
     examples = [ends_marked(example(data, i), pad) for i in range(len(data))]
     batches = [collate(examples[i : i + batch_size], device=scorer.device) for i in range(0, len(examples), batch_size)]
     return scores(scorer, batches)
+
+
+def encoder(config: Reward) -> tuple[Callable[..., tuple[Dataset, Accounting]], tuple[str, ...]]:
+    """What encodes the data, and the columns of it that the loss reads."""
+    return _DATA[config.loss] if config.margin is None else (partial(_with_margin, column=config.margin), ("margin",))
 
 
 def _with_margin(*arguments: Any, column: str, **options: Any) -> tuple[Dataset, Accounting]:

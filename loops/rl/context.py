@@ -9,10 +9,9 @@ from itertools import compress
 from typing import Any
 
 from accelerate import Accelerator
-from datasets import Dataset
 from torch import nn
 
-from ...data import encode_prompts, load
+from ...data import Records, concatenated, encode_prompts, load_data
 from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
@@ -106,11 +105,11 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
     """
     check_online(config)
-    records = {source: load(source) for source in (config.data, config.eval_data) if source is not None}
-    rows = {source: part.dataset for source, part in records.items()}
+    records = load_data(config.data, config.eval_data, seed=config.seed)
+    rows, eval_rows = (concatenated(parts) for parts in records)
     accelerator = open_accelerator(config)
-    rewards = open_rewards(config, rows, accelerator)
-    run = open_run(config, encode_prompts, make_policy, load=records.__getitem__, accelerator=accelerator)
+    rewards = open_rewards(config, [*records[0], *records[1]], accelerator)
+    run = open_run(config, encode_prompts, make_policy, records=records, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
     converse = None
     if config.environment is not None:
@@ -120,7 +119,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
 
     def row_of(task: int) -> Row:
-        row: Row = rows[config.data][run.data[order(task)]["row"]]
+        row: Row = rows[run.data[order(task)]["row"]]
         return row
 
     async def score_group(group: list[Sample]) -> None:
@@ -137,27 +136,24 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         converse=partial(converse, row=row_of) if converse else None,
         score=score_group,
     )
-    eval_rows = rows[config.eval_data] if config.eval_data is not None else ()
     log = open_sample_log(run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode)
     return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, sample_log=log, converse=converse,
                      eval_rows=eval_rows)  # fmt: skip
 
 
-def open_rewards(
-    config: OnlineConfig, rows: Mapping[str, Dataset], accelerator: Accelerator
-) -> Sequence[RewardFunction]:
+def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Accelerator) -> Sequence[RewardFunction]:
     """On the main process, the configured functions, their models on the device; on the others, their names.
 
     Raises:
-        ValueError: if the data, by its source, lacks a column that one of them reads.
+        ValueError: if a part of the data lacks a column that one of them reads.
     """
     spec = config.rewards or {"environment": 1.0}
     rewards = resolve_names(spec)
 
     def open_there() -> None:
         rewards[:] = resolve_rewards(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
-        for source, dataset in rows.items():
-            check_columns(rewards, dataset.column_names, source)
+        for part in parts:
+            check_columns(rewards, part.dataset.column_names, part.source)
 
     from_main(accelerator, open_there)
     return rewards

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...data import load
+from ...data import where
 from ..models.io import adapter_weights, named_weights
 from ..models.policy import Policy
 from ..rollouts.local.source import DetachedSource, LocalSource
@@ -114,16 +114,16 @@ def open_scheduler(
 
 
 def check_context_length(config: OnlineConfig, run: RunContext[Policy], context: int) -> None:
-    for source, data in ((config.data, run.data), (config.eval_data, run.eval_data)):
+    for parts, data in ((run.records, run.data), (run.eval_records, run.eval_data)):
         if data is None or not ("row" in data.column_names or data is run.data):
             continue  # no completions are sampled for its prompts
         for i, prompt in enumerate(data["prompt"]):
             if len(prompt) + config.max_tokens > context:
-                where, limit = f"{source}, example {i + 1}", "max_length"
+                place, limit = f"{parts[0].source}, example {i + 1}", "max_length"
                 if "row" in data.column_names:
-                    where, limit = load(str(source)).where(data[i]["row"]), "max_prompt_length"
+                    place, limit = where(parts, data[i]["row"]), "max_prompt_length"
                 raise ValueError(
-                    f"{where}: a prompt of {len(prompt)} tokens and max_tokens={config.max_tokens} do not fit the "
+                    f"{place}: a prompt of {len(prompt)} tokens and max_tokens={config.max_tokens} do not fit the "
                     f"model's context of {context}; lower max_tokens, cut prompts ({limit}, truncation), or remove the "
                     "row"
                 )

@@ -14,7 +14,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -29,7 +30,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
-from ...data import Accounting, Batches, Records, Tokenization, load, token_cost
+from ...data import Accounting, Batches, Records, Stream, StreamBatches, Tokenization, load_data, token_cost
 from ..config import Common
 from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer, save_model
@@ -62,6 +63,8 @@ class RunContext(Generic[Model]):
         config: the recipe's settings.
         model: the policy, or the scorer, that is trained.
         data: encoded examples; in online recipes, prompts.
+        records, eval_records: the parts of the data that these were made of.
+        stream: what gives the examples of every step, if the data are streamed; ``data`` are those of the first one.
     """
 
     config: Any
@@ -70,6 +73,9 @@ class RunContext(Generic[Model]):
     model: Model
     data: Dataset
     eval_data: Dataset | None = None
+    records: Sequence[Records] = ()
+    eval_records: Sequence[Records] = ()
+    stream: Stream | None = None
 
     @property
     def directory(self) -> Path:
@@ -86,6 +92,13 @@ class RunContext(Generic[Model]):
         """
         config, accelerator = self.config, self.accelerator
         steps = 1 if whole else config.steps
+        computed = {name: tensors for columns in per_token for name, tensors in columns(data).items()}
+        if self.stream is not None and data is self.data:
+            if computed:
+                raise ValueError(f"streaming: {', '.join(computed)} can't be computed of all data before training")
+            plan = {"micro_tokens": config.micro_tokens, "shared_prompt": self.model.layout == "shared"}
+            streamed = StreamBatches(self.stream, steps=steps, ranks=accelerator.num_processes, **plan)
+            return Feed(self.stream, streamed, accelerator.process_index, accelerator.device, **options)
         batches = Batches(
             token_cost(data, shared_prompt=self.model.layout == "shared"),
             batch_size=len(data) if whole else config.batch_size,
@@ -96,7 +109,6 @@ class RunContext(Generic[Model]):
             steps=steps,
             ranks=accelerator.num_processes,
         )
-        computed = {name: tensors for columns in per_token for name, tensors in columns(data).items()}
         return Feed(data, batches, accelerator.process_index, accelerator.device, per_token=computed, **options)
 
     def reference(
@@ -245,6 +257,8 @@ class RunContext(Generic[Model]):
                     save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
                 draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
         accelerator.wait_for_everyone()
+        if self.stream is not None:
+            accelerator.print(self.stream.accounting)
         if ended is not None:
             if accelerator.is_main_process:
                 print(ended, file=sys.stderr)
@@ -257,7 +271,7 @@ def open_run(
     encode: Callable[..., tuple[Dataset, Accounting]],
     wrap: Callable[[nn.Module], Any] | None = None,
     *,
-    load: Callable[[str], Records] = load,
+    records: tuple[list[Records], list[Records]] | None = None,
     load_weights: Callable[[Common], nn.Module] | None = None,
     accelerator: Accelerator | None = None,
     **options: Any,
@@ -267,7 +281,7 @@ def open_run(
     Args:
         encode: ``encode(records, tokenizer, ..., **options)``, see `burnish.data`.
         wrap: makes a `Policy` or a `Scorer` of the model; a policy by default.
-        load: reads the data that a configuration names.
+        records: to train on, and held out: what `load_data` gives for the configuration.
         load_weights: loads the model; a causal language model by default.
         accelerator: of a run that is open already.
 
@@ -276,27 +290,51 @@ def open_run(
     """
     accelerator = accelerator or open_accelerator(config)
     tokenizer = load_tokenizer(config)
-    tokenization = Tokenization(
+
+    def encoded(parts: list[Records]) -> Dataset:
+        with accelerator.main_process_first():
+            data, accounting = encode(parts, tokenizer, tokenization(config), **options)
+        accelerator.print(accounting)
+        return data
+
+    stream = open_stream(config, partial(encode, **options), tokenizer) if config.streaming else None
+    if records is None:
+        with accelerator.main_process_first():
+            records = load_data(config.data, config.eval_data, seed=config.seed, streaming=config.streaming)
+    data = encoded(records[0]) if stream is None else stream.open(0)
+    eval_data = encoded(records[1]) if records[1] else None
+    model = (load_weights or load_model)(config)
+    if config.quantize is None:
+        model = model.to(accelerator.device)
+    wrapped = Policy(model, **config.kernel) if wrap is None else wrap(model)
+    return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream)
+
+
+def open_stream(
+    config: Common, encode: Callable[..., tuple[Dataset, Accounting]], tokenizer: PreTrainedTokenizerBase
+) -> Stream:
+    """The data, to be read and encoded step by step.
+
+    Raises:
+        ValueError: if the configuration does not say how many steps there are, or samples completions.
+    """
+    batch_size = getattr(config, "batch_size", None)
+    if config.steps is None or batch_size is None:
+        problem = "streaming: wanted steps, as an epoch has no known length" if batch_size else None
+        raise ValueError(problem or "streaming: this recipe samples completions for prompts, which it reads beforehand")
+    options = replace(tokenization(config), cached=False)
+    encode = partial(encode, tokenizer=tokenizer, options=options)
+    return Stream(config.data, encode, batch_size=batch_size, seed=config.seed, shuffle=config.shuffle)
+
+
+def tokenization(config: Common) -> Tokenization:
+    return Tokenization(
         config.longest,
         config.truncation,
         config.on_bad_row,
         chat_template_kwargs=config.chat_template_kwargs,
         processes=config.dataset_num_proc,
     )
-
-    def encoded(source: str) -> Dataset:
-        with accelerator.main_process_first():
-            data, accounting = encode(load(source), tokenizer, tokenization, **options)
-        accelerator.print(accounting)
-        return data
-
-    data = encoded(config.data)
-    eval_data = encoded(config.eval_data) if config.eval_data else None
-    model = (load_weights or load_model)(config)
-    if config.quantize is None:
-        model = model.to(accelerator.device)
-    wrapped = Policy(model, **config.kernel) if wrap is None else wrap(model)
-    return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data)
 
 
 def open_accelerator(config: Common) -> Accelerator:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...data import Batches, Example, example
+from ...data import Batches, Example, Stream, StreamBatches, example
 from ..batch import Batch, collate
 
 
@@ -23,7 +23,7 @@ class Feed:
     """``feed(step)`` gives this rank's micro-batches of that step, which depend on nothing but its number.
 
     Attributes:
-        dataset: encoded examples.
+        dataset: encoded examples, of all steps or, streamed, of the one that was planned last.
         batches: the plan: which examples make up which micro-batch of which rank.
         columns: names of columns of the dataset that travel with the batch: one number per example, or a list of
             them, one per completion or per trained token.
@@ -33,8 +33,8 @@ class Feed:
             something over the whole step before its first forward pass.
     """
 
-    dataset: Dataset
-    batches: Batches
+    dataset: Dataset | Stream
+    batches: Batches | StreamBatches
     rank: int = 0
     device: torch.device | str = "cpu"
     columns: Sequence[str] = ()

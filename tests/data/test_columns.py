@@ -196,10 +196,18 @@ def test_what_a_row_says_of_its_answers_is_its_annotation(layout, record, annota
     assert row.completions == (tuple(record["completions"]) if "completions" in record else (record["completion"],))
 
 
-@pytest.mark.parametrize("label", [0, 1, 1.0, "yes", "true", None, math.nan, [True]])
-def test_a_label_is_a_boolean_and_nothing_like_it(label) -> None:
+@pytest.mark.parametrize(("label", "desirable"), [(True, True), (False, False), (1, True), (0, False), (1.0, True)])
+def test_a_label_is_true_or_false_or_one_or_zero(label, desirable) -> None:
+    row = read_row({"prompt": "a", "completion": "b", "label": label}, UNPAIRED[0])
+    assert row.annotation is desirable
+
+
+@pytest.mark.parametrize("label", [2, -1, 0.5, "1", "true", None, math.nan, [True]])
+def test_a_label_is_nothing_else(label) -> None:
     shown = "missing" if label is None else repr(label)
-    with pytest.raises(BadRow, match=re.escape(f"'label' is {shown}, wanted true or false; convert it or")) as caught:
+    with pytest.raises(
+        BadRow, match=re.escape(f"'label' is {shown}, wanted true or false (1 or 0); convert it or")
+    ) as caught:
         read_row({"prompt": "q", "completion": "a", "label": label}, UNPAIRED[0])
     assert caught.value.kind == "bad label"
 
@@ -280,10 +288,10 @@ BAD = [
         "the content of 'messages' message 1 is a number (5), wanted text",
     ),
     (
-        {"messages": [USER | {"content": [{"type": "text", "text": "q"}]}, ANSWER]},
+        {"messages": [USER | {"content": [{"type": "image", "url": "q"}]}, ANSWER]},
         MESSAGES,
         "not text",
-        "the content of 'messages' message 1 is a list, wanted text",
+        "the content of 'messages' message 1 has a part of the type 'image', wanted text",
     ),
     ({"messages": [{"role": "user"}, ANSWER]}, MESSAGES, "missing", "'messages' message 1 has no content"),
     ({"messages": []}, MESSAGES, "empty", "'messages' has no messages"),

@@ -249,13 +249,15 @@ def test_whatever_changes_the_tokens_misses_the_cache(tmp_path, byte_tokenizer) 
         cache(other_template),
         cache(more_tokens),
         cache(byte_tokenizer(bos_token="<eos>")),
-        cache(byte_tokenizer(), chat_template=other_template.chat_template),
+        cache(byte_tokenizer(), chat_template=byte_tokenizer("gemma").chat_template),
         cache(byte_tokenizer(), max_length=64),
         cache(byte_tokenizer(), max_length=64, truncation="keep_end"),
         cache(byte_tokenizer(), train_on="all"),
         cache(byte_tokenizer(), on_bad_row="skip"),
     ]
     assert len(set(files)) == len(files)
+    # It is the same template, wherever it comes from.
+    assert cache(byte_tokenizer(), chat_template=other_template.chat_template) == files[2]
     path.write_text(json.dumps({"messages": [USER, OTHER]}) + "\n")
     assert cache(byte_tokenizer()) not in files
 

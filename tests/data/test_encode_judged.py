@@ -89,12 +89,12 @@ def test_a_pair_as_feedback_has_the_labels_and_columns_of_the_peer(byte_tokenize
     assert sorted(found) == sorted((row["completion"], row["label"], row["votes"]) for row in theirs)
 
 
-@pytest.mark.parametrize("label", [0, 1, "yes", None, math.nan])
+@pytest.mark.parametrize("label", [2, "yes", None, math.nan])
 def test_a_label_that_is_not_boolean_stops_with_row_value_and_fix(label, byte_tokenizer) -> None:
     rows = [{"prompt": "p", "completion": "a", "label": True}, {"prompt": "p", "completion": "b", "label": label}]
     # A column of truth values has no NaN: Arrow takes it for a missing one.
     shown = "missing" if label is None or label != label else repr(label)
-    with pytest.raises(DataError, match=rf"^records row 2: 'label' is {shown}, wanted true or false; convert it or"):
+    with pytest.raises(DataError, match=rf"^records row 2: 'label' is {shown}, wanted true or false \(1 or 0\); con"):
         encode_unpaired(rows, byte_tokenizer())
     _, accounting = encode_unpaired(rows, byte_tokenizer(), Tokenization(on_bad_row="skip"))
     assert (accounting.skipped, accounting.labels) == ({"bad label": 1}, {"desirable": 1, "undesirable": 0})

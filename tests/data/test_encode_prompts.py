@@ -55,7 +55,10 @@ def test_too_long_a_prompt_is_an_error_unless_it_may_be_cut(tokenizer: Any) -> N
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with .* role assistant"),
         ([{"role": "system", "content": "a"}], "ends with a message of the role system, wanted a user's or a tool's"),
         ([{"role": "system", "content": "a"}, {"role": "user", "content": " \n"}], "message 2, the user's, is empty"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "row 2: the content of .* is a list, wanted text"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "row 2: the content of .* has a part of the type 'image', wanted text",
+        ),
         (None, "'prompt' is missing"),
     ],
 )

@@ -17,21 +17,19 @@ from burnish.loops.rewards.resolve import SHIPPED
 from burnish.loops.train.mix import PAIR_LOSSES
 from trl_page import RECIPES
 
-DATA = {"dataset_mixture"}
 SCHEDULE = {"lr_scheduler_type", "lr_scheduler_kwargs"}
-COLUMNS = {"dataset_prompt_column", "system_prompt"}
 REFUSED = {
-    "zephyr-7b-beta/sft/config_full": DATA,
-    "zephyr-7b-beta/sft/config_qlora": DATA,
-    "zephyr-7b-beta/dpo/config_full": DATA,
-    "zephyr-7b-beta/dpo/config_qlora": {"dataset_mixer", "dataset_splits"},
-    "smollm3/sft/sft": DATA | SCHEDULE | {"eos_token", "model_revision"},
-    "smollm3/dpo/apo": DATA | SCHEDULE | {"save_steps", "model_revision"},
-    "smollm2/dpo/config": DATA,
+    "zephyr-7b-beta/sft/config_full": set(),
+    "zephyr-7b-beta/sft/config_qlora": set(),
+    "zephyr-7b-beta/dpo/config_full": set(),
+    "zephyr-7b-beta/dpo/config_qlora": set(),
+    "smollm3/sft/sft": SCHEDULE | {"eos_token", "model_revision"},
+    "smollm3/dpo/apo": SCHEDULE | {"save_steps", "model_revision"},
+    "smollm2/dpo/config": set(),
     "zephyr-141b-A35b/orpo/config_full": {"lr_scheduler_type", "optim"},
     "OpenR1-Distill-7B/sft/config_distill": SCHEDULE | {"eos_token"},
-    "DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo": SCHEDULE | COLUMNS | {"reward_funcs"},
-    "Qwen2.5-1.5B-Instruct/grpo/config_demo_code": SCHEDULE | COLUMNS | {"reward_funcs", "num_generations"},
+    "DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo": SCHEDULE | {"reward_funcs"},
+    "Qwen2.5-1.5B-Instruct/grpo/config_demo_code": SCHEDULE | {"reward_funcs", "num_generations"},
     "trl/sft/example_config": set(),
 }
 
@@ -160,6 +158,66 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ("sft", {"lr_scheduler_type": "constant_with_warmup"}, {"schedule": "constant"}),
         ("sft", {"dataset_name": "a/b", "dataset_config": "c"}, {"data": "a/b:c"}),
         ("sft", {"dataset_name": "a/b", "dataset_train_split": "train"}, {"data": "a/b"}),
+        (
+            "sft",
+            {"dataset_name": "a", "dataset_config": "c", "dataset_train_split": "train_sft"},
+            {"data": "a:c#train_sft"},
+        ),
+        (
+            "sft",
+            {"dataset_name": "a", "eval_strategy": "steps"},
+            {"data": "a", "eval_data": {"split": "test"}, "eval_every": 10},
+        ),
+        (
+            "sft",
+            {"dataset_name": "a", "eval_strategy": "steps", "eval_steps": 5, "dataset_test_split": "test_sft"},
+            {"data": "a", "eval_data": {"split": "test_sft"}, "eval_every": 5},
+        ),
+        ("sft", {"dataset_name": "a", "dataset_test_split": "test_sft"}, {"data": "a"}),
+        (
+            "sft",
+            {"dataset_name": "a", "dataset_text_field": "content"},
+            {"data": {"path": "a", "columns": {"content": "text"}}},
+        ),
+        (
+            "grpo",
+            {"dataset_name": "a", "dataset_prompt_column": "problem", "system_prompt": "Think."},
+            {"data": {"path": "a", "columns": {"problem": "prompt"}, "system_prompt": "Think."}},
+        ),
+        (
+            "grpo",
+            {"dataset_name": "a", "dataset_prompt_column": "prompt"},
+            {"data": {"path": "a", "system_prompt": ""}},
+        ),
+        (
+            "sft",
+            {
+                "datasets": [{"path": "a", "fraction": 0.3, "columns": ["text"]}, {"path": "b", "fraction": 0.7}],
+                "test_split_size": 0.1,
+            },
+            {
+                "data": [{"path": "a", "fraction": 0.3, "columns": ["text"]}, {"path": "b", "fraction": 0.7}],
+                "eval_data": 0.1,
+            },
+        ),
+        (
+            "sft",
+            {
+                "dataset_mixture": {
+                    "datasets": [{"id": "a", "config": "c", "split": "s", "weight": 1.0}, {"id": "b", "weight": 0.02}],
+                    "test_split_size": 1000.0,
+                }
+            },
+            {"data": ["a:c#s", {"path": "b", "weight": 0.02}], "eval_data": 1000},
+        ),
+        (
+            "dpo",
+            {"dataset_mixer": {"a": 1.0, "b": 0.5}, "dataset_splits": ["train_prefs", "test_prefs"]},
+            {
+                "data": ["a#train_prefs", {"path": "b", "split": "train_prefs", "weight": 0.5}],
+                "eval_data": ["a#test_prefs", "b#test_prefs"],
+            },
+        ),
         ("sft", {"eval_strategy": "steps", "eval_steps": 7}, {"eval_every": 7}),
         ("sft", {"evaluation_strategy": "steps", "logging_steps": 5}, {"eval_every": 5}),
         ("sft", {"eval_strategy": False}, {}),
@@ -286,7 +344,7 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("sft", {"adam_beta2": 0.95}, "adam_beta2: the optimizer is AdamW"),
         ("sft", {"adam_beta1": 0.0}, "adam_beta1: the optimizer is AdamW"),
         ("sft", {"report_to": "all"}, "report_to: 'all'"),
-        ("sft", {"dataset_train_split": "train_sft"}, "dataset_train_split: 'train_sft'.*give data"),
+        ("sft", {"datasets": [{"path": "a", "shards": 2}]}, "datasets: a part has shards; there are path.*give data"),
         ("sft", {"loss_type": "nnl"}, "loss_type: 'nnl' is none of"),
         ("sft", {"beta": 0.1}, "beta: this recipe has no beta"),
         ("sft", {"max_seq_length": 9, "max_length": 8}, "max_length.*given twice"),

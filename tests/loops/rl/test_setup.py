@@ -43,7 +43,7 @@ def test_a_row_that_asks_nothing_is_named(recipe, refused):
 def test_a_row_that_shows_an_image_is_named(refused):
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
     said = refused("grpo", [*ROWS, {"prompt": [message], "answer": "1"}])
-    assert "data.jsonl line 5: the content of 'prompt' message 1 is a list, wanted text" in said
+    assert "data.jsonl line 5: the content of 'prompt' message 1 has a part of the type 'image', wanted text" in said
     assert "column 'image'" in refused("grpo", [{**row, "image": "a.png"} for row in ROWS])
 
 

@@ -44,3 +44,20 @@ def test_sft_survives_a_truncated_newest_checkpoint_and_says_so(kills, config, t
     assert happened["truncate"] == 1
     assert "is damaged and passed over: state.pt has another sha256" in log
     assert_undisturbed(config)
+
+
+@kills(5)
+def test_sft_on_a_streamed_mixture_of_25_parts_survives_kills(kills, config, tmp_path):
+    config["data"] = [
+        {
+            "path": str(write_rows(tmp_path / f"part{i}.jsonl", sums(3 + i % 7))),
+            "weight": (0.02, 0.5, 1.0, 2.0)[i % 4],
+            "columns": {"chosen": "completion"},
+        }
+        for i in range(25)
+    ]
+    config |= {"streaming": True, "steps": 80 if kills else 20, "on_bad_row": "skip"}
+    happened, log = kill_and_resume("sft", config, "write:4", "write:2", f"random:{kills}")
+    assert (happened["random"], happened["write"]) == (kills, 2)
+    assert "25 parts: " in log
+    assert_undisturbed(config)

@@ -1,0 +1,240 @@
+"""Data by name: parts of datasets, their columns, how much of each is taken, and the rows that are held out.
+
+    data: HuggingFaceH4/ultrachat_200k#train_sft                     path:config@revision#split
+    data: {path: openai/gsm8k, name: main, columns: {question: prompt, answer: completion}}
+    data: [{path: a.jsonl, weight: 0.5}, {path: b.parquet, weight: 2}]      or in short, {a.jsonl: 0.5, b.parquet: 2}
+
+An epoch takes ``weight`` times the rows of a part: 0.5 a half of them, drawn by the seed, and 2 each of them twice. So
+a mixture has a length, its account says the rows of each part, and which of them make up a step depends on nothing but
+the step. Each part is encoded by its own layout.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from .batches import permutation
+from .columns import ASSISTANT, LAYOUT_COLUMNS, Message
+from .records import Data, DataError, Records, load, parse_name
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the data.
+
+    Attributes:
+        path, name, split, revision, data_files, data_dir: what is read, in the terms of `datasets.load_dataset`.
+        columns: names of the columns to keep; or other names for some of them, as in ``{question: prompt}``. Several
+            with the same new name are joined, with an empty line between texts.
+        system_prompt: makes conversations of plain text, with this message first; "" for none.
+        weight: how many times the rows are taken in an epoch.
+        fraction: instead, the share of the mixture that is to be of this part (TRL's): what no part has too few rows
+            for is taken of all.
+    """
+
+    path: Any
+    name: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    data_files: Any = None
+    data_dir: str | None = None
+    columns: Sequence[str] | Mapping[str, str] | None = None
+    system_prompt: str | None = None
+    weight: float = 1.0
+    fraction: float | None = None
+
+    def load(self) -> Records:
+        """All rows, under the names of columns that are asked for."""
+        return self.reshaped(self._read())
+
+    def open(self) -> tuple[str, IterableDataset]:
+        """Name and rows as they are stored, to be read one after another; see `reshaped`."""
+        records = self._read(streaming=True)
+        dataset: Any = records.dataset
+        return records.source, dataset if isinstance(dataset, IterableDataset) else dataset.to_iterable_dataset()
+
+    def _read(self, **options: Any) -> Records:
+        options |= {name: getattr(self, name) for name in ("name", "split", "revision", "data_files", "data_dir")}
+        records = load(self.path, **{name: value for name, value in options.items() if value is not None})
+        is_text = isinstance(self.path, str)
+        return replace(records, source=records.source + f"#{self.split}" * bool(is_text and self.split))
+
+    def reshaped(self, records: Records) -> Records:
+        """Rows under the names of columns that are asked for, as conversations if that is asked for."""
+        dataset = records.dataset
+        if absent := [name for name in self.columns or () if name not in dataset.column_names]:
+            there = ", ".join(dataset.column_names)
+            raise DataError(f"{records.source}: columns: there is no {absent[0]!r}; there are {there}")
+        if isinstance(self.columns, Mapping):
+            dataset = _renamed(dataset, self.columns)
+        elif self.columns is not None:
+            dataset = dataset.select_columns(list(self.columns))
+        if self.system_prompt is not None:
+            dataset = _conversational(dataset, self.system_prompt, records.source)
+        return replace(records, dataset=dataset)
+
+
+def load_data(
+    data: Any, eval_data: Any = None, *, seed: int = 0, streaming: bool = False
+) -> tuple[list[Records], list[Records]]:
+    """The rows to train on, and those that are held out, by their parts.
+
+    Args:
+        data: text, a mapping with the fields of `Part`, a list of them, a mapping of paths to weights, or rows.
+        eval_data: data too; or how many rows of ``data`` are held out, below 1 their share, where rows that say the
+            same are all on one side; or other fields of the parts of ``data``, such as ``#test`` or {split: test}.
+        streaming: leave the rows to train on to a `Stream`.
+
+    Raises:
+        DataError: if a part can't be read, lacks a column, or no row of it is left.
+    """
+    parts = named_parts(data)
+    if streaming and isinstance(eval_data, int | float):
+        raise DataError("eval_data: rows can't be held out of data that are streamed; name others, or another split")
+    if isinstance(eval_data, int | float):
+        return _hold_out(_weighted(parts, seed), eval_data, seed)
+    if isinstance(eval_data, str) and eval_data.startswith("#"):
+        eval_data = {"split": eval_data[1:]}
+    if isinstance(eval_data, Mapping) and eval_data and eval_data.keys() <= {*_FIELDS} - {"path"}:
+        held_out = [replace(part, **{"weight": 1.0, "fraction": None, **eval_data}) for part in parts]
+    else:
+        held_out = [] if eval_data is None else named_parts(eval_data)
+    return [] if streaming else _weighted(parts, seed), _weighted(held_out, seed)
+
+
+def concatenated(parts: Sequence[Records]) -> Dataset:
+    """The rows of all parts in one table; an empty one if there is none.
+
+    Raises:
+        DataError: if a column is text in one part and messages in another, or of other types that don't agree.
+    """
+    try:
+        return datasets.concatenate_datasets([part.dataset for part in parts] or [Dataset.from_dict({})])
+    except ValueError as error:
+        sources = ", ".join(part.source for part in parts)
+        raise DataError(f"{sources}: the columns of these parts don't fit into one table: {error}") from error
+
+
+def where(parts: Sequence[Records], row: int) -> str:
+    """Name a row of the parts one after another, for a message."""
+    for part in parts:
+        if row < len(part.dataset):
+            return part.where(row)
+        row -= len(part.dataset)
+    raise IndexError(row)
+
+
+_FIELDS = [field.name for field in fields(Part)]
+
+
+def named_parts(data: Data | Mapping[str, Any]) -> list[Part]:
+    """The parts that `data` names, not read yet."""
+    if isinstance(data, list | tuple) and data and all(isinstance(p, str) or _is_part(p) for p in data):
+        return [_part(part) for part in data]
+    if isinstance(data, Mapping) and data and all(isinstance(weight, int | float) for weight in data.values()):
+        return [_part({"path": path, "weight": weight}) for path, weight in data.items()]
+    return [_part(data)]
+
+
+def _is_part(data: Any) -> bool:
+    return isinstance(data, Mapping) and "path" in data
+
+
+def _part(data: Any) -> Part:
+    given = {**data} if isinstance(data, Mapping) and not isinstance(data, DatasetDict) else {"path": data}
+    for name in given:
+        if name not in _FIELDS:
+            raise DataError(f"data: a part has no {name!r}; it has {', '.join(_FIELDS)}")
+    if "path" not in given:
+        raise DataError("data: a part has no 'path', which is a file, a directory, or the name of a dataset on the Hub")
+    part = Part(**given | (parse_name(given["path"]) if isinstance(given["path"], str) else {}))
+    for name in ("weight", "fraction"):
+        value = getattr(part, name)
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise DataError(f"data: {name} of {part.path}: wanted a number above 0, got {value!r}")
+    return part
+
+
+def _weighted(parts: Sequence[Part], seed: int) -> list[Records]:
+    loaded = [part.load() for part in parts]
+    sizes = [len(records.dataset) for records in loaded]
+    weights, fractions = [part.weight for part in parts], [part.fraction for part in parts if part.fraction is not None]
+    if fractions:
+        if len(fractions) < len(parts):
+            raise DataError("data: fraction: give one to each part of a mixture, or to none")
+        total = min(size / fraction for size, fraction in zip(sizes, fractions, strict=True))
+        weights = [fraction * total / size for size, fraction in zip(sizes, fractions, strict=True)]
+    for number, (records, size, weight) in enumerate(zip(loaded, sizes, weights, strict=True)):
+        times, rest = divmod(round(weight * size), size)
+        if not times + rest:
+            raise DataError(f"{records.source}: weight: {weight:g} of its {size:,} rows is none; raise it")
+        if (times, rest) != (1, 0):
+            drawn = permutation(size, seed, number, 1)[:rest]
+            loaded[number] = records.pick(np.sort(np.concatenate([*[np.arange(size)] * times, drawn])))
+    return loaded
+
+
+def _hold_out(parts: list[Records], amount: float, seed: int) -> tuple[list[Records], list[Records]]:
+    """Hold out the rows with the lowest hashes of what they say."""
+    keys = [_hashes(part.dataset, seed) for part in parts]
+    every = np.sort(np.concatenate(keys))
+    count = round(amount * len(every)) if amount < 1 else int(amount)
+    if not 0 < count < len(every) or every[count - 1] == every[-1]:
+        wanted = "wanted a share in (0, 1), or a number of rows that leaves others to train on"
+        raise DataError(f"eval_data: {wanted}, got {amount} of {len(every):,} rows")
+    is_held_out = [key <= every[count - 1] for key in keys]
+    train = [part.pick(np.flatnonzero(~held)) for part, held in zip(parts, is_held_out, strict=True) if not held.all()]
+    rest = [part.pick(np.flatnonzero(held)) for part, held in zip(parts, is_held_out, strict=True) if held.any()]
+    # Each of them once, whatever the weight.
+    return train, [part.pick(np.unique(part.picked, return_index=True)[1]) for part in rest if part.picked is not None]
+
+
+def _hashes(dataset: Dataset, seed: int) -> npt.NDArray[np.uint64]:
+    names = [name for name in dataset.column_names if name in LAYOUT_COLUMNS] or dataset.column_names
+    hashes = [
+        hashlib.blake2b(repr((seed, values)).encode(errors="surrogatepass"), digest_size=8).digest()
+        for rows in dataset.select_columns(names).iter(1000)
+        for values in zip(*rows.values(), strict=True)
+    ]
+    return np.frombuffer(b"".join(hashes), dtype="<u8")
+
+
+def _renamed(dataset: Dataset, names: Mapping[str, str]) -> Dataset:
+    """Give columns new names, which take the place of columns that have them; join those with one new name."""
+    sources: dict[str, list[str]] = {}
+    for old, new in names.items():
+        sources.setdefault(new, []).append(old)
+    dataset = dataset.remove_columns([new for new in sources if new in dataset.column_names and new not in names])
+    for new, several in sources.items():
+        if len(several) > 1:
+            columns = {"several": several, "new": new}
+            dataset = dataset.map(_joined, fn_kwargs=columns, remove_columns=several, desc=f"Joining {new}")
+    return dataset.rename_columns({old[0]: new for new, old in sources.items() if len(old) == 1 and old[0] != new})
+
+
+def _joined(row: Mapping[str, Any], several: list[str], new: str) -> dict[str, str]:
+    return {new: "\n\n".join(str(row[name]) for name in several if row[name])}
+
+
+def _conversational(dataset: Dataset, system_prompt: str, source: str) -> Dataset:
+    roles = {"prompt": "user", "completion": ASSISTANT, "chosen": ASSISTANT, "rejected": ASSISTANT}
+    roles = {name: role for name, role in roles.items() if name in dataset.column_names}
+    if "prompt" not in roles or any(getattr(dataset.features[name], "dtype", "") != "string" for name in roles):
+        wanted = "wanted a column 'prompt' of plain text, and plain completions beside it"
+        raise DataError(f"{source}: system_prompt: {wanted}, found ({', '.join(dataset.column_names)})")
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    settings = {"roles": roles, "system": system}
+    return dataset.map(_as_messages, fn_kwargs=settings, remove_columns=list(roles), desc="Making conversations")
+
+
+def _as_messages(row: Mapping[str, Any], roles: Mapping[str, str], system: list[Message]) -> dict[str, list[Message]]:
+    return {
+        name: [*(system if name == "prompt" else ()), {"role": role, "content": row[name]}]
+        for name, role in roles.items()
+    }

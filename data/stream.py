@@ -1,0 +1,162 @@
+"""Streamed data: rows are read, drawn and encoded when their step comes, and the step says which they are.
+
+    draw t of a mixture   part p with a probability in proportion to its weight, by a generator seeded with t // 8192
+    its n-th draw         row n of the part, whose rows come in blocks; each block is permuted, by epoch and number
+    step k                draws k·B to (k+1)·B, of which bad rows are left out
+
+So a run that is killed reads its way forward to the step that it goes on from, without encoding anything, and every
+rank has the same examples. A part begins again where it ends. Reading is cheap: the rows of a block are in memory, of
+all parts together `BLOCK`.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from datasets import Dataset
+
+from .accounting import Accounting, combine
+from .batches import balanced, permutation, token_cost
+from .mixture import Part, named_parts
+from .records import DataError, Records, quiet, table
+
+BLOCK = 16_384  # rows
+CHUNK = 8_192  # draws
+
+Encode = Callable[[list[Records]], tuple[Dataset, Accounting]]
+
+
+class Stream:
+    """The examples of one step at a time; `StreamBatches` opens the step.
+
+    Args:
+        data: parts, as `load_data` takes them.
+        encode: one of the ``encode_*`` functions, with its tokenizer and options.
+        batch_size: rows per step.
+    """
+
+    def __init__(self, data: Any, encode: Encode, *, batch_size: int, seed: int, shuffle: bool = True) -> None:
+        self.parts = named_parts(data)
+        self.encode, self.batch_size, self.seed = encode, batch_size, seed
+        weights = np.array([part.weight if part.fraction is None else part.fraction for part in self.parts])
+        self.shares = np.cumsum(weights / weights.sum())
+        size = max(1, BLOCK // len(self.parts))
+        self.readers = [
+            _Reader(part, size, (seed, number) if shuffle else None) for number, part in enumerate(self.parts)
+        ]
+        self.drawn = [np.zeros(len(self.parts), dtype=np.int64)]  # of each part, before each chunk
+        self.accounts: dict[str, Accounting] = {}
+        self.number, self.examples = -1, Dataset.from_dict({})
+
+    @property
+    def column_names(self) -> list[str]:
+        return self.examples.column_names
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.examples[index]
+
+    def open(self, step: int) -> Dataset:
+        """The examples of a step.
+
+        Raises:
+            DataError: at a row that can't be trained on; or if all rows of the step are left out.
+        """
+        if step != self.number:
+            encoded, accounting = self.encode(self._records(step))
+            for part in accounting.parts or [accounting]:
+                counted = [self.accounts[part.source]] if part.source in self.accounts else []
+                self.accounts[part.source] = combine([*counted, part], part.source)
+            self.number, self.examples = step, encoded
+        return self.examples
+
+    @property
+    def accounting(self) -> Accounting:
+        """Of the rows that this process has read so far."""
+        accounts = list(self.accounts.values())
+        return accounts[0] if len(accounts) == 1 else combine(accounts)
+
+    def _records(self, step: int) -> list[Records]:
+        draws = range(step * self.batch_size, (step + 1) * self.batch_size)
+        numbers: list[list[int]] = [[] for _ in self.parts]
+        for chunk in range(draws.start // CHUNK, (draws.stop - 1) // CHUNK + 1):
+            start, choices = chunk * CHUNK, self._choices(chunk)
+            first, last = max(draws.start - start, 0), min(draws.stop - start, CHUNK)
+            before = self._before(chunk)
+            for part, taken in enumerate(numbers):
+                of_part = np.flatnonzero(choices[:last] == part)
+                earlier = int(before[part] + np.count_nonzero(of_part < first))
+                taken += range(earlier, int(before[part]) + len(of_part))
+        return [self.readers[part].records(taken) for part, taken in enumerate(numbers) if taken]
+
+    def _choices(self, chunk: int) -> npt.NDArray[np.int64]:
+        bits = np.random.Philox(np.random.SeedSequence([self.seed, chunk, 2])).random_raw(CHUNK)
+        return np.minimum(np.searchsorted(self.shares, bits / 2.0**64, side="right"), len(self.parts) - 1)
+
+    def _before(self, chunk: int) -> npt.NDArray[np.int64]:
+        while len(self.drawn) <= chunk:
+            counts = np.bincount(self._choices(len(self.drawn) - 1), minlength=len(self.parts))
+            self.drawn.append(self.drawn[-1] + counts)
+        return self.drawn[chunk]
+
+
+class StreamBatches:
+    """The plan of each step of a stream, as `Batches` gives that of a dataset, for indices into the open step."""
+
+    def __init__(
+        self, stream: Stream, *, steps: int, micro_tokens: int | None, shared_prompt: bool, ranks: int = 1
+    ) -> None:
+        self.stream, self.steps, self.micro_tokens, self.ranks = stream, steps, micro_tokens, ranks
+        self.shared_prompt = shared_prompt
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def indices(self, step: int) -> list[int]:
+        return list(range(len(self.stream.open(step))))
+
+    def plan(self, step: int) -> list[list[list[int]]]:
+        cost = token_cost(self.stream.open(step), shared_prompt=self.shared_prompt)
+        return balanced(cost.tolist(), self.ranks, self.micro_tokens)
+
+
+class _Reader:
+    """Rows of one part by their number, which counts on from epoch to epoch."""
+
+    def __init__(self, part: Part, size: int, seed: tuple[int, ...] | None) -> None:
+        self.part, self.size, self.seed = part, size, seed
+        self.source, self.dataset = part.open()
+        self.length: int | None = None  # known when the part has been read to its end
+        self.position, self.iterator = 0, iter(self.dataset)
+        self.at, self.rows = (-1, -1), list[tuple[int, dict[str, Any]]]()
+
+    def records(self, numbers: Sequence[int]) -> Records:
+        picked = [self._row(number) for number in numbers]
+        rows = np.array([number for number, _ in picked])
+        with quiet():
+            return self.part.reshaped(Records(table([row for _, row in picked]), self.source, picked=rows))
+
+    def _row(self, number: int) -> tuple[int, dict[str, Any]]:
+        """The number of a row in the part, and the row."""
+        while True:
+            epoch, within = (0, number) if self.length is None else divmod(number, self.length)
+            block = within // self.size
+            if self.at != (epoch, block):
+                self._read(epoch, block)
+            if within - block * self.size < len(self.rows):
+                return self.rows[within - block * self.size]
+
+    def _read(self, epoch: int, block: int) -> None:
+        start = block * self.size
+        if self.position > start or self.position == self.length:
+            self.position, self.iterator = 0, iter(self.dataset)
+        self.position += sum(1 for _ in islice(self.iterator, start - self.position))
+        rows = list(enumerate(islice(self.iterator, self.size), start))
+        self.position += len(rows)
+        if len(rows) < self.size and self.length is None:
+            self.length = self.position
+        if self.length == 0:
+            raise DataError(f"{self.source}: no rows")
+        order = range(len(rows)) if self.seed is None else permutation(len(rows), *self.seed, epoch, block)
+        self.at, self.rows = (epoch, block), [rows[i] for i in order]
