@@ -10,38 +10,37 @@ The batches of a step are a function of its number, so the step is the data curs
 """
 
 import errno
-import io
 import logging
 import math
-import random
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
-import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
-from torch.utils.serialization import config as serialization
 
 from ..registry import nearest
+from .state import capture, dump, random_state, restore, set_random_state, trained_state
 from .storage import DirectoryWriter, damage, read_manifest, remove_partial
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves and loads alone
 
 
 class StepMemory(Protocol):
@@ -146,26 +145,87 @@ def save(
     Raises:
         CheckpointError: if any rank could not write, or was lost; the checkpoints that were there stay as they were.
     """
-    final = path_of(directory, step)
+    return _writer(directory, step, accelerator, policy, parts, data, keep, best)()
+
+
+class Saver:
+    """Saves checkpoints one at a time, as `save` does; in a thread, from copies in host memory, if ``background``.
+
+    Every rank has one, and calls it at the same steps.
+    """
+
+    def __init__(self, *, background: bool) -> None:
+        self._thread = ThreadPoolExecutor(1) if background else None
+        self._pending: Future[Path] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """The last one is known not to have been written on this rank: all should `wait`, which says why."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def save(self, directory: Path, step: int, **options: Any) -> None:
+        """Wait for the one before, and begin with this one, see `save`.
+
+        Raises:
+            CheckpointError: if the one before could not be written, or this one where it is not in the background.
+        """
+        self.wait()
+        if self._thread is None:
+            save(directory, step, **options)
+        else:
+            self._pending = self._thread.submit(_writer(directory, step, **options, stager=BlockingAsyncStager()))
+
+    def wait(self) -> None:
+        """Return when the last one is there.
+
+        Raises:
+            CheckpointError: if it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+def _writer(
+    directory: Path,
+    step: int,
+    accelerator: Accelerator,
+    policy: nn.Module,
+    parts: Mapping[str, Stateful],
+    data: str = "",
+    keep: int = 2,
+    best: int | None = None,
+    stager: BlockingAsyncStager | None = None,
+) -> Callable[[], Path]:
+    """A function that writes the state as it is now; with a stager also after it has changed."""
+    tensors, rest = capture(accelerator.unwrap_model(policy), parts)
+    if stager is not None:
+        tensors = stager.stage(tensors)
+    files = {f"random-{accelerator.process_index}.pt": dump(random_state())}
+    if accelerator.is_main_process:
+        files["state.pt"] = dump({"step": step, "data": data, **rest})
+    final, ranks = path_of(directory, step), _ranks(accelerator)
 
     def drop_older() -> None:
         for old in _all(directory)[keep:]:
             if best is None or old != path_of(directory, best):
                 shutil.rmtree(old)
 
-    tensors, state = _capture(accelerator.unwrap_model(policy), parts)
-    files = {f"random-{accelerator.process_index}.pt": _dump(_random_state())}
-    if accelerator.is_main_process:
-        files["state.pt"] = _dump({"step": step, "data": data, **state})
-    with writing(f"checkpoint of step {step}", directory):
-        try:
-            with _collective(accelerator) as ranks:
-                dcp.save(tensors, storage_writer=DirectoryWriter(final, files, drop_older), **ranks)
-        except CheckpointException:  # all ranks have stopped to write
-            if accelerator.is_main_process:
-                remove_partial(directory)
-            raise
-    return final
+    def write() -> Path:
+        with writing(f"checkpoint of step {step}", directory):
+            try:
+                state_dict_saver.save(tensors, storage_writer=DirectoryWriter(final, files, drop_older), **ranks)
+            except CheckpointException:  # all ranks have stopped to write
+                if accelerator.is_main_process:
+                    remove_partial(directory)
+                raise
+        return final
+
+    return write
 
 
 def load_newest(
@@ -192,9 +252,12 @@ def load_newest(
             f"resume: the data is not what {path.name} was trained on, so its steps would be other examples; "
             "give it the data as it was, or begin in another directory"
         )
+    reader = HuggingFaceStorageReader(str(path))
+    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    plain = accelerator.unwrap_model(policy)
+    _check(trained_state(plain), saved)
     try:
-        with _collective(accelerator) as ranks:
-            _restore(path, state, accelerator.unwrap_model(policy), parts, ranks)
+        state_dict_loader.load(restore(plain, parts, state, saved), storage_reader=reader, **_ranks(accelerator))
     except CheckpointException as error:
         cause, by = _cause(error)
         raise CheckpointError(
@@ -203,7 +266,7 @@ def load_newest(
         ) from error
     random_file = path / f"random-{accelerator.process_index}.pt"
     if random_file.exists():
-        _set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
+        set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
     else:
         log.warning(
             "checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators",
@@ -232,110 +295,20 @@ def _newest_whole(directory: Path, accelerator: Accelerator) -> Path | None:
     return None
 
 
-def trained_state(policy: nn.Module) -> dict[str, Tensor]:
-    """The parameters that training changes, and all buffers, each once. What is frozen comes from the model's own
-    files. Where the policy is sharded, so are these."""
-    state = policy.state_dict(keep_vars=True)
-    trained = {name for name, tensor in policy.named_parameters(remove_duplicate=False) if tensor.requires_grad}
-    buffers = {name for name, _ in policy.named_buffers(remove_duplicate=False)}
-    assert trained <= state.keys()
-    first = {id(tensor): name for name, tensor in reversed(state.items())}  # of tied weights
-    return {name: state[name] for name in state if name in trained | buffers and first[id(state[name])] == name}
-
-
-def _capture(policy: nn.Module, parts: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All tensors by name, and the rest of the state, which is the same on every rank."""
-    tensors = {f"model/{name}": tensor for name, tensor in trained_state(policy).items()}
-    names = {parameter: name for name, parameter in policy.named_parameters()}
-    rest: dict[str, Any] = {}
-    for part, stateful in parts.items():
-        if not isinstance(stateful, Optimizer):
-            rest[part] = stateful.state_dict()
-            continue
-        numbers: dict[str, dict[str, Any]] = {}
-        for parameter, state in stateful.state.items():
-            for key, value in state.items():
-                if not isinstance(value, Tensor):
-                    numbers.setdefault(names[parameter], {})[key] = value
-                    continue
-                if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
-                    raise CheckpointError(
-                        f"checkpoint: wanted a DTensor for the optimizer's {key} of {names[parameter]}, which is "
-                        f"sharded, got a tensor of one rank; use an optimizer that shards its state, such as AdamW"
-                    )
-                tensors[f"{part}/{names[parameter]}/{key}"] = value
-        groups = [{**group, "params": [names[each] for each in group["params"]]} for group in stateful.param_groups]
-        rest[part] = {"numbers": numbers, "groups": groups}
-    return tensors, rest
-
-
-def _restore(
-    path: Path, rest: Mapping[str, Any], policy: nn.Module, parts: Mapping[str, Stateful], ranks: Mapping[str, Any]
-) -> None:
-    """Read what `_capture` gave. Unlike `Optimizer.load_state_dict` this keeps the dtype of every tensor, and unlike
-    `torch.distributed.checkpoint.state_dict` it takes no step to find out what an optimizer remembers."""
-    reader = HuggingFaceStorageReader(str(path))
-    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    targets = {f"model/{name}": tensor for name, tensor in trained_state(policy).items()}
-    odd = sorted({name for name in saved if name.startswith("model/")} ^ targets.keys())
-    if odd:
-        parameter = odd[0].removeprefix("model/")
-        raise CheckpointError(f"checkpoint: holds other parameters than this model trains, such as {parameter!r}")
-    for name, tensor in targets.items():
-        if saved[name].size != tensor.shape:
+def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    sizes = {path.removeprefix("model/"): saved[path].size for path in saved if path.startswith("model/")}
+    if odd := sorted(sizes.keys() ^ trained.keys()):
+        raise CheckpointError(f"checkpoint: holds other parameters than this model trains, such as {odd[0]!r}")
+    for name, tensor in trained.items():
+        if sizes[name] != tensor.shape:
             raise CheckpointError(
-                f"checkpoint: holds {name.removeprefix('model/')!r} as {tuple(saved[name].size)}, "
-                f"this model trains it as {tuple(tensor.shape)}"
+                f"checkpoint: holds {name!r} as {tuple(sizes[name])}, this model trains it as {tuple(tensor.shape)}"
             )
-    parameters = dict(policy.named_parameters())
-    for part, stateful in parts.items():
-        if isinstance(stateful, Optimizer):
-            targets |= _prepare(stateful, part, rest[part], parameters, saved)
-        else:
-            stateful.load_state_dict(rest[part])
-    dcp.load(targets, storage_reader=reader, **ranks)
 
 
-def _prepare(
-    optimizer: Optimizer,
-    part: str,
-    rest: Mapping[str, Any],
-    parameters: Mapping[str, nn.Parameter],
-    saved: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    """Restore the settings and numbers of an optimizer, and give it empty tensors, which are returned to be filled."""
-    optimizer.state.clear()
-    place: dict[str, Any] = {}
-    for group, before in zip(optimizer.param_groups, rest["groups"], strict=True):
-        assert all(parameters[name] is each for name, each in zip(before["params"], group["params"], strict=True))
-        group |= {**before, "params": group["params"]}
-        on_device = group.get("fused") or group.get("capturable")  # as torch.optim places its counts of steps
-        place |= {name: parameters[name].device if on_device else "cpu" for name in before["params"]}
-    for name, numbers in rest["numbers"].items():
-        optimizer.state[parameters[name]].update(numbers)
-    targets = {}
-    for path, about in saved.items():
-        owner, _, path_in_part = path.partition("/")
-        if owner == part:
-            name, _, key = path_in_part.rpartition("/")
-            parameter, size, dtype = parameters[name], about.size, about.properties.dtype
-            if size == parameter.shape:
-                tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            else:
-                tensor = torch.empty(size, dtype=dtype, device=parameter.device if size else place[name])
-                if isinstance(parameter, DTensor) and size:
-                    mesh = parameter.device_mesh
-                    tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
-            targets[path] = optimizer.state[parameter][key] = tensor
-    return targets
-
-
-@contextmanager
-def _collective(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
+def _ranks(accelerator: Accelerator) -> dict[str, Any]:
     """Options of `torch.distributed.checkpoint` for these ranks."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield {"no_dist": accelerator.num_processes == 1, "process_group": _group(dist.group.WORLD)}
+    return {"no_dist": accelerator.num_processes == 1, "process_group": _group(dist.group.WORLD)}
 
 
 def _gather(accelerator: Accelerator, value: T) -> list[T]:
@@ -353,15 +326,6 @@ def _group(world: Any) -> Any:
     return world and dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
-def _dump(state: Any) -> memoryview:
-    buffer = io.BytesIO()
-    # The SHA-256 stands for the checksum that torch computes of every tensor.
-    options: Any = serialization
-    with options.patch("save.compute_crc32", False):
-        torch.save(state, buffer)
-    return buffer.getbuffer()
-
-
 def path_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
@@ -369,21 +333,3 @@ def path_of(directory: Path, step: int) -> Path:
 def _all(directory: Path) -> list[Path]:
     """Every checkpoint, newest first."""
     return sorted(directory.glob("step-*"), reverse=True)
-
-
-def _random_state() -> dict[str, Any]:
-    name, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": (name, keys.tolist(), *rest),
-        "python": random.getstate(),
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    numpy.random.set_state(state["numpy"])
-    random.setstate(state["python"])

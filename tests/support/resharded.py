@@ -62,7 +62,7 @@ def start(kind, *, random=False):
     if kind in ("fsdp", "hsdp"):
         shape = {"fsdp": (ranks,), "hsdp": (ranks // 2, 2)}[kind]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        fully_shard(model.outer, mesh=mesh, ignored_params=None)
+        fully_shard(model.outer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.05, fused=True)
@@ -100,20 +100,23 @@ def finish(run, begin):
 
 
 def be_rank(order, kind, directories, output, random=False):
-    """Train to the end, with a checkpoint of step 3 in a directory; or go on to the end from each of several."""
+    """Train to the end, with a checkpoint of step 3 in each directory, which may be written in the background; or go on
+    to the end from each."""
     results = {}
     for directory in directories:
         run = start(kind, random=random)
         begin = 0
-        if order == "save":
+        saver = checkpoint.Saver(background=order == "save in the background")
+        if order != "load":
             for begin in (1, 2, 3):
                 step(run, begin)
-            checkpoint.save(Path(directory), begin, **run.checkpoints)
+            saver.save(Path(directory), begin, **run.checkpoints)
         else:
             begin = checkpoint.load_newest(Path(directory), **run.checkpoints)
             assert begin == 3 and run.memory.state["steps"] == 3 and run.memory.state["column"].tolist() == [3.0, 3.0]
-            groups = run.parts["optimizer"].param_groups
-            assert math.isclose(groups[0]["lr"], 0.05 / 4) and groups[0]["params"][0] is next(run.model.parameters())
+            assert math.isclose(run.parts["optimizer"].param_groups[0]["lr"], 0.05 / 4)
         results[directory] = finish(run, begin)
+        saver.wait()
+        saver.close()
     if os.environ.get("RANK", "0") == "0":
         torch.save(results, output)

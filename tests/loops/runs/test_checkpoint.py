@@ -6,12 +6,16 @@ import json
 import os
 import re
 import shutil
+import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.runs import checkpoint, storage
+from burnish.loops.runs.state import capture
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -244,3 +248,64 @@ def test_an_optimizer_that_has_taken_no_step_stays_so(tmp_path, parts):
     assert not optimizer.state
     checkpoint.load_newest(tmp_path, **parts)
     assert not optimizer.state
+
+
+@pytest.fixture
+def saver():
+    with closing(checkpoint.Saver(background=True)) as saver:
+        yield saver
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Files are written once this is set."""
+    gate, write = threading.Event(), storage.write
+
+    def then_write(*args):
+        assert gate.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(storage, "write", then_write)
+    yield gate
+    gate.set()
+
+
+def test_training_goes_on_while_the_state_as_it_was_is_written(tmp_path, parts, saver, gate):
+    before = {name: tensor.clone() for name, tensor in capture(parts["policy"], parts["parts"])[0].items()}
+    following = torch.get_rng_state()
+    saver.save(tmp_path, 1, **parts)
+    parts["policy"](torch.ones(1, 3)).sum().backward()
+    parts["parts"]["optimizer"].step()
+    torch.rand(3)
+    assert not list(tmp_path.glob("step-*")) and not saver.failed
+    gate.set()
+    saver.wait()
+    assert checkpoint.load_newest(tmp_path, **parts) == 1
+    after, _ = capture(parts["policy"], parts["parts"])
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(torch.get_rng_state(), following)
+
+
+def test_no_two_checkpoints_are_written_at_once(tmp_path, parts, saver, gate):
+    saver.save(tmp_path, 1, **parts)
+    threading.Timer(0.5, gate.set).start()
+    saver.save(tmp_path, 2, **parts)
+    assert (tmp_path / "step-00000001").exists()
+    saver.wait()
+    assert (tmp_path / "step-00000002").exists()
+
+
+def test_what_could_not_be_written_in_the_background_is_said_by_the_next_call(tmp_path, parts, saver, monkeypatch):
+    saver.save(tmp_path, 1, **parts)
+    saver.wait()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    saver.save(tmp_path, 2, **parts)
+    while not saver.failed:
+        time.sleep(0.01)
+    with pytest.raises(checkpoint.CheckpointError, match=r"step 2 could.*disk is full .*step-00000001 is intact: make"):
+        saver.save(tmp_path, 3, **parts)
+    assert not saver.failed and [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -1,20 +1,16 @@
 """A checkpoint is of no number of ranks: saved alone, replicated or sharded, it goes on as any of these."""
 
-import json
-import re
-
 import pytest
 import torch
 from forked import run_forked
 from grids import slow
-from safetensors import safe_open
 
 # In how many ranks of which kind.
 WORLDS = ["1 one", "2 ddp", "2 fsdp", slow("4 ddp"), slow("4 fsdp"), slow("4 hsdp")]
 SAVED = ["1 one", "2 ddp", "2 fsdp", "4 fsdp", "4 hsdp"]
 
 
-def launch(order, world, directories, output, **options):
+def launch(order, world, directories, output, *options):
     ranks, kind = world.split()
     outcomes = run_forked(int(ranks), "resharded", order, kind, list(map(str, directories)), str(output), *options)
     for status, printed in outcomes:
@@ -50,3 +46,43 @@ def test_a_run_goes_on_in_another_world_to_the_same_weights(world, saved, tmp_pa
             torch.testing.assert_close(weight, unbroken[name], rtol=0, atol=1e-10)
             if source == world:
                 assert torch.equal(weight, saved(source)[1][name])
+
+
+@pytest.mark.parametrize("world", ["2 fsdp", slow("2 ddp"), slow("4 hsdp")])
+def test_a_checkpoint_that_was_written_while_training_went_on_is_the_same(world, saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    launch("save in the background", world, [directory], tmp_path / "weights.pt")
+    for file in (saved(world)[0] / "step-00000003").glob("shard-*"):
+        assert file.read_bytes() == (directory / "step-00000003" / file.name).read_bytes()
+
+
+def test_each_rank_writes_an_equal_part_and_nothing_is_pickled_but_numbers(saved):
+    for world in ("2 ddp", "2 fsdp"):
+        path = saved(world)[0] / "step-00000003"
+        names = {"shard-0.safetensors", "shard-1.safetensors", "random-0.pt", "random-1.pt", "state.pt"}
+        assert json.loads((path / "manifest.json").read_text()).keys() == names
+        sizes = []
+        for rank in (0, 1):
+            with safe_open(path / f"shard-{rank}.safetensors", "pt") as file:
+                sizes.append(sum(file.get_tensor(name).numel() for name in file.keys()))  # noqa: SIM118
+        assert min(sizes) > max(sizes) / 2
+        assert sum(sizes) == 3 * (5 * 7 + 7 + 3 * 7 + 3) + 1 + 4  # AdamW's two, the buffer, and the counts of steps
+        assert torch.load(path / "state.pt", weights_only=True).keys() == {
+            "step",
+            "data",
+            "optimizer",
+            "schedule",
+            "memory",
+        }
+
+
+def test_generators_go_on_where_they_were_and_new_ranks_are_said_to_have_fresh_ones(saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    unbroken, _ = launch("save", "2 fsdp", [directory], tmp_path / "weights.pt", True)
+    resumed, printed = launch("load", "2 fsdp", [directory], tmp_path / "again.pt", True)
+    for name, weight in unbroken[str(directory)].items():
+        assert torch.equal(weight, resumed[str(directory)][name])
+    assert "fewer ranks" not in printed
+    alone = saved("1 one")[0]
+    _, printed = launch("load", "2 ddp", [alone], tmp_path / "weights.pt")
+    assert re.findall("step-00000003 was written by fewer ranks: rank (.) keeps its fresh generators", printed) == ["1"]
