@@ -1,9 +1,13 @@
 """A checkpoint is of no number of ranks: saved alone, replicated or sharded, it goes on as any of these."""
 
+import json
+import re
+
 import pytest
 import torch
 from forked import run_forked
 from grids import slow
+from safetensors import safe_open
 
 # In how many ranks of which kind.
 WORLDS = ["1 one", "2 ddp", "2 fsdp", slow("4 ddp"), slow("4 fsdp"), slow("4 hsdp")]

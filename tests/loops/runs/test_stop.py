@@ -231,7 +231,7 @@ def test_a_disk_that_is_full_in_the_background_ends_the_run_at_a_later_step(sett
         return write(path, pieces)
 
     monkeypatch.setattr(storage, "write", full)
-    with pytest.raises(checkpoint.CheckpointError, match="checkpoint of step 3 could.*full.*step-00000002 is intact"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"checkpoint of step 3 could.*full.*step-00000002 is intact"):
         run_sft(SFT(**{**settings, "steps": 100}, save_every=1))
     assert kept(settings) == [1, 2] and not list(Path(settings["output"]).glob("checkpoints/.*"))
 
