@@ -1,45 +1,56 @@
-"""Checkpoints that are whole or not there: written aside, checksummed, renamed into place.
+"""Checkpoints: what training needs to go on after a step, on any number of ranks, sharded or not.
 
     checkpoints/step-00000120/
-        state.pt         trained parameters, optimizer, schedule, and what the recipe remembers
-        random-0.pt      generator states of rank 0 (one file per rank)
-        manifest.json    sha256 of every file, written last
+        shard-0.safetensors   rank 0's part of the trained parameters, buffers and optimizer state, by name
+        random-0.pt           generator states of rank 0
+        state.pt              step, schedule, parameter groups, and what the recipe remembers
+        manifest.json         sha256 of every file, written last
 
 The batches of a step are a function of its number, so the step is the data cursor.
 """
 
 import errno
-import hashlib
-import json
 import logging
 import math
-import os
-import random
 import shutil
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar
 
-import numpy
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils.serialization import config as serialization
 
 from ..registry import nearest
+from .state import capture, dump, random_state, restore, set_random_state, trained_state
+from .storage import DirectoryWriter, damage, read_manifest, remove_partial
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves and loads alone
 
 
-class StepMemory(Stateful, Protocol):
+class StepMemory(Protocol):
     """State of a recipe beside its parameters, the same on every rank; it sees the metrics of every step."""
 
     def observe(self, metrics: Mapping[str, float]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
 class CheckpointError(RuntimeError):
@@ -79,27 +90,37 @@ def writing(what: str, directory: Path) -> Iterator[None]:
     """Write to the disk; where that fails, the message names the checkpoint under ``directory`` to go on from.
 
     Raises:
-        CheckpointError: if the disk is full or not writable; the checkpoints that were there stay as they were.
+        CheckpointError: if any rank could not write, or was lost; the checkpoints that were there stay as they were.
     """
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as RuntimeError
-        for partial in directory.glob(".partial-*"):
-            shutil.rmtree(partial, ignore_errors=True)
-        full = (
-            getattr(error, "errno", None) == errno.ENOSPC
-            or "No space left" in str(error)
-            or "failed writing" in str(error)
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        cause, by = _cause(error)
+        full = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
+            sign in str(cause)
+            for sign in ("No space left", "failed writing file")  # of safetensors, and of torch
         )
-        free = shutil.disk_usage(directory.parent).free / 2**20
+        lost = isinstance(cause, dist.DistError) or any(sign in str(cause) for sign in ("gloo", "Connection closed"))
+        parent = next(path for path in directory.parents if path.exists())
+        free = shutil.disk_usage(parent).free / 2**20
         newest = [path.name for path in _all(directory)]
         raise CheckpointError(
-            f"{what} could not be written to {directory.parent}"
-            + (f": the disk is full ({free:.0f} MiB free)" if full else "")
+            f"{what} could not be written to {directory.parent}{by}"
+            + (f": the disk is full ({free:.0f} MiB free)" if full else ": another rank ended" if lost else "")
             + f". {newest[0] + ' is intact' if newest else 'There is no earlier checkpoint'}: "
             + ("make room and " if full else "")
-            + f"start again with --resume true ({error})"
+            + f"start again with --resume true ({cause})"
         ) from error
+
+
+def _cause(error: BaseException) -> tuple[BaseException, str]:
+    """The error that made all ranks fail, and the rank that it is of. A KeyboardInterrupt is raised as it is."""
+    if not isinstance(error, CheckpointException):
+        return error, ""
+    rank, (cause, _) = min(error.failures.items())
+    if not isinstance(cause, Exception):
+        raise cause
+    return cause, f" by rank {rank}" if dist.is_initialized() else ""
 
 
 def save(
@@ -122,41 +143,89 @@ def save(
         best: the step of one that stays as well.
 
     Raises:
-        CheckpointError: if the disk is full or not writable; the checkpoints that were there stay as they were.
+        CheckpointError: if any rank could not write, or was lost; the checkpoints that were there stay as they were.
     """
-    final = path_of(directory, step)
-    partial = directory / f".partial-{final.name}"
-    with writing(f"checkpoint of step {step}", directory):
-        if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        random_file = f"random-{accelerator.process_index}.pt"
-        digests = {random_file: _write(partial / random_file, _random_state())}
-        if accelerator.is_main_process:
-            state: dict[str, Any] = {
-                "step": step,
-                "data": data,
-                "model": trained_state(accelerator.unwrap_model(policy)),
-            }
-            state |= {name: part.state_dict() for name, part in parts.items()}
-            digests["state.pt"] = _write(partial / "state.pt", state)
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            # The files of other ranks are read for their digests.
-            manifest = {path.name: digests.get(path.name) or _sha256(path) for path in sorted(partial.iterdir())}
-            with (partial / "manifest.json").open("w") as file:
-                json.dump(manifest, file, indent=2)
-                file.flush()
-                os.fsync(file.fileno())
-            _sync(partial)
-            shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
-            partial.rename(final)
-            _sync(directory)
-            for old in _all(directory)[keep:]:
-                if best is None or old != path_of(directory, best):
-                    shutil.rmtree(old)
-    return final
+    return _writer(directory, step, accelerator, policy, parts, data, keep, best)()
+
+
+class Saver:
+    """Saves checkpoints one at a time, as `save` does; in a thread, from copies in host memory, if ``background``.
+
+    Every rank has one, and calls it at the same steps.
+    """
+
+    def __init__(self, *, background: bool) -> None:
+        self._thread = ThreadPoolExecutor(1) if background else None
+        self._pending: Future[Path] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """The last one is known not to have been written on this rank: all should `wait`, which says why."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def save(self, directory: Path, step: int, **options: Any) -> None:
+        """Wait for the one before, and begin with this one, see `save`.
+
+        Raises:
+            CheckpointError: if the one before could not be written, or this one where it is not in the background.
+        """
+        self.wait()
+        if self._thread is None:
+            save(directory, step, **options)
+        else:
+            self._pending = self._thread.submit(_writer(directory, step, **options, stager=BlockingAsyncStager()))
+
+    def wait(self) -> None:
+        """Return when the last one is there.
+
+        Raises:
+            CheckpointError: if it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+
+def _writer(
+    directory: Path,
+    step: int,
+    accelerator: Accelerator,
+    policy: nn.Module,
+    parts: Mapping[str, Stateful],
+    data: str = "",
+    keep: int = 2,
+    best: int | None = None,
+    stager: BlockingAsyncStager | None = None,
+) -> Callable[[], Path]:
+    """A function that writes the state as it is now; with a stager also after it has changed."""
+    tensors, rest = capture(accelerator.unwrap_model(policy), parts)
+    if stager is not None:
+        tensors = stager.stage(tensors)
+    files = {f"random-{accelerator.process_index}.pt": dump(random_state())}
+    if accelerator.is_main_process:
+        files["state.pt"] = dump({"step": step, "data": data, **rest})
+    final, ranks = path_of(directory, step), _ranks(accelerator)
+
+    def drop_older() -> None:
+        for old in _all(directory)[keep:]:
+            if best is None or old != path_of(directory, best):
+                shutil.rmtree(old)
+
+    def write() -> Path:
+        with writing(f"checkpoint of step {step}", directory):
+            try:
+                state_dict_saver.save(tensors, storage_writer=DirectoryWriter(final, files, drop_older), **ranks)
+            except CheckpointException:  # all ranks have stopped to write
+                if accelerator.is_main_process:
+                    remove_partial(directory)
+                raise
+        return final
+
+    return write
 
 
 def load_newest(
@@ -164,82 +233,97 @@ def load_newest(
 ) -> int:
     """Restore the newest whole checkpoint and return its step, or 0. Damaged ones are named in the log.
 
+    Every rank calls it, verifies a share of the files, and reads of them what it needs.
+
     Raises:
-        CheckpointError: if it is of other data, or of a model that trains other parameters.
+        CheckpointError: if it is of other data, or of a model that trains other parameters, or could not be read.
     """
-    for path in _all(directory):
-        if problem := _damage(path):
-            log.warning("checkpoint %s is damaged and passed over: %s", path.name, problem)
-            continue
-        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-        if state["data"] != data:
-            raise CheckpointError(
-                f"resume: the data is not what {path.name} was trained on, so its steps would be other examples; "
-                "give it the data as it was, or begin in another directory"
-            )
-        restore_trained_state(accelerator.unwrap_model(policy), state["model"])
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        random_file = path / f"random-{accelerator.process_index}.pt"
-        if random_file.exists():
-            _set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
-        else:
-            log.warning(
-                "checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators",
-                path.name,
-                accelerator.process_index,
-            )
-        return int(state["step"])
-    return 0
-
-
-def trained_state(policy: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that training changes, and all buffers. What is frozen comes from the model's own files."""
-    frozen = {
-        name for name, parameter in policy.named_parameters(remove_duplicate=False) if not parameter.requires_grad
-    }
-    return {name: tensor for name, tensor in policy.state_dict().items() if name not in frozen}
-
-
-def restore_trained_state(policy: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    wanted = trained_state(policy).keys()
-    if wanted != state.keys():
-        odd = sorted(wanted ^ state.keys())
-        raise CheckpointError(f"checkpoint: holds other parameters than this model trains, such as {odd[0]!r}")
-    policy.load_state_dict(state, strict=False)
-
-
-def _write(path: Path, state: Any) -> str:
-    """Write the file and flush it to the disk; returns its SHA-256, computed in another thread meanwhile."""
-    sha256 = hashlib.sha256()
-    with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
-
-        def write(data: bytes) -> int:
-            hashed = thread.submit(sha256.update, data)
-            try:
-                return file.write(data)
-            finally:
-                hashed.result()  # torch frees the data when this returns
-
-        # The SHA-256 stands for the checksum that torch computes of every tensor in one thread.
-        options: Any = serialization
-        with options.patch("save.compute_crc32", False):
-            torch.save(state, cast(Any, SimpleNamespace(write=write, flush=file.flush)))
-        file.flush()
-        os.fsync(file.fileno())
-    return sha256.hexdigest()
-
-
-def _damage(path: Path) -> str | None:
-    """Describe what is wrong with this checkpoint; None if nothing is."""
+    path = _newest_whole(directory, accelerator)
+    if path is None:
+        return 0
+    state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    if "model" in state:
+        raise CheckpointError(
+            f"resume: {path.name} is of an earlier version of burnish, which wrote the weights into state.pt; "
+            "go on with that version, or begin in another directory"
+        )
+    if state["data"] != data:
+        raise CheckpointError(
+            f"resume: the data is not what {path.name} was trained on, so its steps would be other examples; "
+            "give it the data as it was, or begin in another directory"
+        )
+    reader = HuggingFaceStorageReader(str(path))
+    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    plain = accelerator.unwrap_model(policy)
+    _check(trained_state(plain), saved)
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        for name, digest in manifest.items():
-            if _sha256(path / name) != digest:
-                return f"{name} has another sha256 than when it was written"
-    except (OSError, ValueError, AttributeError) as error:
-        return str(error)
+        state_dict_loader.load(restore(plain, parts, state, saved), storage_reader=reader, **_ranks(accelerator))
+    except CheckpointException as error:
+        cause, by = _cause(error)
+        raise CheckpointError(
+            f"{path} could not be read{by}: start again with --resume true, or remove it to go on from the one before "
+            f"({cause})"
+        ) from error
+    random_file = path / f"random-{accelerator.process_index}.pt"
+    if random_file.exists():
+        set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
+    else:
+        log.warning(
+            "checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators",
+            path.name,
+            accelerator.process_index,
+        )
+    return int(state["step"])
+
+
+def _newest_whole(directory: Path, accelerator: Accelerator) -> Path | None:
+    """The same on every rank: each reads an equal share of the files to verify them."""
+    for name in _gather(accelerator, [path.name for path in _all(directory)])[0]:
+        manifest: dict[str, str] = {}
+        problem = None
+        try:
+            manifest = read_manifest(directory / name)
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        manifest, problem = _gather(accelerator, (manifest, problem))[0]
+        share = sorted(manifest.items())[accelerator.process_index :: accelerator.num_processes]
+        problems = _gather(accelerator, problem or damage(directory / name, dict(share)))
+        if not any(problems):
+            return directory / name
+        if accelerator.is_main_process:
+            log.warning("checkpoint %s is damaged and passed over: %s", name, next(filter(None, problems)))
     return None
+
+
+def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    sizes = {path.removeprefix("model/"): saved[path].size for path in saved if path.startswith("model/")}
+    if odd := sorted(sizes.keys() ^ trained.keys()):
+        raise CheckpointError(f"checkpoint: holds other parameters than this model trains, such as {odd[0]!r}")
+    for name, tensor in trained.items():
+        if sizes[name] != tensor.shape:
+            raise CheckpointError(
+                f"checkpoint: holds {name!r} as {tuple(sizes[name])}, this model trains it as {tuple(tensor.shape)}"
+            )
+
+
+def _ranks(accelerator: Accelerator) -> dict[str, Any]:
+    """Options of `torch.distributed.checkpoint` for these ranks."""
+    return {"no_dist": accelerator.num_processes == 1, "process_group": _group(dist.group.WORLD)}
+
+
+def _gather(accelerator: Accelerator, value: T) -> list[T]:
+    """The values of all ranks."""
+    if accelerator.num_processes == 1:
+        return [value]
+    values: list[Any] = [None] * accelerator.num_processes
+    dist.all_gather_object(values, value, group=_group(dist.group.WORLD))
+    return values
+
+
+@lru_cache(maxsize=1)
+def _group(world: Any) -> Any:
+    """Over gloo: a write of minutes is too long a wait for NCCL."""
+    return world and dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -249,35 +333,3 @@ def path_of(directory: Path, step: int) -> Path:
 def _all(directory: Path) -> list[Path]:
     """Every checkpoint, newest first."""
     return sorted(directory.glob("step-*"), reverse=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(directory: Path) -> None:
-    """Make renames in a directory survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _random_state() -> dict[str, Any]:
-    name, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": (name, keys.tolist(), *rest),
-        "python": random.getstate(),
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    numpy.random.set_state(state["numpy"])
-    random.setstate(state["python"])

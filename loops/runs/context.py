@@ -207,7 +207,8 @@ class RunContext(Generic[Model]):
 
         def votes() -> dict[str, float]:
             by_clock = accelerator.is_main_process and bool(config.save_minutes)
-            return {**received, "save": float(by_clock and monotonic() - saved >= 60 * config.save_minutes)}
+            save = by_clock and monotonic() - saved >= 60 * config.save_minutes
+            return {**received, "save": float(save), "unsaved": float(saver.failed)}
 
         metrics: dict[str, float] = {}
         saved, ended = monotonic(), None
@@ -215,6 +216,7 @@ class RunContext(Generic[Model]):
             stop.signals(visible=accelerator.is_main_process) as received,
             _claimed(config) if accelerator.is_main_process else nullcontext(),
             closing(Journal(self.directory, start, accelerator)) as journal,
+            closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
             progress(feed.steps, start, visible=accelerator.is_main_process) as show,
         ):
             if evaluation is not None and start == 0:
@@ -235,6 +237,8 @@ class RunContext(Generic[Model]):
                 votes=votes,
             ):
                 signalled = [name for name in received if step.metrics.pop(name)]
+                if step.metrics.pop("unsaved"):
+                    saver.wait()
                 to_save = step.metrics.pop("save") > 0 or due(step.number, config.save_every) or bool(signalled)
                 metrics = {**step.metrics, **report()}
                 if memory is not None:
@@ -246,12 +250,13 @@ class RunContext(Generic[Model]):
                 journal.write(step.number, metrics)
                 show(step.number, metrics)
                 if to_save:
-                    checkpoint.save(checkpoints, step.number, **state, keep=config.keep, best=best.step)
+                    saver.save(checkpoints, step.number, **state, keep=config.keep, best=best.step)
                     saved = monotonic()
                 if signalled and step.number < feed.steps:
                     message = f"stopped at step {step.number} of {feed.steps}; go on with --resume true"
                     ended = stop.Stopped(message, stop.STATUS[signalled[0]])
                     break
+            saver.wait()
             if ended is None and accelerator.is_main_process:
                 with checkpoint.writing("the model", checkpoints):
                     save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)

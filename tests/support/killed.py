@@ -23,7 +23,7 @@ from burnish.loops.recipes.ppo import run_ppo
 from burnish.loops.recipes.preference import run_dpo
 from burnish.loops.recipes.settings import DPO, GRPO, PPO, SFT
 from burnish.loops.recipes.sft import run_sft
-from burnish.loops.runs import checkpoint
+from burnish.loops.runs import checkpoint, storage
 from forked import run_forked
 
 RECIPES = {"dpo": (DPO, run_dpo), "sft": (SFT, run_sft), "grpo": (GRPO, run_grpo), "ppo": (PPO, run_ppo)}
@@ -134,18 +134,19 @@ def inode(path):
 
 def kill_while_writing(nth):
     """In this process, die half-way through the n-th file that a checkpoint writes."""
-    original = checkpoint._write
+    original = storage.write
     written = 0
 
-    def write(path, state):
+    def write(path, pieces):
         nonlocal written
         written += 1
-        original(path, state)
+        digest = original(path, pieces)
         if written == nth:
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
+        return digest
 
-    checkpoint._write = write
+    storage.write = write
 
 
 def kill_at_random(recipe, config, rng, upto):

@@ -4,11 +4,20 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
-from burnish.loops.runs import checkpoint
+from burnish.loops.runs import checkpoint, storage
+from burnish.loops.runs.state import capture
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 
 @pytest.fixture
@@ -35,11 +44,11 @@ def test_what_is_saved_comes_back(tmp_path, parts):
 
 def test_what_was_written_is_not_read_again_for_its_sha256(tmp_path, parts, monkeypatch):
     read = []
-    monkeypatch.setattr(checkpoint, "_sha256", read.append)
+    monkeypatch.setattr(storage, "sha256_of", read.append)
     path = checkpoint.save(tmp_path, 1, **parts)
     assert read == []
     manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest.keys() == {"state.pt", "random-0.pt"}
+    assert manifest.keys() == {"state.pt", "random-0.pt", "shard-0.safetensors"}
     for name, digest in manifest.items():
         assert digest == hashlib.sha256((path / name).read_bytes()).hexdigest()
 
@@ -50,10 +59,14 @@ def test_only_the_newest_are_kept(tmp_path, parts):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped bit", "missing file", "no manifest", "half a manifest"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, parts, caplog, damage):
+@pytest.mark.parametrize("file", ["state.pt", "random-0.pt", "shard-0.safetensors"])
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", "flipped bit", "missing file", "stray shard", "no manifest", "half a manifest", "other manifest"],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, parts, caplog, damage, file):
     checkpoint.save(tmp_path, 1, **parts)
-    state = checkpoint.save(tmp_path, 2, **parts) / "state.pt"
+    state = checkpoint.save(tmp_path, 2, **parts) / file
     manifest = state.with_name("manifest.json")
     match damage:
         case "truncated":
@@ -64,10 +77,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, parts,
             state.write_bytes(content)
         case "missing file":
             state.unlink()
+        case "stray shard":
+            shutil.copy(state, state.with_name("shard-1.safetensors"))
         case "no manifest":
             manifest.unlink()
         case "half a manifest":
             os.truncate(manifest, 20)
+        case "other manifest":
+            manifest.write_text('["state.pt"]')
     assert checkpoint.load_newest(tmp_path, **parts) == 1
     assert "step-00000002 is damaged and passed over" in caplog.text
 
@@ -78,26 +95,61 @@ def test_what_was_half_written_is_no_checkpoint(tmp_path, parts):
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("owner", "call", "number", "full"),
     [
-        OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/0: file write failed"),
+        (os, "fsync", errno.ENOSPC, True),
+        (os, "fsync", errno.EDQUOT, True),
+        (os, "fsync", errno.EIO, False),
+        (Path, "open", errno.EROFS, False),
     ],
 )
-def test_a_full_disk_is_said_and_the_last_checkpoint_stays(tmp_path, parts, monkeypatch, error):
+def test_what_could_not_be_written_is_said_and_the_last_checkpoint_stays(
+    tmp_path, parts, monkeypatch, owner, call, number, full
+):
     checkpoint.save(tmp_path, 1, **parts)
 
-    def full(*args):
-        raise error
+    def fail(*args):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(checkpoint.torch, "save", full)
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"step 2 could not be written.*disk is full.*step-00000001 is intact"
-    ):
+    monkeypatch.setattr(owner, call, fail)
+    with pytest.raises(checkpoint.CheckpointError) as failed:
         checkpoint.save(tmp_path, 2, **parts)
     monkeypatch.undo()
+    cause, remedy = (r": the disk is full \(\d+ MiB free\)", "make room and ") if full else ("", "")
+    assert re.fullmatch(
+        rf"checkpoint of step 2 could not be written to {tmp_path.parent}{cause}. step-00000001 is intact: {remedy}"
+        rf"start again with --resume true \(\[Errno {number}\] {os.strerror(number)}\)",
+        str(failed.value),
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert checkpoint.load_newest(tmp_path, **parts) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "the disk is full"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] writev [127.0.0.1]:38: Broken pipe"), "another rank ended"),
+    ],
+)
+def test_a_full_disk_and_a_lost_rank_are_told_apart(tmp_path, error, cause):
+    with (
+        pytest.raises(checkpoint.CheckpointError, match=f": {cause}.*There is no earlier checkpoint: ") as failed,
+        checkpoint.writing("the model", tmp_path / "checkpoints"),
+    ):
+        raise error
+    assert ("make room" in str(failed.value)) == ("full" in cause)
+
+
+def test_a_keyboard_interrupt_while_it_is_written_is_one(tmp_path, parts, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 1, **parts)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_parameters_of_another_model_are_refused(tmp_path, parts):
@@ -109,8 +161,151 @@ def test_parameters_of_another_model_are_refused(tmp_path, parts):
         checkpoint.load_newest(tmp_path, **parts)
 
 
+def test_parameters_of_another_shape_are_refused(tmp_path, parts):
+    checkpoint.save(tmp_path, 1, **parts)
+    parts["policy"] = torch.nn.Linear(4, 2)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"holds 'weight' as \(2, 3\), this model trains it as \(2, 4\)"
+    ):
+        checkpoint.load_newest(tmp_path, **parts)
+
+
 def test_frozen_weights_are_not_saved_again(tmp_path, parts):
     parts["policy"].weight.requires_grad_(False)
-    state = torch.load(checkpoint.save(tmp_path, 1, **parts) / "state.pt", weights_only=True)
-    assert state["model"].keys() == {"bias"}
-    assert json.loads((tmp_path / "step-00000001/manifest.json").read_text()).keys() == {"random-0.pt", "state.pt"}
+    parts["parts"]["optimizer"] = torch.optim.AdamW([parts["policy"].bias])
+    shard = load_file(checkpoint.save(tmp_path, 1, **parts) / "shard-0.safetensors")
+    assert shard.keys() == {"model/bias"}
+
+
+def test_tied_weights_are_saved_once(tmp_path, parts):
+    policy = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    policy[1].weight = policy[0].weight
+    parts["policy"], parts["parts"] = policy, {}
+    shard = load_file(checkpoint.save(tmp_path, 1, **parts) / "shard-0.safetensors")
+    assert shard.keys() == {"model/0.weight"}
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_the_way_out(tmp_path, parts):
+    path = checkpoint.save(tmp_path, 1, **parts)
+    torch.save({"step": 1, "data": "", "model": {}}, path / "state.pt")
+    digest = hashlib.sha256((path / "state.pt").read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({"state.pt": digest}))
+    (path / "shard-0.safetensors").unlink()
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"step-00000001 is of an earlier version of burnish.*go on with"
+    ):
+        checkpoint.load_newest(tmp_path, **parts)
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_save(tmp_path, parts):
+    (tmp_path / ".partial-step-00000001").mkdir(parents=True)
+    (tmp_path / ".partial-step-00000001/shard-0.safetensors").write_bytes(b"half")
+    checkpoint.save(tmp_path, 2, **parts)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+class Odd(torch.optim.Optimizer):
+    """Remembers tensors of other dtypes and shapes than its parameters have, and numbers."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "k": 0})
+
+    def step(self):
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter] = {
+                        "codes": torch.randint(256, parameter.shape, dtype=torch.uint8),
+                        "scale": torch.rand(2, 1, dtype=torch.bfloat16),
+                        "rest": torch.randint(99, parameter.shape, dtype=torch.int16),
+                        "wide": torch.rand(parameter.shape, dtype=torch.float32),
+                        "step": torch.tensor(3.0),
+                        "count": 7,
+                    }
+
+
+def test_the_state_of_any_optimizer_comes_back_in_its_own_dtypes(tmp_path, parts):
+    """torch's own load_state_dict would make bfloat16 of it all, as the parameters are."""
+    policy = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    policy.weight.grad = torch.ones_like(policy.weight)  # the bias is not used, and so has no state
+    first, second = Odd(policy.parameters()), Odd(policy.parameters())
+    first.step()
+    parts |= {"policy": policy, "parts": {"optimizer": first}}
+    checkpoint.save(tmp_path, 1, **parts)
+    checkpoint.load_newest(tmp_path, **{**parts, "parts": {"optimizer": second}})
+    assert list(second.state) == [policy.weight] and second.param_groups[0]["k"] == 1
+    before, after = first.state[policy.weight], second.state[policy.weight]
+    assert before.keys() == after.keys() and after["count"] == 7
+    for key in before.keys() - {"count"}:
+        assert after[key].dtype == before[key].dtype and torch.equal(after[key], before[key])
+
+
+def test_an_optimizer_that_has_taken_no_step_stays_so(tmp_path, parts):
+    """All gradients may have been 0 so far."""
+    parts["parts"]["optimizer"] = optimizer = torch.optim.AdamW(parts["policy"].parameters())
+    checkpoint.save(tmp_path, 1, **parts)
+    assert not optimizer.state
+    checkpoint.load_newest(tmp_path, **parts)
+    assert not optimizer.state
+
+
+@pytest.fixture
+def saver():
+    with closing(checkpoint.Saver(background=True)) as saver:
+        yield saver
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Files are written once this is set."""
+    gate, write = threading.Event(), storage.write
+
+    def then_write(*args):
+        assert gate.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(storage, "write", then_write)
+    yield gate
+    gate.set()
+
+
+def test_training_goes_on_while_the_state_as_it_was_is_written(tmp_path, parts, saver, gate):
+    before = {name: tensor.clone() for name, tensor in capture(parts["policy"], parts["parts"])[0].items()}
+    following = torch.get_rng_state()
+    saver.save(tmp_path, 1, **parts)
+    parts["policy"](torch.ones(1, 3)).sum().backward()
+    parts["parts"]["optimizer"].step()
+    torch.rand(3)
+    assert not list(tmp_path.glob("step-*")) and not saver.failed
+    gate.set()
+    saver.wait()
+    assert checkpoint.load_newest(tmp_path, **parts) == 1
+    after, _ = capture(parts["policy"], parts["parts"])
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(torch.get_rng_state(), following)
+
+
+def test_no_two_checkpoints_are_written_at_once(tmp_path, parts, saver, gate):
+    saver.save(tmp_path, 1, **parts)
+    threading.Timer(0.5, gate.set).start()
+    saver.save(tmp_path, 2, **parts)
+    assert (tmp_path / "step-00000001").exists()
+    saver.wait()
+    assert (tmp_path / "step-00000002").exists()
+
+
+def test_what_could_not_be_written_in_the_background_is_said_by_the_next_call(tmp_path, parts, saver, monkeypatch):
+    saver.save(tmp_path, 1, **parts)
+    saver.wait()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    saver.save(tmp_path, 2, **parts)
+    while not saver.failed:
+        time.sleep(0.01)
+    with pytest.raises(checkpoint.CheckpointError, match=r"step 2 could.*disk is full .*step-00000001 is intact: make"):
+        saver.save(tmp_path, 3, **parts)
+    assert not saver.failed and [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

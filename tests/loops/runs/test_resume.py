@@ -30,7 +30,7 @@ def kills(count):
 @kills(10)
 def test_dpo_with_adapters_and_dropout_survives_kills(kills, config):
     config |= {"lora": {"r": 4, "dropout": 0.1}, "steps": 80 if kills else 20}
-    happened, _ = kill_and_resume("dpo", config, "write:4", "write:2", f"random:{kills}")
+    happened, _ = kill_and_resume("dpo", config, "write:7", "write:4", f"random:{kills}")
     assert (happened["random"], happened["write"]) == (kills, 2)
     assert_undisturbed(config)
 
@@ -40,7 +40,7 @@ def test_sft_survives_a_truncated_newest_checkpoint_and_says_so(kills, config, t
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(50)]
     config["data"] = str(write_rows(tmp_path / "messages.jsonl", rows))
     config["steps"] = 80 if kills else 20
-    happened, log = kill_and_resume("sft", config, "write:7", "truncate", f"random:{kills}")
+    happened, log = kill_and_resume("sft", config, "write:15", "truncate", f"random:{kills}")
     assert happened["truncate"] == 1
     assert "is damaged and passed over: state.pt has another sha256" in log
     assert_undisturbed(config)

@@ -1,7 +1,9 @@
 """What a run leaves behind: at a signal a checkpoint to go on from, by the clock, and the best beside the newest."""
 
+import errno
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +16,8 @@ from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.settings import GRPO, SFT
 from burnish.loops.recipes.sft import run_sft
 from burnish.loops.rollouts.local.source import LocalSource
-from burnish.loops.runs import checkpoint, context
+from burnish.loops.runs import checkpoint, context, storage
+from burnish.loops.runs.checkpoint import Saver
 from burnish.loops.runs.stop import Stopped
 from forked import run_forked
 from grids import slow
@@ -201,6 +204,36 @@ def test_checkpoints_are_saved_by_the_clock(settings, monkeypatch, minutes, save
     monkeypatch.setattr(context, "optimize", optimize)
     run_sft(SFT(**{**settings, "steps": 7}, save_minutes=minutes, keep=10))
     assert kept(settings) == saves
+
+
+@pytest.fixture
+def in_background(monkeypatch):
+    """Checkpoints are written as they are where an accelerator trains."""
+    monkeypatch.setattr(checkpoint, "Saver", lambda background: Saver(background=True))
+
+
+def test_a_signal_and_the_end_wait_for_what_is_written_in_the_background(settings, in_background, capfd):
+    run_sft(SFT(**{**settings, "output": settings["output"] + "-undisturbed"}))
+    with in_step(3, lambda: send("SIGTERM")), pytest.raises(Stopped):
+        run_sft(SFT(**settings, save_every=1))
+    assert kept(settings) == [2, 3]
+    run_sft(SFT(**settings, save_every=1, resume=True))
+    assert kept(settings) == [4, 5]
+    assert_undisturbed(settings)
+
+
+def test_a_disk_that_is_full_in_the_background_ends_the_run_at_a_later_step(settings, in_background, monkeypatch):
+    write = storage.write
+
+    def full(path, pieces):
+        if "step-00000003" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, pieces)
+
+    monkeypatch.setattr(storage, "write", full)
+    with pytest.raises(checkpoint.CheckpointError, match=r"checkpoint of step 3 could.*full.*step-00000002 is intact"):
+        run_sft(SFT(**{**settings, "steps": 100}, save_every=1))
+    assert kept(settings) == [1, 2] and not list(Path(settings["output"]).glob("checkpoints/.*"))
 
 
 def test_so_many_of_the_newest_are_kept(settings):

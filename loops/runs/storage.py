@@ -1,0 +1,175 @@
+"""A directory of shards that is whole or not there: written aside by all ranks, checksummed, renamed into place.
+
+`torch.distributed.checkpoint` divides the tensors between the ranks, calls the writer on each, and raises the errors of
+any on all. Shards are safetensors files that its HuggingFaceStorageReader reads, on any number of ranks.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+# The names of safetensors, by `str(dtype)`.
+_DTYPES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+
+
+class DirectoryWriter(FileSystemWriter):
+    """Writes the shard of this rank and its other ``files``; the main process renames the directory when all are there.
+
+    The format is that of HuggingFaceStorageWriter, which copies all tensors before it writes the first.
+
+    Args:
+        final: the directory, which appears when it is whole.
+        files: contents of further files of this rank, by name.
+        finished: called on the main process when the directory is there.
+    """
+
+    def __init__(self, final: Path, files: Mapping[str, memoryview], finished: Callable[[], None]) -> None:
+        super().__init__(final.with_name(f".partial-{final.name}"))
+        self.final, self.partial, self.files, self.finished = final, Path(self.path), files, finished
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the main process, before any rank writes: make room, and the directory."""
+        remove_partial(self.final.parent)
+        self.partial.mkdir(parents=True)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On each rank; the result carries the SHA-256 of its files to the main process."""
+        digests = {name: write(self.partial / name, [content]) for name, content in self.files.items()}
+        if plan.items:
+            shard = f"shard-{self.rank}.safetensors"
+            digests[shard] = write(self.partial / shard, _safetensors(plan.items, planner))
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([WriteResult(MetadataIndex(""), 0, digests)])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the main process, when all ranks have written."""
+        digests: dict[str, str] = {}
+        for (result,) in results:
+            digests |= result.storage_data
+        write(self.partial / "manifest.json", [json.dumps(dict(sorted(digests.items())), indent=2).encode()])
+        sync(self.partial)
+        shutil.rmtree(self.final, ignore_errors=True)  # a damaged one of the same step
+        self.partial.rename(self.final)
+        sync(self.final.parent)
+        self.finished()
+
+
+def _safetensors(items: list[WriteItem], planner: SavePlanner) -> Iterator[bytes | memoryview]:
+    """The content of a file with these tensors, or parts of tensors, in pieces."""
+    tensors: dict[str, Any] = {}
+    offsets: dict[str, Any] = {}
+    end = 0
+    # Larger elements first, so that all are aligned.
+    items = sorted(items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
+    for item in items:
+        assert item.tensor_data is not None and item.index.fqn not in tensors  # one part of a tensor on each rank
+        chunk, begin = item.tensor_data.chunk, end
+        end += math.prod(chunk.sizes) * _dtype(item).itemsize
+        name = _DTYPES[str(_dtype(item))]
+        tensors[item.index.fqn] = {"dtype": name, "shape": list(chunk.sizes), "data_offsets": [begin, end]}
+        offsets[item.index.fqn] = {"saved_offsets": list(chunk.offsets)}
+    about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    header = json.dumps({"__metadata__": about, **tensors}).encode()
+    header += b" " * (-len(header) % 8)
+    yield len(header).to_bytes(8, "little") + header
+    for item in items:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor)
+        yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype
+
+
+def write(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
+    """Write the file and flush it to the disk; returns its SHA-256, computed in another thread meanwhile."""
+    sha256 = hashlib.sha256()
+    with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
+        for piece in pieces:
+            hashed = thread.submit(sha256.update, piece)
+            try:
+                file.write(piece)
+            finally:
+                hashed.result()
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256.hexdigest()
+
+
+def remove_partial(parent: Path) -> None:
+    """Remove what was never finished."""
+    for partial in parent.glob(".partial-*"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_manifest(path: Path) -> dict[str, str]:
+    """The SHA-256 of each file of a directory, by name.
+
+    Raises:
+        OSError, ValueError: if there is none, or a shard that is not in it.
+    """
+    manifest = json.loads((path / "manifest.json").read_text())
+    if not isinstance(manifest, dict) or not all(isinstance(digest, str) for digest in manifest.values()):
+        raise ValueError("manifest.json is not one")
+    if stray := {shard.name for shard in path.glob("*.safetensors")} - manifest.keys():
+        raise ValueError(f"{min(stray)} is not in manifest.json")
+    return manifest
+
+
+def damage(path: Path, manifest: Mapping[str, str]) -> str | None:
+    """Describe what is wrong with these files; None if nothing is."""
+    try:
+        for name, digest in manifest.items():
+            if sha256_of(path / name) != digest:
+                return f"{name} has another sha256 than when it was written"
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(directory: Path) -> None:
+    """Make renames in a directory survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
