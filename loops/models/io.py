@@ -77,8 +77,9 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         raise ValueError(
             f"quantize={config.quantize}: quantized weights can't be trained; add adapters, such as --lora.r 16"
         )
-    # Weights that an optimizer updates stay float32: in bfloat16 a step of 1e-6 rounds to nothing.
-    dtype = torch.float32 if config.dtype == "bfloat16" and not adapters else getattr(torch, config.dtype)
+    # Weights that an optimizer updates are float32: in bfloat16 a step of 1e-6 rounds to nothing without `rounding`.
+    precision = config.weights_dtype if config.dtype == "bfloat16" and not adapters else config.dtype
+    dtype = getattr(torch, precision)
     model: Any = auto.from_pretrained(
         config.model,
         **options,
