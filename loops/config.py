@@ -113,6 +113,29 @@ class Lora(Settings):
     """Dropout on the adapters' input. Above 0, a gradient depends on how its step was split."""
     target_modules: str | list[str] = "all-linear"
     """Names of the layers that get adapters, a regular expression, or "all-linear"."""
+    target_parameters: list[str] | None = None
+    """Names of parameters that get adapters and are no linear layer's, such as mlp.experts.gate_up_proj."""
+    modules_to_save: list[str] | None = None
+    """Modules that are trained whole beside the adapters, such as embed_tokens."""
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(r) instead (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train the norm of each weight's columns apart from its direction (DoRA: Liu et al. 2024, arXiv:2402.09353)."""
+    init_lora_weights: bool | str = True
+    """Start of the adapters: true adds nothing to the model; others of peft are gaussian, pissa, olora, ..."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of peft's LoraConfig, such as {rank_pattern: {q_proj: 32}}."""
+    path: str | None = None
+    """Directory of an adapter to go on from, instead of a new one; it has its own rank and settings."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.r > 0 or self.path is not None
+
+    @property
+    def adds_nothing(self) -> bool:
+        """True if the policy starts as the model without adapters."""
+        return self.path is None and self.init_lora_weights in (True, "gaussian")
 
 
 @dataclass(frozen=True)
@@ -204,7 +227,9 @@ class Common(Settings):
     lora: Lora = field(default_factory=Lora)
     """Low-rank adapters."""
     quantize: Literal["4bit", "8bit"] | None = None
-    """Load the frozen base model quantized by bitsandbytes; needs adapters."""
+    """Load the frozen base model quantized by bitsandbytes; needs adapters. 4bit is nf4."""
+    quantize_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of BitsAndBytesConfig, such as {bnb_4bit_use_double_quant: true}."""
 
     @property
     def longest(self) -> int | None:

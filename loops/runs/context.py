@@ -41,7 +41,7 @@ from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint, stop
 from .feed import Feed, digest, stored_tokens
-from .reference import Reference, adapters_off, column, frozen_copy
+from .reference import Reference, adapters_copy, adapters_off, column, frozen_copy
 from .report import Journal, draw_curves, progress, written
 
 Model = TypeVar("Model", bound=Backbone)
@@ -107,7 +107,8 @@ class RunContext(Generic[Model]):
 
         Args:
             kind: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in
-                the run directory; auto is adapters_off where there are some, and otherwise copy.
+                the run directory; auto is copy without adapters, and with them adapters_off, or a copy of the adapters
+                alone where they don't begin at nothing.
             needed: whether any loss takes a reference; none is made otherwise.
             temperature: of its softmax, where it is not precomputed: that of the policy it is compared with.
         """
@@ -126,8 +127,9 @@ class RunContext(Generic[Model]):
                 return {"ref_logprob": tensors["logprob"]}
 
             return column("ref_logprob"), columns
-        without_adapters = kind == "adapters_off" or (kind == "auto" and self.config.lora.r > 0)
-        make = adapters_off if without_adapters else frozen_copy
+        make, lora = frozen_copy, self.config.lora
+        if kind == "adapters_off" or (kind == "auto" and lora.enabled):
+            make = adapters_off if kind == "adapters_off" or lora.adds_nothing else adapters_copy
         return autocast(make(policy, temperature=temperature)), lambda data: {}
 
     def train(

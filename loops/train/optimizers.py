@@ -353,7 +353,9 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
     if hasattr(optimizer, "eval") and not name.startswith("constant"):
         raise ValueError(f"optimizer {config.optimizer}: takes the place of a schedule; add --schedule constant")
     warmup = round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)
-    functions: dict[str, Any] = {kind.value: function for kind, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()}
+    functions: dict[str, Any] = {
+        kind.value: function for kind, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
+    }
     functions |= {kind: _BY_EVALUATION[kind] for kind in _BY_EVALUATION if kind in functions}
     if name not in functions:
         raise ValueError(nearest("schedule: this version of transformers has no", name, functions))

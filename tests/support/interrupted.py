@@ -8,33 +8,33 @@ from unittest.mock import patch
 
 import torch
 from burnish.loops.config import Common, Lora
-from burnish.loops.recipes.settings import SFT
-from burnish.loops.recipes.sft import run_sft
 from burnish.loops.train import optimizers
+from killed import RECIPES
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 STEPS, KILLED_AFTER = 6, 3
 
 
-def train(**fields):
+def train(recipe, **fields):
     with patch("burnish.loops.runs.context.draw_curves"):  # the picture takes longer than the run
         if isinstance(lora := fields.pop("lora", None), dict):
             fields["lora"] = Lora(**lora)
-        run_sft(SFT(**fields))
+        kind, run = RECIPES[recipe]
+        run(kind(**fields))
 
 
-def resumed(fields, directory):
+def resumed(fields, directory, recipe="sft"):
     """Train, and train again from the checkpoint in the middle; the files of both models, and the metrics of both."""
     fields = {"batch_size": 4, "steps": STEPS, "save_every": KILLED_AFTER, "learning_rate": 1e-2, **fields}
     whole, again = Path(directory, "whole"), Path(directory, "again")
-    train(**fields, output=str(whole))
+    train(recipe, **fields, output=str(whole))
     if int(os.environ.get("RANK", 0)) == 0:
         shutil.copytree(whole, again)
         shutil.rmtree(again / "checkpoints" / f"step-{STEPS:08d}")
         shutil.rmtree(again / "model")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    train(**fields, output=str(again), resume=True)
+    train(recipe, **fields, output=str(again), resume=True)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     return [(run / "model" / "model.safetensors").read_bytes() for run in (whole, again)], [
@@ -86,7 +86,9 @@ def check_sharded(rounding, name):
         if sharded:
             check_state_by_name(module, optimizer, settings)
     for whole, shards in zip(*ends, strict=True):
-        if rounding == "compensated" and name != "muon":  # whose products of sharded matrices are summed in another order
+        if (
+            rounding == "compensated" and name != "muon"
+        ):  # whose products of sharded matrices are summed in another order
             assert torch.equal(whole, shards), name
         assert torch.allclose(whole.float(), shards.float(), rtol=3 * 2**-7, atol=1e-5), name
 
