@@ -32,6 +32,22 @@ else:
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
 
 
+Schedule = Literal[
+    "constant",
+    "linear",
+    "cosine",
+    "constant_with_warmup",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+    "reduce_lr_on_plateau",
+    "greedy",
+]
+
+
 @dataclass(frozen=True)
 class Settings:
     """A dataclass whose values are checked against the ranges and choices of their types.
@@ -97,6 +113,29 @@ class Lora(Settings):
     """Dropout on the adapters' input. Above 0, a gradient depends on how its step was split."""
     target_modules: str | list[str] = "all-linear"
     """Names of the layers that get adapters, a regular expression, or "all-linear"."""
+    target_parameters: list[str] | None = None
+    """Names of parameters that get adapters and are no linear layer's, such as mlp.experts.gate_up_proj."""
+    modules_to_save: list[str] | None = None
+    """Modules that are trained whole beside the adapters, such as embed_tokens."""
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(r) instead (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train the norm of each weight's columns apart from its direction (DoRA: Liu et al. 2024, arXiv:2402.09353)."""
+    init_lora_weights: bool | str = True
+    """Start of the adapters: true adds nothing to the model; others of peft are gaussian, pissa, olora, ..."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of peft's LoraConfig, such as {rank_pattern: {q_proj: 32}}."""
+    path: str | None = None
+    """Directory of an adapter to go on from, instead of a new one; it has its own rank and settings."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.r > 0 or self.path is not None
+
+    @property
+    def adds_nothing(self) -> bool:
+        """True if the policy starts as the model without adapters."""
+        return self.path is None and self.init_lora_weights in (True, "gaussian")
 
 
 @dataclass(frozen=True)
@@ -120,13 +159,22 @@ class Common(Settings):
     micro_tokens: PositiveInt | None = 8192
     """Tokens that one forward pass computes at most, unless one example alone has more. Less needs less memory."""
     learning_rate: NonNegativeFloat = 1e-5
-    """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate falls after the warmup."""
+    """Peak learning rate."""
+    optimizer: str = "adamw"
+    """One of torch by its class in lower case (adamw, sgd, muon, ...), adafactor, lion, or adamw_8bit, lion_8bit,
+    paged_adamw_8bit (bitsandbytes), adamw_torch_8bit, adamw_torch_4bit (torchao), schedule_free_adamw (schedulefree),
+    or your own module:Class."""
+    optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer, such as {betas: [0.9, 0.95], eps: 1e-6}."""
+    schedule: Schedule = "linear"
+    """Schedule of transformers for the learning rate after the warmup; reduce_lr_on_plateau and greedy follow the loss
+    of evaluations."""
+    schedule_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the schedule, such as {min_lr_rate: 0.1} for cosine_with_min_lr."""
     warmup: NonNegativeFloat = 0.0
     """Steps of linear warmup; below 1, a share of all steps."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay."""
+    """The optimizer's weight decay; norms and biases are spared."""
     max_grad_norm: NonNegativeFloat = 1.0
     """L2 norm that the gradient is clipped to; 0 measures it and clips nothing."""
     truncation: Literal["keep_start", "keep_end", "error"] = "keep_start"
@@ -147,8 +195,14 @@ class Common(Settings):
     seed: int = 0
     """Seed of the order of the data, of adapter weights and of dropout."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast); products take
-    bfloat16 factors, and logits are float32 (kernels/README.md)."""
+    """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast) unless
+    `weights_dtype` says otherwise; products take bfloat16 factors, and logits are float32 (kernels/README.md)."""
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights that are trained, and of their gradients. bfloat16 takes half of the memory; each step
+    is computed in float32 and rounded as `rounding` says, so that small ones are not lost. Needs dtype bfloat16."""
+    rounding: Literal["stochastic", "compensated"] = "stochastic"
+    """Rounding of bfloat16 weights after a step: up or down by chance, right on average; or to the nearest, with the
+    16 bits that are missing to float32 kept for the next step, two more bytes per weight."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
     backend: Literal["auto", "triton", "fused", "torch", "reference"] = "auto"
@@ -179,7 +233,9 @@ class Common(Settings):
     lora: Lora = field(default_factory=Lora)
     """Low-rank adapters."""
     quantize: Literal["4bit", "8bit"] | None = None
-    """Load the frozen base model quantized by bitsandbytes; needs adapters."""
+    """Load the frozen base model quantized by bitsandbytes; needs adapters. 4bit is nf4."""
+    quantize_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of BitsAndBytesConfig, such as {bnb_4bit_use_double_quant: true}."""
 
     @property
     def longest(self) -> int | None:

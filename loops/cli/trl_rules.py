@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from ..registry import nearest
-from .trl_data import data as _data  # noqa: F401 - a rule, too
-from .trl_data import has_held_out
+from . import trl_data, trl_models
 
 
 @dataclasses.dataclass
@@ -106,7 +105,9 @@ def translate(recipe: str, known: Collection[str], given: Mapping[str, Any], **o
     for rule, names in {**table()["rules"], **overlay.get("rules", {})}.items():
         if out.names(names):
             try:
-                globals()[f"_{rule}"](out, names)  # one of the functions below
+                # One of the functions below, or of those of data and models.
+                apply = globals().get(f"_{rule}") or getattr(trl_data, rule, None) or getattr(trl_models, rule)
+                apply(out, names)
             except (TypeError, ValueError) as error:  # a word where a number belongs
                 out.refused[rule] = f"{', '.join(f'{each}: {out[each]!r}' for each in out.names(names))}: {error}"
     for name, note in {**table()["notes"], **overlay.get("notes", {})}.items():
@@ -176,21 +177,6 @@ def _warmup(out: Translation, names: Sequence[str]) -> None:
     out.set(names, warmup=float(out["warmup_steps"] or out["warmup_ratio"] or 0))
 
 
-def _precision(out: Translation, names: Sequence[str]) -> None:
-    loaded = {name: str(out[name]).removeprefix("torch.") for name in ("torch_dtype", "dtype") if name in out.given}
-    half = [name for name, dtype in loaded.items() if dtype == "float16"] + ["fp16"] * bool(out["fp16"])
-    for name in half:
-        out.refuse(name, "there is no float16 with loss scaling; bfloat16 and float32 there are", instead="dtype")
-    if half:
-        return
-    named = [dtype for dtype in loaded.values() if dtype in ("bfloat16", "float32", "float64")]
-    if "bf16" in out.given and out["bf16"] is not None:
-        dtype = "bfloat16" if out["bf16"] or named == ["bfloat16"] else (named or ["float32"])[0]
-    else:
-        dtype = (named or ["bfloat16"])[0]
-    out.set(names, dtype=dtype)
-    if "bfloat16" in loaded.values():
-        out.notes.append("dtype: bfloat16 computes in bfloat16; weights that are trained stay float32")
 
 
 def _evaluation(out: Translation, names: Sequence[str]) -> None:
@@ -199,7 +185,7 @@ def _evaluation(out: Translation, names: Sequence[str]) -> None:
         return
     every = out["eval_steps"] or out["logging_steps"] or 10
     _interval(out, names, strategy, "eval_steps", every, "eval_every", "there is one at the start and at the end")
-    if not has_held_out(out):
+    if not trl_data.has_held_out(out):
         out.notes.append("eval_data: needed for evaluations; give held-out data")
 
 
@@ -222,20 +208,6 @@ def _interval(
         out.refuse(name, f"{every} is a share of the steps, whose number max_steps does not say", instead=field)
     else:
         out.set(names, **{field: math.ceil(every * steps) if every < 1 else int(every)})
-
-
-def _adapters(out: Translation, names: Sequence[str]) -> None:
-    if not out["use_peft"]:
-        out.ignored["without use_peft all weights are trained, as in TRL"] = out.names(names)
-        return
-    modules = _list(out["lora_target_modules"])
-    rank, alpha = int(out["lora_r"] or 16), float(out["lora_alpha"] or 32)
-    dropout = 0.05 if out["lora_dropout"] is None else float(out["lora_dropout"])
-    out.set(names, lora__r=rank, lora__alpha=alpha, lora__dropout=dropout)
-    if modules:
-        out.set(names, lora__target_modules=modules[0] if len(modules) == 1 else modules)
-    else:
-        out.notes.append("lora.target_modules: all linear layers; TRL leaves it to peft, often q_proj and v_proj alone")
 
 
 def _trackers(out: Translation, names: Sequence[str]) -> None:

@@ -62,6 +62,10 @@ class Backbone(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        for module in model.modules():
+            # On some CPUs bitsandbytes repacks 4-bit weights when it evaluates; then they can't be trained on.
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
 
     @property
     def plain(self) -> Any:

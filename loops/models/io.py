@@ -1,8 +1,11 @@
 """Load and save models and tokenizers in the formats of transformers and peft."""
 
 import copy
+import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +18,12 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from ...data import read_chat_template
 from ..config import Common
+from ..registry import build
 from .backbone import Backbone
 
 log = logging.getLogger(__name__)
+
+_UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow_config", "monteclora_config"}
 
 
 def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
@@ -26,6 +32,12 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     Raises:
         ValueError: if the tokenizer can't be loaded, most likely because there is no such model.
     """
+    adapter = Path(config.model, "adapter_config.json")
+    if adapter.exists() and not adapter.with_name("config.json").exists():
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+        raise ValueError(
+            f"model: {config.model} holds an adapter of {base}; pass --model {base} --lora.path {config.model}"
+        )
     try:
         tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(config.model)
     except (OSError, ValueError) as error:
@@ -72,15 +84,16 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     Raises:
         ValueError: if a quantized model is to be trained without adapters, or FlexAttention on a CPU.
     """
-    adapters = config.lora.r > 0
+    adapters = config.lora.enabled
     if config.attention == "flex_attention" and not torch.cuda.is_available():
         raise ValueError("attention: FlexAttention has no backward pass on a CPU; leave attention out, which is sdpa")
     if config.quantize and not adapters:
         raise ValueError(
             f"quantize={config.quantize}: quantized weights can't be trained; add adapters, such as --lora.r 16"
         )
-    # Weights that an optimizer updates stay float32: in bfloat16 a step of 1e-6 rounds to nothing.
-    dtype = torch.float32 if config.dtype == "bfloat16" and not adapters else getattr(torch, config.dtype)
+    # Weights that an optimizer updates are float32: in bfloat16 a step of 1e-6 rounds to nothing without `rounding`.
+    precision = config.weights_dtype if config.dtype == "bfloat16" and not adapters else config.dtype
+    dtype = getattr(torch, precision)
     model: Any = auto.from_pretrained(
         config.model,
         **options,
@@ -94,12 +107,31 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph at its start
     if adapters:
-        lora = config.lora
-        settings: Any = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
-        excluded = None if task == "CAUSAL_LM" else ["score", "classifier"]  # a new head trains whole
-        targets: Any = {"target_modules": lora.target_modules, "exclude_modules": excluded}
-        model = get_peft_model(model, LoraConfig(task_type=task, **settings, **targets))
+        model = _with_adapters(model, config, task)
     return model.train()  # type: ignore[no-any-return]
+
+
+def _with_adapters(model: Any, config: Common, task: str) -> PeftModel:
+    """New adapters, or those to go on from; in float32, unless ``config.weights_dtype`` is bfloat16."""
+    lora, options = config.lora, {"autocast_adapter_dtype": config.weights_dtype == "float32"}
+    if lora.path is not None:
+        if lora.r:
+            raise ValueError(f"lora.r: the adapter in {lora.path} has its own rank; leave lora.r out")
+        if not Path(lora.path, "adapter_config.json").exists():
+            raise ValueError(f"lora.path: {lora.path} holds no adapter_config.json; give the directory of an adapter")
+        return PeftModel.from_pretrained(model, lora.path, is_trainable=True, **options)
+    fields: dict[str, Any] = {name: value for name, value in vars(lora).items() if name not in ("kwargs", "path")}
+    fields |= {"lora_alpha": fields.pop("alpha"), "lora_dropout": fields.pop("dropout"), "task_type": task}
+    if task != "CAUSAL_LM":
+        fields["exclude_modules"] = ["score", "classifier"]  # a new head trains whole
+    if repeated := sorted(fields.keys() & lora.kwargs.keys()):
+        raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
+    if unmerged := sorted(_UNMERGED & lora.kwargs.keys()):
+        raise ValueError(f"lora.kwargs: {unmerged[0]} can't be merged into a plain model; leave it out")
+    try:
+        return get_peft_model(model, build("lora.kwargs", LoraConfig, lora.kwargs, **fields), **options)  # type: ignore[return-value]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"lora: {error}") from error
 
 
 def _classifier_of(architecture: Any, task: str) -> Any:
@@ -123,11 +155,15 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def _quantization(config: Common) -> Any:
-    build: Any = transformers.BitsAndBytesConfig
+    if config.quantize is None:
+        return None
+    if find_spec("bitsandbytes") is None:
+        raise ValueError("quantize: needs bitsandbytes, which is not installed; pip install bitsandbytes")
+    compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    fields: dict[str, Any] = {"load_in_8bit": True}
     if config.quantize == "4bit":
-        compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        return build(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
-    return None if config.quantize is None else build(load_in_8bit=True)
+        fields = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
+    return build("quantize_kwargs", transformers.BitsAndBytesConfig, config.quantize_kwargs, **fields)
 
 
 def save_model(policy: Backbone, tokenizer: transformers.PreTrainedTokenizerBase, directory: Path) -> None:
@@ -137,7 +173,8 @@ def save_model(policy: Backbone, tokenizer: transformers.PreTrainedTokenizerBase
     """
     target = directory / "model"
     if isinstance(policy.model, PeftModel):
-        policy.model.save_pretrained(str(directory / "adapter"), save_embedding_layers=False)
+        options: Any = {"selected_adapters": ["default"], "save_embedding_layers": False}  # the reference's not
+        policy.model.save_pretrained(str(directory / "adapter"), **options)
         merged(policy.model).save_pretrained(target)
     else:
         policy.plain.save_pretrained(target)
@@ -151,15 +188,27 @@ def merged(model: PeftModel) -> Any:
     base = wrapped.get_base_model()
     weights: dict[str, Tensor] = {}
     for name, module in base.named_modules():
-        path = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
+        path = re.sub(r"\.(base_layer|modules_to_save\.default|token_adapter)", "", name)
         if hasattr(module, "get_delta_weight"):
-            weight = dequantize_module_weight(module.get_base_layer())
+            kind = getattr(module, "parameter_name", "weight")
+            layer = module.get_base_layer()
+            weight = dequantize_module_weight(layer) if kind == "weight" else getattr(layer, kind)
             for adapter in module.active_adapters:
-                weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
-            weights[f"{path}.weight"] = weight
-        elif not any(part in name for part in ("lora_", "original_module")):
+                if variant := module.lora_variant.get(adapter):
+                    weight = variant.merge_safe(module, adapter, weight)
+                else:
+                    weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+                if (
+                    bias := getattr(module.lora_B[adapter], "bias", None) if adapter in module.lora_B else None
+                ) is not None:
+                    weights[f"{path}.bias"] = layer.bias + module.scaling[adapter] * bias
+            weights[f"{path}.{kind}"] = weight
+        elif hasattr(module, "get_merged_weights"):
+            weights[f"{path}.weight"] = module.get_merged_weights(module.active_adapters)
+        elif not any(part in name for part in ("lora_", "original_module", "modules_to_save.reference")):
             for kind, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                weights.setdefault(f"{path}.{kind}" if path else kind, tensor)
+                # Loaded as a parameter, it would itself come to require gradients again.
+                weights.setdefault(f"{path}.{kind}" if path else kind, tensor.detach())
     config = copy.deepcopy(base.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -28,7 +28,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import LoggerType, set_seed
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedTokenizerBase
 
 from ...data import Accounting, Batches, Records, Stream, StreamBatches, Tokenization, load_data, token_cost
 from ..config import Common
@@ -36,12 +36,13 @@ from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer, save_model
 from ..models.policy import Policy
 from ..registry import nearest
+from ..train import optimizers
 from ..train.losses import Losses, TensorReader, compose, weightings
 from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint, stop
 from .feed import Feed, digest, stored_tokens
-from .reference import Reference, adapters_off, column, frozen_copy
+from .reference import Reference, adapters_copy, adapters_off, column, frozen_copy
 from .report import Journal, draw_curves, progress, written
 
 Model = TypeVar("Model", bound=Backbone)
@@ -118,7 +119,8 @@ class RunContext(Generic[Model]):
 
         Args:
             kind: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in
-                the run directory; auto is adapters_off where there are some, and otherwise copy.
+                the run directory; auto is copy without adapters, and with them adapters_off, or a copy of the adapters
+                alone where they don't begin at nothing.
             needed: whether any loss takes a reference; none is made otherwise.
             temperature: of its softmax, where it is not precomputed: that of the policy it is compared with.
         """
@@ -137,8 +139,9 @@ class RunContext(Generic[Model]):
                 return {"ref_logprob": tensors["logprob"]}
 
             return column("ref_logprob"), columns
-        without_adapters = kind == "adapters_off" or (kind == "auto" and self.config.lora.r > 0)
-        make = adapters_off if without_adapters else frozen_copy
+        make, lora = frozen_copy, self.config.lora
+        if kind == "adapters_off" or (kind == "auto" and lora.enabled):
+            make = adapters_off if kind == "adapters_off" or lora.adds_nothing else adapters_copy
         return autocast(make(policy, temperature=temperature)), lambda data: {}
 
     def train(
@@ -180,12 +183,9 @@ class RunContext(Generic[Model]):
             feed = self.feed(self.data, **options)
         objective, weighed = compose(losses, read), weightings(losses)
         accelerator.wait_for_everyone()  # every rank has looked at the directory before the main process writes to it
-        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        adamw = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
-        warmup = round(config.warmup * feed.steps) if config.warmup < 1 else int(config.warmup)
-        shape = "constant_with_warmup" if config.schedule == "constant" and warmup else config.schedule
-        schedule = get_scheduler(shape, adamw, num_warmup_steps=warmup, num_training_steps=feed.steps)
-        policy, optimizer = accelerator.prepare(self.model, adamw)
+        optimizer: Any = optimizers.make_optimizer(config, self.model)
+        schedule = optimizers.make_schedule(config, optimizer, feed.steps)
+        policy, optimizer = accelerator.prepare(self.model, optimizer)
         checkpoints = self.directory / "checkpoints"
         state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
         state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
@@ -196,10 +196,11 @@ class RunContext(Generic[Model]):
                 best.observe(line["step"], line)
 
         def evaluated(steps: int) -> dict[str, float]:
-            if isinstance(evaluation, Feed):
-                metrics: Mapping[str, float] = evaluate(accelerator, policy, evaluation(0), objective, weighed)
-            else:
-                metrics = {} if evaluation is None else evaluation(steps)
+            with optimizers.evaluated_weights(optimizer, self.model):
+                if isinstance(evaluation, Feed):
+                    metrics: Mapping[str, float] = evaluate(accelerator, policy, evaluation(0), objective, weighed)
+                else:
+                    metrics = {} if evaluation is None else evaluation(steps)
             return {f"eval/{name}": value for name, value in metrics.items()}
 
         def due(step: int, every: int | None) -> bool:
@@ -246,6 +247,8 @@ class RunContext(Generic[Model]):
                 if due(step.number, config.eval_every):
                     held_out = evaluated(step.number)
                     metrics |= held_out
+                    if isinstance(schedule, optimizers.AtEvaluation):
+                        schedule.observe(held_out)
                     to_save |= best.observe(step.number, held_out)
                 journal.write(step.number, metrics)
                 show(step.number, metrics)
@@ -257,6 +260,8 @@ class RunContext(Generic[Model]):
                     ended = stop.Stopped(message, stop.STATUS[signalled[0]])
                     break
             saver.wait()
+            if ended is None:
+                optimizer.eval()  # a schedule-free one leaves the weights that are evaluated
             if ended is None and accelerator.is_main_process:
                 with checkpoint.writing("the model", checkpoints):
                     save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
@@ -361,6 +366,7 @@ def open_accelerator(config: Common) -> Accelerator:
             f"keep_best: wanted a metric of eval_data, such as eval/loss or max:eval/reward, got {config.keep_best!r}"
             + ("" if config.eval_data else " and no eval_data")
         )
+    optimizers.check(config)
     accelerator = Accelerator(
         mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
         log_with=trackers or None,

@@ -90,6 +90,7 @@ def test_a_file_of_trl_trains_a_model_on_messages(trained):
     assert "train_on: of messages only the assistants' tokens are trained" in logged
 
 
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
 def test_a_file_of_trl_trains_a_model_on_pairs_by_adapters(trained):
     flags = ["--load_in_4bit", "false", "--lora_r", "4"]
     config, _ = trained("zephyr-7b-beta/dpo/config_qlora", PAIRS, *flags)
@@ -98,6 +99,7 @@ def test_a_file_of_trl_trains_a_model_on_pairs_by_adapters(trained):
     assert config["lora"]["dropout"] == 0.05
     assert config["lora"]["target_modules"][:2] == ["q_proj", "k_proj"]
     assert (config["beta"], config["dtype"], config["schedule"]) == (0.01, "bfloat16", "cosine")
+    assert (config["optimizer"], config["weights_dtype"]) == ("paged_adamw_32bit", "float32")
 
 
 def test_a_file_of_trl_trains_a_model_by_odds_ratios(trained):
@@ -164,7 +166,7 @@ def test_a_field_that_is_given_in_both_vocabularies_is_refused(burnish, file, fl
 
 
 def test_all_that_is_wrong_in_a_file_stands_in_one_message(burnish):
-    file = {**MINIMAL, "fp16": True, "eos_token": "<e>", "optim": "rmsprop", "per_device_batch": 3, "learning_rat": 1}
+    file = {**MINIMAL, "fp16": True, "eos_token": "<e>", "optim": "lomo", "per_device_batch": 3, "learning_rat": 1}
     status, _, err = burnish("dpo", file)
     assert status == 2
     assert len(err.splitlines()) == 5

@@ -6,7 +6,8 @@ from burnish.loops.batch import collate
 from burnish.loops.config import Common, Lora
 from burnish.loops.models.io import load_model, load_tokenizer, save_model
 from burnish.loops.models.policy import Policy
-from tiny import make_examples
+from burnish.loops.train.optimizers import make_optimizer
+from tiny import make_examples, make_model
 from tiny import save_model as save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,6 +49,76 @@ def test_a_saved_model_gives_the_log_probs_of_the_trained_one(start, tmp_path, f
     assert (tmp_path / "adapter").exists() == ("lora" in fields)
 
 
+VARIANTS = {
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "dora on the head": {"use_dora": True, "target_modules": ["q_proj", "lm_head"]},
+    "modules to save": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "gaussian with ranks": {"init_lora_weights": "gaussian", "kwargs": {"rank_pattern": {"q_proj": 5}, "bias": "all"}},
+    "a parameter": {"target_parameters": ["mlp.up_proj.weight"], "target_modules": ["q_proj"]},
+    "new tokens": {"kwargs": {"trainable_token_indices": [3, 7]}},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # peft, of variants
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_merged_adapters_of_each_kind_are_the_trained_model_and_alone_load_again(variant, start, tmp_path, caplog):
+    fields = {"r": 3, **VARIANTS[variant]}
+    policy = Policy(load_model(config(start, lora=Lora(**fields))))
+    trainable = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    batch = collate(make_examples(4))
+    untrained = Policy(AutoModelForCausalLM.from_pretrained(start))(batch).logprob.detach()
+    torch.testing.assert_close(policy(batch).logprob.detach(), untrained, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    trained = policy(batch).logprob.detach()
+    assert not torch.allclose(trained, untrained, atol=1e-2)
+    save_model(policy, load_tokenizer(config(start)), tmp_path)
+    loaded = Policy(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+    torch.testing.assert_close(loaded(batch).logprob, trained, rtol=0, atol=1e-5)
+    torch.testing.assert_close(policy(batch).logprob, trained, rtol=0, atol=0)
+    if variant == "dora on the head":
+        assert not policy.fused and "full logits: output head carries an adapter other than plain LoRA" in caplog.text
+    else:
+        assert policy.fused
+    again = Policy(load_model(config(start, lora=Lora(path=str(tmp_path / "adapter")))))
+    torch.testing.assert_close(again(batch).logprob, trained, rtol=0, atol=1e-5)
+    trains = [sorted(n for n, p in each.named_parameters() if p.requires_grad) for each in (policy, again)]
+    assert trains[0] == trains[1] == sorted(trainable)
+
+
+def test_rslora_scales_by_the_root_of_the_rank(start):
+    model = load_model(config(start, lora=Lora(r=4, alpha=8, use_rslora=True)))
+    assert model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").scaling == {"default": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"r": 2, "kwargs": {"rank_patern": {}}}, "lora.kwargs: no setting 'rank_patern', did you mean 'rank_pattern'"),
+        ({"r": 2, "kwargs": {"r": 4}}, "lora.kwargs: r is a field of lora"),
+        ({"r": 2, "kwargs": {"lora_bias": True}}, "lora.kwargs: lora_bias can't be merged into a plain model"),
+        ({"r": 2, "path": "x"}, "lora.r: the adapter in x has its own rank"),
+        ({"path": "x"}, "lora.path: x holds no adapter_config.json"),
+        ({"r": 2, "init_lora_weights": "pizza"}, "lora: Unknown initialization init_lora_weights='pizza'"),
+    ],
+)
+def test_mistakes_about_adapters_are_one_line(start, fields, message):
+    with pytest.raises(ValueError) as raised:
+        load_model(config(start, lora=Lora(**fields)))
+    assert message in str(raised.value)
+
+
+def test_a_directory_of_an_adapter_says_how_to_go_on_from_it(start, tmp_path):
+    load_model(config(start, lora=Lora(r=2))).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"holds an adapter of {start}; pass --model {start} --lora.path {tmp_path}"):
+        load_tokenizer(config(tmp_path))
+
+
 def test_adapters_alone_are_trained(start):
     model = load_model(config(start, lora=Lora(r=2)))
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {
@@ -58,6 +129,8 @@ def test_adapters_alone_are_trained(start):
 def test_bfloat16_keeps_what_is_trained_in_float32(start):
     whole = load_model(config(start, dtype="bfloat16"))
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
+    half = load_model(config(start, dtype="bfloat16", weights_dtype="bfloat16", lora=Lora(r=2)))
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     adapters = load_model(config(start, dtype="bfloat16", lora=Lora(r=2)))
     assert {p.dtype for p in adapters.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in adapters.parameters() if not p.requires_grad} == {torch.bfloat16}
@@ -74,12 +147,55 @@ def test_gradient_checkpointing_changes_no_gradient(start):
         torch.testing.assert_close(plain, recomputed)
 
 
-def test_a_four_bit_model_trains_its_adapters(start):
+@pytest.mark.filterwarnings("ignore")  # of bitsandbytes, about the CPU
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_four_bit_model_trains_its_adapters_and_is_saved(nested, start, tmp_path):
     pytest.importorskip("bitsandbytes", reason="the extra 'quant' is not installed")
-    policy = Policy(load_model(config(start, quantize="4bit", lora=Lora(r=2))))
-    policy(collate(make_examples(2))).logprob.sum().backward()
+    kwargs = {"bnb_4bit_use_double_quant": nested}
+    policy = Policy(load_model(config(start, quantize="4bit", quantize_kwargs=kwargs, lora=Lora(r=2, use_dora=nested))))
+    batch = collate(make_examples(2))
+    policy(batch).logprob.sum().backward()
     trained = [p for p in policy.parameters() if p.requires_grad]
     assert trained and all(p.grad is not None for p in trained)
+    layer = policy.plain.model.layers[0].mlp.up_proj.base_layer
+    assert layer.weight.quant_state.nested == nested and layer.weight.quant_type == "nf4"
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    expected = policy(batch).logprob.detach()
+    save_model(policy, load_tokenizer(config(start)), tmp_path)
+    loaded = Policy(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
+    torch.testing.assert_close(loaded(batch).logprob, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_qlora_takes_less_than_a_byte_per_parameter(tmp_path):
+    """Weights, gradients and the optimizer's state, counted from the tensors."""
+    pytest.importorskip("bitsandbytes", reason="the extra 'quant' is not installed")
+    make_model(dtype=torch.float32, hidden_size=512, head_dim=128, intermediate_size=1408).save_pretrained(tmp_path)
+    settings = config(
+        tmp_path,
+        quantize="4bit",
+        quantize_kwargs={"bnb_4bit_use_double_quant": True},
+        lora=Lora(r=8),
+        dtype="bfloat16",
+        weights_dtype="bfloat16",
+        optimizer="adamw_8bit",
+    )
+    policy = Policy(load_model(settings))
+    policy(collate(make_examples(2))).logprob.sum().backward()
+    optimizer = make_optimizer(settings, policy)
+    optimizer.step()
+    tensors = [*policy.parameters(), *policy.buffers(), *(p.grad for p in policy.parameters() if p.grad is not None)]
+    tensors += [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    for parameter in policy.parameters():
+        if state := getattr(parameter, "quant_state", None):
+            tensors += [state.absmax, state.code, state.state2.absmax, state.state2.code, state.offset]
+    stored = {each.data_ptr(): each.numel() * each.element_size() for each in tensors}
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters()
+    assert 0.5 < sum(stored.values()) / whole < 1.0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has it")

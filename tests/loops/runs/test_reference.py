@@ -1,5 +1,6 @@
 """References: frozen, adapters off, and computed once, are the same log-probs."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,14 +8,17 @@ import torch
 from accelerate import Accelerator
 from burnish.data import Example
 from burnish.loops.batch import collate
+from burnish.loops.config import Lora
 from burnish.loops.models.policy import Policy
+from burnish.loops.recipes.preference import run_dpo
 from burnish.loops.recipes.settings import DPO
 from burnish.loops.runs.context import RunContext
 from burnish.loops.runs.feed import stored_tokens
-from burnish.loops.runs.reference import adapters_off, frozen_copy
+from burnish.loops.runs.reference import adapters_copy, adapters_off, frozen_copy
 from datasets import Dataset
+from interrupted import resumed
 from peft import LoraConfig, get_peft_model
-from tiny import make_examples, make_model
+from tiny import make_examples, make_model, save_model, sums, write_rows
 
 
 @pytest.fixture
@@ -44,6 +48,44 @@ def test_adapters_off_is_the_base_model(batch):
     assert not torch.allclose(policy(batch).logprob, base)
     torch.testing.assert_close(adapters_off(policy)(batch), base, rtol=0, atol=1e-12)
     assert not torch.allclose(policy(batch).logprob, base)
+
+
+@pytest.mark.parametrize("fields", [{}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_a_copy_of_the_adapters_is_the_policy_as_it_was_and_trains_nothing_else(batch, fields):
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "up_proj"], **fields)
+    policy = Policy(get_peft_model(make_model("llama", dtype=torch.float32), lora))
+    trained = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+
+    def change():
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if name in trained:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+    change()
+    before = policy(batch).logprob.detach()
+    reference = adapters_copy(policy)
+    assert torch.equal(policy(batch).logprob, before) and torch.equal(reference(batch), before)
+    change()
+    assert torch.equal(reference(batch), before) and not torch.allclose(policy(batch).logprob, before)
+    assert [name for name, parameter in policy.named_parameters() if parameter.requires_grad] == trained
+    if "init_lora_weights" in fields:
+        with pytest.raises(ValueError, match="init_lora_weights=pissa changed the base model; use auto"):
+            adapters_off(policy)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_goes_on_from_where_it_was_with_itself_as_the_reference(tmp_path):
+    """DPO from an adapter begins at a margin of 0, and ends the same when it was killed in between."""
+    fields = {"model": str(save_model(tmp_path / "start")), "data": str(write_rows(tmp_path / "x.jsonl", sums(24)))}
+    first = tmp_path / "first"
+    run_dpo(DPO(**fields, output=str(first), steps=3, batch_size=4, learning_rate=1e-2, lora=Lora(r=2)))
+    fields |= {"lora": {"path": str(first / "adapter")}, "eval_data": fields["data"]}
+    (whole, again), (metrics, metrics_again) = resumed(fields, tmp_path / "second", "dpo")
+    assert whole == again and metrics == metrics_again
+    assert metrics[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert metrics[-1]["eval/loss"] < math.log(2)
+    assert (first / "model" / "model.safetensors").read_bytes() != whole
 
 
 def test_adapters_off_wants_adapters():

@@ -1,0 +1,371 @@
+"""Optimizers and learning-rate schedules by name, and steps of bfloat16 weights that lose no small update.
+
+The names are those of torch's classes in lower case, and those that transformers has for classes of other packages.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from transformers import optimization
+from transformers.trainer_pt_utils import get_parameter_names
+
+from ..config import Common
+from ..models.backbone import Backbone
+from ..registry import build, find, nearest
+
+_OPTIMIZERS = {
+    kind.__name__.lower(): f"torch.optim:{kind.__name__}"
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")  # they need more than grads
+}
+_OPTIMIZERS |= {
+    f"{paged.lower()}{'_' * bool(paged)}{kind.lower()}_{bits}": f"bitsandbytes.optim:{paged}{kind}{suffix}"
+    for kind in ("AdamW", "AdEMAMix", "Lion")
+    for paged in ("", "Paged")
+    for bits, suffix in (("8bit", "8bit"), ("32bit", ""))
+}
+_OPTIMIZERS |= {
+    "muon": ".optimizers:MuonWithAdamW",
+    "adafactor": "transformers.optimization:Adafactor",
+    "lion": "bitsandbytes.optim:Lion",
+    "ademamix": "bitsandbytes.optim:AdEMAMix",
+    "rmsprop_8bit": "bitsandbytes.optim:RMSprop8bit",
+    "adamw_torch_8bit": "torchao.optim:AdamW8bit",
+    "adamw_torch_4bit": "torchao.optim:AdamW4bit",
+    "adamw_torch_fp8": "torchao.optim:AdamWFp8",
+    "schedule_free_adamw": "schedulefree:AdamWScheduleFree",
+    "schedule_free_radam": "schedulefree:RAdamScheduleFree",
+    "schedule_free_sgd": "schedulefree:SGDScheduleFree",
+}
+_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"fused": True},
+    "adafactor": {"scale_parameter": False, "relative_step": False},  # the learning rate comes from the schedule
+}
+_SET_ELSEWHERE = {"lr": "learning_rate", "weight_decay": "weight_decay"}
+
+# The parameters that transformers' Trainer decays: not those of norms, and no biases.
+_NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+def check(config: Common) -> None:
+    """Make the optimizer and the schedule of a configuration once, for a model of one weight.
+
+    Raises:
+        ValueError: if there is no such optimizer, its package is missing, or an argument is wrong.
+    """
+    if config.weights_dtype == "bfloat16" and config.dtype != "bfloat16":
+        raise ValueError(f"weights_dtype: bfloat16 weights compute in bfloat16, and dtype is {config.dtype}; set both")
+    weight = nn.Linear(1, 1, dtype=getattr(torch, config.weights_dtype))
+    make_schedule(config, make_optimizer(config, weight), config.steps or 10**6)
+
+
+def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
+    """The configured optimizer of the parameters that are trained; norms and biases don't decay.
+
+    Its steps of bfloat16 parameters are those of `InFloat32`.
+
+    Raises:
+        ValueError: if there is no such optimizer, its package is missing, or an argument is wrong.
+    """
+    name, who = config.optimizer, f"optimizer {config.optimizer}"
+    package = _OPTIMIZERS.get(name, name).partition(":")[0].partition(".")[0]
+    if name in _OPTIMIZERS and package and find_spec(package) is None:
+        raise ValueError(f"{who}: needs {package}, which is not installed; pip install {package}")
+    kind = find("optimizer", name, _OPTIMIZERS, __package__)
+    kwargs = {key: tuple(value) if isinstance(value, list) else value for key, value in config.optimizer_kwargs.items()}
+    for key in _SET_ELSEWHERE.keys() & kwargs.keys():
+        raise ValueError(f"optimizer_kwargs: {key} is --{_SET_ELSEWHERE[key]}")
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if package == "bitsandbytes" and any(isinstance(parameter, DTensor) for parameter in trained.values()):
+        raise ValueError(f"{who}: bitsandbytes can't update sharded weights; adamw_torch_8bit, of torchao, can")
+    options = {"params": _groups(model, trained, config.weight_decay), "lr": config.learning_rate}
+    options |= {"weight_decay": config.weight_decay, "matrices": _matrices(model), **_PRESETS.get(name, {})}
+    if any(parameter.dtype == torch.bfloat16 for parameter in trained.values()):
+        if hasattr(kind, "eval"):
+            raise ValueError(f"{who}: averages weights, which bfloat16 is too coarse for; leave weights_dtype float32")
+        kind = in_float32(kind, config.rounding, config.seed)
+    try:
+        optimizer: Optimizer = build("optimizer_kwargs", kind, kwargs, factory=True, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{who}: {error}") from error
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer
+
+
+def _groups(model: nn.Module, trained: Mapping[str, Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """One group; with weight decay, another one for what is spared from it."""
+    if not weight_decay:
+        return [{"params": list(trained.values())}]
+    decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for name, parameter in trained.items() if (name in decays) == decayed], "weight_decay": w}
+        for decayed, w in ((True, weight_decay), (False, 0.0))
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _matrices(model: nn.Module) -> set[Tensor]:
+    """The matrices between the embedding and the output head."""
+    backbones = [each.plain.base_model for each in model.modules() if isinstance(each, Backbone)] or [model]
+    embeddings = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
+    return {p for each in backbones for p in each.parameters() if p.ndim == 2} - embeddings
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon for the matrices between embedding and output head, AdamW for all other parameters.
+
+    Muon's update is scaled to the size of AdamW's, so that both take the same learning rate and weight decay
+    (``match_rms_adamw``: Liu et al. 2025, arXiv:2502.16982, section 2.2).
+
+    Args:
+        matrices: those that Muon takes.
+        momentum, nesterov, ns_steps: of `torch.optim.Muon`.
+        betas, eps: of `torch.optim.AdamW`.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[dict[str, Any]],
+        lr: float,
+        weight_decay: float = 0.0,
+        *,
+        matrices: Collection[Tensor],
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        muon: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        muon["adjust_lr_fn"] = "match_rms_adamw"
+        kinds: Any = ((Muon, muon), (AdamW, {"betas": betas, "eps": eps, "fused": True}))
+        by_muon = set(matrices)
+        self.parts: list[Optimizer] = []
+        for kind, options in kinds:
+            groups = [
+                {**group, "params": [p for p in group["params"] if (p in by_muon) == (kind is Muon)]}
+                for group in params
+            ]
+            if groups := [group for group in groups if group["params"]]:
+                self.parts.append(kind(groups, lr=lr, weight_decay=weight_decay, **options))
+        super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.state = self.state
+            part.param_groups = [
+                group for group in self.param_groups if ("momentum" in group) == isinstance(part, Muon)
+            ]
+            part.step()
+
+
+Rounding = Literal["stochastic", "compensated"]
+
+
+def in_float32(kind: Any, rounding: Rounding, seed: int) -> Any:
+    """The class of an optimizer, with the steps of `InFloat32` for bfloat16 parameters."""
+    return type(f"{kind.__name__}InFloat32", (InFloat32, kind), {"rounding": rounding, "seed": seed})
+
+
+class InFloat32(Optimizer):
+    """Mixed into the class of an optimizer: it sees each bfloat16 parameter, one at a time, as a float32 tensor w.
+
+    stochastic     w is the parameter, and becomes the bfloat16 number below or above by chance: `round_stochastically`
+    compensated    w is the parameter plus 16 bits that are kept beside it: w is never rounded, and the parameter is w
+                   to bfloat16. The same steps as those of a float32 w, bit for bit, for the same gradients.
+
+    The optimizer's own state is what it is for float32 parameters. Chance depends on the seed and the number of the
+    step alone, and on the shard of a sharded parameter, so that replicas stay equal and a resumed run repeats it.
+
+    Both kinds: Zamirai et al. 2020, arXiv:2010.06192; theirs compensates in bfloat16.
+    """
+
+    rounding: Rounding
+    seed: int
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        groups, generators = self.param_groups, {}
+        for index, group in enumerate(groups):
+            group["updates"] = group.get("updates", 0) + 1
+            halves = [p for p in group["params"] if p.dtype == torch.bfloat16]
+            others = [p for p in group["params"] if p.dtype != torch.bfloat16]
+            last = group
+            for parameters in ([others] if others else []) + [[half] for half in halves if half.grad is not None]:
+                shadows = [self._shadow(p) for p in parameters]
+                # A fresh copy: some optimizers count their steps in the group.
+                last = {**group, "params": shadows}
+                self.param_groups = [last]
+                super().step()
+                for parameter, shadow in zip(parameters, shadows, strict=True):
+                    if shadow is not parameter:
+                        key = (self.seed, group["updates"], index, _shard(parameter))
+                        device = local(parameter).device
+                        if (key, device) not in generators:
+                            generators[key, device] = torch.Generator(device).manual_seed(_mixed(key))
+                        self._store(parameter, shadow, generators[key, device])
+            group.update({name: value for name, value in last.items() if name != "params"})
+        self.param_groups = groups
+
+    def _shadow(self, parameter: Tensor) -> Tensor:
+        """The parameter in float32, with its gradient and its state."""
+        if parameter.dtype != torch.bfloat16:
+            return parameter
+        state = self.state.pop(parameter, {})
+        shadow = parameter.detach().float()
+        if (remainder := state.pop("remainder", None)) is not None:
+            local(shadow).copy_(join(local(parameter), local(remainder)))
+        assert parameter.grad is not None
+        shadow.grad = parameter.grad.float()
+        if state:
+            self.state[shadow] = state
+        return shadow
+
+    def _store(self, parameter: Tensor, shadow: Tensor, generator: torch.Generator) -> None:
+        state = self.state.pop(shadow, {})
+        if self.rounding == "stochastic":
+            local(parameter).copy_(round_stochastically(local(shadow), generator))
+        else:
+            high, low = split(local(shadow))
+            local(parameter).copy_(high)
+            state["remainder"] = torch.empty_like(parameter, dtype=torch.int16)
+            local(state["remainder"]).copy_(low)
+        self.state[parameter] = state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As saved: torch alone would round the state to the parameters' bfloat16."""
+        super().load_state_dict(state_dict)
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and name != "step":
+                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded; it shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard(parameter: Tensor) -> int:
+    """The number of this rank's part of a parameter: the same on replicas of it."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    number, mesh = 0, parameter.device_mesh
+    for size, placement, place in zip(mesh.shape, parameter.placements, mesh.get_coordinate() or (), strict=True):
+        number = number * size + place if placement.is_shard() else number
+    return number
+
+
+def _mixed(numbers: Sequence[int]) -> int:
+    """One seed of several numbers."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed * 6364136223846793005 + number + 1442695040888963407) % 2**63
+    return mixed
+
+
+def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
+    """x in bfloat16: of the neighbors a ≤ x < b, b with probability (x − a)/(b − a), so that x is the mean.
+
+    Args:
+        x: float32, finite or not; a bfloat16 number stays itself.
+    """
+    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    return ((x.view(torch.int32) + noise) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 as the nearest bfloat16, halves away from zero, and the int16 that is missing in its lower 16 bits."""
+    bits = x.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 that was `split`, bit for bit."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+
+
+@contextmanager
+def evaluated_weights(optimizer: Any, model: nn.Module) -> Iterator[None]:
+    """Within, the weights are those to evaluate and to save: a schedule-free optimizer trains others (Defazio et al.
+    2024, arXiv:2405.15682). Those that are trained come back as they were, bit for bit."""
+    inner = getattr(optimizer, "optimizer", optimizer)  # in Accelerate's wrapper
+    if not hasattr(inner, "eval"):
+        yield
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter.detach().clone() for parameter in parameters]
+    inner.eval()
+    try:
+        yield
+    finally:
+        inner.train()
+        with torch.no_grad():
+            for parameter, weight in zip(parameters, trained, strict=True):
+                parameter.copy_(weight)
+
+
+class AtEvaluation(LRScheduler):
+    """A schedule that follows the loss of evaluations, whenever there is one, and no steps."""
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+
+    def step(self, epoch: Any = None) -> None: ...
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        self.schedule.step(metrics["eval/loss"])
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        return [group["lr"] for group in self.schedule.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.schedule.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state_dict)
+
+
+# Classes, whose parameters have names, for what are functions of any keywords in transformers.
+_BY_EVALUATION = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": getattr(optimization, "GreedyLR", None)}
+
+
+def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """The configured schedule of the learning rate over this many steps.
+
+    Raises:
+        ValueError: if it has no such argument, one is missing or wrong, or it needs evaluations and there are none.
+    """
+    name, who = config.schedule, f"schedule {config.schedule}"
+    if hasattr(optimizer, "eval") and not name.startswith("constant"):
+        raise ValueError(f"optimizer {config.optimizer}: takes the place of a schedule; add --schedule constant")
+    warmup = round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)
+    functions: dict[str, Any] = {
+        kind.value: function for kind, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
+    }
+    functions |= {kind: _BY_EVALUATION[kind] for kind in _BY_EVALUATION if kind in functions}
+    if name not in functions:
+        raise ValueError(nearest("schedule: this version of transformers has no", name, functions))
+    if name == "constant" and warmup:
+        name = "constant_with_warmup"
+    if name in _BY_EVALUATION and not (config.eval_data and config.eval_every):
+        raise ValueError(f"{who}: follows the loss of evaluations; give --eval_data and --eval_every")
+    options = {"optimizer": optimizer, "num_warmup_steps": warmup, "num_training_steps": steps}
+    try:
+        schedule: Any = build("schedule_kwargs", functions[name], config.schedule_kwargs, factory=True, **options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{who}: {error}") from error
+    return AtEvaluation(schedule) if name in _BY_EVALUATION else schedule

@@ -1,0 +1,106 @@
+"""A run that was killed after a checkpoint, and goes on from there; and optimizers of weights that ranks share."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from burnish.loops.config import Common, Lora
+from burnish.loops.train import optimizers
+from killed import RECIPES
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+STEPS, KILLED_AFTER = 6, 3
+
+
+def train(recipe, **fields):
+    with patch("burnish.loops.runs.context.draw_curves"):  # the picture takes longer than the run
+        if isinstance(lora := fields.pop("lora", None), dict):
+            fields["lora"] = Lora(**lora)
+        kind, run = RECIPES[recipe]
+        run(kind(**fields))
+
+
+def resumed(fields, directory, recipe="sft"):
+    """Train, and train again from the checkpoint in the middle; the files of both models, and the metrics of both."""
+    fields = {"batch_size": 4, "steps": STEPS, "save_every": KILLED_AFTER, "learning_rate": 1e-2, **fields}
+    whole, again = Path(directory, "whole"), Path(directory, "again")
+    train(recipe, **fields, output=str(whole))
+    if int(os.environ.get("RANK", 0)) == 0:
+        shutil.copytree(whole, again)
+        shutil.rmtree(again / "checkpoints" / f"step-{STEPS:08d}")
+        shutil.rmtree(again / "model")
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    train(recipe, **fields, output=str(again), resume=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return [(run / "model" / "model.safetensors").read_bytes() for run in (whole, again)], [
+        [
+            {name: value for name, value in json.loads(line).items() if name != "seconds"}
+            for line in (run / "metrics.jsonl").read_text().splitlines()
+        ]
+        for run in (whole, again)
+    ]
+
+
+ON_RANKS = (
+    {"optimizer": "adamw_8bit"},
+    {"optimizer": "schedule_free_adamw", "schedule": "constant"},
+    {"dtype": "bfloat16", "weights_dtype": "bfloat16", "optimizer": "muon"},
+)
+
+
+def be_rank(directory, fields):
+    for number, options in enumerate(ON_RANKS):
+        models, metrics = resumed({**fields, **options}, Path(directory, str(number)))
+        assert models[0] == models[1] and metrics[0] == metrics[1], options
+        assert metrics[0][-1]["eval/loss"] < metrics[0][0]["eval/loss"]
+    for rounding in ("stochastic", "compensated"):
+        for optimizer in ("adamw", "muon", "sgd"):
+            check_sharded(rounding, optimizer)
+
+
+def check_sharded(rounding, name):
+    """Sharded weights take the steps of whole ones: bit for bit where they are compensated, to a neighbor by chance."""
+    settings = Common("", "", "", optimizer=name, rounding=rounding, learning_rate=1e-3, dtype="bfloat16",
+                      weights_dtype="bfloat16", weight_decay=0.1)  # fmt: skip
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    ends = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(17, 33), torch.nn.Linear(33, 5)).bfloat16()
+        if sharded:
+            torch.distributed.fsdp.fully_shard(module, mesh=mesh)
+        optimizer = optimizers.make_optimizer(settings, module)
+        for step in range(3):
+            for parameter in module.parameters():
+                gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+                if sharded:
+                    gradient = torch.distributed.tensor.distribute_tensor(gradient, mesh, parameter.placements)
+                parameter.grad = gradient
+            optimizer.step()
+        ends.append([p.full_tensor() if sharded else p.detach().clone() for p in module.parameters()])
+        if sharded:
+            check_state_by_name(module, optimizer, settings)
+    for whole, shards in zip(*ends, strict=True):
+        if (
+            rounding == "compensated" and name != "muon"
+        ):  # whose products of sharded matrices are summed in another order
+            assert torch.equal(whole, shards), name
+        assert torch.allclose(whole.float(), shards.float(), rtol=3 * 2**-7, atol=1e-5), name
+
+
+def check_state_by_name(module, optimizer, settings):
+    """What torch's checkpoints take of a sharded state comes back bit for bit."""
+    state = get_optimizer_state_dict(module, optimizer)
+    again = optimizers.make_optimizer(settings, module)
+    set_optimizer_state_dict(module, again, state)
+    for parameter, before in optimizer.state.items():
+        for name, value in before.items():
+            restored = again.state[parameter][name]
+            if isinstance(value, torch.Tensor):
+                assert restored.dtype == value.dtype
+                assert torch.equal(optimizers.local(restored), optimizers.local(value)), name
