@@ -196,7 +196,7 @@ def test_translate_prints_a_file_that_means_the_same(burnish, tmp_path):
     assert status == 0
     assert "# no effect here: hub_model_id, push_to_hub: nothing is uploaded" in printed
     assert shown(burnish, "dpo", printed) == direct
-    status, printed, _ = burnish("translate dpo", {**file, "optim": "adafactor"})
+    status, printed, _ = burnish("translate dpo", {**file, "optim": "galore_adamw"})
     assert status == 1
     assert "# refused: optim: " in printed
 
