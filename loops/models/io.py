@@ -167,11 +167,8 @@ def _merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     for name, module in wrapped.get_base_model().named_modules():
         path = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
         if hasattr(module, "get_delta_weight"):
-            weight = dequantize_module_weight(module.get_base_layer())
-            for adapter in module.active_adapters:
-                weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
             known.add(f"{path}.weight")
-            yield f"{path}.weight", weight
+            yield f"{path}.weight", _merged_weight(module)
         elif not any(part in name for part in ("lora_", "original_module")):
             for kind, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 place = f"{path}.{kind}" if path else kind
@@ -181,11 +178,18 @@ def _merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
+def _merged_weight(module: Any) -> Tensor:
+    weight: Tensor = dequantize_module_weight(module.get_base_layer())
+    for adapter in module.active_adapters:
+        weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+    return weight
+
+
 def named_weights(policy: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy, or of its model, under the names of transformers, adapters merged.
 
     Those of a sharded policy are gathered one after the other, so that all ranks take part, and no rank holds more than
-    one of them. Each lasts until the next is asked for.
+    one of them.
 
     Args:
         dtype: of the floating-point ones; unless given, that which they have.
@@ -199,13 +203,13 @@ def named_weights(policy: Any, dtype: torch.dtype | None = None) -> Iterator[tup
         yield name, _whole(tensor, dtype)
 
 
-@torch.no_grad()
 def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy's adapter alone, under peft's names; see `named_weights`."""
     for name, tensor in get_peft_model_state_dict(policy.model).items():
         yield name, _whole(tensor, dtype)
 
 
+@torch.no_grad()
 def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)  # before it is gathered

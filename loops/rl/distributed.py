@@ -7,6 +7,7 @@ Request seeds are hashes of (run, task, index, turn), so that it does not matter
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -42,7 +43,7 @@ def distributed(
     group = gloo_group(purpose)
     if accelerator.is_main_process:
         assert source is not None
-        return DistributedSource(source, group, **options), None
+        return DistributedSource(accelerator, source, group, **options), None
     return None, Follower(accelerator, source, weights, group).publish
 
 
@@ -62,6 +63,7 @@ class DistributedSource:
 
     def __init__(
         self,
+        accelerator: Accelerator,
         source: RolloutSource,
         group: Any,
         *,
@@ -73,7 +75,7 @@ class DistributedSource:
         self.source: Any = source
         self.ranks, self.gathered, self.group_size = ranks, gathered, group_size
         self.parts = min(group_size, -(-ranks // groups))  # of a group
-        self._group = group
+        self.accelerator, self._group = accelerator, group
         self._unsent: list[list[tuple[int, Request]]] = [[] for _ in range(ranks)]
         self._awaited: list[dict[int | None, asyncio.Future[Any]]] = [{} for _ in range(ranks)]
         self._talks: dict[tuple[int, Any], asyncio.Task[None]] = {}  # by rank and direction
@@ -109,13 +111,12 @@ class DistributedSource:
     async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
         weights = iter(weights)
-        with leading(version):
+        with leading(self.accelerator, version):
             try:
                 await self.source.publish(weights, version)
             finally:
                 if self.gathered:  # the others go on to the end, also where a server refuses the first
-                    for _ in weights:
-                        pass
+                    deque(weights, maxlen=0)
 
     async def version(self) -> int | None:
         version: int | None = await self.source.version()
@@ -222,9 +223,8 @@ class Follower:
         """Read all of the weights, as rank 0 does at this moment, and sample from them."""
         if self.source is not None:
             self._loop.run(self.source.publish(self.weights(), version))
-            return
-        for _ in self.weights():
-            pass
+        else:
+            deque(self.weights(), maxlen=0)
 
     async def _start(self) -> None:
         if self._device.type == "cuda":

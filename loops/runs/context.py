@@ -40,6 +40,7 @@ from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint, stop
 from .feed import Feed, digest, stored_tokens
+from .ranks import from_main, meet, watching
 from .reference import Reference, adapters_off, column, frozen_copy
 from .report import Journal, draw_curves, progress, written
 
@@ -167,7 +168,7 @@ class RunContext(Generic[Model]):
             evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
             feed = self.feed(self.data, **options)
         objective, weighed = compose(losses, read), weightings(losses)
-        accelerator.wait_for_everyone()  # every rank has looked at the directory before the main process writes to it
+        meet(accelerator)  # every rank has looked at the directory before the main process writes to it
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         adamw = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
         warmup = round(config.warmup * feed.steps) if config.warmup < 1 else int(config.warmup)
@@ -200,6 +201,7 @@ class RunContext(Generic[Model]):
         metrics: dict[str, float] = {}
         saved, ended = monotonic(), None
         with (
+            watching(accelerator),
             stop.signals(visible=accelerator.is_main_process) as received,
             _claimed(config) if accelerator.is_main_process else nullcontext(),
             closing(Journal(self.directory, start, accelerator)) as journal,
@@ -244,7 +246,7 @@ class RunContext(Generic[Model]):
                 with checkpoint.writing("the model", checkpoints):
                     save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
                 draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
-        accelerator.wait_for_everyone()
+            meet(accelerator)
         if ended is not None:
             if accelerator.is_main_process:
                 print(ended, file=sys.stderr)
@@ -285,8 +287,9 @@ def open_run(
     )
 
     def encoded(source: str) -> Dataset:
-        with accelerator.main_process_first():
-            data, accounting = encode(load(source), tokenizer, tokenization, **options)
+        first: list[tuple[Dataset, Accounting]] = []
+        from_main(accelerator, lambda: first.append(encode(load(source), tokenizer, tokenization, **options)))
+        data, accounting = first[0] if first else encode(load(source), tokenizer, tokenization, **options)
         accelerator.print(accounting)
         return data
 

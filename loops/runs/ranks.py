@@ -1,9 +1,12 @@
-"""Work of the main process for all ranks, which wait for it as long as it takes, and fail where it fails.
+"""How ranks wait for each other: for the main process as long as it takes, and not for a process that has ended.
 
 All of it is over gloo: waiting in NCCL occupies the device, and times out after ten minutes, less than a rollout may
 take.
 """
 
+import logging
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -16,7 +19,12 @@ from accelerate import Accelerator
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
+GRACE = 10.0
+"""Seconds that a rank has to end by itself when another one has ended."""
 _LONGEST = timedelta(days=7)
+_NEWS = 3.0  # seconds in which rank 0 tells the others of a rank that has ended
 
 
 class MainProcessError(RuntimeError):
@@ -24,7 +32,7 @@ class MainProcessError(RuntimeError):
 
 
 class RankLost(RuntimeError):
-    """The process of another rank has ended; says which."""
+    """The process of another rank has ended."""
 
 
 def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Callable[[Any], object] | None = None) -> T:
@@ -62,24 +70,31 @@ def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Calla
             return cast(T, content)
         assert follow is not None
         follow(content)
-        _meet(who)
+        meet(accelerator)
+
+
+def meet(accelerator: Accelerator) -> None:
+    """Wait for all ranks.
+
+    Raises:
+        RankLost: if one has ended.
+    """
+    if accelerator.num_processes > 1:
+        try:
+            dist.barrier(group=gloo_group("control"))
+        except RuntimeError as error:
+            who = f"rank {accelerator.process_index}"
+            raise RankLost(f"{who}: another rank ended while this one waited for it ({error})") from error
 
 
 @contextmanager
-def leading(order: Any) -> Iterator[None]:
+def leading(accelerator: Accelerator, order: Any) -> Iterator[None]:
     """On the main process, in the function of a `from_main`: the other ranks follow this order, and are waited for."""
     _tell("order", order)
     try:
         yield
     finally:
-        _meet("rank 0")
-
-
-def _meet(who: str) -> None:
-    try:
-        dist.barrier(group=gloo_group("control"))
-    except RuntimeError as error:
-        raise RankLost(f"{who}: another rank ended while it published weights ({error})") from error
+        meet(accelerator)
 
 
 def _tell(kind: str, content: Any) -> None:
@@ -119,3 +134,81 @@ def gloo_group(purpose: str) -> Any:
 @lru_cache(maxsize=8)
 def _new_group(world: Any, purpose: str) -> Any:
     return dist.new_group(backend="gloo", timeout=_LONGEST)
+
+
+@contextmanager
+def watching(accelerator: Accelerator) -> Iterator[None]:
+    """While all ranks are in it, no rank outlives another for long.
+
+    A rank that waits for one whose process has ended, or that has failed, ends with an error that names it; one that
+    waits where no error arrives, as in NCCL, is ended after `GRACE` seconds.
+
+    Raises:
+        RankLost: names the rank, where a collective failed because of it.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    watch = _Watch(accelerator.process_index, accelerator.num_processes)
+    try:
+        yield
+    except BaseException as error:
+        watch.leave(f"rank {watch.rank} failed with {type(error).__name__}: {error}")
+        # A failed collective says that a connection broke, and not whose it was.
+        if isinstance(error, RuntimeError) and not isinstance(error, MainProcessError) and watch.lost.wait(_NEWS):
+            raise RankLost(f"rank {watch.rank}: {watch.news}") from error
+        raise
+    watch.leave(None)
+
+
+class _Watch:
+    """Connections of rank 0 with every other rank, that carry nothing until a rank leaves, or its process ends.
+
+    Attributes:
+        lost: set when there is ``news``: that a rank has been lost.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.group = rank, gloo_group("watch")
+        self.peers = range(1, ranks) if rank == 0 else [0]
+        self.lost, self.left, self.sending = threading.Event(), threading.Event(), threading.Lock()
+        self.news = ""
+        for peer in self.peers:
+            threading.Thread(target=self._listen, args=(peer,), name="burnish-watch", daemon=True).start()
+
+    def leave(self, why: str | None) -> None:
+        """Tell the others; ``why`` is that this rank failed."""
+        self.left.set()
+        for peer in self.peers:
+            self._send(("last", why), peer)
+
+    def _send(self, message: tuple[str, str | None], peer: int) -> None:
+        with self.sending, suppress(RankLost):
+            send(message, peer, self.group)
+
+    def _listen(self, peer: int) -> None:
+        kind = ""
+        while kind != "last":
+            try:
+                kind, news = receive(peer, self.group)
+            except RankLost:
+                ended = f"the process of rank {peer} has ended: it was killed, or failed; its own output may say why"
+                kind, news = "last", ended
+            if news is not None and not self.lost.is_set():
+                self._spread(news, peer)
+
+    def _spread(self, news: str, peer: int) -> None:
+        self.news = news
+        self.lost.set()
+        threading.Thread(target=self._end, daemon=True).start()
+        for other in self.peers:
+            if other != peer and not self.left.is_set():
+                self._send(("news", news), other)
+
+    def _end(self) -> None:
+        """End this process if it does not end by itself: it may wait for ever."""
+        if self.left.wait(_NEWS):
+            return
+        log.critical("rank %d: %s; this one ends, too", self.rank, self.news)
+        if not self.left.wait(GRACE):
+            os._exit(1)

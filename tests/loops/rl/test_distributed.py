@@ -22,6 +22,7 @@ RUNS = {
 }
 
 
+SHARDED = ["plain", "stale", "adapters", "held out", "conversations"]
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
@@ -37,7 +38,11 @@ def train(tmp_path_factory):
     def train(ranks):
         place = directory / str(ranks)
         runs = [{**common, **fields, "output": str(place / kind)} for kind, fields in RUNS.items()]
+        runs += [
+            {**common, **RUNS[kind], "output": str(place / f"{kind}, sharded"), "sharded": True} for kind in SHARDED
+        ]
         runs = [fields | held_out if "eval_every" in fields else fields for fields in runs]
+        runs = [fields for fields in runs if ranks > 1 or "sharded" not in fields]
         for status, printed in run_forked(ranks, "spread", runs):
             assert status == 0, printed[-3000:]
         return place
@@ -46,9 +51,9 @@ def train(tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", [*RUNS, *(f"{kind}, sharded" for kind in SHARDED)])
 def test_samples_metrics_and_weights_are_those_of_one_process(train, kind, ranks):
-    one, many = (train(count) / kind for count in (1, ranks))
+    one, many = train(1) / kind.removesuffix(", sharded"), train(ranks) / kind
     for alone, spread in zip(stored(one), stored(many), strict=True):
         torch.testing.assert_close(spread.pop("logprobs"), alone.pop("logprobs"), **EXACT)
         assert spread == alone
