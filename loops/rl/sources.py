@@ -6,6 +6,7 @@ vllm_engine    vLLM in this process, on the trainer's device
 """
 
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -62,6 +63,8 @@ def check_sampling(config: SamplingConfig) -> None:
                 f"vllm.options: max_lora_rank={largest} has no room for lora.r={config.lora.r}; leave it out, or set "
                 f"it to {needed}"
             )
+    if config.source == "vllm_engine" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("source: an engine in this process takes its device alone; with several ranks set it to vllm")
     if config.source == "vllm_engine" and replace(config.vllm, options={}, directory=None) != VLLM():
         raise ValueError("vllm: an engine in this process has no other settings than options and directory")
     if config.vllm.trainer_address is not None and config.vllm.updates != "nccl":

@@ -153,9 +153,12 @@ def watching(accelerator: Accelerator) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        watch.leave(f"rank {watch.rank} failed with {type(error).__name__}: {error}")
+        all_failed = isinstance(error, MainProcessError)
+        watch.leave(None if all_failed else f"rank {watch.rank} failed with {type(error).__name__}: {error}")
         # A failed collective says that a connection broke, and not whose it was.
-        if isinstance(error, RuntimeError) and not isinstance(error, MainProcessError) and watch.lost.wait(_NEWS):
+        cause = error.__cause__ or error
+        by_collective = type(cause) is RuntimeError or isinstance(cause, RankLost | dist.DistError)
+        if by_collective and watch.lost.wait(_NEWS):
             raise RankLost(f"rank {watch.rank}: {watch.news}") from error
         raise
     watch.leave(None)
