@@ -177,8 +177,6 @@ def _warmup(out: Translation, names: Sequence[str]) -> None:
     out.set(names, warmup=float(out["warmup_steps"] or out["warmup_ratio"] or 0))
 
 
-
-
 def _evaluation(out: Translation, names: Sequence[str]) -> None:
     strategy = out["eval_strategy"] or out["evaluation_strategy"] or "no"
     if strategy == "no":

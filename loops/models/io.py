@@ -14,6 +14,8 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from ...data import read_chat_template
@@ -186,29 +188,7 @@ def merged(model: PeftModel) -> Any:
     """A plain model with the weights of ``model``, its active adapters added."""
     wrapped: Any = model
     base = wrapped.get_base_model()
-    weights: dict[str, Tensor] = {}
-    for name, module in base.named_modules():
-        path = re.sub(r"\.(base_layer|modules_to_save\.default|token_adapter)", "", name)
-        if hasattr(module, "get_delta_weight"):
-            kind = getattr(module, "parameter_name", "weight")
-            layer = module.get_base_layer()
-            weight = dequantize_module_weight(layer) if kind == "weight" else getattr(layer, kind)
-            for adapter in module.active_adapters:
-                if variant := module.lora_variant.get(adapter):
-                    weight = variant.merge_safe(module, adapter, weight)
-                else:
-                    weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
-                if (
-                    bias := getattr(module.lora_B[adapter], "bias", None) if adapter in module.lora_B else None
-                ) is not None:
-                    weights[f"{path}.bias"] = layer.bias + module.scaling[adapter] * bias
-            weights[f"{path}.{kind}"] = weight
-        elif hasattr(module, "get_merged_weights"):
-            weights[f"{path}.weight"] = module.get_merged_weights(module.active_adapters)
-        elif not any(part in name for part in ("lora_", "original_module", "modules_to_save.reference")):
-            for kind, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                # Loaded as a parameter, it would itself come to require gradients again.
-                weights.setdefault(f"{path}.{kind}" if path else kind, tensor.detach())
+    weights = dict(_merged_weights(model))
     config = copy.deepcopy(base.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -219,12 +199,94 @@ def merged(model: PeftModel) -> Any:
     return plain
 
 
-def named_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a policy, or of its model, under the names of transformers, adapters merged."""
+def _merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """What a plain model's state_dict would hold, one after the other, the active adapters added."""
+    wrapped: Any = model
+    known: set[str] = set()
+    for name, module in wrapped.get_base_model().named_modules():
+        path = re.sub(r"\.(base_layer|modules_to_save\.default|token_adapter)", "", name)
+        tensors: dict[str, Tensor] = {}
+        if hasattr(module, "get_delta_weight"):
+            tensors = _merged_layer(module)
+        elif hasattr(module, "get_merged_weights"):
+            tensors = {"weight": module.get_merged_weights(module.active_adapters)}
+        elif not any(part in name for part in ("lora_", "original_module", "modules_to_save.reference")):
+            held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            # Loaded as a parameter, it would itself come to require gradients again.
+            tensors = {kind: tensor.detach() for kind, tensor in held if kind not in module._non_persistent_buffers_set}
+        for kind, tensor in tensors.items():
+            place = f"{path}.{kind}" if path else kind
+            if place not in known:
+                known.add(place)
+                yield place, tensor
+
+
+@torch.no_grad()
+def _merged_layer(module: Any) -> dict[str, Tensor]:
+    """The weight and bias of a layer of peft, its active adapters added."""
+    kind, layer = getattr(module, "parameter_name", "weight"), module.get_base_layer()
+    weight = dequantize_module_weight(layer) if kind == "weight" else getattr(layer, kind)
+    merged: dict[str, Tensor] = {}
+    for adapter in module.active_adapters:
+        if variant := module.lora_variant.get(adapter):
+            weight = variant.merge_safe(module, adapter, weight)
+        else:
+            weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+        bias = getattr(module.lora_B[adapter], "bias", None) if adapter in module.lora_B else None
+        if bias is not None:
+            merged["bias"] = layer.bias + module.scaling[adapter] * bias
+    return {**merged, kind: weight}
+
+
+def named_weights(policy: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a policy, or of its model, under the names of transformers, adapters merged.
+
+    Those of a sharded policy are gathered one after the other, so that all ranks take part, and no rank holds more than
+    one of them.
+
+    Args:
+        dtype: of the floating-point ones; unless given, that which they have.
+    """
     model = policy.model if isinstance(policy, Backbone) else policy
-    yield from (merged(model) if isinstance(model, PeftModel) else model).state_dict().items()
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the last forward pass may have left it whole
+    weights = _merged_weights(model) if isinstance(model, PeftModel) else model.state_dict().items()
+    for name, tensor in weights:
+        yield name, _whole(tensor, dtype)
 
 
-def adapter_weights(policy: Backbone) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a policy's adapter alone, under peft's names."""
-    yield from get_peft_model_state_dict(policy.model).items()
+def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a policy's adapter alone, under peft's names; see `named_weights`."""
+    for name, tensor in get_peft_model_state_dict(policy.model).items():
+        yield name, _whole(tensor, dtype)
+
+
+@torch.no_grad()
+def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)  # before it is gathered
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Does this rank hold but a part of the weights?"""
+    return any(isinstance(each, FSDPModule | DTensor) for each in (*module.modules(), *module.parameters()))
+
+
+@torch.no_grad()
+def detached_copy(policy: Backbone) -> nn.Module:
+    """A plain copy of the model, adapters merged. That of a sharded one has whole weights, which all ranks gather."""
+    if not is_sharded(policy):
+        copied: Any = copy.deepcopy(policy.model)
+        return copied.merge_and_unload() if isinstance(copied, PeftModel) else copied  # type: ignore[no-any-return]
+    weights = {name: tensor.clone() for name, tensor in named_weights(policy)}
+    with torch.device("meta"):
+        copied = type(policy.plain)(policy.plain.config)
+    copied.load_state_dict({name: weights[name] for name in copied.state_dict()}, assign=True)
+    copied.tie_weights()
+    for name, module in policy.plain.named_modules():  # what no state_dict holds, such as rotary frequencies
+        for kind, value in {**vars(module), **module._buffers}.items():
+            if isinstance(value, Tensor):
+                setattr(copied.get_submodule(name.replace(".base_layer", "")), kind, value.clone())
+    return copied  # type: ignore[no-any-return]

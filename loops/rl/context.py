@@ -6,9 +6,10 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 from accelerate import Accelerator
+from datasets import Dataset
 from torch import nn
 
 from ...data import Records, concatenated, encode_prompts, load_data
@@ -18,7 +19,6 @@ from ..models.policy import Policy
 from ..rewards.resolve import SHIPPED, resolve_names, resolve_rewards
 from ..rewards.scoring import RewardFunction, check_columns, score_samples
 from ..rewards.table import RewardMonitor, reward_metrics, reward_table
-from ..rollouts.local.source import LocalSource
 from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
@@ -26,8 +26,9 @@ from ..runs.context import RunContext, open_accelerator, open_run
 from ..runs.ranks import from_main
 from ..train.losses import Losses, TensorReader
 from .buffer import RolloutBuffer
+from .distributed import distributed
 from .settings import OnlineConfig
-from .sources import check_sampling, open_sample_log, open_scheduler
+from .sources import check_sampling, open_local, open_sample_log, open_scheduler
 
 
 @dataclass
@@ -37,6 +38,7 @@ class RLContext(RunContext[Policy]):
     Attributes:
         rewards: reward functions; on ranks other than the main process, their names and weights.
         scheduler: on the main process; None on the others, which are sent its samples.
+        follow: on the others, what they do where the scheduler publishes weights; see `from_main`.
         sample_log: ``sample_log(samples)`` keeps those of a rollout, also groups that were passed over.
         converse: ``converse(source, row=...)`` makes a source of conversations, given the row of each task.
         eval_rows: the rows that held-out prompts come from.
@@ -45,6 +47,7 @@ class RLContext(RunContext[Policy]):
 
     rewards: Sequence[RewardFunction] = ()
     scheduler: RolloutScheduler | None = None
+    follow: Callable[[int], None] | None = None
     sample_log: Callable[[Sequence[Sample]], None] | None = None
     converse: Callable[..., RolloutSource] | None = None
     eval_rows: Sequence[Row] = ()
@@ -53,9 +56,8 @@ class RLContext(RunContext[Policy]):
     def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> dict[str, float]:
         """Train on the rollouts of a `RolloutFeed`, which is part of checkpoints, and closed at the end; see
         `RunContext.train`. Held-out prompts are evaluated by their rewards."""
-        scheduler: Any = self.scheduler
         if self.eval_data is not None:
-            options["evaluation"] = lambda steps: from_main(self.accelerator, lambda: scheduler.run(self.evaluate()))
+            options["evaluation"] = lambda steps: self.evaluate()
         with closing(feed):
             return super().train(losses, read, feed, memory=feed, **options)
 
@@ -74,14 +76,20 @@ class RLContext(RunContext[Policy]):
         waited, self.scheduler.waited = self.scheduler.waited, 0.0
         return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.scheduler.counts["retries"])}
 
-    async def evaluate(self) -> dict[str, float]:
-        """On the main process, the rewards of completions for held-out prompts, which the policy itself samples."""
+    def evaluate(self) -> dict[str, float]:
+        """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""
+        scheduler: Any = self.scheduler
+        source: RolloutSource | None = open_local(self.config, self, version=0)
+        if (ranks := self.accelerator.num_processes) > 1:
+            groups = len(cast(Dataset, self.eval_data))
+            source, _ = distributed(self.accelerator, source, ranks=ranks, groups=groups, purpose="evaluation")
+        return from_main(self.accelerator, lambda: scheduler.run(self._evaluate(source)))
+
+    async def _evaluate(self, source: RolloutSource) -> dict[str, float]:
         config = self.config
         assert self.scheduler is not None and self.eval_data is not None
         rows = [self.eval_rows[row] for row in self.eval_data["row"]]
-        autocast, cache_bytes = self.accelerator.autocast, config.cache_bytes
-        local = LocalSource(self.model, self.tokenizer, cache_bytes=cache_bytes, context=autocast, version=0)
-        source: RolloutSource = self.converse(local, row=rows.__getitem__) if self.converse else local
+        source = self.converse(source, row=rows.__getitem__) if self.converse else source
         sampling = replace(self.scheduler.sampling, temperature=config.eval_temperature)
         # Seeded apart from the run, so that no held-out completion shares a seed with one that is trained on.
         key, prompts = -1 - config.seed, self.eval_data["prompt"]
@@ -129,7 +137,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
                 sample.text = str(run.tokenizer.decode(tokens, skip_special_tokens=True))
         await score_samples(rewards, [row_of(group[0].task)] * len(group), group)
 
-    scheduler = open_scheduler(
+    scheduler, follow = open_scheduler(
         config,
         run,
         lambda task: run.data[order(task)]["prompt"],
@@ -137,8 +145,8 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         score=score_group,
     )
     log = open_sample_log(run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode)
-    return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, sample_log=log, converse=converse,
-                     eval_rows=eval_rows)  # fmt: skip
+    return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, follow=follow, sample_log=log,
+                     converse=converse, eval_rows=eval_rows)  # fmt: skip
 
 
 def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Accelerator) -> Sequence[RewardFunction]:

@@ -107,7 +107,8 @@ class RolloutFeed:
 
     def _collect(self, number: int) -> RolloutBuffer:
         """Sample and score one rollout, measure it, and compute its advantages."""
-        groups, passed_over = from_main(self.context.accelerator, lambda: self._take(number))
+        context = self.context
+        groups, passed_over = from_main(context.accelerator, lambda: self._take(number), context.follow)
         rollout = self._buffer(groups, number)
         if self.measure is not None:
             self._measure(rollout, self.measure)

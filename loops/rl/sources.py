@@ -6,6 +6,7 @@ vllm_engine    vLLM in this process, on the trainer's device
 """
 
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...data import where
-from ..models.io import adapter_weights, named_weights
+from ..models.io import adapter_weights, is_sharded, named_weights
 from ..models.policy import Policy
 from ..rollouts.local.source import DetachedSource, LocalSource
 from ..rollouts.replay import read_samples, write_samples
@@ -34,6 +35,7 @@ from ..rollouts.vllm.server import VLLMServer
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_lora_rank
 from ..runs.context import RunContext
 from ..runs.ranks import from_main
+from .distributed import distributed
 from .settings import VLLM, OnlineConfig, SamplingConfig
 
 _SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and characters of one
@@ -61,6 +63,8 @@ def check_sampling(config: SamplingConfig) -> None:
                 f"vllm.options: max_lora_rank={largest} has no room for lora.r={config.lora.r}; leave it out, or set "
                 f"it to {needed}"
             )
+    if config.source == "vllm_engine" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("source: an engine in this process takes its device alone; with several ranks set it to vllm")
     if config.source == "vllm_engine" and replace(config.vllm, options={}, directory=None) != VLLM():
         raise ValueError("vllm: an engine in this process has no other settings than options and directory")
     if config.vllm.trainer_address is not None and config.vllm.updates != "nccl":
@@ -76,8 +80,10 @@ def open_scheduler(
     *,
     converse: Callable[[RolloutSource], RolloutSource] | None = None,
     score: Callable[[list[Sample]], Awaitable[None]] | None = None,
-) -> RolloutScheduler | None:
-    """On the main process, the scheduler of the configured source. The others wait until it is there.
+) -> tuple[RolloutScheduler | None, Callable[[int], None] | None]:
+    """On the main process, the scheduler of the configured source; on the others, what follows its publications.
+
+    Where the policy samples, that of every rank samples its share.
 
     Args:
         converse: makes a source of conversations of a source of completions.
@@ -89,16 +95,39 @@ def open_scheduler(
     stop = end_tokens(getattr(run.model.plain.generation_config, "eos_token_id", None), run.tokenizer)
     if not stop:
         raise ValueError("stop: neither the tokenizer nor the model has an end token; set tokenizer.eos_token")
-    opened: list[RolloutScheduler] = []
+    accelerator, by_policy, sharded = run.accelerator, config.source == "policy", is_sharded(run.model)
+    read = adapter_weights if config.vllm.updates == "adapters" else named_weights
+    weights = partial(read, run.model, None if by_policy else getattr(torch, config.dtype))
+    sources: list[RolloutSource] = []
+    if by_policy:
+        sources.append(open_local(config, run, detached=config.max_staleness > 0))
 
     def open_there() -> None:
-        source = open_source(config, run)
-        if (context := getattr(source, "context", None)) is not None:
+        if not by_policy:
+            sources.append(open_source(config, run))
+        if (context := getattr(sources[0], "context", None)) is not None:
             check_context_length(config, run, context)
+
+    from_main(accelerator, open_there)
+    source, follow = (*sources, None)[0], None
+    if accelerator.num_processes > 1 and (by_policy or sharded):
+        source, follow = distributed(
+            accelerator,
+            source,
+            weights,
+            ranks=accelerator.num_processes if by_policy else 1,
+            gathered=sharded,
+            groups=config.prompts_per_rollout,
+            group_size=config.group_size,
+        )
+    schedulers: list[RolloutScheduler] = []
+
+    def make_there() -> None:
+        assert source is not None
         scheduler = RolloutScheduler(
             converse(source) if converse else source,
             prompts,
-            weights=partial(adapter_weights if config.vllm.updates == "adapters" else named_weights, run.model),
+            weights=weights,
             groups_per_step=config.prompts_per_rollout,
             group_size=config.group_size,
             sampling=replace(config.sampling, stop=stop),
@@ -107,10 +136,10 @@ def open_scheduler(
             attempts=config.vllm.attempts,
             score=score,
         )
-        opened.append(scheduler)
+        schedulers.append(scheduler)
 
-    from_main(run.accelerator, open_there)
-    return opened[0] if opened else None
+    from_main(accelerator, make_there)
+    return (*schedulers, None)[0], follow
 
 
 def check_context_length(config: OnlineConfig, run: RunContext[Policy], context: int) -> None:
@@ -129,12 +158,15 @@ def check_context_length(config: OnlineConfig, run: RunContext[Policy], context:
                 )
 
 
+def open_local(config: OnlineConfig, run: RunContext[Policy], *, detached: bool = False, **options: Any) -> LocalSource:
+    """The policy as a source, or, where it is sharded or to be ``detached`` from training, a whole copy of it."""
+    kind = DetachedSource if detached or is_sharded(run.model) else LocalSource
+    autocast = run.accelerator.autocast
+    return kind(run.model, run.tokenizer, cache_bytes=config.cache_bytes, context=autocast, **options)
+
+
 def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
-    """The configured source; at ``max_staleness`` > 0 it samples while the policy is being trained."""
-    if config.source == "policy":
-        kind = DetachedSource if config.max_staleness else LocalSource
-        autocast = run.accelerator.autocast
-        return kind(run.model, run.tokenizer, cache_bytes=config.cache_bytes, context=autocast)
+    """The configured vLLM."""
     known: dict[str, Any] = {"config": run.model.plain.config, "tokenizer": run.tokenizer}
     dtype: Any = config.dtype  # float64 was refused
     if config.source == "vllm_engine":

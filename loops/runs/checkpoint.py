@@ -17,8 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +32,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ..registry import nearest
+from .ranks import gloo_group
 from .state import capture, dump, random_state, restore, set_random_state, trained_state
 from .storage import DirectoryWriter, damage, read_manifest, remove_partial
 
@@ -308,7 +307,12 @@ def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
 
 def _ranks(accelerator: Accelerator) -> dict[str, Any]:
     """Options of `torch.distributed.checkpoint` for these ranks."""
-    return {"no_dist": accelerator.num_processes == 1, "process_group": _group(dist.group.WORLD)}
+    return {"no_dist": accelerator.num_processes == 1, "process_group": _group(accelerator)}
+
+
+def _group(accelerator: Accelerator) -> Any:
+    """Over gloo: a write of minutes is too long a wait for NCCL."""
+    return gloo_group("checkpoint") if accelerator.num_processes > 1 else None
 
 
 def _gather(accelerator: Accelerator, value: T) -> list[T]:
@@ -316,14 +320,8 @@ def _gather(accelerator: Accelerator, value: T) -> list[T]:
     if accelerator.num_processes == 1:
         return [value]
     values: list[Any] = [None] * accelerator.num_processes
-    dist.all_gather_object(values, value, group=_group(dist.group.WORLD))
+    dist.all_gather_object(values, value, group=_group(accelerator))
     return values
-
-
-@lru_cache(maxsize=1)
-def _group(world: Any) -> Any:
-    """Over gloo: a write of minutes is too long a wait for NCCL."""
-    return world and dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
 
 def path_of(directory: Path, step: int) -> Path:

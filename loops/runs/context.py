@@ -42,6 +42,7 @@ from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint, stop
 from .feed import Feed, digest, stored_tokens
+from .ranks import main_first, meet, watching
 from .reference import Reference, adapters_copy, adapters_off, column, frozen_copy
 from .report import Journal, draw_curves, progress, written
 
@@ -182,7 +183,7 @@ class RunContext(Generic[Model]):
             evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
             feed = self.feed(self.data, **options)
         objective, weighed = compose(losses, read), weightings(losses)
-        accelerator.wait_for_everyone()  # every rank has looked at the directory before the main process writes to it
+        meet(accelerator)  # every rank has looked at the directory before the main process writes to it
         optimizer: Any = optimizers.make_optimizer(config, self.model)
         schedule = optimizers.make_schedule(config, optimizer, feed.steps)
         policy, optimizer = accelerator.prepare(self.model, optimizer)
@@ -214,6 +215,7 @@ class RunContext(Generic[Model]):
         metrics: dict[str, float] = {}
         saved, ended = monotonic(), None
         with (
+            watching(accelerator),
             stop.signals(visible=accelerator.is_main_process) as received,
             _claimed(config) if accelerator.is_main_process else nullcontext(),
             closing(Journal(self.directory, start, accelerator)) as journal,
@@ -266,9 +268,9 @@ class RunContext(Generic[Model]):
                 with checkpoint.writing("the model", checkpoints):
                     save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
                 draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
-        accelerator.wait_for_everyone()
-        if self.stream is not None:
-            accelerator.print(self.stream.accounting)
+            meet(accelerator)
+            if self.stream is not None:
+                accelerator.print(self.stream.accounting)
         if ended is not None:
             if accelerator.is_main_process:
                 print(ended, file=sys.stderr)
@@ -302,15 +304,14 @@ def open_run(
     tokenizer = load_tokenizer(config)
 
     def encoded(parts: list[Records]) -> Dataset:
-        with accelerator.main_process_first():
-            data, accounting = encode(parts, tokenizer, tokenization(config), **options)
+        data, accounting = main_first(accelerator, lambda: encode(parts, tokenizer, tokenization(config), **options))
         accelerator.print(accounting)
         return data
 
     stream = open_stream(config, partial(encode, **options), tokenizer) if config.streaming else None
     if records is None:
-        with accelerator.main_process_first():
-            records = load_data(config.data, config.eval_data, seed=config.seed, streaming=config.streaming)
+        read = partial(load_data, config.data, config.eval_data, seed=config.seed, streaming=config.streaming)
+        records = main_first(accelerator, read)
     data = encoded(records[0]) if stream is None else stream.open(0)
     eval_data = encoded(records[1]) if records[1] else None
     model = (load_weights or load_model)(config)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...data import Batches, Example, Stream, StreamBatches, example
 from ..batch import Batch, collate
+from .ranks import meet
 
 
 @dataclass
@@ -110,7 +111,7 @@ def stored_tokens(
             partial = path.with_suffix(".partial")
             save_file(tensors, partial, metadata=metadata)
             partial.replace(path)
-        accelerator.wait_for_everyone()
+        meet(accelerator)
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata() or {}

@@ -1,6 +1,14 @@
-"""Work of the main process for all ranks, which wait for it as long as it takes, and fail where it fails."""
+"""How ranks wait for each other: for the main process as long as it takes, and not for a process that has ended.
 
-from collections.abc import Callable
+All of it is over gloo: waiting in NCCL occupies the device, and times out after ten minutes, less than a rollout may
+take.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar, cast
@@ -11,38 +19,210 @@ from accelerate import Accelerator
 
 T = TypeVar("T")
 
-_LONGEST = timedelta(days=7)  # of NCCL it is ten minutes, less than a rollout may take
+log = logging.getLogger(__name__)
+
+GRACE = 10.0
+"""Seconds that a rank has to end by itself when another one has ended."""
+_LONGEST = timedelta(days=7)
+_NEWS = 3.0  # seconds in which rank 0 tells the others of a rank that has ended
 
 
 class MainProcessError(RuntimeError):
     """The main process failed at what the other ranks were waiting for."""
 
 
-def from_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
+class RankLost(RuntimeError):
+    """The process of another rank has ended."""
+
+
+def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Callable[[Any], object] | None = None) -> T:
     """Return on every rank what ``function()`` returns on the main process. All ranks call it; it is pickled.
+
+    Args:
+        follow: what the other ranks do with each order that ``function`` gives by `leading` while they wait.
+
+    Raises:
+        MainProcessError: on the other ranks, with its message, where the main process raises an error.
+        RankLost: if a rank has ended meanwhile.
+    """
+    if accelerator.num_processes == 1:
+        return function()
+    if accelerator.is_main_process:
+        try:
+            result = function()
+        except Exception as error:
+            with suppress(RankLost):
+                _tell("error", f"{type(error).__name__}: {error}")
+            raise
+        _tell("result", result)
+        return result
+    who = f"rank {accelerator.process_index}"
+    while True:
+        message: list[Any] = [None, None]
+        try:
+            _broadcast(message)
+        except RuntimeError as error:
+            raise RankLost(f"{who}: another rank ended while this one waited for the main process ({error})") from error
+        kind, content = message
+        if kind == "error":
+            raise MainProcessError(f"{who}: the main process failed: {content}")
+        if kind == "result":
+            return cast(T, content)
+        assert follow is not None
+        follow(content)
+        meet(accelerator)
+
+
+def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """Return ``function()``, computed on the main process before the others, which find what it left on the disk.
 
     Raises:
         MainProcessError: on the other ranks, with its message, where the main process raises an error.
     """
-    if accelerator.num_processes == 1:
-        return function()
-    answer: list[Any] = [None, None]  # the result, and what went wrong
-    failed: Exception | None = None
-    if accelerator.is_main_process:
+    computed: list[T] = []
+    from_main(accelerator, lambda: computed.append(function()))
+    return computed[0] if computed else function()
+
+
+def meet(accelerator: Accelerator) -> None:
+    """Wait for all ranks.
+
+    Raises:
+        RankLost: if one has ended.
+    """
+    if accelerator.num_processes > 1:
         try:
-            answer[0] = function()
-        except Exception as error:
-            failed, answer[1] = error, f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(answer, src=0, group=_control(dist.group.WORLD), device=torch.device("cpu"))
-    if failed is not None:
-        raise failed
-    result, problem = answer
-    if problem is not None:
-        raise MainProcessError(f"rank {accelerator.process_index}: the main process failed: {problem}")
-    return cast(T, result)
+            dist.barrier(group=gloo_group("control"))
+        except RuntimeError as error:
+            who = f"rank {accelerator.process_index}"
+            raise RankLost(f"{who}: another rank ended while this one waited for it ({error})") from error
 
 
-@lru_cache(maxsize=1)
-def _control(world: Any) -> Any:
-    """A group of all ranks over gloo: waiting in NCCL occupies the device, and times out too soon."""
+@contextmanager
+def leading(accelerator: Accelerator, order: Any) -> Iterator[None]:
+    """On the main process, in the function of a `from_main`: the other ranks follow this order, and are waited for."""
+    _tell("order", order)
+    try:
+        yield
+    finally:
+        meet(accelerator)
+
+
+def _tell(kind: str, content: Any) -> None:
+    try:
+        _broadcast([kind, content])
+    except RuntimeError as error:
+        raise RankLost(f"rank 0: another rank ended while it waited for the main process ({error})") from error
+
+
+def _broadcast(message: list[Any]) -> None:
+    dist.broadcast_object_list(message, src=0, group=gloo_group("control"), device=torch.device("cpu"))
+
+
+def send(message: Any, rank: int, group: Any) -> None:
+    """Send a rank of the group a message, which it is to `receive`."""
+    try:
+        dist.send_object_list([message], rank, group=group, device=torch.device("cpu"))
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank} has ended ({error})") from error
+
+
+def receive(rank: int, group: Any) -> Any:
+    """Wait for the next message of a rank, and return it."""
+    message = [None]
+    try:
+        dist.recv_object_list(message, rank, group=group, device=torch.device("cpu"))
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank} has ended ({error})") from error
+    return message[0]
+
+
+def gloo_group(purpose: str) -> Any:
+    """All ranks, connected for this purpose alone. The first call of each purpose is for all ranks to make together."""
+    return _new_group(dist.group.WORLD, purpose)
+
+
+@lru_cache(maxsize=8)
+def _new_group(world: Any, purpose: str) -> Any:
     return dist.new_group(backend="gloo", timeout=_LONGEST)
+
+
+@contextmanager
+def watching(accelerator: Accelerator) -> Iterator[None]:
+    """While all ranks are in it, no rank outlives another for long.
+
+    A rank that waits for one whose process has ended, or that has failed, ends with an error that names it; one that
+    waits where no error arrives, as in NCCL, is ended after `GRACE` seconds.
+
+    Raises:
+        RankLost: names the rank, where a collective failed because of it.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    watch = _Watch(accelerator.process_index, accelerator.num_processes)
+    try:
+        yield
+    except BaseException as error:
+        all_failed = isinstance(error, MainProcessError)
+        watch.leave(None if all_failed else f"rank {watch.rank} failed with {type(error).__name__}: {error}")
+        # A failed collective says that a connection broke, and not whose it was.
+        cause = error.__cause__ or error
+        by_collective = type(cause) is RuntimeError or isinstance(cause, RankLost | dist.DistError)
+        if by_collective and watch.lost.wait(_NEWS):
+            raise RankLost(f"rank {watch.rank}: {watch.news}") from error
+        raise
+    watch.leave(None)
+
+
+class _Watch:
+    """Connections of rank 0 with every other rank, that carry nothing until a rank leaves, or its process ends.
+
+    Attributes:
+        lost: set when there is ``news``: that a rank has been lost.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.group = rank, gloo_group("watch")
+        self.peers = range(1, ranks) if rank == 0 else [0]
+        self.lost, self.left, self.sending = threading.Event(), threading.Event(), threading.Lock()
+        self.news = ""
+        for peer in self.peers:
+            threading.Thread(target=self._listen, args=(peer,), name="burnish-watch", daemon=True).start()
+
+    def leave(self, why: str | None) -> None:
+        """Tell the others; ``why`` is that this rank failed."""
+        self.left.set()
+        for peer in self.peers:
+            self._send(("last", why), peer)
+
+    def _send(self, message: tuple[str, str | None], peer: int) -> None:
+        with self.sending, suppress(RankLost):
+            send(message, peer, self.group)
+
+    def _listen(self, peer: int) -> None:
+        kind = ""
+        while kind != "last":
+            try:
+                kind, news = receive(peer, self.group)
+            except RankLost:
+                ended = f"the process of rank {peer} has ended: it was killed, or failed; its own output may say why"
+                kind, news = "last", ended
+            if news is not None and not self.lost.is_set():
+                self._spread(news, peer)
+
+    def _spread(self, news: str, peer: int) -> None:
+        self.news = news
+        self.lost.set()
+        threading.Thread(target=self._end, daemon=True).start()
+        for other in self.peers:
+            if other != peer and not self.left.is_set():
+                self._send(("news", news), other)
+
+    def _end(self) -> None:
+        """End this process if it does not end by itself: it may wait for ever."""
+        if self.left.wait(_NEWS):
+            return
+        log.critical("rank %d: %s; this one ends, too", self.rank, self.news)
+        if not self.left.wait(GRACE):
+            os._exit(1)

@@ -1,16 +1,16 @@
 """Completions from the trainer's own module: no server, no copy of the weights, on a CPU too."""
 
 import asyncio
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ...models.backbone import Backbone
+from ...models.io import detached_copy
 from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
 from ..source import NamedWeights, SourceError, check_weights
@@ -169,15 +169,14 @@ class LocalSource:
 class DetachedSource(LocalSource):
     """Draws from a copy of the policy, while the policy trains; `publish` copies the weights, between two tokens.
 
-    Takes the arguments of `LocalSource`; adapters are merged in the copy.
+    Takes the arguments of `LocalSource`; adapters are merged in the copy. That of a sharded policy is whole: all ranks
+    make theirs, and publish, at the same time.
     """
 
     overlaps = True
 
     def __init__(self, policy: Policy | nn.Module, *arguments: Any, **options: Any) -> None:
-        model = policy.model if isinstance(policy, Policy) else policy
-        copied: Any = copy.deepcopy(model)
-        copied = copied.merge_and_unload() if isinstance(copied, PeftModel) else copied
+        copied = detached_copy(policy if isinstance(policy, Backbone) else Backbone(policy))
         super().__init__(Policy(copied.requires_grad_(False).eval()), *arguments, **options)
 
     @torch.no_grad()

@@ -242,10 +242,11 @@ class Adapters:
     async def publish(self, vllm: VLLMClient, weights: NamedWeights, version: int) -> None:
         await self.version(vllm)
         path = self.directory / f"burnish-{version}-{uuid.uuid4().hex}"
+        copies = _copies(weights)
 
         def save() -> None:
             path.mkdir(parents=True, exist_ok=True)
-            save_file(_copies(weights), path / "adapter_model.safetensors")
+            save_file(copies, path / "adapter_model.safetensors")
             self.config.save_pretrained(str(path))
 
         await off_loop(save)

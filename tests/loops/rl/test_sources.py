@@ -169,6 +169,12 @@ def test_settings_that_contradict_each_other_are_refused_before_anything_is_load
         check_sampling(GRPO(model="m", data="d", output="o", **changed))
 
 
+def test_an_engine_is_refused_beside_other_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"source: an engine .* with several ranks set it to vllm"):
+        check_sampling(GRPO(model="m", data="d", output="o", source="vllm_engine"))
+
+
 @pytest.mark.parametrize("name", ["timeout", "attempts", "concurrency", "patience"])
 def test_a_servers_limits_are_above_zero(name):
     with pytest.raises(ValueError, match=f"vllm.{name}: must be > 0, got 0"):

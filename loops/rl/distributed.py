@@ -1,0 +1,264 @@
+"""One source for a run of several ranks: each samples its share, and all take part when weights are published.
+
+    rank 0     `DistributedSource`, which the scheduler asks; a request goes to a rank by its task
+    others     `Follower`, whose thread completes requests with this rank's own source, and sends the samples back
+
+Request seeds are hashes of (run, task, index, turn), so that it does not matter which rank samples which task.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from ..rollouts.event_loops import EventLoop, gather_or_cancel, off_loop
+from ..rollouts.sample import Request, Sample, check_request
+from ..rollouts.source import NamedWeights, RolloutSource, SourceError
+from ..runs.ranks import RankLost, gloo_group, leading, receive, send
+
+_PARTING = 10.0  # seconds in which another rank should stop to sample
+
+
+def distributed(
+    accelerator: Accelerator,
+    source: RolloutSource | None,
+    weights: Callable[[], NamedWeights] = tuple,
+    *,
+    purpose: str = "sampling",
+    **options: Any,
+) -> "tuple[DistributedSource | None, Callable[[int], None] | None]":
+    """On rank 0 the source of all ranks; on the others, what follows its publications. Every rank calls it.
+
+    Args:
+        source, weights: see `Follower`.
+        purpose: names the connections between the ranks; each source has its own.
+        options: of `DistributedSource`.
+    """
+    group = gloo_group(purpose)
+    if accelerator.is_main_process:
+        assert source is not None
+        return DistributedSource(accelerator, source, group, **options), None
+    return None, Follower(accelerator, source, weights, group).publish
+
+
+class DistributedSource:
+    """The sources of all ranks as one, on rank 0; see `distributed`.
+
+    `publish` is to be called in a `from_main` with ``Follower.publish`` for the others to follow.
+
+    Args:
+        source: of this rank.
+        group: the ranks over gloo.
+        ranks: how many sample; 1 where they only take part in gathering weights, for a server that rank 0 talks to.
+        gathered: whether to read the weights is a collective, which all ranks must take part in to the end.
+        groups, group_size: prompts that are asked for at once, and completions of each. Where there are fewer prompts
+            than ranks, several ranks share a group.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        source: RolloutSource,
+        group: Any,
+        *,
+        ranks: int,
+        gathered: bool = False,
+        groups: int = 1,
+        group_size: int = 1,
+    ) -> None:
+        self.source: Any = source
+        self.ranks, self.gathered, self.group_size = ranks, gathered, group_size
+        self.parts = min(group_size, -(-ranks // groups))  # of a group
+        self.accelerator, self._group = accelerator, group
+        self._unsent: list[list[tuple[int, Request]]] = [[] for _ in range(ranks)]
+        self._awaited: list[dict[int | None, asyncio.Future[Any]]] = [{} for _ in range(ranks)]
+        self._talks: dict[tuple[int, Any], asyncio.Task[None]] = {}  # by rank and direction
+        self._requests, self._closed = 0, False
+
+    @property
+    def overlaps(self) -> bool:
+        return bool(self.source.overlaps)
+
+    @property
+    def stored(self) -> bool:
+        return bool(self.source.stored)
+
+    @property
+    def context(self) -> int | None:
+        """The longest prompt and completion together, if there is a limit."""
+        return getattr(self.source, "context", None)
+
+    def rank_of(self, task: int, index: int) -> int:
+        return (task * self.parts + index * self.parts // self.group_size) % self.ranks
+
+    async def sample(self, request: Request) -> list[Sample]:
+        self._check_open()
+        check_request(request, vocab=getattr(self.source, "vocab", None), context=self.context)
+        shares: dict[int, list[int]] = {}
+        for index in request.indices:
+            shares.setdefault(self.rank_of(request.task, index), []).append(index)
+        requests = [(rank, replace(request, indices=indices)) for rank, indices in shares.items()]
+        groups = await gather_or_cancel(self._sample(rank, part) for rank, part in requests)
+        samples = {sample.index: sample for group in groups for sample in group}
+        return [samples[index] for index in request.indices]
+
+    async def publish(self, weights: NamedWeights, version: int) -> None:
+        self._check_open()
+        weights = iter(weights)
+        with leading(self.accelerator, version):
+            try:
+                await self.source.publish(weights, version)
+            finally:
+                if self.gathered:  # the others go on to the end, also where a server refuses the first
+                    deque(weights, maxlen=0)
+
+    async def version(self) -> int | None:
+        version: int | None = await self.source.version()
+        return version
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        goodbyes = []
+        for rank in range(1, self.ranks):
+            for completion in self._awaited[rank].values():
+                if not completion.done():
+                    completion.set_exception(SourceError("distributed: the source was closed"))
+            goodbye: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._unsent[rank], self._awaited[rank] = [], {None: goodbye}
+            goodbyes.append(self._part(rank, goodbye))
+        await asyncio.gather(*goodbyes)
+        await self.source.close()
+
+    async def _part(self, rank: int, goodbye: "asyncio.Future[Any]") -> None:
+        """Have the rank stop, and wait until it has, so that nothing is left on the way."""
+        with suppress(RankLost, TimeoutError):
+            async with asyncio.timeout(_PARTING):
+                if (sending := self._talks.get((rank, self._send))) is not None:
+                    await asyncio.wait([sending])
+                await off_loop(partial(send, None, rank, self._group))
+                self._talk(rank, self._receive)
+                await goodbye
+
+    async def _sample(self, rank: int, request: Request) -> list[Sample]:
+        if rank == 0:
+            samples: list[Sample] = await self.source.sample(request)
+            return samples
+        self._requests += 1
+        number, completed = self._requests, asyncio.get_running_loop().create_future()
+        self._unsent[rank].append((number, request))
+        self._awaited[rank][number] = completed
+        self._talk(rank, self._send)
+        self._talk(rank, self._receive)
+        samples, problem = await completed
+        if problem is not None:
+            raise SourceError(f"rank {rank}: {problem}")
+        return samples
+
+    def _talk(self, rank: int, what: Callable[[int], Any]) -> None:
+        """Send to a rank, or receive from it, unless that is under way already."""
+        if (talk := self._talks.get((rank, what))) is None or talk.done():
+            self._talks[rank, what] = asyncio.create_task(what(rank))
+
+    async def _send(self, rank: int) -> None:
+        """Requests of the same turn of the event loop go together: the same ones make up the same batches there."""
+        try:
+            while self._unsent[rank]:
+                requests, self._unsent[rank] = self._unsent[rank], []
+                await off_loop(partial(send, requests, rank, self._group))
+        except RankLost as error:
+            self._fail(rank, error)
+
+    async def _receive(self, rank: int) -> None:
+        try:
+            while self._awaited[rank]:
+                number, outcome = await off_loop(partial(receive, rank, self._group))
+                completed = self._awaited[rank].pop(number, None)
+                if completed is not None and not completed.done():  # and was not given up
+                    completed.set_result(outcome)
+        except RankLost as error:
+            self._fail(rank, error)
+
+    def _fail(self, rank: int, error: RankLost) -> None:
+        for completed in self._awaited[rank].values():
+            if not completed.done():
+                completed.set_exception(error)
+        self._awaited[rank].clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SourceError("distributed: the source is closed; make a new one")
+
+
+class Follower:
+    """Takes part, on a rank other than 0, in what the `DistributedSource` of rank 0 does, until that is closed.
+
+    Args:
+        source: samples this rank's share; None where rank 0 alone samples.
+        weights: ``weights()`` are the trainer's at this moment, see `RolloutScheduler`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        source: RolloutSource | None,
+        weights: Callable[[], NamedWeights],
+        group: Any,
+    ) -> None:
+        self.source, self.weights = source, weights
+        self._group, self._device = group, accelerator.device
+        self._replies: asyncio.Queue[tuple[int | None, Any]] = asyncio.Queue()
+        if source is not None:
+            self._loop = EventLoop(background=True)
+            self._loop.run(self._start())
+
+    def publish(self, version: int) -> None:
+        """Read all of the weights, as rank 0 does at this moment, and sample from them."""
+        if self.source is not None:
+            self._loop.run(self.source.publish(self.weights(), version))
+        else:
+            deque(self.weights(), maxlen=0)
+
+    async def _start(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
+        self._serving = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        assert self.source is not None
+        under_way: set[asyncio.Task[None]] = set()
+        replying = asyncio.create_task(self._reply())
+        with suppress(RankLost):
+            while (requests := await off_loop(partial(receive, 0, self._group))) is not None:
+                for number, request in requests:
+                    task = asyncio.create_task(self._complete(number, request))
+                    under_way.add(task)
+                    task.add_done_callback(under_way.discard)
+        for task in under_way:
+            task.cancel()
+        self._replies.put_nowait((None, None))
+        await replying
+        await self.source.close()
+        self._loop.stopped.set()
+
+    async def _complete(self, number: int, request: Request) -> None:
+        assert self.source is not None
+        try:
+            outcome = await self.source.sample(request), None
+        except Exception as error:
+            outcome = None, f"{type(error).__name__}: {error}"
+        self._replies.put_nowait((number, outcome))
+
+    async def _reply(self) -> None:
+        number: int | None = 0
+        with suppress(RankLost):
+            while number is not None:
+                number, outcome = await self._replies.get()
+                await off_loop(partial(send, (number, outcome), 0, self._group))

@@ -1,0 +1,114 @@
+"""Weights on their way from several ranks to one server: rank 0 sends them, and all gather what is sharded."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from forked import run_forked
+from online import prepare, stored
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from vllm_fake import Fake, choice
+
+RUNS = {
+    "files": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "adapters merged": {"lora": {"r": 2}, "vllm": {}},
+    "adapters": {"lora": {"r": 2}, "vllm": {"updates": "adapters"}},
+    "restart": {},
+    "refused": {},
+}
+
+
+class Watched(Fake):
+    """A server that remembers what it was sent, and has a bad day of the kind that the run is named after."""
+
+    def __init__(self, model, kind):
+        super().__init__(AutoTokenizer.from_pretrained(model))
+        self.root, self.kind, self.sent = model, kind, defaultdict(dict)
+        self.config["model_config"] |= {"max_model_len": 256, "dtype": f"torch.{RUNS[kind].get('dtype', 'float32')}"}
+        if kind == "adapters":
+            self.config |= {"weight_transfer_config": None, "lora_config": {}}
+        self.completions = 0
+
+    def do_update_weights(self, body):
+        self.sent[len(self.sent) - 1] |= load_file(body["update_info"]["path"])
+        if self.kind == "refused" and len(self.sent) == 2:
+            return 500, {"error": {"message": "a bad moment"}}
+        return 200, {}
+
+    def do_start_weight_update(self, body):
+        self.sent[len(self.sent)] = {}
+        return super().do_start_weight_update(body)
+
+    def do_v1_load_lora_adapter(self, body):
+        self.sent[len(self.sent)] = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+        return super().do_v1_load_lora_adapter(body)
+
+    def do_inference_v1_generate(self, body):
+        seed = body["sampling_params"].get("seed")
+        if seed is None:
+            return super().do_inference_v1_generate(body)
+        self.completions += 1
+        if self.kind == "restart" and self.completions == 20:  # in the middle of the second rollout
+            self.label = "default"
+        label = body["model"] if self.kind == "adapters" else self.label
+        return 200, {"choices": [choice([10 + (seed >> shift) % 200 for shift in range(6)], label)]}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """By the number of ranks, whether they are sharded, and the kind: what was sent, and the run's directory."""
+    directory = tmp_path_factory.mktemp("ranks")
+    common = {**prepare(directory), "source": "vllm", "steps": 2}
+    results = {}
+    for ranks, sharded in ((1, False), (2, False), (2, True)):
+        runs, servers = [], {kind: Watched(common["model"], kind) for kind in RUNS}
+        for kind, fields in RUNS.items():
+            runs.append(
+                {**common, **fields, "output": str(directory / f"{ranks}-{sharded}" / kind), "sharded": sharded}
+            )
+            runs[-1]["vllm"] = {**fields.get("vllm", {}), "url": servers[kind].url}
+        for status, printed in run_forked(ranks, "spread", runs):
+            assert status == 0, printed[-3000:]
+        for (kind, server), run in zip(servers.items(), runs, strict=True):
+            server.close()
+            results[ranks, sharded, kind] = list(filter(None, server.sent.values())), Path(run["output"])
+    results["start"] = load_file(Path(common["model"]) / "model.safetensors")
+    return results
+
+
+on_two_ranks = pytest.mark.parametrize("sharded", [False, True])
+
+
+@on_two_ranks
+@pytest.mark.parametrize("kind", sorted(RUNS.keys() - {"bfloat16"}))
+def test_a_server_gets_the_weights_that_one_process_sends(published, sharded, kind):
+    (one, _), (many, _) = published[1, False, kind], published[2, sharded, kind]
+    assert len(one) == len(many) == 2 + (kind in ("restart", "refused"))
+    for expected, sent in zip(one, many, strict=True):
+        assert sent.keys() == expected.keys() and len(sent) > 5
+        for name, tensor in expected.items():
+            torch.testing.assert_close(sent[name], tensor, rtol=1e-3, atol=1e-6)
+    assert any(not torch.equal(many[0][name], many[-1][name]) for name in many[0])
+
+
+@on_two_ranks
+def test_a_server_gets_two_bytes_of_a_weight_where_it_computes_in_bfloat16(published, sharded):
+    sent = published[2, sharded, "bfloat16"][0][0]
+    assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+    for name, tensor in published["start"].items():
+        assert torch.equal(sent[name], tensor.bfloat16())
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_no_rank_but_the_main_one_holds_two_gathered_weights(published, kind):
+    assert (published[2, True, kind][1] / "held-1.txt").read_text() == "1"
+
+
+@on_two_ranks
+def test_a_server_that_restarts_during_a_rollout_is_given_the_weights_again(published, sharded):
+    sent, directory = published[2, sharded, "restart"]
+    assert all(torch.equal(sent[1][name], sent[2][name]) for name in sent[1])
+    assert len(stored(directory)) == 2 * 4 * 4
