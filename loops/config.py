@@ -91,7 +91,7 @@ class Lora(Settings):
 
     r: NonNegativeInt = 0
     """Rank of the adapters; 0 trains the model itself."""
-    alpha: float = 32.0
+    alpha: PositiveFloat = 32.0
     """The adapters' output is multiplied by alpha / r."""
     dropout: ClosedUnitInterval = 0.0
     """Dropout on the adapters' input. Above 0, a gradient depends on how its step was split."""
@@ -139,7 +139,7 @@ class Common(Settings):
     """Processes that tokenize; null is this one alone."""
     shuffle: bool = True
     """Permute each epoch."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the order of the data, of adapter weights and of dropout."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast); products take

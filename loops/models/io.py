@@ -15,6 +15,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from ...data import read_chat_template
 from ..config import Common
+from ..registry import blaming
 from .backbone import Backbone
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
         if task == "SEQ_CLS"
         else transformers.AutoModelForTokenClassification
     )
-    architecture = transformers.AutoConfig.from_pretrained(config.model)
+    architecture = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)(config.model)
     if type(architecture) not in auto._model_mapping:
         auto = _classifier_of(architecture, task)
     verbosity = transformers.logging.get_verbosity()
@@ -79,7 +80,8 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         )
     # Weights that an optimizer updates stay float32: in bfloat16 a step of 1e-6 rounds to nothing.
     dtype = torch.float32 if config.dtype == "bfloat16" and not adapters else getattr(torch, config.dtype)
-    model: Any = auto.from_pretrained(
+    attention = "" if config.attention is None else f" with attention {config.attention}"
+    model: Any = blaming(f"model: {config.model}{attention}")(auto.from_pretrained)(
         config.model,
         **options,
         dtype=dtype,
@@ -96,8 +98,18 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         settings: Any = {"r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
         excluded = None if task == "CAUSAL_LM" else ["score", "classifier"]  # a new head trains whole
         targets: Any = {"target_modules": lora.target_modules, "exclude_modules": excluded}
-        model = get_peft_model(model, LoraConfig(task_type=task, **settings, **targets))
+        widest = model.config.get_text_config().hidden_size
+        if lora.r > widest:
+            raise ValueError(f"lora.r: {lora.r} is no low rank, the model is {widest} wide; 8 to 64 is usual")
+        adapted = blaming(f"lora.target_modules: {_example(lora.target_modules)}")(get_peft_model)
+        model = adapted(model, LoraConfig(task_type=task, **settings, **targets))
     return model.train()  # type: ignore[no-any-return]
+
+
+def _example(modules: Any) -> str:
+    """The names as they were given, and how a list of them is written where they have a comma."""
+    listed = f" (a list is written [{', '.join(modules.split(','))}])" if "," in modules else ""
+    return f"{modules}{listed}"
 
 
 def _classifier_of(architecture: Any, task: str) -> Any:

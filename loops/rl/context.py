@@ -106,9 +106,9 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
     """
     check_online(config)
+    accelerator = open_accelerator(config)
     records = {source: load(source) for source in (config.data, config.eval_data) if source is not None}
     rows = {source: part.dataset for source, part in records.items()}
-    accelerator = open_accelerator(config)
     rewards = open_rewards(config, rows, accelerator)
     run = open_run(config, encode_prompts, make_policy, load=records.__getitem__, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)

@@ -40,6 +40,7 @@ from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint, stop
 from .feed import Feed, digest, stored_tokens
+from .preflight import check_files, check_tokens
 from .reference import Reference, adapters_off, column, frozen_copy
 from .report import Journal, draw_curves, progress, written
 
@@ -85,6 +86,10 @@ class RunContext(Generic[Model]):
             options: further ones of `Feed`.
         """
         config, accelerator = self.config, self.accelerator
+        if lacking := [name for name in options.get("columns", ()) if name not in data.column_names]:
+            raise ValueError(
+                f"data: no column {lacking[0]!r}, which a loss reads; there are {', '.join(data.column_names)}"
+            )
         steps = 1 if whole else config.steps
         batches = Batches(
             token_cost(data, shared_prompt=self.model.layout == "shared"),
@@ -163,9 +168,15 @@ class RunContext(Generic[Model]):
                 f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
                 "pass --micro_tokens null and run one process"
             )
+        if not any(loss.coefficient for loss in losses.values()):
+            raise ValueError("loss: every coefficient is 0, so nothing would be learned; give one above 0")
         if feed is None:
             evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
             feed = self.feed(self.data, **options)
+        if config.eval_every and evaluation is None:
+            log.warning("eval_every: there is no eval_data, so nothing is evaluated")
+        if config.warmup >= max(feed.steps, 1):
+            log.warning("warmup: %d steps of %d, so the learning rate never arrives", config.warmup, feed.steps)
         objective, weighed = compose(losses, read), weightings(losses)
         accelerator.wait_for_everyone()  # every rank has looked at the directory before the main process writes to it
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -293,6 +304,7 @@ def open_run(
     data = encoded(config.data)
     eval_data = encoded(config.eval_data) if config.eval_data else None
     model = (load_weights or load_model)(config)
+    check_tokens(model, tokenizer, data, eval_data)
     if config.quantize is None:
         model = model.to(accelerator.device)
     wrapped = Policy(model, **config.kernel) if wrap is None else wrap(model)
@@ -305,6 +317,7 @@ def open_accelerator(config: Common) -> Accelerator:
     Raises:
         ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
     """
+    check_files(config)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
     trackers = [name for name in named if name != "none"]
