@@ -170,6 +170,10 @@ class Common(Settings):
     """Go on from the newest whole checkpoint in `output`, with the same final weights as an unbroken run."""
     report_to: str | list[str] | None = None
     """Trackers of Accelerate, such as tensorboard or wandb; none is none."""
+    project: str | None = None
+    """Project that trackers file the run under; null is burnish."""
+    run_name: str | None = None
+    """Name of the run in trackers; null is that of its directory."""
     lora: Lora = field(default_factory=Lora)
     """Low-rank adapters."""
     quantize: Literal["4bit", "8bit"] | None = None

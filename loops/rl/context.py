@@ -138,7 +138,9 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         score=score_group,
     )
     eval_rows = rows[config.eval_data] if config.eval_data is not None else ()
-    log = open_sample_log(run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode)
+    log = open_sample_log(
+        run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode, accelerator.trackers
+    )
     return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, sample_log=log, converse=converse,
                      eval_rows=eval_rows)  # fmt: skip
 

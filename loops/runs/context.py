@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 # What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint knows its
 # data by content, wherever it lies now.
-_FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "vllm"}
+_FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "project", "run_name", "vllm"}
 _FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc"}
 
 
@@ -209,11 +209,14 @@ class RunContext(Generic[Model]):
             return {**received, "save": float(by_clock and monotonic() - saved >= 60 * config.save_minutes)}
 
         metrics: dict[str, float] = {}
+        batch = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
         saved, ended = monotonic(), None
         with (
             stop.signals(visible=accelerator.is_main_process) as received,
             _claimed(config) if accelerator.is_main_process else nullcontext(),
-            closing(Journal(self.directory, start, accelerator)) as journal,
+            closing(
+                Journal(self.directory, start, accelerator, config, steps_per_epoch=len(self.data) / batch)
+            ) as journal,
             progress(feed.steps, start, visible=accelerator.is_main_process) as show,
         ):
             if evaluation is not None and start == 0:

@@ -38,7 +38,7 @@ def open_trackers(accelerator: Accelerator, config: Common) -> None:
     Raises:
         ValueError: if one of them does not start, such as for want of a login.
     """
-    name = config.run_name or Path(config.output).name
+    name = config.run_name or Path(config.output or "burnish").name
     named: dict[str, dict[str, Any]] = {tracker: {argument: name} for tracker, argument in _RUN_NAME.items()}
     tensorboard = [str(tracker) for tracker in accelerator.log_with] == ["tensorboard"]
     # TensorBoard makes a directory of the project, beside the one that it is in already.
@@ -69,7 +69,9 @@ def for_trackers(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
     return {**named, "train/global_step": step}
 
 
-def log_table(trackers: Sequence[Any], name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]):
+def log_table(
+    trackers: Sequence[Any], name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
     """Show rows of text in the trackers that have tables, or text: wandb, trackio, clearml, tensorboard."""
     for tracker in trackers:
         if tracker.name == "tensorboard":
