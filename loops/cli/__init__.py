@@ -142,7 +142,7 @@ def _message(error: Exception) -> str | None:
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of memory: lower micro_tokens, or set gradient_checkpointing, lora.r or dtype bfloat16; {where}"
     if isinstance(error, ImportError) and not str(error.name).startswith(_PACKAGE):
-        return f"{error}; install what is missing, or leave out what needs it; {where}"
+        return f'{error}; install what is missing (pip install "burnish[train]" has what recipes need); {where}'
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next

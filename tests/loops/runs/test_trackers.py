@@ -1,6 +1,7 @@
 """What trackers are told: TensorBoard, and a tracker that keeps all that it gets."""
 
 import json
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -30,7 +31,7 @@ class Kept(GeneralTracker):
     """Stands for wandb: keeps everything."""
 
     name, requires_logging_directory = "wandb", False
-    made: "list[Kept]" = []
+    made: ClassVar[list] = []
 
     def __init__(self, project, **options):
         super().__init__()
