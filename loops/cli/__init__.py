@@ -10,7 +10,7 @@ from typing import Any
 
 from ... import __version__
 from ..registry import nearest
-from .arguments import parse
+from .arguments import completion, parse
 from .trl import read, to_yaml
 
 
@@ -33,8 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return bench(given[1:])
     if given[0] == "translate":
         return _translate(given[1:])
+    if given[0] == "env":
+        from .env import environment
+
+        try:
+            print(environment(given[1:]))
+        except OSError as error:
+            print(f"burnish env: {error.filename}: {error.strerror}", file=sys.stderr)
+            return 1
+        return 0
+    if given[0] == "completion":
+        return _completion(given[1:])
     if given[0] not in _RECIPES:
-        kind, known = "recipe", [*_RECIPES, "bench", "translate"]
+        kind, known = "recipe", [*_RECIPES, "bench", "completion", "env", "translate"]
         if given[0].startswith("-"):
             kind, known = "flag", ["--help", "--version"]
         print(f"{nearest(f'burnish: no {kind}', given[0], known)}\n\n{_usage()}", file=sys.stderr)
@@ -72,6 +83,8 @@ _RECIPES = {
     "demo": ("Demo", "demo:demo"),
 }
 _TRANSLATE = "Print a configuration of TRL as burnish's: burnish translate dpo trl.yaml."
+_ENV = "Print versions and devices for a report of a bug: burnish env config.yaml."
+_COMPLETION = 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 
 
@@ -79,7 +92,7 @@ def _usage() -> str:
     purposes = {
         name: _load("settings", settings).__doc__.partition("\n")[0] for name, (settings, _) in _RECIPES.items()
     }
-    others = {"bench": _BENCH, "translate": _TRANSLATE}
+    others = {"bench": _BENCH, "completion": _COMPLETION, "env": _ENV, "translate": _TRANSLATE}
     lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, **others}.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
@@ -126,6 +139,14 @@ def _translate(arguments: list[str]) -> int:
         return 1
     print(to_yaml(ours, left, translation), end="")
     return int(bool(translation.refused))
+
+
+def _completion(arguments: list[str]) -> int:
+    if arguments not in (["bash"], ["zsh"]):
+        print("usage: burnish completion bash, or zsh", file=sys.stderr)
+        return 2
+    print(completion(arguments[0], {name: _load("settings", settings) for name, (settings, _) in _RECIPES.items()}))
+    return 0
 
 
 def _load(module: str, name: str) -> Any:

@@ -1,7 +1,9 @@
 """Flags and YAML files into a configuration. One message tells all mistakes, each with its field and its range."""
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -70,14 +72,35 @@ def parse(name: str, config_class: type, arguments: Sequence[str]) -> Any:
     return config_class(**values)
 
 
+def completion(shell: str, recipes: Mapping[str, Any]) -> str:
+    """The script by which a shell completes recipes, flags and the values that a flag can have.
+
+    Args:
+        shell: bash or zsh.
+        recipes: the configuration of each.
+    """
+    script = io.StringIO()
+    set_parsing_settings(add_print_completion_argument=True)
+    try:
+        parser = ArgumentParser(prog="burnish")
+        commands = parser.add_subcommands()
+        for name, config_class in recipes.items():
+            commands.add_subcommand(name, _parser(name, config_class, ArgumentParser))
+        with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
+            parser.parse_args([f"--print_completion=shtab-{shell}"])
+    finally:
+        set_parsing_settings(add_print_completion_argument=False)
+    return script.getvalue()
+
+
 def _message(prog: str, mistakes: Sequence[str]) -> str:
     said = mistakes[0] if len(mistakes) == 1 else "\n  ".join([f"{len(mistakes)} mistakes", *mistakes])
     return f"{prog}: {said}\n{prog} --help lists its fields\n"
 
 
-def _parser(name: str, config_class: Any) -> "_Parser":
+def _parser(name: str, config_class: Any, kind: Any = None) -> Any:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False)
+    parser = (kind or _Parser)(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False)
     parser.add_argument(
         "--config",
         action="config",
