@@ -1,6 +1,20 @@
 """``python -m burnish`` is the command ``burnish``."""
 
-from .loops.cli import main
+import sys
+
+
+def main() -> int:
+    """The command; without the packages that it needs, a line that says how to get them."""
+    try:
+        from .loops.cli import main as command
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("burnish"):
+            raise
+        print(f'burnish: {error}; training needs more than objectives and kernels do: pip install "burnish[train]"',
+              file=sys.stderr)  # fmt: skip
+        return 1
+    return command()
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -107,7 +107,7 @@ class Lora(Settings):
 
     r: NonNegativeInt = 0
     """Rank of the adapters; 0 trains the model itself."""
-    alpha: float = 32.0
+    alpha: PositiveFloat = 32.0
     """The adapters' output is multiplied by alpha / r."""
     dropout: ClosedUnitInterval = 0.0
     """Dropout on the adapters' input. Above 0, a gradient depends on how its step was split."""
@@ -192,7 +192,7 @@ class Common(Settings):
     with its weights as odds then, and rows are permuted within blocks of some thousands."""
     shuffle: bool = True
     """Permute each epoch."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the order of the data, of adapter weights and of dropout."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast) unless
@@ -230,6 +230,10 @@ class Common(Settings):
     """Go on from the newest whole checkpoint in `output`, with the same final weights as an unbroken run."""
     report_to: str | list[str] | None = None
     """Trackers of Accelerate, such as tensorboard or wandb; none is none."""
+    project: str | None = None
+    """Project that trackers file the run under; null is burnish."""
+    run_name: str | None = None
+    """Name of the run in trackers; null is that of its directory."""
     lora: Lora = field(default_factory=Lora)
     """Low-rank adapters."""
     quantize: Literal["4bit", "8bit"] | None = None

@@ -5,15 +5,43 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+_REFUSALS = (ValueError, OSError, RuntimeError, ImportError)  # by which libraries refuse a value
+_LISTED = 30  # names at most that a message lists
 
-def nearest(complaint: str, name: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """``complaint 'name'``, and the known name that begins with it or is nearest; all of them if none is near."""
+
+def nearest(complaint: str, name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """``complaint 'name'``, and the known name that begins with it or is nearest; all of them, unless they are many, if
+    none is near."""
     names = sorted(known)
-    near = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, 1, cutoff)
-    return f"{complaint} {name!r}" + (f", did you mean {near[0]!r}?" if near else f"; there are {', '.join(names)}")
+    near = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, 3, cutoff)
+    if near:  # of names that are as near, a typing error seldom is in the first letter
+        return f"{complaint} {name!r}, did you mean {max(near, key=lambda each: each[:1] == name[:1])!r}?"
+    return f"{complaint} {name!r}" + (f"; there are {', '.join(names)}" if len(names) <= _LISTED else "")
+
+
+@contextmanager
+def blaming(setting: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise what a library, or the user's own code, raises on a setting as a ValueError that names the setting.
+
+    Args:
+        kinds: by default those by which a library refuses a value; all of them, with the line, where the code is the
+            user's (`Exception`).
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, kinds or _REFUSALS) or type(error).__name__ == "OutOfMemoryError":
+            raise
+        text = " ".join(line.strip() for line in str(error).strip().splitlines()[:3]) or type(error).__name__
+        if Exception in kinds:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{last.filename} line {last.lineno}: {type(error).__name__}: {text}"
+        raise ValueError(f"{setting}: {text}") from error
 
 
 def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
@@ -29,10 +57,14 @@ def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
         sys.path.append(os.getcwd())  # a console script does not look there
     try:
         found = importlib.import_module(module, package if name in shipped else None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise  # the module is there, and imports one that is not
-        raise ValueError(f"{kind} {name}: no module {module!r} in {os.getcwd()} nor among what is installed") from error
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name is not None and module.startswith(error.name):
+            problem = f"no module {module!r} in {os.getcwd()} nor among what is installed"
+            raise ValueError(f"{kind} {name}: {problem}") from error
+        if name in shipped:
+            raise
+        with blaming(f"{kind} {name}", Exception):
+            raise
     if not hasattr(found, attribute):
         public = [word for word, value in vars(found).items() if callable(value) and not word.startswith("_")]
         raise ValueError(nearest(f"{kind} {name}: {module} has no", attribute, public))
@@ -64,4 +96,5 @@ def build(who: str, found: Any, settings: Mapping[str, Any], *, factory: bool = 
     missing = [name for name in needed if name not in values and parameters[name].kind not in (2, 4)]  # *args, **kwargs
     if missing:
         raise ValueError(f"{who}: needs {', '.join(missing)}, such as {{{who.split()[-1]}: {{{missing[0]}: ...}}}}")
-    return found(**values)
+    with blaming(who, *[] if found.__module__.startswith(__name__.partition(".")[0] + ".") else [Exception]):
+        return found(**values)

@@ -1,24 +1,17 @@
 """``burnish <recipe> [--config file.yaml] [--any.field value]``"""
 
-import dataclasses
 import io
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NoReturn
-
-import yaml
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from typing import Any
 
 from ... import __version__
-from ..config import readable_range
 from ..registry import nearest
-from .trl import messages, read, to_yaml
-
-_log = logging.getLogger(__name__)
+from .arguments import completion, parse
+from .trl import read, to_yaml
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,8 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _translate(given[1:])
     if given[0] == "data":
         return _data(given[1:])
+    if given[0] == "env":
+        from .env import environment
+
+        try:
+            print(environment(given[1:]))
+        except OSError as error:
+            print(f"burnish env: {error.filename}: {error.strerror}", file=sys.stderr)
+            return 1
+        return 0
+    if given[0] == "completion":
+        return _completion(given[1:])
     if given[0] not in _RECIPES:
-        kind, known = "recipe", [*_RECIPES, "bench", "data", "translate"]
+        kind, known = "recipe", [*_RECIPES, "bench", "completion", "data", "env", "translate"]
         if given[0].startswith("-"):
             kind, known = "flag", ["--help", "--version"]
         print(f"{nearest(f'burnish: no {kind}', given[0], known)}\n\n{_usage()}", file=sys.stderr)
@@ -60,6 +64,8 @@ class _Output(io.FileIO):
         except BrokenPipeError:
             return len(data)
 
+
+_PACKAGE = __package__.partition(".")[0]
 
 # The class in `recipes.settings`, whose docstring is the purpose, and the function in `recipes`.
 # Nothing is imported before it is used.
@@ -78,10 +84,10 @@ _RECIPES = {
     "online_dpo": ("OnlineDPO", "online_dpo:run_online_dpo"),
     "demo": ("Demo", "demo:demo"),
 }
-# Fields of other recipes, and ours.
-_MEANT = {"batch_size": "prompts_per_rollout", "old": "old_logprobs"}
 _TRANSLATE = "Print a configuration of TRL as burnish's: burnish translate dpo trl.yaml."
 _DATA = "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3."
+_ENV = "Print versions and devices for a report of a bug: burnish env config.yaml."
+_COMPLETION = 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 
 
@@ -89,7 +95,7 @@ def _usage() -> str:
     purposes = {
         name: _load("settings", settings).__doc__.partition("\n")[0] for name, (settings, _) in _RECIPES.items()
     }
-    others = {"bench": _BENCH, "data": _DATA, "translate": _TRANSLATE}
+    others = {"bench": _BENCH, "completion": _COMPLETION, "data": _DATA, "env": _ENV, "translate": _TRANSLATE}
     lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, **others}.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
@@ -122,6 +128,8 @@ def _run(
     name: str, arguments: list[str], perform: Callable[[Any, Any], Any] = lambda recipe, config: recipe(config)
 ) -> int:
     settings, path = _RECIPES[name]
+    traceback = "--traceback" in arguments or bool(os.environ.get("BURNISH_TRACEBACK"))
+    arguments = [word for word in arguments if word != "--traceback"]
     try:
         config = parse(name, _load("settings", settings), arguments)
         # Threads that spin while they wait take the cores from each other: read when torch is first imported.
@@ -135,10 +143,14 @@ def _run(
             datasets.disable_progress_bars()
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         perform(recipe, config)
-    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
-        if os.environ.get("BURNISH_TRACEBACK") or not _is_ours(error):
+    except KeyboardInterrupt:
+        print(f"burnish {name}: interrupted before the first step; nothing is lost", file=sys.stderr)
+        return 130
+    except Exception as error:
+        message = _message(error)
+        if traceback or message is None:
             raise
-        print(f"burnish {name}: {error}", file=sys.stderr)
+        print(f"burnish {name}: {message}", file=sys.stderr)
         return 1
     return 0
 
@@ -157,66 +169,33 @@ def _translate(arguments: list[str]) -> int:
     return int(bool(translation.refused))
 
 
+def _completion(arguments: list[str]) -> int:
+    if arguments not in (["bash"], ["zsh"]):
+        print("usage: burnish completion bash, or zsh", file=sys.stderr)
+        return 2
+    print(completion(arguments[0], {name: _load("settings", settings) for name, (settings, _) in _RECIPES.items()}))
+    return 0
+
+
 def _load(module: str, name: str) -> Any:
     return getattr(import_module(f"..recipes.{module}", __package__), name)
 
 
-def _is_ours(error: BaseException) -> bool:
-    """True if the message was written for the person at the terminal, rather than by a bug."""
+def _message(error: Exception) -> str | None:
+    """What to tell the person at the terminal; None if it is a bug of ours, whose traceback is worth more.
+
+    Our own checks raise messages for them. Beyond these, a file, a package or memory that is missing is the machine's
+    matter wherever it is found out; what libraries refuse is named where they are called (`registry.blaming`).
+    """
+    where = "--traceback shows where"
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory: lower micro_tokens, or set gradient_checkpointing, lora.r or dtype bfloat16; {where}"
+    if isinstance(error, ImportError) and not str(error.name).startswith(_PACKAGE):
+        return f'{error}; install what is missing (pip install "burnish[train]" has what recipes need); {where}'
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next
-    raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
-    return raised_in.startswith(__package__.partition(".")[0] + ".")
-
-
-def parse(name: str, config_class: type, arguments: list[str]) -> Any:
-    """The configuration of YAML file and flags; flags win, wherever they stand. Exits with status 2 on a mistake."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--config",
-        action="config",
-        help="a YAML file with these fields, or TRL's; --defaults trl takes TRL's defaults too",
-    )
-    parser.add_class_arguments(config_class)
-    translated, arguments, translation = read(name, config_class, arguments)
-    if translation.refused:
-        parser.exit(2, f"{parser.prog}: " + "\n  ".join(translation.refused.values()) + "\n")
-    if translated:
-        arguments = ["--config", yaml.safe_dump(translated), *arguments]
-    if os.environ.get("RANK", "0") == "0":
-        for message in messages(translation):
-            _log.warning("TRL: %s", message)
-
-    def names_file(i: int) -> bool:
-        return arguments[i].startswith("--config=") or "--config" in arguments[max(i - 1, 0) : i + 1]
-
-    # Of two settings jsonargparse lets the later one win.
-    files_first = sorted(range(len(arguments)), key=names_file, reverse=True)
-    parsed = parser.parse_args([arguments[i] for i in files_first])
-    parsed.pop("config", None)
-    groups: Any = {field.name: field.default_factory for field in dataclasses.fields(config_class)}
-    values = {
-        field: groups[field](**vars(value)) if isinstance(value, Namespace) else value
-        for field, value in vars(parsed).items()
-    }
-    return config_class(**values)
-
-
-class _Parser(ArgumentParser):
-    """Says in two lines what was wrong and which field was probably meant, instead of repeating every flag."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        unknown = re.search(r"unrecognized arguments: -*([\w.]+)|Option '([\w.]+)' is not accepted", message)
-        if unknown:
-            name, fields = unknown[1] or unknown[2], list(self.get_defaults().keys())
-            message = nearest("no field", name, fields, cutoff=0.0)
-            if _MEANT.get(name) in fields:
-                message = f"no field {name!r}, did you mean {_MEANT[name]!r}?"
-        outside = re.search(r'key "([\w.]+)":.*: (\S+ |)does not conform to restriction ([^\n]+)', message, re.S)
-        if outside:
-            value = outside[2].strip() or message.rpartition("Given value: ")[2].strip()
-            message = f"{outside[1]}: must be {readable_range(outside[3])}, got {value}"
-        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists its fields\n")
-        raise AssertionError("exit returned")
+    ours = trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}.")
+    if ours and isinstance(error, ValueError | OSError | RuntimeError | FloatingPointError):
+        return str(error)
+    return f"{error}; {where}" if isinstance(error, OSError) else None

@@ -22,8 +22,8 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     missing = dataclasses.MISSING
     fields = {each.name: each.default for each in dataclasses.fields(config_class) if each.default is not missing}
     known = {each.name for each in dataclasses.fields(config_class)}
-    out, flags = Translation({}, (), known), _flags(arguments)
-    file = _files([values[0] for name, values, _ in flags if name == "config" and values])
+    out, flags = Translation({}, (), known), split_flags(arguments)
+    file = read_files([values[0] for name, values, _ in flags if name == "config" and values])
     if file is None:  # the parser says what is wrong with it
         return {}, list(arguments), out
     defaults = [file.pop("defaults", None), *(" ".join(values) for name, values, _ in flags if name == "defaults")][-1]
@@ -37,7 +37,7 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     for name in foreign:
         if not names[name] and (name in file or is_trl):
             candidates = {*known, *entries(recipe)} if is_trl else known
-            out.refused[name] = nearest("no field", name, candidates, cutoff=0.0)
+            out.refused[name] = nearest("no field", name, candidates)
     if defaults not in (None, "trl"):
         out.refused["defaults"] = f"defaults: wanted trl, or nothing for burnish's own, got {defaults}"
     if not is_trl and defaults is None:
@@ -45,7 +45,7 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
 
     from_file = {names[name]: _number(value) for name, value in file.items() if names[name]}
     from_flags = {names[name]: _value(name, values) for name, values, _ in flags if names[name]}
-    ours = _flat({name: value for name, value in file.items() if not names[name] and name not in out.refused})
+    ours = flattened({name: value for name, value in file.items() if not names[name] and name not in out.refused})
     left = [(name, tokens) for name, _, tokens in flags if not names[name] and name not in ("config", "defaults")]
     by_flag = {name for name, _ in left}
     given, unknown = {**from_file, **from_flags}, out.refused
@@ -88,7 +88,7 @@ def messages(out: Translation) -> list[str]:
     return [f"no effect here: {', '.join(names)}: {why}" for why, names in out.ignored.items()] + out.notes
 
 
-def _flags(arguments: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
+def split_flags(arguments: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
     """Name, values and tokens of each flag."""
     flags: list[tuple[str, list[str], list[str]]] = []
     for token in arguments:
@@ -101,7 +101,7 @@ def _flags(arguments: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
     return flags
 
 
-def _files(paths: Sequence[str]) -> dict[str, Any] | None:
+def read_files(paths: Sequence[str]) -> dict[str, Any] | None:
     """The keys of all files, where later ones win; None if one of them can't be read."""
     try:
         parts = [yaml.safe_load(Path(path).read_text()) for path in paths]
@@ -128,7 +128,7 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else value
 
 
-def _flat(ours: Mapping[str, Any]) -> dict[str, Any]:
+def flattened(ours: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of groups by their names with a dot."""
     flat: dict[str, Any] = {}
     for name, value in ours.items():

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from ...data import read_chat_template
 from ..config import Common
-from ..registry import build
+from ..registry import blaming, build
 from .backbone import Backbone
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
         if task == "SEQ_CLS"
         else transformers.AutoModelForTokenClassification
     )
-    architecture = transformers.AutoConfig.from_pretrained(config.model)
+    architecture = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)(config.model)
     if type(architecture) not in auto._model_mapping:
         auto = _classifier_of(architecture, task)
     verbosity = transformers.logging.get_verbosity()
@@ -96,7 +96,8 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     # Weights that an optimizer updates are float32: in bfloat16 a step of 1e-6 rounds to nothing without `rounding`.
     precision = config.weights_dtype if config.dtype == "bfloat16" and not adapters else config.dtype
     dtype = getattr(torch, precision)
-    model: Any = auto.from_pretrained(
+    attention = "" if config.attention is None else f" with attention {config.attention}"
+    model: Any = blaming(f"model: {config.model}{attention}")(auto.from_pretrained)(
         config.model,
         **options,
         dtype=dtype,
@@ -130,10 +131,21 @@ def _with_adapters(model: Any, config: Common, task: str) -> PeftModel:
         raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
     if unmerged := sorted(_UNMERGED & lora.kwargs.keys()):
         raise ValueError(f"lora.kwargs: {unmerged[0]} can't be merged into a plain model; leave it out")
+    widest = model.config.get_text_config().hidden_size
+    if lora.r > widest:
+        raise ValueError(f"lora.r: {lora.r} is no low rank, the model is {widest} wide; 8 to 64 is usual")
+    settings: Any = build("lora.kwargs", LoraConfig, lora.kwargs, **fields)
+    adapted: Any = blaming(f"lora.target_modules: {_example(lora.target_modules)}")(get_peft_model)
     try:
-        return get_peft_model(model, build("lora.kwargs", LoraConfig, lora.kwargs, **fields), **options)  # type: ignore[return-value]
+        return adapted(model, settings, **options)  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise ValueError(f"lora: {error}") from error
+
+
+def _example(modules: Any) -> str:
+    """The names as they were given, and how a list of them is written where they have a comma."""
+    listed = f" (a list is written [{', '.join(modules.split(','))}])" if "," in modules else ""
+    return f"{modules}{listed}"
 
 
 def _classifier_of(architecture: Any, task: str) -> Any:

@@ -121,7 +121,10 @@ class MixedFeed:
         settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
         online = OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
         scheduler, follow = open_scheduler(online, context, prompt)
-        log = open_sample_log(context.directory / "samples.jsonl", config.show_every, context.tokenizer.decode)
+        trackers = context.accelerator.trackers
+        log = open_sample_log(
+            context.directory / "samples.jsonl", config.show_every, context.tokenizer.decode, trackers
+        )
         parts = {**vars(context), "config": online, "scheduler": scheduler, "follow": follow, "sample_log": log}
         self.rollouts = RolloutFeed(RLContext(**parts))
 

@@ -23,6 +23,7 @@ from ...objectives import gae, kl_estimate, kl_penalized_reward, value_loss, whi
 from ..models.io import load_classifier, load_tokenizer, save_model
 from ..models.policy import Policy
 from ..models.scorer import Scorer
+from ..registry import blaming
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
@@ -92,7 +93,10 @@ def open_critic(config: PPO) -> Scorer:
     critic = Scorer(load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout, read="before")
     if critic.plain.config.pad_token_id is None:
         critic.plain.config.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
-    architectures = AutoConfig.from_pretrained(config.value_model).architectures or []
+    architectures = (
+        blaming(f"value_model: {config.value_model}")(AutoConfig.from_pretrained)(config.value_model).architectures
+        or []
+    )
     if not any("SequenceClassification" in name for name in architectures):
         for parameter in critic.head.parameters():
             nn.init.zeros_(parameter)

@@ -26,7 +26,7 @@ VariantName = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", 
 class SFT(OfflineConfig):
     """Supervised fine-tuning on messages, text, or prompts with completions."""
 
-    learning_rate: float = 2e-5
+    learning_rate: NonNegativeFloat = 2e-5
     loss: str | dict[str, float | dict[str, Any]] = "nll"
     """A token objective of burnish.objectives.supervised, or a mix: {nll: 1.0, z_loss: 1.0e-4}; label smoothing is
     {label_smoothed_nll: {label_smoothing: 0.1}}."""
@@ -85,7 +85,7 @@ class CPO(Pairs, OfflineConfig):
     """Target margin of simpo and alpha_po."""
     alpha: float = 0.25
     """Shape of alpha_po's reward; at 0 it is simpo's."""
-    nll: float = 1.0
+    nll: NonNegativeFloat = 1.0
     """Coefficient of the NLL per token of the chosen completions; SimPO and AlphaPO have none (0)."""
 
 
@@ -93,8 +93,8 @@ class CPO(Pairs, OfflineConfig):
 class ORPO(OfflineConfig):
     """Preference training on pairs in one stage: NLL of the chosen completions plus the odds ratio of the two."""
 
-    learning_rate: float = 8e-6
-    odds_ratio: float = 0.1
+    learning_rate: NonNegativeFloat = 8e-6
+    odds_ratio: NonNegativeFloat = 0.1
     """Coefficient of the odds-ratio loss, the paper's lambda; the NLL has 1."""
 
 
@@ -102,7 +102,7 @@ class ORPO(OfflineConfig):
 class KTO(OfflineConfig):
     """Training on completions marked desirable or undesirable; preference pairs count as one of each."""
 
-    learning_rate: float = 1e-6
+    learning_rate: NonNegativeFloat = 1e-6
     loss: str | dict[str, float | dict[str, Any]] = "kto"
     """kto, bco or apo_zero_unpaired, or a mix: {kto: 1.0, nll: 0.1}. nll is that of the desirable completions."""
     beta: PositiveFloat = 0.1

@@ -80,6 +80,8 @@ def _resolved(spec: Mapping[str, float | Mapping[str, Any]], given: Mapping[str,
         if name in rewards:
             raise ValueError(f"rewards: two are called {name}; rename one, as in {{other: {{function: {name}}}}}")
         rewards[name] = RewardFunction(name, function, weight, timeout)
+    if not any(reward.weight for reward in rewards.values()):
+        raise ValueError("rewards: every weight is 0, so nothing would be learned; give one above 0")
     return list(rewards.values())
 
 

@@ -15,6 +15,7 @@ from ...data import Example, vocabulary_differences
 from ...objectives import step_aggregate
 from ..batch import collate
 from ..models.scorer import Scorer, ends_marked, scores
+from ..registry import blaming
 from ..rollouts.sample import Row, Sample
 
 Tokenizer = Any  # of transformers
@@ -125,7 +126,9 @@ def load_reward_model(
         ValueError: if its tokens are not the policy's, or it has no head of one output.
     """
     scorer = _scorer(AutoModelForSequenceClassification, model, device)
-    return RewardModel(scorer, tokenizer, AutoTokenizer.from_pretrained(model), micro_tokens)
+    return RewardModel(
+        scorer, tokenizer, blaming(f"reward model {model}")(AutoTokenizer.from_pretrained)(model), micro_tokens
+    )
 
 
 def load_prm(
@@ -133,7 +136,9 @@ def load_prm(
 ) -> ProcessRewardModel:
     """A process reward model from a directory or the Hub; see `load_reward_model`."""
     scorer = _scorer(AutoModelForTokenClassification, model, device)
-    return ProcessRewardModel(scorer, tokenizer, AutoTokenizer.from_pretrained(model), how)
+    return ProcessRewardModel(
+        scorer, tokenizer, blaming(f"reward model {model}")(AutoTokenizer.from_pretrained)(model), how
+    )
 
 
 def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
@@ -146,5 +151,9 @@ def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
         )
 
 
+def _tokenizer(model: str) -> Tokenizer:
+    return blaming(f"reward model {model}")(AutoTokenizer.from_pretrained)(model)
+
+
 def _scorer(kind: Any, model: str, device: str) -> Scorer:
-    return Scorer(kind.from_pretrained(model).requires_grad_(False).eval().to(device))
+    return Scorer(blaming(f"reward model {model}")(kind.from_pretrained)(model).requires_grad_(False).eval().to(device))

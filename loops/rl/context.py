@@ -113,9 +113,9 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
     """
     check_online(config)
+    accelerator = open_accelerator(config)
     records = load_data(config.data, config.eval_data, seed=config.seed)
     rows, eval_rows = (concatenated(parts) for parts in records)
-    accelerator = open_accelerator(config)
     rewards = open_rewards(config, [*records[0], *records[1]], accelerator)
     run = open_run(config, encode_prompts, make_policy, records=records, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
@@ -144,7 +144,9 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         converse=partial(converse, row=row_of) if converse else None,
         score=score_group,
     )
-    log = open_sample_log(run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode)
+    log = open_sample_log(
+        run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode, accelerator.trackers
+    )
     return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, follow=follow, sample_log=log,
                      converse=converse, eval_rows=eval_rows)  # fmt: skip
 

@@ -35,6 +35,7 @@ from ..rollouts.vllm.server import VLLMServer
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_lora_rank
 from ..runs.context import RunContext
 from ..runs.ranks import from_main
+from ..runs.trackers import log_table
 from .distributed import distributed
 from .settings import VLLM, OnlineConfig, SamplingConfig
 
@@ -219,7 +220,7 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def open_sample_log(
-    path: Path, show_every: int, decode: Callable[[list[int]], Any] = str
+    path: Path, show_every: int, decode: Callable[[list[int]], Any] = str, trackers: Sequence[Any] = ()
 ) -> Callable[[Sequence[Sample]], None]:
     """Return ``write(samples)``, which appends a rollout to a file, and prints a few of every ``show_every``-th.
 
@@ -237,11 +238,14 @@ def open_sample_log(
         write_samples(path, samples)
         if show_every and number % show_every == 0:
             columns = ("task", "end of the prompt", "completion", "rewards")
+            rows = []
             table = Table(*columns, title=f"rollout {number}", title_justify="left")
             for sample in samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN]:
                 scores = {k: f"{v:.3g}" if isinstance(v, float) else v or "none" for k, v in sample.rewards.items()}
                 prompt, rewards = str(decode(sample.prompt))[-_LONGEST:], ", ".join(map(" ".join, scores.items()))
                 table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
+                rows.append((str(sample.task), prompt, sample.text, rewards))
             Console().print(table)
+            log_table(trackers, "completions", samples[0].task, columns, rows)
 
     return write

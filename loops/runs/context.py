@@ -42,6 +42,7 @@ from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint, stop
 from .feed import Feed, digest, stored_tokens
+from .preflight import check_files, check_tokens
 from .ranks import main_first, meet, watching
 from .reference import Reference, adapters_copy, adapters_off, column, frozen_copy
 from .report import Journal, draw_curves, progress, written
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 
 # What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint knows its
 # data by content, wherever it lies now.
-_FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "vllm"}
+_FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "project", "run_name", "vllm"}
 _FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc"}
 
 
@@ -93,6 +94,10 @@ class RunContext(Generic[Model]):
             options: further ones of `Feed`.
         """
         config, accelerator = self.config, self.accelerator
+        if lacking := [name for name in options.get("columns", ()) if name not in data.column_names]:
+            raise ValueError(
+                f"data: no column {lacking[0]!r}, which a loss reads; there are {', '.join(data.column_names)}"
+            )
         steps = 1 if whole else config.steps
         computed = {name: tensors for columns in per_token for name, tensors in columns(data).items()}
         if self.stream is not None and data is self.data:
@@ -179,9 +184,15 @@ class RunContext(Generic[Model]):
                 f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
                 "pass --micro_tokens null and run one process"
             )
+        if not any(loss.coefficient for loss in losses.values()):
+            raise ValueError("loss: every coefficient is 0, so nothing would be learned; give one above 0")
         if feed is None:
             evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
             feed = self.feed(self.data, **options)
+        if config.eval_every and evaluation is None:
+            log.warning("eval_every: there is no eval_data, so nothing is evaluated")
+        if config.warmup >= max(feed.steps, 1):
+            log.warning("warmup: %d steps of %d, so the learning rate never arrives", config.warmup, feed.steps)
         objective, weighed = compose(losses, read), weightings(losses)
         meet(accelerator)  # every rank has looked at the directory before the main process writes to it
         optimizer: Any = optimizers.make_optimizer(config, self.model)
@@ -213,12 +224,15 @@ class RunContext(Generic[Model]):
             return {**received, "save": float(save), "unsaved": float(saver.failed)}
 
         metrics: dict[str, float] = {}
+        batch = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
         saved, ended = monotonic(), None
         with (
             watching(accelerator),
             stop.signals(visible=accelerator.is_main_process) as received,
             _claimed(config) if accelerator.is_main_process else nullcontext(),
-            closing(Journal(self.directory, start, accelerator)) as journal,
+            closing(
+                Journal(self.directory, start, accelerator, config, steps_per_epoch=len(self.data) / batch)
+            ) as journal,
             closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
             progress(feed.steps, start, visible=accelerator.is_main_process) as show,
         ):
@@ -315,6 +329,7 @@ def open_run(
     data = encoded(records[0]) if stream is None else stream.open(0)
     eval_data = encoded(records[1]) if records[1] else None
     model = (load_weights or load_model)(config)
+    check_tokens(model, tokenizer, data, eval_data)
     if config.quantize is None:
         model = model.to(accelerator.device)
     wrapped = Policy(model, **config.kernel) if wrap is None else wrap(model)
@@ -354,6 +369,7 @@ def open_accelerator(config: Common) -> Accelerator:
     Raises:
         ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
     """
+    check_files(config)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
     trackers = [name for name in named if name != "none"]

@@ -13,11 +13,14 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..config import Common
+from .trackers import for_trackers, open_trackers
+
 _TOLD = ("loss", "nll", "reward", "rewards/accuracies", "rewards/margins")
 _SHOWN = (*_TOLD, "grad_norm", *(f"eval/{name}" for name in _TOLD))
 _QUIET = 10.0  # seconds between lines where there is no terminal to draw a bar on
 
-_NOT_DRAWN = {"step", "seconds", "tokens", "skipped"}
+_NOT_DRAWN = {"step", "seconds", "tokens", "input_tokens", "skipped"}
 _FIRST = ("loss", "reward", "kl", "entropy", "grad_norm", "completions/mean_length", "learning_rate")
 _PANELS = 12
 _PANEL = (4.0, 2.6)  # inches
@@ -26,19 +29,26 @@ _PANEL = (4.0, 2.6)  # inches
 class Journal:
     """``metrics.jsonl`` and the trackers. What was logged after the step that a run resumes from is taken back."""
 
-    def __init__(self, directory: Path, start: int, accelerator: Accelerator) -> None:
+    def __init__(
+        self, directory: Path, start: int, accelerator: Accelerator, config: Common, *, steps_per_epoch: float = 1.0
+    ) -> None:
         self.accelerator, self.path = accelerator, directory / "metrics.jsonl"
-        accelerator.init_trackers("logs")
+        self.steps_per_epoch, self.num_tokens = steps_per_epoch, 0.0
+        open_trackers(accelerator, config)
         if accelerator.is_main_process:
             partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(written(self.path, start)))
+            before = written(self.path, start)
+            self.num_tokens = sum(json.loads(line).get("input_tokens", 0.0) for line in before)
+            partial.write_text("".join(before))
             partial.replace(self.path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self.accelerator.log(dict(metrics), step=step)
+        self.num_tokens += metrics.get("input_tokens", 0.0)
+        totals = {"epoch": step / self.steps_per_epoch, "num_tokens": self.num_tokens} if "loss" in metrics else {}
+        self.accelerator.log(for_trackers(step, {**metrics, **totals}), step=step)
 
     def close(self) -> None:
         for tracker in self.accelerator.trackers:  # `end_training` would end the process group as well

@@ -18,6 +18,7 @@ from ..batch import Batch
 from ..config import Teacher
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
+from ..registry import blaming
 from .context import RunContext, TokenColumns
 from .feed import digest, stored_tokens
 
@@ -86,6 +87,7 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     """
     assert config.model is not None
     student, accelerator = context.config, context.accelerator
-    check_same_vocabulary(context.tokenizer, AutoTokenizer.from_pretrained(config.model))
-    model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, student.dtype))
+    named = blaming(f"teacher.model: {config.model}")
+    check_same_vocabulary(context.tokenizer, named(AutoTokenizer.from_pretrained)(config.model))
+    model: Any = named(AutoModelForCausalLM.from_pretrained)(config.model, dtype=getattr(torch, student.dtype))
     return Policy(model.to(accelerator.device), **student.kernel).requires_grad_(False).eval()

@@ -1,7 +1,8 @@
 """The losses that a configuration can name, and the mixes of them: hyper-parameters, ranges, weightings."""
 
-import difflib
 import inspect
+import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import ModuleType
@@ -9,8 +10,11 @@ from typing import Any, Literal, get_args, get_origin
 
 from ...objectives import PerToken, Stats, preference, reference_free, supervised
 from ..batch import CompletionSelector
+from ..registry import nearest
 from . import weighting as weights
 from .losses import CHOSEN, REJECTED, Loss, Term
+
+log = logging.getLogger(__name__)
 
 
 def parse_losses(
@@ -38,16 +42,23 @@ def parse_losses(
         ValueError: if a name or a hyper-parameter is unknown, naming the nearest one there is, or out of range.
     """
     losses = {}
+    if not mix:
+        raise ValueError(f"loss: {mix!r} names no loss; there are {', '.join(sorted(known))}")
     for name, entry in ({mix: 1.0} if isinstance(mix, str) else mix).items():
         if name.startswith("{"):
             raise ValueError(
-                f"loss: {name} is no mapping: YAML wants a space after each colon, as in {{dpo: 1, nll: 0.2}}"
+                f"loss: {name} is no mapping of losses to numbers: YAML wants a space after each colon, as in "
+                "{dpo: 1, nll: 0.2}"
             )
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"loss: {name!r} is not one of {', '.join(sorted(known))}; did you mean {nearest!r}?")
+            near = nearest("", name, known).partition(", did")
+            raise ValueError(f"loss: {name!r} is not one of {', '.join(sorted(known))}{''.join(near[1:])}")
         settings: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"coefficient": entry}
         coefficient, by = settings.pop("coefficient", 1.0), settings.pop("weight", None)
+        if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not math.isfinite(coefficient):
+            raise ValueError(f"loss: {name}: wanted a number for its coefficient, got {coefficient!r}")
+        if coefficient < 0:
+            log.warning("loss: %s has the coefficient %s, so it is raised instead of lowered", name, coefficient)
         applies_to = settings.pop("of", None)
         completions: CompletionSelector = of if Term(known[name]).unit == "tokens" else None
         if applies_to is not None:

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import yaml
-from burnish.loops.cli import _MEANT, main
+from burnish.loops.cli import main
+from burnish.loops.cli.arguments import MEANT
 from burnish.loops.recipes import settings
 from tiny import save_model, sums, write_rows
 
@@ -138,7 +139,7 @@ def test_the_name_of_another_recipe_is_answered_with_ours(run, recipe, name, mea
 
 def test_every_name_that_is_meant_is_a_field_of_a_recipe():
     fields = {field for config in vars(settings).values() for field in getattr(config, "__dataclass_fields__", ())}
-    assert fields >= {*_MEANT.values()}
+    assert fields >= {*MEANT.values()}
 
 
 @pytest.mark.parametrize(

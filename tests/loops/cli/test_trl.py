@@ -169,7 +169,7 @@ def test_all_that_is_wrong_in_a_file_stands_in_one_message(burnish):
     file = {**MINIMAL, "fp16": True, "eos_token": "<e>", "optim": "lomo", "per_device_batch": 3, "learning_rat": 1}
     status, _, err = burnish("dpo", file)
     assert status == 2
-    assert len(err.splitlines()) == 5
+    assert err.startswith("burnish dpo: 5 mistakes\n") and len(err.splitlines()) == 7
     for words in ("fp16: ", "eos_token: ", "optim: ", "no field 'learning_rat', did you mean 'learning_rate'?"):
         assert words in err
     assert "no field 'per_device_batch', did you mean 'per_device_" in err

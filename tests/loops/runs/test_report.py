@@ -5,6 +5,7 @@ import json
 import pytest
 import torch.distributed as dist
 from accelerate import Accelerator
+from burnish.loops.config import Common
 from burnish.loops.runs.report import Journal, draw_curves, foremost, read_curves
 from matplotlib.figure import Figure
 
@@ -55,7 +56,7 @@ def test_single_points_are_no_curve(tmp_path):
 def test_a_resumed_journal_takes_back_the_steps_after_and_half_a_line(tmp_path):
     lines = [json.dumps({"step": step, "loss": 0.5}) + "\n" for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join([*lines, '{"step": 4, "lo']))
-    journal = Journal(tmp_path, 2, Accelerator())
+    journal = Journal(tmp_path, 2, Accelerator(), Common("model", "data", str(tmp_path)))
     journal.write(3, {"loss": 0.4})
     journal.close()
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2]) + '{"step": 3, "loss": 0.4}\n'
@@ -65,7 +66,7 @@ def test_ranks_can_still_meet_when_the_trackers_have_finished(tmp_path):
     accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        Journal(tmp_path, 0, accelerator).close()
+        Journal(tmp_path, 0, accelerator, Common("model", "data", str(tmp_path))).close()
         assert dist.is_initialized()
     finally:
         if dist.is_initialized():

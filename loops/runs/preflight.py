@@ -1,0 +1,103 @@
+"""Look at the files that a configuration names before anything is read, downloaded or loaded."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+from torch import nn
+
+from ...data import DataError, read_chat_template
+from ...data.records import READERS
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.index.json")
+
+
+def check_files(config: Any) -> None:
+    """Check what is on this machine's disks; names that may be on the Hub are left to those who read them.
+
+    Raises:
+        ValueError: names the field, its value and what is wrong with it.
+    """
+    for field in ("model", "teacher.model", "value_model"):
+        name = _value(config, field)
+        if isinstance(name, str) and (name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()):
+            _check_model(field, Path(name))
+    for field in ("data", "eval_data"):
+        name = _value(config, field)
+        path = name.partition(":")[0].partition("[")[0] if isinstance(name, str) else ""
+        if path and "*" not in path and (Path(path).suffix in READERS or path.startswith(("/", "./", "../", "~"))):
+            if not Path(path).exists():
+                raise DataError(f"{field}: {path}: no such file" + ("" if Path(path).suffix else " or directory"))
+            if not os.access(path, os.R_OK):
+                raise DataError(f"{field}: {path}: can't be read by this user")
+    for field in ("teacher.logprobs", "value_head"):
+        name = _value(config, field)
+        if name is not None and not Path(name).is_file():
+            raise DataError(f"{field}: {name}: no such file; an earlier run leaves one in its directory")
+    if config.chat_template is not None:
+        read_chat_template(config.chat_template)
+    if (python := _value(config, "vllm.python")) is not None and shutil.which(python) is None:
+        raise ValueError(f"vllm.python: {python}: no such file, or it can't be executed; wanted an interpreter")
+    plain = Path(config.model).is_dir() and not (Path(config.model) / "adapter_config.json").exists()
+    if plain and config.lora.r == 0 and getattr(config, "reference", None) == "adapters_off":
+        raise ValueError("reference: adapters_off wanted a model wrapped by peft; set lora.r, or reference to copy")
+    if os.environ.get("RANK", "0") == "0":
+        _check_writable(Path(config.output))
+
+
+def _value(config: Any, field: str) -> Any:
+    for name in field.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def _check_model(field: str, path: Path) -> None:
+    if not path.is_dir():
+        wrong = "is a file, wanted a directory" if path.exists() else "no such directory"
+        raise ValueError(f"{field}: {path}: {wrong} that holds a model and its tokenizer, nor is it a name on the Hub")
+    if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
+        raise ValueError(f"{field}: {path}: no config.json; wanted the directory that holds a model and its tokenizer")
+    if not any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
+        raise ValueError(f"{field}: {path}: no weights; wanted model.safetensors or the like beside its config.json")
+
+
+def _check_writable(path: Path) -> None:
+    """Make and remove a directory where the run is going to be; a permission alone does not say that it works."""
+    above = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not above.is_dir():
+        raise ValueError(f"output: {above} is a file; name another directory")
+    try:
+        tempfile.TemporaryDirectory(dir=above, prefix=".burnish-").cleanup()
+    except OSError as error:
+        raise ValueError(f"output: {path} can't be written ({error.strerror}); name another directory") from error
+
+
+def check_tokens(model: nn.Module, tokenizer: Any, *data: Dataset | None) -> None:
+    """Raise ValueError if examples have tokens that the model has no embedding of, which a GPU reports as an assertion.
+
+    Some models' tokenizers have tokens to spare, which is no mistake as long as the data has none of them.
+    """
+    table: Any = model
+    embeddings = table.get_input_embeddings().weight.shape[0]
+    if embeddings >= len(tokenizer):
+        return
+    for part in filter(None, data):
+        largest = max(
+            _largest(part.data.column(name)) for name in ("prompt", "completions") if name in part.column_names
+        )
+        if largest >= embeddings:
+            raise ValueError(
+                f"model: it has {embeddings} embeddings, and its tokenizer {len(tokenizer)} tokens, of which the data "
+                f"has number {largest}; take the tokenizer that the model was made with"
+            )
+
+
+def _largest(column: Any) -> int:
+    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        column = pc.list_flatten(column)
+    return pc.max(column).as_py() or 0

@@ -1,0 +1,91 @@
+"""What Accelerate's trackers are told: the configuration, metrics under TRL's names, and completions as tables.
+
+A metric of training is under ``train/``, one of held-out data under ``eval/``, as transformers' Trainer files them, so
+that runs of both stand in one panel. ``metrics.jsonl`` has the same numbers under the names of burnish.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from ..config import Common
+from ..registry import blaming
+
+# Metrics that TRL logs under another name.
+RENAMED = {
+    "seconds": "step_time",
+    "clip_ratio/low": "clip_ratio/low_mean",
+    "clip_ratio/high": "clip_ratio/high_mean",
+    "clip_ratio/region": "clip_ratio/region_mean",
+    "sampling/logp_difference": "sampling/sampling_logp_difference/mean",
+    "sampling/logp_difference/max": "sampling/sampling_logp_difference/max",
+    "sampling/importance_ratio": "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_ratio/min": "sampling/importance_sampling_ratio/min",
+    "sampling/importance_ratio/max": "sampling/importance_sampling_ratio/max",
+}
+# What trackers call the name of a run; the others have none beside the project.
+_RUN_NAME = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
+_PRIVATE = "vllm.environment"  # may hold keys
+
+
+def open_trackers(accelerator: Accelerator, config: Common) -> None:
+    """Start the configured trackers under the project and the name of the run, and give them the configuration.
+
+    Raises:
+        ValueError: if one of them does not start, such as for want of a login.
+    """
+    name = config.run_name or Path(config.output or "burnish").name
+    named: dict[str, dict[str, Any]] = {tracker: {argument: name} for tracker, argument in _RUN_NAME.items()}
+    tensorboard = [str(tracker) for tracker in accelerator.log_with] == ["tensorboard"]
+    # TensorBoard makes a directory of the project, beside the one that it is in already.
+    project = "logs" if tensorboard and config.project is None else config.project or "burnish"
+    with blaming(f"report_to: {config.report_to}", Exception):
+        accelerator.init_trackers(project, config=flat(asdict(config)), init_kwargs=named)
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Settings as one level of numbers and texts, groups by a dot, without what may be secret."""
+    out: dict[str, bool | int | float | str] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if name == _PRIVATE:
+            continue
+        if isinstance(value, Mapping) and value:
+            out |= flat(value, f"{name}.")
+        else:
+            out[name] = value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
+    return out
+
+
+def for_trackers(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics under the names of TRL: ``train/loss``, ``eval/loss``, ``train/clip_ratio/low_mean``."""
+    named = {f"train/{RENAMED.get(name, name)}": value for name, value in metrics.items() if name[:5] != "eval/"}
+    held_out = {name.removeprefix("eval/"): value for name, value in metrics.items() if name[:5] == "eval/"}
+    named |= {f"eval/{RENAMED.get(name, name)}": value for name, value in held_out.items()}
+    return {**named, "train/global_step": step}
+
+
+def log_table(
+    trackers: Sequence[Any], name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    """Show rows of text in the trackers that have tables, or text: wandb, trackio, clearml, tensorboard."""
+    for tracker in trackers:
+        if tracker.name == "tensorboard":
+            cells = [columns, ["--"] * len(columns), *([_cell(value) for value in row] for row in rows)]
+            text = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in cells)
+            tracker.writer.add_text(name, text, step)
+        elif tracker.name == "trackio":
+            import pandas
+            import trackio
+
+            tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=list(columns)))})
+        elif hasattr(tracker, "log_table"):
+            tracker.log_table(name, columns=list(columns), data=[list(map(str, row)) for row in rows])
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "<br>")

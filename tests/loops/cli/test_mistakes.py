@@ -1,0 +1,330 @@
+"""A hundred mistakes: each ends with status 1 or 2 and a few lines that name what to change, most before a model is
+loaded."""
+
+import json
+import re
+import shutil
+import sys
+import time
+
+import pytest
+import torch
+import transformers
+import yaml
+from burnish.loops.cli import main
+from tiny import CHATML, make_model, save_model, sums, write_rows
+
+PAIRS = sums(8)
+MESSAGES = [{"messages": pair["prompt"] + pair["chosen"]} for pair in PAIRS]
+PROMPTS = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in PAIRS]
+ROWS = {"sft": MESSAGES, "distill": MESSAGES, "grpo": PROMPTS, "rloo": PROMPTS, "ppo": PROMPTS, "online_dpo": PROMPTS}
+REWARD = ["--rewards", "{exact_match: 1.0}", "--max_tokens", "4", "--prompts_per_rollout", "2"]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Directories and files that mistakes are made with; a flag's {name} stands for one of them."""
+    root = tmp_path_factory.mktemp("places")
+    model = save_model(root / "model")
+    made = {name: shutil.copytree(model, root / name) for name in ("no_weights", "other_shape")}
+    (made["no_weights"] / "model.safetensors").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (made["other_shape"] / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+    made["no_template"] = save_model(root / "no_template", chat=False)
+    small = shutil.copytree(model, root / "few_embeddings")
+    make_model().float().save_pretrained(small)
+    file = root / "file"
+    file.write_text("text")
+    (root / "empty.jsonl").write_text("")
+    (root / "bad.jinja").write_text(CHATML + "{% if %}")
+    (root / "broken.yaml").write_text("steps: [1, 2\n")
+    (root / "unwritable").mkdir()
+    sys.path.insert(0, str(root))
+    (root / "my_broken_reward.py").write_text("import math\nmath.nothing\n")
+    (root / "my_reward.py").write_text("def right(completion, row):\n    return 1.0\n")
+    made |= {"root": root, "model": model, "few_embeddings": small, "file": file, "missing": root / "missing"}
+    yield {name: str(path) for name, path in made.items()}
+    sys.path.remove(str(root))
+
+
+@pytest.fixture
+def burnish(places, tmp_path, capsys, caplog, monkeypatch):
+    """``burnish(words, rows, yaml)`` returns (status, what was printed, processor seconds, loaded models)."""
+    monkeypatch.chdir(tmp_path)
+    loaded = []
+    real = transformers.PreTrainedModel.from_pretrained.__func__
+
+    def from_pretrained(cls, *arguments, **options):
+        loaded.append(cls.__name__)
+        return real(cls, *arguments, **options)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+
+    def burnish(recipe, flags, rows=None, yaml=None):
+        data = tmp_path / "data.jsonl"
+        rows = ROWS.get(recipe, PAIRS) if rows is None else rows
+        write_rows(data, rows) if isinstance(rows, list) else data.write_text(rows)
+        if yaml is not None:
+            (tmp_path / "given.yaml").write_text(yaml)
+            flags = ["--config", str(tmp_path / "given.yaml"), *flags]
+        flags = [flag.format(**places) if re.fullmatch(r"\{\w+\}.*", flag) else flag for flag in flags]
+        usual = {"--model": places["model"], "--data": str(data), "--output": str(tmp_path / "run"), "--steps": "1"}
+        given = {flag.partition("=")[0] for flag in flags}
+        words = [word for name, value in usual.items() if name not in given for word in (name, value)]
+        start = time.process_time()
+        try:
+            status = main([recipe, *words, *flags])
+        except SystemExit as stopped:
+            status = stopped.code
+        return status, "".join(capsys.readouterr()), time.process_time() - start, loaded
+
+    return burnish
+
+
+EARLY = [
+    # Flags and values.
+    ("dpo", ["--lerning_rate", "1"], "no field 'lerning_rate', did you mean 'learning_rate'"),
+    ("dpo", ["--lora.rank", "1"], "no field 'lora.rank', did you mean 'lora.r'"),
+    ("dpo", ["--bata", "1"], "no field 'bata', did you mean 'beta'"),
+    ("orpo", ["--reference", "copy"], "no field 'reference'\n.*--help"),
+    ("dpo", ["--xyzzy", "1"], "no field 'xyzzy'\n.*--help"),
+    ("dpo", ["--batch-sise", "1"], "no field 'batch_sise', did you mean 'batch_size'"),
+    ("grpo", ["--batch_size", "1"], "did you mean 'prompts_per_rollout'"),
+    ("dpo", ["--steps", "many"], "steps: wanted a whole number > 0 or null, got 'many'"),
+    ("dpo", ["--steps", "0"], "steps: must be > 0, got 0"),
+    ("dpo", ["--steps", "1.5"], "steps: wanted a whole number > 0 or null, got '1.5'"),
+    ("dpo", ["--epochs", "-1"], "epochs: must be > 0, got -1"),
+    ("dpo", ["--schedule", "cosin"], "schedule: .*did you mean 'cosine'"),
+    ("dpo", ["--dtype", "fp16"], "dtype: must be one of float32, bfloat16"),
+    ("dpo", ["--dtype", "bf16"], "dtype: .*did you mean 'bfloat16'"),
+    ("dpo", ["--shuffle", "maybe"], "shuffle: wanted true or false, got 'maybe'"),
+    ("dpo", ["--learning_rate", "-1"], "learning_rate: must be >= 0, got -1"),
+    ("dpo", ["--learning_rate", "nan"], "learning_rate: must be >= 0, got nan"),
+    ("sft", ["--learning_rate", "-1"], "learning_rate: must be >= 0, got -1"),
+    ("kto", ["--learning_rate", "-1"], "learning_rate: must be >= 0, got -1"),
+    ("orpo", ["--learning_rate", "-1"], "learning_rate: must be >= 0, got -1"),
+    ("dpo", ["--weight_decay", "-1"], "weight_decay: must be >= 0, got -1"),
+    ("dpo", ["--seed", "-1"], "seed: must be >= 0, got -1"),
+    ("dpo", ["--warmup", "-1"], "warmup: must be >= 0, got -1"),
+    ("dpo", ["--max_grad_norm", "-1"], "max_grad_norm: must be >= 0, got -1"),
+    ("dpo", ["--lora.dropout", "2"], "lora.dropout: must be >= 0 and <"),
+    ("dpo", ["--lora.alpha", "-1"], "lora.alpha: must be > 0, got -1"),
+    ("dpo", ["--save_every", "0"], "save_every: must be > 0, got 0"),
+    ("dpo", ["--eval_every", "-1"], "eval_every: must be > 0, got -1"),
+    ("dpo", ["--beta", "0"], "beta: must be > 0, got 0"),
+    ("dpo", ["--label_smoothing", "0.5"], "label_smoothing: must be >= 0 and < 0.5"),
+    ("cpo", ["--nll", "-1"], "nll: must be >= 0, got -1"),
+    ("orpo", ["--odds_ratio", "-1"], "odds_ratio: must be >= 0, got -1"),
+    ("grpo", [*REWARD, "--top_p", "0"], "top_p: must be > 0 and <= 1, got 0"),
+    ("grpo", [*REWARD, "--eval_temperature", "-1"], "eval_temperature: must be >= 0"),
+    ("grpo", [*REWARD, "--cache_bytes", "-1"], "cache_bytes: must be > 0"),
+    ("grpo", [*REWARD, "--show_every", "-1"], "show_every: must be >= 0"),
+    ("grpo", [*REWARD, "--group_size", "1"], "group_size: .*wanted >= 2"),
+    ("grpo", [*REWARD, "--temperature", "0"], "temperature: .*wanted > 0"),
+    ("grpo", [*REWARD, "--minibatches", "99"], "minibatches: .*lower minibatches"),
+    # Losses.
+    ("dpo", ["--loss", "nosuch"], "loss: 'nosuch' is not one of .*simpo"),
+    ("dpo", ["--loss", "dop"], "loss: .*did you mean 'dpo'"),
+    ("dpo", ["--loss", "{nll: nan}"], "loss: {nll: nan} is no mapping of losses to numbers"),
+    ("dpo", ["--loss", "{nll: much}"], "loss: .*is no mapping of losses to numbers"),
+    ("dpo", ["--loss", "{nll:1}"], "YAML wants a space after each colon"),
+    ("dpo", ["--loss", "{}"], "loss: .*names no loss"),
+    ("dpo", ["--loss", "simpo"], "simpo needs gamma"),
+    ("dpo", ["--loss_kwargs", "{gama: 1.0}"], "no loss of this mix has 'gama'"),
+    ("dpo", ["--quantize", "4bit"], "quantized weights can't be trained; add adapters"),
+    ("dpo", ["--reference", "adapters_off"], "reference: .*set lora.r"),
+    ("kto", ["--batch_size", "1"], "batch_size of 2 or more"),
+    # Files.
+    ("dpo", ["--data", "{root}/nosuch.jsonl"], "nosuch.jsonl: no such file"),
+    ("dpo", ["--data", "{root}/nosuch"], "data: .*nosuch: no such file or directory"),
+    ("dpo", ["--data", "{root}/file"], "wanted a file that ends in .json"),
+    ("dpo", ["--data", "{root}/empty.jsonl"], "no rows"),
+    ("dpo", ["--eval_data", "{root}/nosuch.jsonl"], "nosuch.jsonl: no such file"),
+    ("dpo", ["--model", "{missing}"], "model: .*missing.*no such directory"),
+    ("dpo", ["--model", "{root}/file"], "model: .*file.*wanted a directory"),
+    ("dpo", ["--model", "{root}"], "model: .*no config.json"),
+    ("dpo", ["--model", "{no_weights}"], "model: .*no_weights.*no weights"),
+    ("dpo", ["--output", "{root}/file"], "output: .*is a file"),
+    ("dpo", ["--output", "{root}/file/below"], "output: .*is a file"),
+    ("dpo", ["--output", "/proc/burnish"], "output: .*can't be written"),
+    ("dpo", ["--chat_template", "nosuch.jinja"], "chat_template: there is no file 'nosuch.jinja'"),
+    ("dpo", ["--chat_template", "{root}"], "chat_template: there is no file"),
+    ("sft", ["--chat_template", "{root}/bad.jinja"], "chat template .*Expected an expression"),
+    ("distill", [], "teacher: distillation needs one; give --teacher.model"),
+    ("distill", ["--teacher.model", "{missing}"], "teacher.model: .*missing.*no such directory"),
+    ("distill", ["--teacher.logprobs", "{missing}"], "teacher.logprobs: .*no such file"),
+    ("dpo", ["--teacher.model", "{model}"], "teacher: no loss of this mix learns from it"),
+    ("ppo", [*REWARD, "--value_model", "{missing}"], "value_model: .*missing.*no such directory"),
+    ("ppo", [*REWARD, "--value_head", "{missing}"], "value_head: .*no such file"),
+    ("grpo", [*REWARD, "--source", "vllm", "--vllm.python", "{missing}"], "vllm.python: .*no such file"),
+    ("dpo", ["--config", "{root}/broken.yaml"], "broken.yaml.* line 2"),
+    ("dpo", ["--config", "{missing}"], "missing: No such file"),
+    # Trackers and packages.
+    ("dpo", ["--report_to", "nosuch"], "report_to: no tracker 'nosuch'; there are .*tensorboard"),
+    ("dpo", ["--report_to", "comet_ml"], "report_to: comet_ml is not installed"),
+    ("dpo", ["--keep_best", "loss"], "keep_best: wanted a metric of eval_data"),
+    # Rewards and environments.
+    ("grpo", [], "rewards: none is named.*exact_match"),
+    ("grpo", ["--rewards", "{mth: 1.0}"], "no 'mth', did you mean 'math'"),
+    ("grpo", ["--rewards", "{exact_match: 0}"], "rewards: every weight is 0"),
+    ("grpo", ["--rewards", "{exact_match: much}"], "rewards: wanted a mapping .*, got 'much'"),
+    ("grpo", ["--rewards", "{exact_match: {colum: solution}}"], "no setting 'colum', did you mean 'column'"),
+    ("grpo", ["--rewards", "{nosuchmodule:f: 1.0}"], "no module 'nosuchmodule'"),
+    ("grpo", ["--rewards", "{my_reward:wrong: 1.0}"], "my_reward has no 'wrong'; there are right"),
+    ("grpo", ["--rewards", "{my_broken_reward:f: 1.0}"], "my_broken_reward.py.*line 2.*AttributeError"),
+    ("grpo", ["--environment", "nosuch"], "environment: no 'nosuch'"),
+    ("grpo", [*REWARD, "--environment", "{tools: {tools: [nosuch]}}"], "tool: no 'nosuch'"),
+]
+ROWS_WRONG = [
+    ("dpo", [], [{"prompt": "a"}, *PAIRS], "data.jsonl"),
+    ("dpo", [], [{**PAIRS[0], "rejected": PAIRS[0]["chosen"]}], "data.jsonl line 1"),
+    ("sft", [], '{"text": "a b"}\n{"text": "a\n', "line 2: not JSON: Unterminated string.* (?!at at)column"),
+    ("sft", [], [{"instruction": "a", "response": "b"}], "columns"),
+    ("dpo", [], MESSAGES, "chosen"),
+    ("grpo", REWARD, [{"prompt": "a", "solution": "1"}], "'answer'"),
+    ("dpo", [], [{"prompt": "a", "chosen": "", "rejected": "b"}], "line 1"),
+    ("dpo", ["--max_length", "20"], PAIRS, "data.jsonl line 1"),
+    ("reward", ["--margin", "better"], PAIRS, "wanted a column 'better'"),
+]
+LATE = [  # the model, or a part of it, must be there to know
+    ("dpo", ["--loss", "{nll: 0}"], "loss: every coefficient is 0"),
+    ("dpo", ["--attention", "flash_attention_2"], "attention flash_attention_2: .*installed"),
+    ("dpo", ["--attention", "nosuch"], "attention nosuch: .*only possible arguments"),
+    ("dpo", ["--model", "{other_shape}"], "model: .*other_shape.*mismatched_sizes"),
+    ("dpo", ["--model", "{few_embeddings}"], "model: .*61 embeddings.*258 tokens"),
+    ("dpo", ["--lora.r", "2", "--lora.target_modules", "nosuch"], "lora.target_modules: .*nosuch"),
+    ("dpo", ["--lora.r", "2", "--lora.target_modules", "q_proj,v_proj"], "lora.target_modules: .*\\[q_proj, v_proj\\]"),
+    ("dpo", ["--lora.r", "99999"], "lora.r: .*99999"),
+    ("sft", ["--model", "{no_template}"], "no chat template; pass one"),
+    ("dpo", ["--loss", "aot"], "couples all pairs of a step"),
+    ("dpo", ["--loss", "{dpo: {weight: importance}}"], "data: no column 'importance', which a loss reads"),
+]
+
+
+def check(status, printed, wanted):
+    assert status in (1, 2), printed
+    assert re.search(wanted, printed, re.S), printed
+    assert "Traceback" not in printed
+    assert len(printed.splitlines()) <= 4, printed
+
+
+def name(case):
+    return " ".join([case[0], *(str(word)[:40] for word in case[1][-2:])]).replace("/", ":")
+
+
+@pytest.mark.parametrize(("recipe", "flags", "wanted"), EARLY, ids=map(name, EARLY))
+def test_a_mistake_is_named_before_a_model_is_loaded(burnish, recipe, flags, wanted):
+    status, printed, seconds, loaded = burnish(recipe, flags)
+    check(status, printed, wanted)
+    assert not loaded and seconds < 2
+
+
+@pytest.mark.parametrize(("recipe", "flags", "rows", "wanted"), ROWS_WRONG, ids=range(len(ROWS_WRONG)))
+def test_a_wrong_row_is_named_before_a_model_is_loaded(burnish, recipe, flags, rows, wanted):
+    status, printed, seconds, loaded = burnish(recipe, flags, rows)
+    check(status, printed, wanted)
+    assert not loaded and seconds < 2
+
+
+@pytest.mark.parametrize(("recipe", "flags", "wanted"), LATE, ids=map(name, LATE))
+def test_a_mistake_that_the_model_shows_is_named(burnish, recipe, flags, wanted):
+    status, printed, *_ = burnish(recipe, flags)
+    check(status, printed, wanted)
+
+
+def test_all_mistakes_of_file_and_flags_are_told_at_once(burnish):
+    yaml = "lerning_rate: 1\nsteps: 0\nlora: {rank: 3, alpha: much}\nbeta: 0.2\n"
+    status, printed, *_ = burnish("dpo", ["--schedule", "cosin", "--no-such", "--lr=1"], yaml=yaml)
+    assert status == 2
+    assert printed.splitlines() == [
+        "burnish dpo: 7 mistakes",
+        "  no field 'lerning_rate', did you mean 'learning_rate'?",
+        "  steps: must be > 0, got 0",
+        "  no field 'lora.rank', did you mean 'lora.r'?",
+        "  lora.alpha: wanted a number > 0, got 'much'",
+        "  schedule: must be one of constant, linear, cosine, got 'cosin', did you mean 'cosine'?",
+        "  no field 'no_such'",
+        "  no field 'lr', did you mean 'learning_rate'?",
+        "burnish dpo --help lists its fields",
+    ]
+
+
+def test_mistakes_in_a_file_of_trl_are_told_with_those_of_flags(burnish):
+    yaml = "per_device_train_batch_size: 2\nfsdp: full_shard\nmax_lenght: 3\n"
+    status, printed, *_ = burnish("dpo", ["--schedule", "cosin", "--learning_rate", "-1"], yaml=yaml)
+    assert status == 2
+    for wanted in ("4 mistakes", "fsdp: ", "did you mean 'max_length'?", "schedule: ", "learning_rate: must be >= 0"):
+        assert wanted in printed
+
+
+def test_required_fields_that_are_missing_are_told_together(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["dpo", "--steps", "0"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "2 mistakes" in said and "steps: must be > 0" in said and "needed as well: --model, --data, --output" in said
+
+
+def test_flags_may_have_hyphens_and_switches_no_value(burnish):
+    flags = ["--learning-rate", "3e-4", "--gradient-checkpointing", "--lora.target-modules=[q_proj]", "--shuffle"]
+    status, printed, *_ = burnish("dpo", [*flags, "--print-config"])
+    assert status == 0
+    config = yaml.safe_load(printed)
+    assert (config["learning_rate"], config["gradient_checkpointing"], config["shuffle"]) == (3e-4, True, True)
+    assert config["lora"]["target_modules"] == ["q_proj"]
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, KeyError, AttributeError, AssertionError])
+def test_a_bug_shows_its_traceback(burnish, monkeypatch, error):
+    """Raised by what burnish calls in the middle of a step, where no value of the user's is refused."""
+
+    def broken(*arguments, **options):
+        raise error("a bug")
+
+    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", broken)
+    monkeypatch.setattr("torch.optim.AdamW.step", broken)
+    with pytest.raises(error, match="a bug"):
+        burnish("sft", ["--max_grad_norm", "0"])
+
+
+def test_the_traceback_of_a_mistake_is_shown_on_demand(burnish):
+    with pytest.raises(ValueError, match="no such directory"):
+        burnish("sft", ["--model", "{missing}", "--traceback"])
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (PermissionError(13, "Permission denied", "/x/y"), "Permission denied: '/x/y'"),
+        (ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"), "flash_attn.*install what is missing"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: lower micro_tokens"),
+        (KeyboardInterrupt(), "interrupted before the first step"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_the_machine_lacks_is_told_in_a_line(burnish, monkeypatch, error, wanted):
+    def fails(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fails)
+    if not isinstance(error, OSError):
+        monkeypatch.setattr("burnish.loops.models.io.load_tokenizer", fails)
+    status, printed, *_ = burnish("sft", [])
+    check(1 if status == 130 else status, printed, wanted)
+
+
+def test_settings_without_effect_are_told(burnish, caplog):
+    status, *_ = burnish("sft", ["--eval_every", "2", "--warmup", "9", "--loss", "{nll: 1, z_loss: -1.0}"])
+    assert status == 0
+    assert "eval_every: there is no eval_data" in caplog.text
+    assert "warmup: 9 steps of 1" in caplog.text
+    assert "loss: z_loss has the coefficient -1.0, so it is raised" in caplog.text
+
+
+def test_help_begins_with_the_fields_of_the_recipe_and_has_sections(capsys):
+    with pytest.raises(SystemExit):
+        main(["dpo", "--help"])
+    shown = capsys.readouterr().out
+    places = [shown.index(title) for title in ("\ndpo:", "\ndata:", "\ntraining:", "\nmemory and precision:")]
+    assert places == sorted(places)
+    assert places[0] < shown.index("--ld_alpha") < places[1] < shown.index("--eval_data") < places[2]

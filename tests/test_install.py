@@ -1,0 +1,93 @@
+"""An install for those who embed an objective or a kernel: torch, triton and jaxtyping, and nothing of training."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TRAINING = {re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["optional-dependencies"]["train"]}
+EMBED = """
+import torch
+from burnish.kernels import linear_divergence, linear_logprob
+from burnish.objectives import dpo, group_advantage
+chosen, rejected = torch.randn(2, 4, requires_grad=True)
+loss, stats = dpo(chosen, rejected, torch.zeros(4), torch.zeros(4), beta=0.1)
+loss.mean().backward()
+hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(50, 8)
+logprob = linear_logprob(hidden, weight, torch.arange(5)).logprob
+logprob.sum().backward()
+torch.testing.assert_close(logprob, (hidden @ weight.T).log_softmax(-1)[torch.arange(5), torch.arange(5)])
+print("embedded", float(loss.mean()) > 0, bool(hidden.grad.abs().min() > 0))
+"""
+WITHOUT = """
+import json, runpy, sys
+from importlib.machinery import PathFinder
+missing, find = set(json.loads(sys.argv[1])), PathFinder.find_spec
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in missing else find(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+code, sys.argv = sys.argv[2], ["burnish", *sys.argv[3:]]
+exec(code)
+"""
+COMMAND = "runpy.run_module('burnish', run_name='__main__', alter_sys=True)"
+
+
+def without(packages, code, *arguments):
+    """Run code in an interpreter in which these packages are not there."""
+    command = [sys.executable, "-c", WITHOUT, json.dumps(sorted(packages)), code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_plain_install_has_torch_triton_and_jaxtyping():
+    assert [re.match(r"\w+", requirement)[0] for requirement in PROJECT["dependencies"]] == [
+        "torch",
+        "triton",
+        "jaxtyping",
+    ]
+    assert {"transformers", "accelerate", "datasets", "peft", "jsonargparse"} <= TRAINING
+    assert "burnish[train]" in PROJECT["optional-dependencies"]["test"]
+
+
+def test_objectives_and_kernels_work_without_what_training_needs():
+    done = without(TRAINING | {"yaml", "numpy", "pandas", "pyarrow"}, EMBED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "embedded True True\n"
+
+
+@pytest.mark.parametrize("arguments", [["sft"], ["--version"], ["dpo", "--help"]], ids=" ".join)
+def test_the_command_says_in_a_line_how_training_is_installed(arguments):
+    done = without(TRAINING | {"yaml"}, COMMAND, *arguments)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and 'pip install "burnish[train]"' in done.stderr
+
+
+def test_a_recipe_says_in_a_line_what_is_missing():
+    arguments = ["sft", "--model", "m", "--data", "d.jsonl", "--output", "o"]
+    done = without({"transformers"}, COMMAND, *arguments)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and 'pip install "burnish[train]"' in done.stderr
+
+
+@pytest.mark.slow
+def test_a_fresh_environment_embeds_and_says_how_to_train(tmp_path):
+    venv.create(tmp_path / "fresh", with_pip=True)
+    python = str(tmp_path / "fresh/bin/python")
+    (tmp_path / "here.txt").write_text(f"torch=={torch.__version__.partition('+')[0]}\n")
+    install = [python, "-m", "pip", "install", "--quiet", "--constraint", str(tmp_path / "here.txt"), str(ROOT)]
+    subprocess.run(install, check=True, timeout=1500, cwd=tmp_path)
+    done = subprocess.run([python, "-W", "ignore", "-c", EMBED], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "embedded True True\n", done.stderr
+    done = subprocess.run([str(tmp_path / "fresh/bin/burnish"), "sft"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and 'pip install "burnish[train]"' in done.stderr
+    listed = subprocess.run([python, "-m", "pip", "list", "--format", "json"], capture_output=True, text=True)
+    assert not TRAINING & {package["name"] for package in json.loads(listed.stdout)}
