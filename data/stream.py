@@ -52,7 +52,7 @@ class Stream:
 
     @property
     def column_names(self) -> list[str]:
-        return self.examples.column_names
+        return list(self.examples.column_names)
 
     def __getitem__(self, index: Any) -> Any:
         return self.examples[index]
@@ -64,7 +64,8 @@ class Stream:
             DataError: at a row that can't be trained on; or if all rows of the step are left out.
         """
         if step != self.number:
-            encoded, accounting = self.encode(self._records(step))
+            with quiet():
+                encoded, accounting = self.encode(self._records(step))
             for part in accounting.parts or [accounting]:
                 counted = [self.accounts[part.source]] if part.source in self.accounts else []
                 self.accounts[part.source] = combine([*counted, part], part.source)
@@ -134,8 +135,7 @@ class _Reader:
     def records(self, numbers: Sequence[int]) -> Records:
         picked = [self._row(number) for number in numbers]
         rows = np.array([number for number, _ in picked])
-        with quiet():
-            return self.part.reshaped(Records(table([row for _, row in picked]), self.source, picked=rows))
+        return self.part.reshaped(Records(table([row for _, row in picked]), self.source, picked=rows))
 
     def _row(self, number: int) -> tuple[int, dict[str, Any]]:
         """The number of a row in the part, and the row."""
