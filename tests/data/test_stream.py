@@ -21,7 +21,7 @@ def open_stream(byte_tokenizer):
     tokenizer = byte_tokenizer()
 
     def opened(data, *, batch_size=4, seed=0, on_bad_row="error", **options) -> Stream:
-        options = {"batch_size": batch_size, "seed": seed, **options}
+        options = {"batch_size": batch_size, "seed": seed, "shuffle": True, **options}
         encode = partial(
             encode_supervised, tokenizer=tokenizer, options=Tokenization(cached=False, on_bad_row=on_bad_row)
         )
