@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, DatasetInfo, Features, List, Value, concatenate_datasets
 from datasets.fingerprint import generate_random_fingerprint
+from datasets.table import InMemoryTable
 
 from . import columns, examples
 from .accounting import NOTES, Accounting, combine, summarize
@@ -223,7 +224,8 @@ def _encode(
     for part, (data, _) in zip(parts, encoded, strict=True):
         if "row" in shared:  # of all parts one after another
             data = data.remove_columns("row").add_column("row", np.asarray(data["row"]) + start)
-        tables.append(data.select_columns(shared).cast(features))
+        data = data.select_columns(shared)
+        tables.append(data if data.features == features else data.cast(features))
         start += len(part.dataset)
     return concatenate_datasets(tables), combine([accounting for _, accounting in encoded])
 
@@ -251,7 +253,7 @@ def _encode_part(
     settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
     read = (*layout, *columns.OPTION_COLUMNS)
     settings["structures"] = {name: kind for name, kind in source.features.items() if name in read}
-    arguments = {**settings, "encoder": encoder, "numeric": list(numeric), "made": list(made)}
+    arguments: dict[str, Any] = {**settings, "encoder": encoder, "numeric": list(numeric), "made": list(made)}
     features = Features({**numeric, **made})
     try:
         if options.cached:
@@ -269,7 +271,11 @@ def _encode_part(
                 desc=f"Tokenizing {records.source}",
             )
         else:
-            encoded = Dataset.from_dict(_encode_rows(source[:], list(range(len(source))), **arguments), features)
+            rows = _encode_rows(source[:], list(range(len(source))), **arguments)
+            table = InMemoryTable.from_pydict(rows, schema=features.arrow_schema)
+            # The fingerprint of a table takes longer than a small one, and nothing reads this one.
+            info = DatasetInfo(features=features)
+            encoded = Dataset(table, info, fingerprint=generate_random_fingerprint())
     except _Stop as stop:
         raise DataError(f"{records.where(stop.args[0])}: {stop.args[1]}") from None
     used = {*layout, *columns.OPTION_COLUMNS, *numeric}

@@ -135,15 +135,11 @@ _FIELDS = [field.name for field in fields(Part)]
 
 def named_parts(data: Data | Mapping[str, Any]) -> list[Part]:
     """The parts that `data` names, not read yet."""
-    if isinstance(data, list | tuple) and data and all(isinstance(p, str) or _is_part(p) for p in data):
+    if isinstance(data, list | tuple) and data and all(isinstance(p, str) or "path" in p for p in data):
         return [_part(part) for part in data]
     if isinstance(data, Mapping) and data and all(isinstance(weight, int | float) for weight in data.values()):
         return [_part({"path": path, "weight": weight}) for path, weight in data.items()]
     return [_part(data)]
-
-
-def _is_part(data: Any) -> bool:
-    return isinstance(data, Mapping) and "path" in data
 
 
 def _part(data: Any) -> Part:
@@ -225,16 +221,14 @@ def _joined(row: Mapping[str, Any], several: list[str], new: str) -> dict[str, s
 def _conversational(dataset: Dataset, system_prompt: str, source: str) -> Dataset:
     roles = {"prompt": "user", "completion": ASSISTANT, "chosen": ASSISTANT, "rejected": ASSISTANT}
     roles = {name: role for name, role in roles.items() if name in dataset.column_names}
-    if "prompt" not in roles or any(getattr(dataset.features[name], "dtype", "") != "string" for name in roles):
+    if "prompt" not in roles or not all(getattr(dataset.features[n], "dtype", "").endswith("string") for n in roles):
         wanted = "wanted a column 'prompt' of plain text, and plain completions beside it"
         raise DataError(f"{source}: system_prompt: {wanted}, found ({', '.join(dataset.column_names)})")
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    settings = {"roles": roles, "system": system}
-    return dataset.map(_as_messages, fn_kwargs=settings, remove_columns=list(roles), desc="Making conversations")
+    heads = {name: (role, system if name == "prompt" else []) for name, role in roles.items()}
+    settings = {"fn_kwargs": {"heads": heads}, "remove_columns": list(roles), "desc": "Making conversations"}
+    return dataset.map(_as_messages, **settings)
 
 
-def _as_messages(row: Mapping[str, Any], roles: Mapping[str, str], system: list[Message]) -> dict[str, list[Message]]:
-    return {
-        name: [*(system if name == "prompt" else ()), {"role": role, "content": row[name]}]
-        for name, role in roles.items()
-    }
+def _as_messages(row: Mapping[str, Any], heads: Mapping[str, tuple[str, list[Message]]]) -> dict[str, list[Message]]:
+    return {name: [*head, {"role": role, "content": row[name]}] for name, (role, head) in heads.items()}

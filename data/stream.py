@@ -10,6 +10,7 @@ all parts together `BLOCK`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -25,8 +26,6 @@ from .records import DataError, Records, quiet, table
 BLOCK = 16_384  # rows
 CHUNK = 8_192  # draws
 
-Encode = Callable[[list[Records]], tuple[Dataset, Accounting]]
-
 
 class Stream:
     """The examples of one step at a time; `StreamBatches` opens the step.
@@ -37,22 +36,18 @@ class Stream:
         batch_size: rows per step.
     """
 
-    def __init__(self, data: Any, encode: Encode, *, batch_size: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, data: Any, encode: Callable[..., tuple[Dataset, Accounting]], *, batch_size: int, seed: int, shuffle: bool
+    ) -> None:
         self.parts = named_parts(data)
         self.encode, self.batch_size, self.seed = encode, batch_size, seed
         weights = np.array([part.weight if part.fraction is None else part.fraction for part in self.parts])
         self.shares = np.cumsum(weights / weights.sum())
         size = max(1, BLOCK // len(self.parts))
-        self.readers = [
-            _Reader(part, size, (seed, number) if shuffle else None) for number, part in enumerate(self.parts)
-        ]
+        self.readers = [_Reader(part, size, (seed, n) if shuffle else None) for n, part in enumerate(self.parts)]
         self.drawn = [np.zeros(len(self.parts), dtype=np.int64)]  # of each part, before each chunk
         self.accounts: dict[str, Accounting] = {}
         self.number, self.examples = -1, Dataset.from_dict({})
-
-    @property
-    def column_names(self) -> list[str]:
-        return self.examples.column_names
 
     def __getitem__(self, index: Any) -> Any:
         return self.examples[index]
@@ -64,7 +59,8 @@ class Stream:
             DataError: at a row that can't be trained on; or if all rows of the step are left out.
         """
         if step != self.number:
-            encoded, accounting = self.encode(self._records(step))
+            with quiet():
+                encoded, accounting = self.encode(self._records(step))
             for part in accounting.parts or [accounting]:
                 counted = [self.accounts[part.source]] if part.source in self.accounts else []
                 self.accounts[part.source] = combine([*counted, part], part.source)
@@ -74,8 +70,8 @@ class Stream:
     @property
     def accounting(self) -> Accounting:
         """Of the rows that this process has read so far."""
-        accounts = list(self.accounts.values())
-        return accounts[0] if len(accounts) == 1 else combine(accounts)
+        first, *others = self.accounts.values()
+        return combine([first, *others]) if others else first
 
     def _records(self, step: int) -> list[Records]:
         draws = range(step * self.batch_size, (step + 1) * self.batch_size)
@@ -101,14 +97,15 @@ class Stream:
         return self.drawn[chunk]
 
 
+@dataclass(frozen=True)
 class StreamBatches:
     """The plan of each step of a stream, as `Batches` gives that of a dataset, for indices into the open step."""
 
-    def __init__(
-        self, stream: Stream, *, steps: int, micro_tokens: int | None, shared_prompt: bool, ranks: int = 1
-    ) -> None:
-        self.stream, self.steps, self.micro_tokens, self.ranks = stream, steps, micro_tokens, ranks
-        self.shared_prompt = shared_prompt
+    stream: Stream
+    steps: int
+    micro_tokens: int | None
+    shared_prompt: bool
+    ranks: int = 1
 
     def __len__(self) -> int:
         return self.steps
@@ -134,8 +131,7 @@ class _Reader:
     def records(self, numbers: Sequence[int]) -> Records:
         picked = [self._row(number) for number in numbers]
         rows = np.array([number for number, _ in picked])
-        with quiet():
-            return self.part.reshaped(Records(table([row for _, row in picked]), self.source, picked=rows))
+        return self.part.reshaped(Records(table([row for _, row in picked]), self.source, picked=rows))
 
     def _row(self, number: int) -> tuple[int, dict[str, Any]]:
         """The number of a row in the part, and the row."""

@@ -172,6 +172,8 @@ def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Ac
 def check_online(config: OnlineConfig) -> None:
     """Raise ValueError, before anything is loaded, if completions can't be sampled, or not be learned from."""
     check_sampling(config)
+    if config.streaming:
+        raise ValueError("streaming: this recipe samples completions for prompts, all of which it reads beforehand")
     if config.minibatches > config.prompts_per_rollout:
         raise ValueError(
             f"minibatches: the {config.prompts_per_rollout} prompts of a rollout can't be shared by "

@@ -342,15 +342,13 @@ def open_stream(
     """The data, to be read and encoded step by step.
 
     Raises:
-        ValueError: if the configuration does not say how many steps there are, or samples completions.
+        ValueError: if the configuration does not say how many steps there are.
     """
-    batch_size = getattr(config, "batch_size", None)
-    if config.steps is None or batch_size is None:
-        problem = "streaming: wanted steps, as an epoch has no known length" if batch_size else None
-        raise ValueError(problem or "streaming: this recipe samples completions for prompts, which it reads beforehand")
-    options = replace(tokenization(config), cached=False)
-    encode = partial(encode, tokenizer=tokenizer, options=options)
-    return Stream(config.data, encode, batch_size=batch_size, seed=config.seed, shuffle=config.shuffle)
+    if config.steps is None:
+        raise ValueError("streaming: wanted steps, as an epoch has no known length")
+    encode = partial(encode, tokenizer=tokenizer, options=replace(tokenization(config), cached=False))
+    fields: Any = config  # of an `OfflineConfig`
+    return Stream(config.data, encode, batch_size=fields.batch_size, seed=config.seed, shuffle=config.shuffle)
 
 
 def tokenization(config: Common) -> Tokenization:

@@ -197,6 +197,8 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             {"data": "a", "eval_data": {"split": "test_sft"}, "eval_every": 5},
         ),
         ("sft", {"dataset_name": "a", "dataset_test_split": "test_sft"}, {"data": "a"}),
+        ("sft", {"dataset_name": "a", "dataset_streaming": True}, {"data": "a", "streaming": True}),
+        ("sft", {"datasets": [{"path": "a"}], "streaming": True}, {"data": "a", "streaming": True}),
         (
             "sft",
             {"dataset_name": "a", "dataset_text_field": "content"},

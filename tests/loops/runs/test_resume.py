@@ -47,17 +47,17 @@ def test_sft_survives_a_truncated_newest_checkpoint_and_says_so(kills, config, t
 
 
 @kills(5)
-def test_sft_on_a_streamed_mixture_of_25_parts_survives_kills(kills, config, tmp_path):
+def test_sft_on_a_streamed_mixture_survives_kills(kills, config, tmp_path):
     config["data"] = [
         {
             "path": str(write_rows(tmp_path / f"part{i}.jsonl", sums(3 + i % 7))),
             "weight": (0.02, 0.5, 1.0, 2.0)[i % 4],
             "columns": {"chosen": "completion"},
         }
-        for i in range(25)
+        for i in range(25 if kills else 4)
     ]
     config |= {"streaming": True, "steps": 80 if kills else 20, "on_bad_row": "skip"}
     happened, log = kill_and_resume("sft", config, "write:4", "write:2", f"random:{kills}")
     assert (happened["random"], happened["write"]) == (kills, 2)
-    assert "25 parts: " in log
+    assert " parts: " in log and "part3.jsonl: " in log
     assert_undisturbed(config)
