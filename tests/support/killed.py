@@ -158,7 +158,7 @@ def kill_while_writing(nth):
 
 
 def kill_at_random(recipe, config, rng, upto, signals=(signal.SIGKILL,)):
-    """Send one of these to a child while it starts, or some moments after a step up to this one; the result of `wait`."""
+    """Send a signal to a child while it starts, or some moments after a step up to this one; the result of `wait`."""
     journal = Path(config["output"]) / "metrics.jsonl"
     saved, earlier = newest_step(journal.parent), inode(journal)
     target = rng.randint(saved, max(saved, upto))
