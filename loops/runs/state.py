@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.serialization import config as serialization
 
@@ -49,10 +49,11 @@ def capture(policy: nn.Module, parts: Mapping[str, Stateful]) -> tuple[dict[str,
                 if not isinstance(value, Tensor):
                     numbers.setdefault(names[parameter], {})[key] = value
                     continue
-                if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
+                sharded = isinstance(value, DTensor) and value.shape == parameter.shape
+                if isinstance(parameter, DTensor) and value.ndim and not sharded:
                     raise ValueError(
-                        f"optimizer: wanted a DTensor as its {key} of {names[parameter]}, which is sharded, got a "
-                        "tensor of one rank, which no other number of ranks could go on with; use another optimizer"
+                        f"optimizer: {names[parameter]} is sharded, and {key!r}, which it keeps of it, is not, so no "
+                        "other number of ranks could go on with it; use another optimizer, or shard nothing"
                     )
                 path = f"{part}/{names[parameter]}/{key}"
                 components = _components(path, value)
@@ -122,9 +123,6 @@ def _prepare(
                 tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:
                 tensor = torch.empty(size, dtype=dtype, device=parameter.device if size else place[name])
-                if isinstance(parameter, DTensor) and size:
-                    mesh = parameter.device_mesh
-                    tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
             targets[path] = optimizer.state[parameter][key] = tensor
     return targets
 
