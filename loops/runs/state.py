@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.serialization import config as serialization
 
@@ -43,20 +43,37 @@ def capture(policy: nn.Module, parts: Mapping[str, Stateful]) -> tuple[dict[str,
             rest[part] = stateful.state_dict()
             continue
         numbers: dict[str, dict[str, Any]] = {}
+        composed = False
         for parameter, state in stateful.state.items():
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     numbers.setdefault(names[parameter], {})[key] = value
                     continue
-                if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
+                sharded = isinstance(value, DTensor) and value.shape == parameter.shape
+                if isinstance(parameter, DTensor) and value.ndim and not sharded:
                     raise ValueError(
-                        f"optimizer: wanted a DTensor as its {key} of {names[parameter]}, which is sharded, got a "
-                        "tensor of one rank, which no other number of ranks could go on with; use another optimizer"
+                        f"optimizer: {names[parameter]} is sharded, and {key!r}, which it keeps of it, is not, so no "
+                        "other number of ranks could go on with it; use another optimizer, or shard nothing"
                     )
-                tensors[f"{part}/{names[parameter]}/{key}"] = value
+                path = f"{part}/{names[parameter]}/{key}"
+                components = _components(path, value)
+                composed |= path not in components
+                tensors |= components
         groups = [{**group, "params": [names[each] for each in group["params"]]} for group in stateful.param_groups]
-        rest[part] = {"numbers": numbers, "groups": groups}
+        rest[part] = {"numbers": numbers, "groups": groups, "composed": composed}
     return tensors, rest
+
+
+def _components(path: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensor by its path, or those that one of a subclass consists of, as of 8-bit optimizers. Their sizes depend
+    on the shard, so each is saved for itself."""
+    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not hasattr(local, "__tensor_flatten__"):
+        return {path: tensor}
+    if isinstance(tensor, DTensor):
+        place = zip(tensor.device_mesh.shape, tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
+        path += "".join(f"@{at}of{size}" for size, placement, at in place if placement.is_shard())
+    return {f"{path}.{name}": getattr(local, name) for name in local.__tensor_flatten__()[0]}
 
 
 def restore(
@@ -84,8 +101,9 @@ def _prepare(
     parameters: Mapping[str, nn.Parameter],
     saved: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Restore the settings and numbers of an optimizer, and give it empty tensors, which are returned to be filled."""
+    """Restore the settings and numbers of an optimizer, and give it tensors, which are returned to be filled."""
     optimizer.state.clear()
+    targets = _composed(optimizer, part, parameters, saved) if rest["composed"] else {}
     place: dict[str, Any] = {}
     for group, before in zip(optimizer.param_groups, rest["groups"], strict=True):
         assert all(parameters[name] is each for name, each in zip(before["params"], group["params"], strict=True))
@@ -94,7 +112,8 @@ def _prepare(
         place |= {name: parameters[name].device if on_device else "cpu" for name in before["params"]}
     for name, numbers in rest["numbers"].items():
         optimizer.state[parameters[name]].update(numbers)
-    targets = {}
+    if rest["composed"]:
+        return targets
     for path, about in saved.items():
         owner, _, path_in_part = path.partition("/")
         if owner == part:
@@ -104,10 +123,35 @@ def _prepare(
                 tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:
                 tensor = torch.empty(size, dtype=dtype, device=parameter.device if size else place[name])
-                if isinstance(parameter, DTensor) and size:
-                    mesh = parameter.device_mesh
-                    tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
             targets[path] = optimizer.state[parameter][key] = tensor
+    return targets
+
+
+def _composed(
+    optimizer: Optimizer, part: str, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors that an optimizer makes in its first step, where they are of its own classes. The weights that this
+    step moves are restored afterwards, as everything is.
+
+    Raises:
+        ValueError: if they were saved of other shards.
+    """
+    known = {path.rpartition("/")[0].partition("/")[2] for path in saved if path.startswith(f"{part}/")}
+    for name in known:
+        parameters[name].grad = torch.zeros_like(parameters[name])
+    optimizer.step()
+    optimizer.zero_grad()
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+    targets: dict[str, Tensor] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                targets |= _components(f"{part}/{names[parameter]}/{key}", value)
+    if odd := sorted(targets.keys() - saved.keys()):
+        raise ValueError(
+            f"resume: this optimizer's state can't be divided anew, and {odd[0]!r} is not in the checkpoint; "
+            "go on with as many shards as it was written by"
+        )
     return targets
 
 

@@ -1,6 +1,7 @@
 """Train in child processes that are killed with SIGKILL as ordered, until one finishes.
 
 random:<count>     kill <count> children, at moments spread over the run at random; some of them while they start
+signals:<count>    the same with SIGINT, SIGTERM, SIGUSR1 and SIGKILL, one of them drawn for each child
 write:<n>          kill a child in the middle of writing its n-th file of a checkpoint
 truncate           cut the newest checkpoint in half
 """
@@ -23,10 +24,12 @@ from burnish.loops.recipes.ppo import run_ppo
 from burnish.loops.recipes.preference import run_dpo
 from burnish.loops.recipes.settings import DPO, GRPO, PPO, SFT
 from burnish.loops.recipes.sft import run_sft
-from burnish.loops.runs import checkpoint, storage
+from burnish.loops.runs import checkpoint, stop, storage
 from forked import run_forked
 
 RECIPES = {"dpo": (DPO, run_dpo), "sft": (SFT, run_sft), "grpo": (GRPO, run_grpo), "ppo": (PPO, run_ppo)}
+
+ANY = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
 
 
 def kill_and_resume(recipe, config, *orders, timeout=600):
@@ -88,6 +91,7 @@ def train(recipe, config, before=lambda: None):
     log = os.open(Path(config["output"]).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
     status = 1
     try:
         before()
@@ -95,6 +99,10 @@ def train(recipe, config, before=lambda: None):
         with patch("burnish.loops.runs.context.draw_curves"):  # the picture takes longer than the run
             run(build(kind, config))
         status = 0
+    except stop.Stopped as stopped:
+        status = stopped.code
+    except KeyboardInterrupt:  # before the run was ready for it
+        status = stop.STATUS["SIGINT"]
     except BaseException:
         import traceback
 
@@ -104,9 +112,9 @@ def train(recipe, config, before=lambda: None):
 
 
 def wait(child):
-    """True if the child was killed; raises if it failed by itself."""
+    """True if a signal ended the child; raises if it failed by itself."""
     _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
+    if os.WIFSIGNALED(status) or os.WEXITSTATUS(status) in stop.STATUS.values():
         return True
     if os.WEXITSTATUS(status):
         raise SystemExit(f"a child failed with status {os.WEXITSTATUS(status)}")
@@ -149,8 +157,8 @@ def kill_while_writing(nth):
     storage.write = write
 
 
-def kill_at_random(recipe, config, rng, upto):
-    """Kill a child while it starts, or some moments after a step up to this one; the result of `wait`."""
+def kill_at_random(recipe, config, rng, upto, signals=(signal.SIGKILL,)):
+    """Send a signal to a child while it starts, or some moments after a step up to this one; the result of `wait`."""
     journal = Path(config["output"]) / "metrics.jsonl"
     saved, earlier = newest_step(journal.parent), inode(journal)
     target = rng.randint(saved, max(saved, upto))
@@ -158,13 +166,13 @@ def kill_at_random(recipe, config, rng, upto):
     if target > saved:
         wait_for_step(journal, target, child, earlier)
     time.sleep(rng.uniform(0.0, 0.2))
-    os.kill(child, signal.SIGKILL)
+    os.kill(child, rng.choice(signals))
     return wait(child)
 
 
 def be_rank(recipe, config, *orders):
     rng = random.Random(0)
-    happened = {"random": 0, "write": 0, "truncate": 0}
+    happened = {"random": 0, "signals": 0, "write": 0, "truncate": 0}
     if not config.get("max_staleness"):  # above, no two runs are alike
         assert not wait(train(recipe, {**config, "output": config["output"] + "-undisturbed"}))
     config["resume"] = True
@@ -178,8 +186,10 @@ def be_rank(recipe, config, *orders):
             happened["write"] += wait(train(recipe, config, partial(kill_while_writing, int(value))))
         else:
             count = int(value)
+            signals = (signal.SIGKILL,) if kind == "random" else ANY
             for number in range(1, count + 1):
-                happened["random"] += kill_at_random(recipe, config, rng, config["steps"] * number // (count + 1))
+                upto = config["steps"] * number // (count + 1)
+                happened[kind] += kill_at_random(recipe, config, rng, upto, signals)
     while wait(train(recipe, config)):
         pass
     print(json.dumps(happened))

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import dropout
+from torch.testing._internal.two_tensor import TwoTensor
 
 STEPS = 6
 
@@ -38,6 +39,26 @@ class Net(nn.Module):
         return self.outer(hidden) * self.frozen
 
 
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum, which is kept in tensors of another class, as by 8-bit optimizers."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if not (state := self.state[parameter]):
+                zero = torch.zeros_like(parameter.to_local())
+                shape = {"shape": parameter.shape, "stride": parameter.stride()}
+                both = TwoTensor(zero, zero.clone())
+                state["momentum"] = DTensor.from_local(both, parameter.device_mesh, parameter.placements, **shape)
+            both = state["momentum"]._local_tensor
+            both.a.mul_(0.9).add_(parameter.grad.to_local())
+            both.b.sub_(1.0)
+            parameter.to_local().sub_(0.05 * both.a)
+
+
 class Memory:
     """What a recipe may remember: numbers, texts, tensors, and keys that are no strings."""
 
@@ -51,7 +72,7 @@ class Memory:
         self.state = state
 
 
-def start(kind, *, random=False):
+def start(kind, *, random=False, composed=False):
     """Everything at step 0; with ``random`` each rank draws dropout from its own generator."""
     torch.manual_seed(0)
     accelerator, model = Accelerator(), Net()
@@ -65,7 +86,7 @@ def start(kind, *, random=False):
         fully_shard(model.outer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.05, fused=True)
+    optimizer = Momentum(trained) if composed else torch.optim.AdamW(trained, lr=0.05, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     torch.manual_seed(100 + rank)
     memory = Memory()
@@ -99,17 +120,19 @@ def finish(run, begin):
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
 
 
-def be_rank(order, kind, directories, output, random=False):
+def be_rank(order, kind, directories, output, random=False, composed=False):
     """Train to the end, with a checkpoint of step 3 in each directory, which may be written in the background; or go on
     to the end from each."""
     results = {}
     for directory in directories:
-        run = start(kind, random=random)
+        run = start(kind, random=random, composed=composed)
         begin = 0
         saver = checkpoint.Saver(background=order == "save in the background")
         if order != "load":
             for begin in (1, 2, 3):
                 step(run, begin)
+            if order == "keep a tensor for each rank":
+                run.parts["optimizer"].state[run.model.inner.weight]["codes"] = torch.zeros(5)
             saver.save(Path(directory), begin, **run.checkpoints)
         else:
             begin = checkpoint.load_newest(Path(directory), **run.checkpoints)

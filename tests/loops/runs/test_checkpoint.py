@@ -18,6 +18,7 @@ from burnish.loops.runs import checkpoint, storage
 from burnish.loops.runs.state import capture
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.testing._internal.two_tensor import TwoTensor
 
 
 @pytest.fixture
@@ -239,6 +240,40 @@ def test_the_state_of_any_optimizer_comes_back_in_its_own_dtypes(tmp_path, parts
     assert before.keys() == after.keys() and after["count"] == 7
     for key in before.keys() - {"count"}:
         assert after[key].dtype == before[key].dtype and torch.equal(after[key], before[key])
+
+
+class Composed(torch.optim.Optimizer):
+    """Remembers the gradients in tensors of a class of its own, as 8-bit optimizers do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if not state:
+                    state |= {"steps": 0, "both": TwoTensor(torch.zeros(2, 3), torch.ones(2, 3))}
+                state["steps"] += 1
+                state["both"].a.add_(parameter.grad)
+                parameter.data -= 0.1 * state["both"].a
+
+
+def test_the_state_of_an_optimizer_with_tensors_of_its_own_class_comes_back(tmp_path, parts):
+    policy = torch.nn.Linear(3, 2)
+    policy.bias.requires_grad_(False)
+    parts |= {"policy": policy, "parts": {"optimizer": Composed([policy.weight])}}
+    policy(torch.ones(1, 3)).sum().backward()
+    parts["parts"]["optimizer"].step()
+    weight = policy.weight.detach().clone()
+    path = checkpoint.save(tmp_path, 1, **parts)
+    names = {"optimizer/weight/both.a", "optimizer/weight/both.b", "model/weight"}
+    assert load_file(path / "shard-0.safetensors").keys() == names
+    parts["parts"] = {"optimizer": (second := Composed([policy.weight]))}
+    checkpoint.load_newest(tmp_path, **parts)
+    state = second.state[policy.weight]
+    assert torch.equal(policy.weight, weight) and state["steps"] == 1 and policy.weight.grad is None
+    assert type(state["both"]) is TwoTensor and torch.equal(state["both"].a, torch.ones(2, 3))
 
 
 def test_an_optimizer_that_has_taken_no_step_stays_so(tmp_path, parts):

@@ -6,9 +6,13 @@
 import pytest
 from faulty import FAULTS, outcomes
 from grids import slow
+from killed import assert_undisturbed, kill_and_resume
+from online import prepare
+from tiny import save_model, sums, write_rows
 
 # Faults of each kind, at least: a call more in a save is one fault more.
 COUNTS = {"one process": 30, "rank 0 of 2": 20, "rank 1 of 2": 10, "two ranks": 60}
+SIGNALS = 13  # to each of four recipes
 QUICK = ("ENOSPC, one process", "damaged files, one process")
 
 
@@ -16,3 +20,20 @@ QUICK = ("ENOSPC, one process", "damaged files, one process")
 def test_a_run_goes_on_to_the_same_weights_after_every_fault(name, tmp_path):
     begins = [begin for _, begin in outcomes(name, tmp_path)]
     assert len(begins) >= COUNTS[name.split(", ")[1]] and begins.count(2) > len(begins) / 2
+
+
+@pytest.mark.parametrize("recipe", [slow("sft"), slow("dpo"), slow("grpo"), slow("ppo")])
+def test_any_signal_at_any_moment_leaves_a_run_that_ends_with_the_same_weights(recipe, tmp_path):
+    """By default, nothing is saved but at the end and where a signal asks for it."""
+    if recipe in ("grpo", "ppo"):
+        config = {**prepare(tmp_path), "epochs_per_rollout": 2, "minibatches": 2, "old_logprobs": "recomputed"}
+    else:
+        rows = sums(50)
+        if recipe == "sft":
+            rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in rows]
+        data = write_rows(tmp_path / "rows.jsonl", rows)
+        config = {"model": str(save_model(tmp_path / "start")), "data": str(data), "batch_size": 8}
+    config |= {"output": str(tmp_path / "run"), "steps": 60}
+    happened, _ = kill_and_resume(recipe, config, f"signals:{SIGNALS}", timeout=1800)
+    assert happened["signals"] == SIGNALS
+    assert_undisturbed(config)

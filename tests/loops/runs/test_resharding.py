@@ -14,9 +14,15 @@ WORLDS = ["1 one", "2 ddp", "2 fsdp", slow("4 ddp"), slow("4 fsdp"), slow("4 hsd
 SAVED = ["1 one", "2 ddp", "2 fsdp", "4 fsdp", "4 hsdp"]
 
 
-def launch(order, world, directories, output, *options):
+def attempt(order, world, directories, output, *options):
+    """Exit status and output of each rank."""
     ranks, kind = world.split()
-    outcomes = run_forked(int(ranks), "resharded", order, kind, list(map(str, directories)), str(output), *options)
+    return run_forked(int(ranks), "resharded", order, kind, list(map(str, directories)), str(output), *options)
+
+
+def launch(order, world, directories, output, *options):
+    """What it saved at the end, and printed."""
+    outcomes = attempt(order, world, directories, output, *options)
     for status, printed in outcomes:
         assert status == 0, printed[-3000:]
     return torch.load(output, weights_only=True), "".join(printed for _, printed in outcomes)
@@ -90,3 +96,22 @@ def test_generators_go_on_where_they_were_and_new_ranks_are_said_to_have_fresh_o
     alone = saved("1 one")[0]
     _, printed = launch("load", "2 ddp", [alone], tmp_path / "weights.pt")
     assert re.findall("step-00000003 was written by fewer ranks: rank (.) keeps its fresh generators", printed) == ["1"]
+
+
+def test_state_that_is_not_sharded_as_the_weights_are_is_refused(tmp_path):
+    outcomes = attempt("keep a tensor for each rank", "2 fsdp", [tmp_path / "checkpoints"], tmp_path / "weights.pt")
+    for status, printed in outcomes:
+        assert status == 1
+        assert "optimizer: inner.weight is sharded, and 'codes', which it keeps of it, is not, so no other" in printed
+
+
+def test_composed_tensors_go_on_in_as_many_shards_and_are_refused_in_others(tmp_path):
+    directory = tmp_path / "checkpoints"
+    unbroken, _ = launch("save", "2 fsdp", [directory], tmp_path / "weights.pt", False, True)
+    resumed, _ = launch("load", "2 fsdp", [directory], tmp_path / "again.pt", False, True)
+    for name, weight in unbroken[str(directory)].items():
+        assert torch.equal(weight, resumed[str(directory)][name])
+    for status, printed in attempt("load", "3 fsdp", [directory], tmp_path / "none.pt", False, True):
+        assert status == 1
+        assert "can't be divided anew, and 'optimizer/inner.bias/momentum@" in printed
+        assert "go on with as many shards as it was written by" in printed
