@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("burnish", "torch", "triton", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers",
-             "jsonargparse", "numpy", "bitsandbytes", "vllm", "deepspeed", "flash-attn", "trl")  # fmt: skip
+_PACKAGES = ("burnish", "torch", "triton", "transformers", "accelerate", "datasets", "peft", "safetensors",
+             "tokenizers", "jsonargparse", "numpy", "bitsandbytes", "vllm", "deepspeed", "flash-attn")  # fmt: skip
 # Of the environment, the variables that say how processes were started; all others may be private.
 _LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED",
            "ACCELERATE_USE_CPU", "OMP_NUM_THREADS", "TRITON_INTERPRET", "HF_HUB_OFFLINE")  # fmt: skip

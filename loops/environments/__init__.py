@@ -1,4 +1,26 @@
-"""Multi-turn environments: games, tools and verifiers that the policy converses with.
+"""Multi-turn environments: games, tools and verifiers that the policy converses with. One of your own, in a file of
+the working directory, my_games.py:
+
+    from burnish.loops.environments import Step
+
+    class Doubling:
+        def __init__(self, turns=3):
+            self.left = turns
+
+        def reset(self, row):
+            self.wanted = row["number"]
+            return [{"role": "user", "content": f"Double {self.wanted}."}]
+
+        def step(self, completion):
+            self.left, self.wanted = self.left - 1, 2 * self.wanted
+            right = completion.text.strip() == str(self.wanted)
+            return Step(f"And {self.wanted}?", done=not right or not self.left, reward=float(right))
+
+and in the configuration: ``environment: {my_games:Doubling: {turns: 2}}``. Each conversation has an environment of its
+own. ``reset(row)`` gives the first messages of a row of the data; ``step(completion)`` the reply to the policy's latest
+turn, as text, messages or token ids, whether the conversation is over, and a reward, summed over the turns. Both may be
+async, and ``close()`` is called at the end if there is one. What raises, or takes longer than ``limits.seconds``, ends
+the conversation and masks it. See `Environment`, `Step`, `Limits`.
 
 multi_turn, chat_turns    one loop, tokens in, tokens out; the tokens between turns under a chat template
 tools                     functions that the policy calls; a calculator

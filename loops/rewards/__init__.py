@@ -1,4 +1,20 @@
-"""Functions that score completions.
+"""Functions that score completions. A reward of your own, in a file of the working directory, my_rewards.py:
+
+    def right(completion, answer):
+        return float(completion.strip() == answer)
+
+    class Short:
+        def __init__(self, longest=100):
+            self.longest = longest
+
+        def __call__(self, row, sample):
+            return min(0.0, self.longest - len(sample.tokens)) / self.longest
+
+and in the configuration: ``rewards: {my_rewards:right: 1.0, my_rewards:Short: {weight: 0.1, longest: 50}}``. Parameters
+are given by their names: ``completion`` is its text, and others are columns of the data; or ``(row, sample)`` by their
+places, where `Sample` has tokens, text and how it ended. A function of TRL, ``(completions, **columns)``, works too.
+The score is a number, the higher the better; None where the function does not apply. What raises, takes longer than its
+``timeout``, or returns something else masks the completion; in all calls of the first rollout, it ends the run.
 
 scoring      many functions at once, and what they could not score. A function returns None for a completion that it
              does not apply to, which leaves it out of the weighted sum; one that fails masks the completion, which is
