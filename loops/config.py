@@ -1,14 +1,19 @@
 """Settings that recipes share: frozen dataclasses whose fields are the YAML keys and the command-line flags.
 
 The type of a field says its range. The command line checks it while it parses, `Settings` where Python builds one.
+From Python, a field that names something may hold the object itself.
 """
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:  # a number in a range is a number to a type checker
+if TYPE_CHECKING:  # a number in a range is a number to a type checker, and a name may be what it stands for
+    Named = Any
+    LossMix = str | Callable[..., Any] | Mapping[Any, Any]
+    RewardMix = LossMix | Sequence[str | Callable[..., Any]]
     PositiveInt = int
     NonNegativeInt = int
     PositiveFloat = float
@@ -28,6 +33,9 @@ else:
         restricted_number_type,
     )
 
+    Named = str
+    LossMix = str | dict[str, float | dict[str, Any]]
+    RewardMix = dict[str, float | dict[str, Any]]
     PositiveShare = restricted_number_type("PositiveShare", float, [(">", 0), ("<=", 1)])
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
 
@@ -103,14 +111,17 @@ class Lora(Settings):
 class Common(Settings):
     """The fields that all recipes share."""
 
-    model: str
-    """Name or directory of a transformers causal language model."""
-    data: str
-    """Training data: a .json, .jsonl, .csv or .parquet file, a saved dataset, or the name of one on the Hub."""
-    output: str
-    """Directory of this run."""
-    eval_data: str | None = None
+    model: Named
+    """Name or directory of a transformers causal language model; from Python, also the model, trained in place."""
+    data: Named
+    """Training data: a .json, .jsonl, .csv or .parquet file, a saved dataset, or the name of one on the Hub; from
+    Python, also a Dataset or a list of rows."""
+    output: str | None = None
+    """Directory of this run; from Python, None writes no files."""
+    eval_data: Named | None = None
     """Held-out data, in the same layouts."""
+    tokenizer: Named | None = None
+    """Name or directory of a tokenizer other than the model's; from Python, also the tokenizer."""
     steps: PositiveInt | None = None
     """Optimizer steps; without it, as many as `epochs` takes."""
     epochs: PositiveInt = 1
@@ -206,8 +217,9 @@ class Teacher(Settings):
 
     prefix = "teacher."
 
-    model: str | None = None
-    """Name or directory of the teacher, a causal language model with the same tokenizer."""
+    model: Named | None = None
+    """Name or directory of the teacher, a causal language model with the same tokenizer; from Python, also the
+    model."""
     logprobs: str | None = None
     """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run with top_k left."""
     top_k: PositiveInt | None = None

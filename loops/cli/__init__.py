@@ -168,6 +168,8 @@ def parse(name: str, config_class: type, arguments: list[str]) -> Any:
     files_first = sorted(range(len(arguments)), key=names_file, reverse=True)
     parsed = parser.parse_args([arguments[i] for i in files_first])
     parsed.pop("config", None)
+    if parsed.get("output", "") is None:
+        parser.error("the following arguments are required: output")
     groups: Any = {field.name: field.default_factory for field in dataclasses.fields(config_class)}
     values = {
         field: groups[field](**vars(value)) if isinstance(value, Namespace) else value

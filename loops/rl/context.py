@@ -2,17 +2,16 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from typing import Any
 
 from accelerate import Accelerator
-from datasets import Dataset
 from torch import nn
 
-from ...data import encode_prompts, load
+from ...data import Records, encode_prompts, load
 from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
@@ -25,6 +24,7 @@ from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
 from ..runs.ranks import from_main
+from ..runs.training import Training
 from ..train.losses import Losses, TensorReader
 from .buffer import RolloutBuffer
 from .settings import OnlineConfig
@@ -51,14 +51,17 @@ class RLContext(RunContext[Policy]):
     eval_rows: Sequence[Row] = ()
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
-    def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> dict[str, float]:
-        """Train on the rollouts of a `RolloutFeed`, which is part of checkpoints, and closed at the end; see
-        `RunContext.train`. Held-out prompts are evaluated by their rewards."""
+    def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> Training:
+        """Get ready to train on the rollouts of a `RolloutFeed`, which is part of checkpoints, and closed at the end;
+        see `RunContext.train`. Held-out prompts are evaluated by their rewards."""
         scheduler: Any = self.scheduler
         if self.eval_data is not None:
             options["evaluation"] = lambda steps: from_main(self.accelerator, lambda: scheduler.run(self.evaluate()))
-        with closing(feed):
-            return super().train(losses, read, feed, memory=feed, **options)
+        with ExitStack() as failing:
+            failing.callback(feed.close)
+            training = super().train(losses, read, feed, memory=feed, resources=closing(feed), **options)
+            failing.pop_all()
+        return training
 
     def metrics(self, rollout: RolloutBuffer) -> Mapping[str, float]:
         """Metrics of the rewards and conversations of a rollout, and of the sampler on the main process."""
@@ -106,11 +109,15 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
     """
     check_online(config)
-    records = {source: load(source) for source in (config.data, config.eval_data) if source is not None}
-    rows = {source: part.dataset for source, part in records.items()}
+    train = load(config.data)
+    held_out = None if config.eval_data is None else load(config.eval_data)
     accelerator = open_accelerator(config)
-    rewards = open_rewards(config, rows, accelerator)
-    run = open_run(config, encode_prompts, make_policy, load=records.__getitem__, accelerator=accelerator)
+    rewards = open_rewards(config, [part for part in (train, held_out) if part is not None], accelerator)
+
+    def loaded(source: Any) -> Records:
+        return held_out if held_out is not None and source is not config.data else train
+
+    run = open_run(config, encode_prompts, make_policy, load=loaded, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
     converse = None
     if config.environment is not None:
@@ -120,7 +127,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
 
     def row_of(task: int) -> Row:
-        row: Row = rows[config.data][run.data[order(task)]["row"]]
+        row: Row = train.dataset[run.data[order(task)]["row"]]
         return row
 
     async def score_group(group: list[Sample]) -> None:
@@ -137,27 +144,27 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         converse=partial(converse, row=row_of) if converse else None,
         score=score_group,
     )
-    eval_rows = rows[config.eval_data] if config.eval_data is not None else ()
-    log = open_sample_log(run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode)
+    eval_rows = () if held_out is None else held_out.dataset
+    log = open_sample_log(run.file("samples.jsonl"), config.show_every, run.tokenizer.decode)
     return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, sample_log=log, converse=converse,
                      eval_rows=eval_rows)  # fmt: skip
 
 
 def open_rewards(
-    config: OnlineConfig, rows: Mapping[str, Dataset], accelerator: Accelerator
+    config: OnlineConfig, records: Sequence[Records], accelerator: Accelerator
 ) -> Sequence[RewardFunction]:
     """On the main process, the configured functions, their models on the device; on the others, their names.
 
     Raises:
-        ValueError: if the data, by its source, lacks a column that one of them reads.
+        ValueError: if the data lacks a column that one of them reads.
     """
     spec = config.rewards or {"environment": 1.0}
     rewards = resolve_names(spec)
 
     def open_there() -> None:
         rewards[:] = resolve_rewards(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
-        for source, dataset in rows.items():
-            check_columns(rewards, dataset.column_names, source)
+        for part in records:
+            check_columns(rewards, part.dataset.column_names, part.source)
 
     from_main(accelerator, open_there)
     return rewards

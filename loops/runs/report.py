@@ -24,18 +24,23 @@ _PANEL = (4.0, 2.6)  # inches
 
 
 class Journal:
-    """``metrics.jsonl`` and the trackers. What was logged after the step that a run resumes from is taken back."""
+    """``metrics.jsonl`` and the trackers. What was logged after the step that a run resumes from is taken back.
 
-    def __init__(self, directory: Path, start: int, accelerator: Accelerator) -> None:
-        self.accelerator, self.path = accelerator, directory / "metrics.jsonl"
+    Args:
+        directory: None for trackers alone.
+    """
+
+    def __init__(self, directory: Path | None, start: int, accelerator: Accelerator) -> None:
+        self.accelerator, self.path = accelerator, None if directory is None else directory / "metrics.jsonl"
         accelerator.init_trackers("logs")
-        if accelerator.is_main_process:
+        if self.path is not None and accelerator.is_main_process:
             partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(written(self.path, start)))
+            partial.write_text("".join(written(directory, start)))
             partial.replace(self.path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.accelerator.is_main_process:
+        metrics = {name: value if isinstance(value, int | float) else float(value) for name, value in metrics.items()}
+        if self.path is not None and self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
         self.accelerator.log(dict(metrics), step=step)
@@ -45,9 +50,10 @@ class Journal:
             tracker.finish()
 
 
-def written(path: Path, start: int) -> list[str]:
+def written(directory: Path | None, start: int) -> list[str]:
     """The lines of a journal up to the step that a run resumes from; none of a run that begins."""
-    lines = path.read_text().splitlines(keepends=True) if start and path.exists() else []
+    path = (directory or Path()) / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if directory and start and path.exists() else []
     # A process that was killed may have left half a line at the end.
     return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
 
