@@ -16,7 +16,7 @@ best = math.inf
 for step in run:
     if step.metrics.get("eval/loss", math.inf) < best:
         best = step.metrics["eval/loss"]
-        if run.is_main_process:
+        if run.context.accelerator.is_main_process:
             run.model.save_pretrained(output)
             run.tokenizer.save_pretrained(output)
 print(f"best held-out loss {best:.4f}, in {output}")

@@ -1,6 +1,6 @@
 """Stop when the loss on held-out data has not fallen for some evaluations in a row.
 
-    python early_stopping.py MODEL DATA HELD_OUT OUTPUT
+python early_stopping.py MODEL DATA HELD_OUT OUTPUT
 """
 
 import math

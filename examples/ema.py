@@ -1,6 +1,6 @@
 """Average the weights over the steps, and save the averaged model in place of the last one.
 
-    python ema.py MODEL DATA OUTPUT
+python ema.py MODEL DATA OUTPUT
 """
 
 import sys

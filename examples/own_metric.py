@@ -1,6 +1,6 @@
 """A metric of one's own: the share of held-out questions whose likeliest answer is right, in curves.png and trackers.
 
-    python own_metric.py MODEL DATA HELD_OUT OUTPUT        rows have a prompt and a completion
+python own_metric.py MODEL DATA HELD_OUT OUTPUT        rows have a prompt and a completion
 """
 
 import sys

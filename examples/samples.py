@@ -1,6 +1,6 @@
 """Watch what the model says to held-out prompts while DPO trains it.
 
-    python samples.py MODEL PAIRS OUTPUT
+python samples.py MODEL PAIRS OUTPUT
 """
 
 import sys

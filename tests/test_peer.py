@@ -19,7 +19,7 @@ DESIRABLE = [
     for pair, kind in zip(PAIRS, cycle(("chosen", "rejected")), strict=False)
 ]
 # Rows, our settings and theirs. Both estimate KTO's KL from the completions of other prompts; of two rows there is one
-# choice. Losses of tokens, since those of completions add up to the advantages of a group, which are 0 in the first step.
+# choice. GRPO in the way of DAPO: over completions, the first loss would be the sum of advantages, which is 0.
 SAMPLED = {"prompts_per_rollout": 2, "group_size": 4, "max_tokens": 8, "epochs_per_rollout": 2, "rewards": vowels}
 SAMPLED |= {"variant": "dapo", "dynamic_sampling": False, "old_logprobs": "recomputed", "max_prompt_length": None}
 THEIRS = {"num_generations": 4, "max_completion_length": 8, "num_iterations": 2, "loss_type": "dapo", "beta": 0.0}

@@ -40,7 +40,7 @@ class Training:
     ``resume`` a run goes on after the last step that was saved, whose body has run.
 
     Attributes:
-        run: what is trained, and its settings.
+        context: what is trained, on which ranks, and its settings.
         state: what a checkpoint holds, as `checkpoint.save` takes it.
         start: steps that were taken before.
         save: writes, on the main process, what is left beside the model.
@@ -48,7 +48,7 @@ class Training:
         metrics: of the last step.
     """
 
-    run: "RunContext[Any]"
+    context: "RunContext[Any]"
     feed: Any
     objective: Objective
     weightings: Weightings
@@ -62,9 +62,9 @@ class Training:
 
     def __post_init__(self) -> None:
         self.metrics: dict[str, float] = {}
-        self.directory = None if self.run.config.output is None else self.run.directory
-        self.checkpoints = self.run.file("checkpoints") or Path()
-        self.best, self.taken = checkpoint.Best(self.run.config.keep_best), False
+        self.directory = None if self.context.config.output is None else self.context.directory
+        self.checkpoints = self.context.file("checkpoints") or Path()
+        self.best, self.taken = checkpoint.Best(self.context.config.keep_best), False
         for line in map(json.loads, written(self.directory, self.start)):
             if line["step"] == 0 or checkpoint.path_of(self.checkpoints, line["step"]).exists():
                 self.best.observe(line["step"], line)
@@ -72,12 +72,12 @@ class Training:
     @property
     def model(self) -> nn.Module:
         """The model of transformers that is trained, or that of peft around it."""
-        model: nn.Module = self.run.model.model
+        model: nn.Module = self.context.model.model
         return model
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.run.tokenizer
+        return self.context.tokenizer
 
     def train(self) -> dict[str, float]:
         """Take all steps; returns the metrics of the last one."""
@@ -92,14 +92,14 @@ class Training:
             CheckpointError: if the disk is full.
             Stopped: after the step in which SIGINT, SIGTERM or SIGUSR1 reached any rank, which is saved.
         """
-        accelerator, config, steps = self.run.accelerator, self.run.config, self.feed.steps
+        accelerator, config, steps = self.context.accelerator, self.context.config, self.feed.steps
         if self.taken:
             raise RuntimeError("training: its steps were taken; open a run with resume=True to go on with it")
         self.taken, signalled = True, []
         with self.resources:
             with (
                 stop.signals(visible=accelerator.is_main_process) as self.received,
-                self.run.claimed(),
+                self.context.claimed(),
                 closing(Journal(self.directory, self.start, accelerator)) as journal,
                 progress(steps, self.start, visible=accelerator.is_main_process) as show,
             ):
@@ -142,10 +142,10 @@ class Training:
                 raise stopped
 
     def _optimize(self) -> Iterator[StepResult]:
-        config, parts = self.run.config, self.state["parts"]
+        config, parts = self.context.config, self.state["parts"]
 
         def votes() -> dict[str, float]:
-            by_clock = self.run.accelerator.is_main_process and bool(config.save_minutes)
+            by_clock = self.context.accelerator.is_main_process and bool(config.save_minutes)
             return {**self.received, "save": float(by_clock and monotonic() - self.saved >= 60 * config.save_minutes)}
 
         return optimize(
@@ -153,7 +153,7 @@ class Training:
             self.feed,
             self.objective,
             self.weightings,
-            accelerator=self.run.accelerator,
+            accelerator=self.context.accelerator,
             optimizer=parts["optimizer"],
             schedule=parts["schedule"],
             steps=self.feed.steps,
@@ -169,7 +169,7 @@ class Training:
         if isinstance(self.evaluation, Feed):
             batches, policy = self.evaluation(0), self.state["policy"]
             metrics: Mapping[str, float] = evaluate(
-                self.run.accelerator, policy, batches, self.objective, self.weightings
+                self.context.accelerator, policy, batches, self.objective, self.weightings
             )
         else:
             metrics = {} if self.evaluation is None else self.evaluation(step)
@@ -177,14 +177,14 @@ class Training:
 
     def _save(self, step: int) -> None:
         if self.directory is not None:
-            checkpoint.save(self.checkpoints, step, **self.state, keep=self.run.config.keep, best=self.best.step)
+            checkpoint.save(self.checkpoints, step, **self.state, keep=self.context.config.keep, best=self.best.step)
         self.saved = monotonic()
 
     def _save_model(self) -> None:
-        if self.directory is not None and self.run.accelerator.is_main_process:
+        if self.directory is not None and self.context.accelerator.is_main_process:
             with checkpoint.writing("the model", self.checkpoints):
-                policy = self.run.accelerator.unwrap_model(self.state["policy"])
-                save_model(policy, self.run.tokenizer, self.directory)
+                policy = self.context.accelerator.unwrap_model(self.state["policy"])
+                save_model(policy, self.context.tokenizer, self.directory)
                 self.save()
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
 

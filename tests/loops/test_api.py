@@ -275,7 +275,7 @@ def test_one_script_trains_on_two_ranks_and_one_that_leaves_its_loop_ends_both(
     saved, tmp_path, model, tokenizer, left_by
 ):
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     arguments = [tmp_path / "script.py", saved, tmp_path / "run", left_by]
     paths = os.pathsep.join([os.environ.get("PYTHONPATH", ""), *sys.path])
     done = subprocess.run(
