@@ -129,7 +129,9 @@ class Common(Settings):
     micro_tokens: PositiveInt | None = 8192
     """Tokens that one forward pass computes at most, unless one example alone has more. Less needs less memory."""
     learning_rate: NonNegativeFloat = 1e-5
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optimizer: Named = "adamw"
+    """adamw, or your own as module:Class; from Python, also a function ``f(params, lr, ...)``, or the optimizer."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     """How the learning rate falls after the warmup."""
     warmup: NonNegativeFloat = 0.0

@@ -32,7 +32,7 @@ from ..config import Common
 from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
-from ..registry import nearest
+from ..registry import build, find, nearest
 from ..train.losses import Losses, TensorReader, compose, weightings
 from ..train.mix import STEP_COUPLED
 from . import checkpoint
@@ -177,12 +177,11 @@ class RunContext(Generic[Model]):
             evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
             feed = self.feed(self.data, **options)
         accelerator.wait_for_everyone()  # every rank has looked at the directory before the main process writes to it
-        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        adamw = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+        optimizer: Any = make_optimizer(config, [each for each in self.model.parameters() if each.requires_grad])
         warmup = round(config.warmup * feed.steps) if config.warmup < 1 else int(config.warmup)
         shape = "constant_with_warmup" if config.schedule == "constant" and warmup else config.schedule
-        schedule = get_scheduler(shape, adamw, num_warmup_steps=warmup, num_training_steps=feed.steps)
-        policy, optimizer = accelerator.prepare(self.model, adamw)
+        schedule = get_scheduler(shape, optimizer, num_warmup_steps=warmup, num_training_steps=feed.steps)
+        policy, optimizer = accelerator.prepare(self.model, optimizer)
         state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
         state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
         start = checkpoint.load_newest(self.directory / "checkpoints", **state) if config.resume else 0
@@ -312,6 +311,19 @@ def _check_directory(config: Common) -> None:
         if key in ("steps", "epochs") and before.get(key) != now[key] and config.schedule != "constant":
             log.warning("resume: %s was %s, now it is %s: the learning rate goes on as if it had been so all along",
                         key, before.get(key), now[key])  # fmt: skip
+
+
+def make_optimizer(config: Common, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that was given, or is named, or what the class or function that was given makes."""
+    optimizer: Any = config.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    options: dict[str, Any] = {"params": params, "lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if isinstance(optimizer, str):
+        options |= {"fused": True} if optimizer == "adamw" else {}
+        optimizer = find("optimizer", optimizer, {"adamw": "torch.optim:AdamW"}, "")
+    made: torch.optim.Optimizer = build("optimizer", optimizer, {}, factory=True, **options)
+    return made
 
 
 def to_yaml(config: Common) -> str:

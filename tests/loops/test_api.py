@@ -225,6 +225,18 @@ def test_rewards_are_functions_names_or_both(model, tokenizer):
         assert {getattr(reward, "__name__", reward) for reward in wanted} <= names
 
 
+@pytest.mark.parametrize("kind", ["class", "function", "object"])
+def test_an_optimizer_is_made_by_a_class_or_a_function_or_given(model, tokenizer, kind):
+    def of_the_head(params, lr):
+        return torch.optim.SGD([parameter for parameter in params if parameter is model.lm_head.weight], lr)
+
+    objects = {"class": torch.optim.SGD, "function": of_the_head, "object": of_the_head(model.parameters(), 1e-3)}
+    before = weights(model)
+    burnish.sft(model, DEMONSTRATIONS, optimizer=objects[kind], tokenizer=tokenizer, **SETTINGS).train()
+    changed = {name for name, tensor in weights(model).items() if not torch.equal(tensor, before[name])}
+    assert changed == (before.keys() if kind == "class" else {"lm_head.weight"})
+
+
 def hinged(chosen: PerPair, rejected: PerPair, difficulty: PerPair, *, gap: float = 1.0) -> tuple[PerPair, Stats]:
     """Hinge of the margin, less of it where a pair is difficult."""
     loss = (gap - difficulty * (chosen - rejected)).relu()
