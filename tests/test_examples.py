@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import write_rows
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from worlds import demonstrations, save_start, successors
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -97,3 +97,17 @@ def test_the_averaged_model_is_saved(start, rows, run, tmp_path):
     run("ema.py", start, rows("data", 100, 1), tmp_path / "averaged")
     before, averaged = (AutoModelForCausalLM.from_pretrained(path) for path in (start, tmp_path / "averaged"))
     assert not torch.equal(before.lm_head.weight, averaged.lm_head.weight)
+
+
+def test_new_tokens_are_learned_and_saved(start, rows, run, tmp_path):
+    def with_token(pairs):
+        return [{"prompt": pair["prompt"], "completion": "<next>" + pair["chosen"]} for pair in pairs]
+
+    assert re.search(
+        r"loss 0\.\d+, 15 embeddings", run("new_tokens.py", start, rows("d", 1500, 1, with_token), tmp_path)
+    )
+    model, tokenizer = (auto.from_pretrained(tmp_path / "model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer(["1234=", "9870="], return_tensors="pt").input_ids
+    assert model.lm_head.weight.shape[0] == len(tokenizer) == 15
+    said = tokenizer.batch_decode(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)[:, 5:])
+    assert said == ["<next>5<eos>", "<next>1<eos>"]

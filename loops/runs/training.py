@@ -11,7 +11,6 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..models.io import save_model
@@ -70,10 +69,9 @@ class Training:
                 self.best.observe(line["step"], line)
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The model of transformers that is trained, or that of peft around it."""
-        model: nn.Module = self.context.model.model
-        return model
+        return self.context.model.model
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -3,15 +3,19 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
 import burnish
+import looped
 import pytest
 import torch
 from burnish.loops.cli import main
 from burnish.objectives import PerPair, Stats, dpo
 from datasets import Dataset
+from forked import run_forked
+from grids import slow
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import save_model, sums, write_rows
@@ -262,47 +266,28 @@ def test_a_copy_of_a_loss_of_ours_trains_as_that_does(saved, tokenizer):
     assert_same(*trained)
 
 
-SCRIPT = """
-import os, sys
-import burnish
-from tiny import sums
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-saved, output, left_by = sys.argv[1:]
-rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(12)]
-model = AutoModelForCausalLM.from_pretrained(saved)
-tokenizer = AutoTokenizer.from_pretrained(saved)
-steps = []
-for step in burnish.sft(model, rows, output, tokenizer=tokenizer, steps=3, batch_size=4, learning_rate=1e-3):
-    steps.append(step.number)
-    if os.environ["RANK"] == left_by and step.number == 2:
-        break
-print("steps", steps)
-"""
+def by_forks(*arguments):
+    outcomes = run_forked(2, "looped", *arguments)
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+    return "".join(printed for _, printed in outcomes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("left_by", ["nobody", "1"])
-def test_one_script_trains_on_two_ranks_and_one_that_leaves_its_loop_ends_both(
-    saved, tmp_path, model, tokenizer, left_by
-):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    arguments = [tmp_path / "script.py", saved, tmp_path / "run", left_by]
-    paths = os.pathsep.join([os.environ.get("PYTHONPATH", ""), *sys.path])
-    done = subprocess.run(
-        [*command, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def by_torchrun(*arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", looped.__file__]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    last = 3 if left_by == "nobody" else 2
-    assert done.stdout.count(f"steps {list(range(1, last + 1))}") == 2
-    for step in burnish.sft(model, DEMONSTRATIONS, tokenizer=tokenizer, **SETTINGS):
-        if step.number == last:
-            break
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("launch", "left_by", "dtype"),
+    [(by_forks, "none", "float32"), (by_forks, "1", "bfloat16"), slow(by_torchrun, "1", "float32")],
+)
+def test_a_script_trains_on_two_ranks_and_one_that_leaves_its_loop_ends_both(saved, tmp_path, launch, left_by, dtype):
+    printed = launch(str(saved), str(tmp_path / "run"), left_by, dtype)
+    assert re.findall(r"^steps (.*)$", printed, re.M) == ["1 2 3" if left_by == "none" else "1 2"] * 2
+    alone = looped.be_rank(saved, None, "none" if left_by == "none" else "0", dtype)
     together = load_file(tmp_path / "run/model/model.safetensors")
-    for name, tensor in weights(model).items():
-        torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=1e-5)
+    for name, tensor in weights(alone).items():
+        torch.testing.assert_close(together[name], tensor, rtol=1e-3, atol=1e-5 if dtype == "float32" else 1e-3)
