@@ -1,7 +1,15 @@
 """The recipes as functions of Python objects: ``for step in burnish.dpo(model, dataset, beta=0.2): ...``
 
 Each takes the fields of its settings, in `recipes.settings`, which are those of the command line, and returns a
-`Training`: iterate over it, or call its ``train``.
+`Training`: iterate over it, or call its ``train``. A field that names a model, a tokenizer, data, a loss, a reward, an
+optimizer, a teacher or a tracker may hold the object itself:
+
+    model       trained in place, as the command would train it: converted to ``dtype``, its dropout turned off; one
+                with adapters, or quantized, keeps its precision
+    output      without a directory no files are written, and what needs one (checkpoints, a precomputed reference, a
+                vLLM server) is refused
+    resume      wants the settings of the run: functions by module and name, a model by a digest of the weights that it
+                began with, which the reference is a copy of, data by a digest of its tokens
 """
 
 import inspect

@@ -284,10 +284,15 @@ def by_torchrun(*arguments):
     ("launch", "left_by", "dtype"),
     [(by_forks, "none", "float32"), (by_forks, "1", "bfloat16"), slow(by_torchrun, "1", "float32")],
 )
-def test_a_script_trains_on_two_ranks_and_one_that_leaves_its_loop_ends_both(saved, tmp_path, launch, left_by, dtype):
+def test_a_script_trains_on_two_ranks_and_one_that_leaves_its_loop_ends_both(
+    saved, model, tmp_path, launch, left_by, dtype
+):
+    begun = weights(model)
     printed = launch(str(saved), str(tmp_path / "run"), left_by, dtype)
     assert re.findall(r"^steps (.*)$", printed, re.M) == ["1 2 3" if left_by == "none" else "1 2"] * 2
     alone = looped.be_rank(saved, None, "none" if left_by == "none" else "0", dtype)
     together = load_file(tmp_path / "run/model/model.safetensors")
-    for name, tensor in weights(alone).items():
-        torch.testing.assert_close(together[name], tensor, rtol=1e-3, atol=1e-5 if dtype == "float32" else 1e-3)
+    ends = weights(alone)
+    way, apart = (torch.cat([(ends[name] - other[name]).flatten() for name in ends]) for other in (begun, together))
+    # AdamW takes whole steps along gradients that are little more than rounding, and bfloat16 rounds much.
+    assert apart.norm() < {"float32": 1e-3, "bfloat16": 0.2}[dtype] * way.norm()
