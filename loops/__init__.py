@@ -3,13 +3,13 @@
 batch               what objectives see
 models/             rows, hidden states, log-probs and scores of Hugging Face models
 train/              named losses over one forward pass; one step, and the generator of steps
-runs/               an open run (`RunContext`): its directory, data, reference, teacher, checkpoints
+runs/               an open run (`RunContext`): its directory, data, reference, teacher, checkpoints, steps (`Training`)
 rollouts/           completions that the policy samples, by itself or on a vLLM server; the scheduler of a trainer
 rewards/            functions that score completions; one table of scores per rollout
 environments/       multi-turn environments
 rl/                 rollout buffer, the context of online runs, and what policy-gradient recipes share
 recipes/            settings, losses and, online, advantages: copy one and edit it
-config, cli         settings checked by their types; the command
+config, cli, api    settings checked by their types; the command, and the recipes as functions, `burnish.dpo` and others
 """
 
 # ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a statement of its own
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .runs.ranks import from_main as from_main
     from .runs.reference import adapters_off as adapters_off, frozen_copy as frozen_copy
     from .runs.stop import Stopped as Stopped
+    from .runs.training import Training as Training
     from .train.losses import Term as Term, compose as compose, policy_tensors as policy_tensors
     from .train.losses import score_tensors as score_tensors, weightings as weightings
     from .train.step import Objective as Objective, StepResult as StepResult, evaluate as evaluate

@@ -1,14 +1,20 @@
 """Settings that recipes share: frozen dataclasses whose fields are the YAML keys and the command-line flags.
 
 The type of a field says its range. The command line checks it while it parses, `Settings` where Python builds one.
+From Python, a field that names something may hold the object itself.
 """
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:  # a number in a range is a number to a type checker
+if TYPE_CHECKING:  # a number in a range is a number to a type checker, and a name may be what it stands for
+    Named = Any
+    Source = Any
+    LossMix = str | Callable[..., Any] | Mapping[Any, Any]
+    RewardMix = LossMix | Sequence[str | Callable[..., Any]]
     PositiveInt = int
     NonNegativeInt = int
     PositiveFloat = float
@@ -28,6 +34,10 @@ else:
         restricted_number_type,
     )
 
+    Named = str
+    Source = dict[str, Any] | list[Any] | str
+    LossMix = str | dict[str, float | dict[str, Any]]
+    RewardMix = dict[str, float | dict[str, Any]]
     PositiveShare = restricted_number_type("PositiveShare", float, [(">", 0), ("<=", 1)])
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
 
@@ -142,16 +152,19 @@ class Lora(Settings):
 class Common(Settings):
     """The fields that all recipes share."""
 
-    model: str
-    """Name or directory of a transformers causal language model."""
-    data: dict[str, Any] | list[Any] | str
+    model: Named
+    """Name or directory of a transformers causal language model; from Python, also the model, trained in place."""
+    data: Source
     """Training data: a .json, .jsonl, .csv or .parquet file, a directory, or the name of a dataset on the Hub, as
     path:config@revision#split; or {path, name, split, revision, data_files, data_dir, columns, system_prompt, weight};
-    or a mixture: a list of these, or {path: weight}, where weight is how many times an epoch takes the rows."""
-    output: str
-    """Directory of this run."""
-    eval_data: int | float | dict[str, Any] | list[Any] | str | None = None
+    or a mixture: a list of these, or {path: weight}, where weight is how many times an epoch takes the rows. From
+    Python, also a Dataset or a list of rows."""
+    output: str | None = None
+    """Directory of this run; from Python, None writes no files."""
+    eval_data: int | float | Source | None = None
     """Held-out data, as `data`; {split: test} of the same; or a number of rows held out of `data`, below 1 a share."""
+    tokenizer: Named | None = None
+    """Name or directory of a tokenizer other than the model's; from Python, also the tokenizer."""
     steps: PositiveInt | None = None
     """Optimizer steps; without it, as many as `epochs` takes."""
     epochs: PositiveInt = 1
@@ -160,10 +173,10 @@ class Common(Settings):
     """Tokens that one forward pass computes at most, unless one example alone has more. Less needs less memory."""
     learning_rate: NonNegativeFloat = 1e-5
     """Peak learning rate."""
-    optimizer: str = "adamw"
+    optimizer: Named = "adamw"
     """One of torch by its class in lower case (adamw, sgd, muon, ...), adafactor, lion, or adamw_8bit, lion_8bit,
     paged_adamw_8bit (bitsandbytes), adamw_torch_8bit, adamw_torch_4bit (torchao), schedule_free_adamw (schedulefree),
-    or your own module:Class."""
+    or your own module:Class; from Python, also a function ``f(params, lr, ...)``, or the optimizer."""
     optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {betas: [0.9, 0.95], eps: 1e-6}."""
     schedule: Schedule = "linear"
@@ -272,8 +285,9 @@ class Teacher(Settings):
 
     prefix = "teacher."
 
-    model: str | None = None
-    """Name or directory of the teacher, a causal language model with the same tokenizer."""
+    model: Named | None = None
+    """Name or directory of the teacher, a causal language model with the same tokenizer; from Python, also the
+    model."""
     logprobs: str | None = None
     """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run with top_k left."""
     top_k: PositiveInt | None = None

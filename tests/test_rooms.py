@@ -25,7 +25,7 @@ FLOORS = [
     {"environments"},
     {"rl"},
     {"recipes"},
-    {"cli"},
+    {"api", "cli"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

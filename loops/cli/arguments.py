@@ -57,6 +57,8 @@ def parse(name: str, config_class: type, arguments: Sequence[str]) -> Any:
         parsed = parser.parse_args(files_first) if not translation.refused else None
     except _Mistake as first:
         parsed, first_mistake = None, str(first)
+    if parsed is not None and parsed.get("output", "") is None:
+        parsed, first_mistake = None, "the following arguments are required: output"
     if parsed is None:
         others = _mistakes(parser, config_class, translated, left)
         mistakes = [*translation.refused.values(), *(text for name, text in others if name not in translation.refused)]

@@ -29,25 +29,33 @@ _UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow
 
 
 def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
-    """The model's tokenizer, with the configured chat template, if there is one.
+    """The configured tokenizer, or the model's, with the configured chat template, if there is one.
+
+    A tokenizer that was given stays as it is: with another chat template it is a copy.
 
     Raises:
         ValueError: if the tokenizer can't be loaded, most likely because there is no such model.
     """
-    adapter = Path(config.model, "adapter_config.json")
-    if adapter.exists() and not adapter.with_name("config.json").exists():
+    field = "model" if config.tokenizer is None else "tokenizer"
+    name = getattr(config, field)
+    if isinstance(name, nn.Module):  # the name that it was loaded by
+        name = getattr(getattr(name, "config", None), "_name_or_path", "")
+        if not name:
+            raise ValueError("tokenizer: a model made in memory has no name to find one by; give the tokenizer")
+    adapter = Path(name, "adapter_config.json") if isinstance(name, str | Path) else Path()
+    if adapter.is_file() and not adapter.with_name("config.json").exists():
         base = json.loads(adapter.read_text()).get("base_model_name_or_path")
-        raise ValueError(
-            f"model: {config.model} holds an adapter of {base}; pass --model {base} --lora.path {config.model}"
-        )
+        raise ValueError(f"model: {name} holds an adapter of {base}; pass --model {base} --lora.path {name}")
+    tokenizer: transformers.PreTrainedTokenizerBase
     try:
-        tokenizer: transformers.PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(config.model)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name) if isinstance(name, str | Path) else name
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model: {config.model} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
+            f"{field}: {name} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
             f"that can be reached; check the name. {error}"
         ) from error
     if config.chat_template is not None:
+        tokenizer = tokenizer if isinstance(name, str | Path) else copy.deepcopy(tokenizer)
         tokenizer.chat_template = read_chat_template(config.chat_template)
     return tokenizer
 
@@ -69,6 +77,8 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
         if task == "SEQ_CLS"
         else transformers.AutoModelForTokenClassification
     )
+    if isinstance(config.model, nn.Module):
+        return load(config, auto, task)
     architecture = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)(config.model)
     if type(architecture) not in auto._model_mapping:
         auto = _classifier_of(architecture, task)
@@ -83,27 +93,41 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
 def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     """A model to train, in the configured precision, without dropout; quantized and with adapters if configured.
 
+    A model that was given is itself converted to that precision, unless it has adapters already, or is quantized.
+
     Raises:
-        ValueError: if a quantized model is to be trained without adapters, or FlexAttention on a CPU.
+        ValueError: if a quantized model is to be trained without adapters, or FlexAttention on a CPU, or if a model
+            that was given is to be quantized, or to get adapters on top of those that it has.
     """
-    adapters = config.lora.enabled
+    in_memory, adapters = isinstance(config.model, nn.Module), config.lora.enabled
+    quantized = getattr(config.model, "is_quantized", False)
     if config.attention == "flex_attention" and not torch.cuda.is_available():
         raise ValueError("attention: FlexAttention has no backward pass on a CPU; leave attention out, which is sdpa")
-    if config.quantize and not adapters:
+    if in_memory and config.quantize:
+        raise ValueError("quantize: the model is loaded already; load it quantized, or give its name")
+    if isinstance(config.model, PeftModel) and adapters:
+        raise ValueError("lora.r: the model has adapters already; leave lora out, or give the model without them")
+    if (config.quantize or quantized) and not (adapters or isinstance(config.model, PeftModel)):
         raise ValueError(
             f"quantize={config.quantize}: quantized weights can't be trained; add adapters, such as --lora.r 16"
         )
     # Weights that an optimizer updates are float32: in bfloat16 a step of 1e-6 rounds to nothing without `rounding`.
     precision = config.weights_dtype if config.dtype == "bfloat16" and not adapters else config.dtype
     dtype = getattr(torch, precision)
-    attention = "" if config.attention is None else f" with attention {config.attention}"
-    model: Any = blaming(f"model: {config.model}{attention}")(auto.from_pretrained)(
-        config.model,
-        **options,
-        dtype=dtype,
-        attn_implementation=config.attention,
-        quantization_config=_quantization(config),
-    )
+    model: Any = config.model
+    if not in_memory:
+        attention = "" if config.attention is None else f" with attention {config.attention}"
+        model = blaming(f"model: {config.model}{attention}")(auto.from_pretrained)(
+            config.model,
+            **options,
+            dtype=dtype,
+            attn_implementation=config.attention,
+            quantization_config=_quantization(config),
+        )
+    elif not (quantized or isinstance(model, PeftModel)):
+        model.to(dtype)
+    if in_memory and config.attention is not None:
+        model.set_attn_implementation(config.attention)
     without_dropout(model)
     if config.gradient_checkpointing:
         # transformers renamed it in 5.2x and warns about the old name.
@@ -160,7 +184,7 @@ def _classifier_of(architecture: Any, task: str) -> Any:
 
 def without_dropout(model: nn.Module) -> None:
     """Turn off every dropout of the architecture: policy and reference must differ by their weights alone."""
-    for module in model.modules():
+    for module in (module for path, module in model.named_modules() if "lora_dropout" not in path):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():

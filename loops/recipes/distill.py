@@ -24,9 +24,10 @@ from ..rl.settings import OnlineConfig, SamplingConfig
 from ..rl.sources import check_sampling, open_sample_log, open_scheduler
 from ..runs.context import RunContext, open_run
 from ..runs.teacher import load_teacher, open_teacher
+from ..runs.training import Training, to_the_end
 from ..train import losses as terms
 from ..train.losses import Loss, TensorReader, Tensors, Term, columns_of, tensors_needed
-from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, parse_losses
+from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, loss_name, parse_losses
 from .settings import Distill
 
 LOSSES: dict[str, Loss] = {**TOKEN_LOSSES, "distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
@@ -34,8 +35,8 @@ LOSSES: dict[str, Loss] = {**TOKEN_LOSSES, "distillation": distillation, "sample
 _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled"}
 
 
-def run_distill(config: Distill) -> dict[str, float]:
-    """Train; returns the metrics of the last step."""
+def open_distill(config: Distill) -> Training:
+    """Open a run that is ready to train."""
     losses = distill_losses(config)
     context = open_run(config, encode_supervised, train_on=config.train_on)
     on_samples, compared = "teacher_logp" in tensors_needed(losses), "divergence" in tensors_needed(losses)
@@ -51,8 +52,18 @@ def run_distill(config: Distill) -> dict[str, float]:
         evaluation = context.feed(
             context.eval_data, whole=True, prepare=lambda _, step, batches: marked(batches, False)
         )
-    with closing(feed.rollouts):
-        return context.train(losses, read, feed, evaluation=evaluation, memory=feed.rollouts, report=feed.report)
+    return context.train(
+        losses,
+        read,
+        feed,
+        evaluation=evaluation,
+        memory=feed.rollouts,
+        report=feed.report,
+        resources=closing(feed.rollouts),
+    )
+
+
+run_distill = to_the_end(open_distill)
 
 
 def distill_losses(config: Distill) -> dict[str, Term]:
@@ -61,11 +72,11 @@ def distill_losses(config: Distill) -> dict[str, Term]:
     Raises:
         ValueError: if settings contradict each other.
     """
-    mix = {config.loss: 1.0} if isinstance(config.loss, str) else config.loss
+    mix = config.loss if isinstance(config.loss, Mapping) else {config.loss: 1.0}
     losses: dict[str, Term] = {}
     weigh = WEIGHTINGS[config.weighting]
     for name, entry in mix.items():
-        applies_to = _APPLIES_TO.get(name, "demonstrated") if config.on_policy else None
+        applies_to = _APPLIES_TO.get(loss_name(name), "demonstrated") if config.on_policy else None
         losses |= parse_losses({name: entry}, {}, LOSSES, weighting=weigh, of=applies_to)
     on_samples = "teacher_logp" in tensors_needed(losses)
     config.teacher.check(needed=on_samples or "divergence" in tensors_needed(losses))
@@ -122,9 +133,7 @@ class MixedFeed:
         online = OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
         scheduler, follow = open_scheduler(online, context, prompt)
         trackers = context.accelerator.trackers
-        log = open_sample_log(
-            context.directory / "samples.jsonl", config.show_every, context.tokenizer.decode, trackers
-        )
+        log = open_sample_log(context.file("samples.jsonl"), config.show_every, context.tokenizer.decode, trackers)
         parts = {**vars(context), "config": online, "scheduler": scheduler, "follow": follow, "sample_log": log}
         self.rollouts = RolloutFeed(RLContext(**parts))
 

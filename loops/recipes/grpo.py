@@ -17,8 +17,10 @@ from ...objectives import gdpo_advantage, group_advantage, kl_estimate, rloo_adv
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
+from ..runs.training import Training, to_the_end
 from ..train import weighting as weights
 from ..train.losses import Term
+from ..train.mix import loss_name
 from .settings import GRPO, VariantName
 
 _TIGHT = {"clip_low": 3e-4, "clip_high": 4e-4}
@@ -39,8 +41,8 @@ VARIANTS: dict[VariantName, dict[str, Any]] = {
 }
 
 
-def run_grpo(config: GRPO, context: RLContext | None = None) -> dict[str, float]:
-    """Train, in a context that is open already if one is given; returns the metrics of the last step."""
+def open_grpo(config: GRPO, context: RLContext | None = None) -> Training:
+    """Open a run that is ready to train, in a context that is open already if one is given."""
     losses = grpo_losses(config)
     return train_policy(
         context or open_rl(config),
@@ -49,6 +51,9 @@ def run_grpo(config: GRPO, context: RLContext | None = None) -> dict[str, float]
         kl_in_reward=config.kl_as == "reward",
         dynamic_sampling=variant_of(config)["dynamic_sampling"],
     )
+
+
+run_grpo = to_the_end(open_grpo)
 
 
 def variant_of(config: GRPO) -> dict[str, Any]:
@@ -102,7 +107,7 @@ def grpo_losses(config: GRPO) -> dict[str, Term]:
     losses = policy_losses(config, variant["loss"], loss_kwargs, weigh, kl_loss=config.kl_as == "loss")
     # A weighting of tokens that is set must apply to some loss of tokens without a weighting of its own.
     mix = config.loss if isinstance(config.loss, Mapping) else {}
-    weighted = {name for name, entry in mix.items() if isinstance(entry, Mapping) and "weighting" in entry}
+    weighted = {loss_name(key) for key, entry in mix.items() if isinstance(entry, Mapping) and "weighting" in entry}
     if config.weighting and all(loss.unit != "tokens" or name in weighted for name, loss in losses.items()):
         raise ValueError(
             f"weighting: {config.weighting} says how tokens count, and no loss would heed it: "

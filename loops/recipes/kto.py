@@ -17,6 +17,7 @@ from ..runs.context import open_run
 from ..runs.feed import Feed
 from ..runs.reference import Reference
 from ..runs.teacher import open_teacher
+from ..runs.training import Training, to_the_end
 from ..train.losses import ENTROPY, Losses, Term, columns_of, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import TOKEN_LOSSES, distillation, losses_of, parse_losses
 from ..train.step import sum_over_ranks
@@ -25,8 +26,8 @@ from .settings import KTO
 FEEDBACK_LOSSES = {**losses_of(feedback), **TOKEN_LOSSES, "distillation": distillation}
 
 
-def run_kto(config: KTO) -> dict[str, float]:
-    """Train; returns the metrics of the last step."""
+def open_kto(config: KTO) -> Training:
+    """Open a run that is ready to train."""
     losses = kto_losses(config)
     context = open_run(config, encode_unpaired)
     reference, precomputed = context.reference(config.reference)
@@ -41,6 +42,9 @@ def run_kto(config: KTO) -> dict[str, float]:
         prepare=prepare_feedback(losses, rewards, context.model, reference, context.accelerator),
         memory=rewards if "bco" in losses else None,
     )
+
+
+run_kto = to_the_end(open_kto)
 
 
 def kto_losses(config: KTO) -> dict[str, Term]:

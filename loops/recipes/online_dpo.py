@@ -8,14 +8,15 @@ from functools import partial
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
+from ..runs.training import Training, to_the_end
 from ..train import losses as terms
 from ..train.losses import Term, tensors_needed
 from ..train.mix import PAIR_LOSSES, parse_losses
 from .settings import OnlineDPO
 
 
-def run_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> dict[str, float]:
-    """Train, in a context that is open already if one is given; returns the metrics of the last step."""
+def open_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> Training:
+    """Open a run that is ready to train, in a context that is open already if one is given."""
     losses = online_dpo_losses(config)
     context = context or open_rl(config)
     reference, _ = context.reference(
@@ -26,6 +27,9 @@ def run_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> dict[
     outputs = terms.outputs_for(losses)
     read = terms.policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
     return context.train({**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}, read, feed, report=lambda: feed.metrics)
+
+
+run_online_dpo = to_the_end(open_online_dpo)
 
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:

@@ -27,6 +27,7 @@ from ..registry import blaming
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
+from ..runs.training import Training, to_the_end
 from ..train.losses import Term, tensors_needed, units_of
 from .settings import PPO
 
@@ -44,22 +45,28 @@ class ValueHead(nn.Linear):
             return super().forward(hidden.to(self.weight.dtype))
 
 
-def run_ppo(config: PPO, context: RLContext | None = None) -> dict[str, float]:
-    """Train, in a context that is open already if one is given; returns the metrics of the last step.
+def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
+    """Open a run that is ready to train, in a context that is open already if one is given.
 
     The critic or the value head is left beside the model, for `value_model` or `value_head` of a later run.
     """
     losses = ppo_losses(config)
     context = context or open_rl(config, lambda model: with_values(model, config))
     compute, report = partial(advantages, config=config), partial(objective_metrics, config=config)
-    metrics = train_policy(context, losses, advantages=compute, kl_in_reward=True, report=report)
-    policy, main = context.model, context.accelerator.is_main_process
-    if main and policy.critic is not None:
+    save = partial(save_values, context)
+    return train_policy(context, losses, advantages=compute, kl_in_reward=True, save=save, report=report)
+
+
+run_ppo = to_the_end(open_ppo)
+
+
+def save_values(context: RLContext) -> None:
+    policy = context.model
+    if policy.critic is not None:
         save_model(policy.critic, context.tokenizer, context.directory / "critic")
-    if main and policy.value_head is not None:
+    if policy.value_head is not None:
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in policy.value_head.state_dict().items()}
         save_file(state, context.directory / "value_head.safetensors")
-    return metrics
 
 
 def with_values(model: nn.Module, config: PPO) -> Policy:
@@ -93,10 +100,10 @@ def open_critic(config: PPO) -> Scorer:
     critic = Scorer(load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout, read="before")
     if critic.plain.config.pad_token_id is None:
         critic.plain.config.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
-    architectures = (
-        blaming(f"value_model: {config.value_model}")(AutoConfig.from_pretrained)(config.value_model).architectures
-        or []
-    )
+    architecture = critic.plain.config
+    if isinstance(config.value_model, str):
+        architecture = blaming(f"value_model: {config.value_model}")(AutoConfig.from_pretrained)(config.value_model)
+    architectures = architecture.architectures or []
     if not any("SequenceClassification" in name for name in architectures):
         for parameter in critic.head.parameters():
             nn.init.zeros_(parameter)

@@ -15,6 +15,7 @@ from ...objectives import f_divergence_score, length_desensitized_sum, nll, orpo
 from ..batch import Batch
 from ..runs.context import open_run
 from ..runs.teacher import open_teacher
+from ..runs.training import Training, to_the_end
 from ..train.losses import (
     CHOSEN,
     ENTROPY,
@@ -30,14 +31,14 @@ from ..train.mix import PAIR_LOSSES, STEP_COUPLED, parse_losses
 from .settings import CPO, DPO, ORPO
 
 
-def run_dpo(config: DPO) -> dict[str, float]:
-    """Train; returns the metrics of the last step."""
+def open_dpo(config: DPO) -> Training:
+    """Open a run that is ready to train."""
     losses = dpo_losses(config)
     needed, reduce, score = tensors_needed(losses), completion_logprob(config), None
     if config.divergence != "reverse_kl":
         score = partial(f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha)
     context = open_run(config, encode_preference)
-    reference, precomputed = context.reference(config.reference, needed="ref_chosen" in needed)
+    reference, precomputed = context.reference(config.reference, needed=any(name.startswith("ref_") for name in needed))
     teacher, stored = open_teacher(context, config.teacher, needed="divergence" in needed)
     read = policy_tensors(
         reference=reference, reduce=reduce, score=score, teacher=teacher, outputs=outputs_for(losses), pairs=True
@@ -45,21 +46,24 @@ def run_dpo(config: DPO) -> dict[str, float]:
     return context.train(losses, read, columns=columns_of(losses), per_token=(precomputed, stored))
 
 
-def run_cpo(config: CPO) -> dict[str, float]:
-    """Train; returns the metrics of the last step."""
+def open_cpo(config: CPO) -> Training:
+    """Open a run that is ready to train."""
     names = ("beta", "label_smoothing", "gamma", "alpha")
     mix = {config.loss: 1.0} | ({"nll": config.nll} if config.nll else {})
-    return _run(config, parse_losses(mix, {name: getattr(config, name) for name in names}, PAIR_LOSSES, of=CHOSEN))
+    return _open(config, parse_losses(mix, {name: getattr(config, name) for name in names}, PAIR_LOSSES, of=CHOSEN))
 
 
-def run_orpo(config: ORPO) -> dict[str, float]:
-    """Train; returns the metrics of the last step."""
-    return _run(config, {"nll": Term(nll, of=CHOSEN), "orpo": Term(orpo, config.odds_ratio)})
+def open_orpo(config: ORPO) -> Training:
+    """Open a run that is ready to train."""
+    return _open(config, {"nll": Term(nll, of=CHOSEN), "orpo": Term(orpo, config.odds_ratio)})
 
 
-def _run(config: CPO | ORPO, losses: dict[str, Term]) -> dict[str, float]:
+def _open(config: CPO | ORPO, losses: dict[str, Term]) -> Training:
     context = open_run(config, encode_preference)
     return context.train({**losses, **PAIR_LOGPS, **ENTROPY}, policy_tensors(pairs=True))
+
+
+run_dpo, run_cpo, run_orpo = to_the_end(open_dpo), to_the_end(open_cpo), to_the_end(open_orpo)
 
 
 def dpo_losses(config: DPO) -> dict[str, Term]:

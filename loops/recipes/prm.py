@@ -13,12 +13,13 @@ from ..batch import collate
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, scores
 from ..runs.context import open_run
+from ..runs.training import Training, to_the_end
 from ..train.losses import Term, score_tensors
 from .settings import PRM
 
 
-def run_prm(config: PRM) -> dict[str, float]:
-    """Train; returns the metrics of the last step."""
+def open_prm(config: PRM) -> Training:
+    """Open a run that is ready to train."""
     encode = partial(
         encode_stepwise, separator=config.separator, train_on_last_step_only=config.train_on_last_step_only
     )
@@ -26,6 +27,9 @@ def run_prm(config: PRM) -> dict[str, float]:
     context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
     context.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
     return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))
+
+
+run_prm = to_the_end(open_prm)
 
 
 def step_scores(

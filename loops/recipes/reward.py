@@ -16,13 +16,14 @@ from ..batch import Batch, collate
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, ends_marked, scores
 from ..runs.context import open_run
+from ..runs.training import Training, to_the_end
 from ..train.losses import Tensors, Term, score_tensors
 from ..train.weighting import Weights
 from .settings import Reward
 
 
-def run_reward(config: Reward) -> dict[str, float]:
-    """Train; returns the metrics of the last step."""
+def open_reward(config: Reward) -> Training:
+    """Open a run that is ready to train."""
     losses = reward_losses(config)
     encode, columns = encoder(config)
     load = partial(load_classifier, task="SEQ_CLS", labels={0: "reward"})
@@ -32,6 +33,9 @@ def run_reward(config: Reward) -> dict[str, float]:
         saved.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     mark = partial(ends_marked, pad=saved.pad_token_id)
     return context.train(losses, read_scores, columns=columns, mark=mark)
+
+
+run_reward = to_the_end(open_reward)
 
 
 def reward_losses(config: Reward) -> dict[str, Term]:

@@ -4,10 +4,12 @@ They are apart from the recipes so that the command line can be read and checked
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ..config import (
     ClosedUnitInterval,
+    LossMix,
+    Named,
     NoiseShare,
     NonNegativeFloat,
     OfflineConfig,
@@ -27,7 +29,7 @@ class SFT(OfflineConfig):
     """Supervised fine-tuning on messages, text, or prompts with completions."""
 
     learning_rate: NonNegativeFloat = 2e-5
-    loss: str | dict[str, float | dict[str, Any]] = "nll"
+    loss: LossMix = "nll"
     """A token objective of burnish.objectives.supervised, or a mix: {nll: 1.0, z_loss: 1.0e-4}; label smoothing is
     {label_smoothed_nll: {label_smoothing: 0.1}}."""
     weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
@@ -52,9 +54,10 @@ class Pairs(Settings):
 class DPO(Pairs, OfflineConfig):
     """Preference training on pairs of a chosen and a rejected completion of one prompt."""
 
-    loss: str | dict[str, float | dict[str, Any]] = "dpo"
+    loss: LossMix = "dpo"
     """A preference objective of burnish.objectives, or a mix: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}; instead of its
-    coefficient, a loss may have {coefficient: 0.8, beta: 0.2, ...}. nll is that of the chosen completions."""
+    coefficient, a loss may have {coefficient: 0.8, beta: 0.2, ...}. nll is that of the chosen completions. Your own is
+    module:function, or from Python the function."""
     logprob_reduction: Literal["sum", "mean"] = "sum"
     """Log-prob of a completion: the sum over its tokens, as in the papers, or their mean."""
     ld_alpha: ClosedUnitInterval = 1.0
@@ -103,7 +106,7 @@ class KTO(OfflineConfig):
     """Training on completions marked desirable or undesirable; preference pairs count as one of each."""
 
     learning_rate: NonNegativeFloat = 1e-6
-    loss: str | dict[str, float | dict[str, Any]] = "kto"
+    loss: LossMix = "kto"
     """kto, bco or apo_zero_unpaired, or a mix: {kto: 1.0, nll: 0.1}. nll is that of the desirable completions."""
     beta: PositiveFloat = 0.1
     """Strength of the pull towards the reference, for every loss that has a beta."""
@@ -148,7 +151,7 @@ class Distill(SFT, SamplingConfig):
 
     teacher: Teacher = field(default_factory=Teacher)
     """The teacher and the divergence from it."""
-    loss: str | dict[str, float | dict[str, Any]] = "distillation"
+    loss: LossMix = "distillation"
     """distillation, or a mix of it with token objectives: {distillation: 1.0, nll: 0.5}. Those learn from the data's
     completions alone; sampled_reverse_kl, a policy gradient with the reverse KL of each token for its cost, from the
     student's alone."""
@@ -203,7 +206,7 @@ class PPO(PolicyGradientConfig):
     """Weight of the loss of the values."""
     value_clip: NonNegativeFloat = 0.2
     """How far a value may move from that at the start of the rollout before its loss stops falling."""
-    value_model: str | None = None
+    value_model: Named | None = None
     """Name or directory of a model of its own for the values, such as a reward model or the critic that an earlier run
     left, critic/model in its directory; null puts a value head on the policy."""
     value_head: str | None = None
@@ -218,7 +221,7 @@ class OnlineDPO(Pairs, OnlineConfig):
 
     group_size: PositiveInt = 2
     """Completions per prompt, of which two make a pair."""
-    loss: str | dict[str, float | dict[str, Any]] = "dpo"
+    loss: LossMix = "dpo"
     """A preference objective of burnish.objectives, or a mix, as for dpo: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}."""
     missing_eos_penalty: float = 0.0
     """Penalty on the reward of a completion that was cut at max_tokens."""

@@ -2,16 +2,20 @@
 
 from ...data import encode_supervised
 from ..runs.context import open_run
+from ..runs.training import Training, to_the_end
 from ..train.losses import ENTROPY, Term, columns_of, outputs_for, policy_tensors
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, parse_losses
 from .settings import SFT
 
 
-def run_sft(config: SFT) -> dict[str, float]:
-    """Train; returns the metrics of the last step."""
+def open_sft(config: SFT) -> Training:
+    """Open a run that is ready to train."""
     losses = sft_losses(config)
     context = open_run(config, encode_supervised, train_on=config.train_on)
     return context.train(losses, policy_tensors(outputs=outputs_for(losses)), columns=columns_of(losses))
+
+
+run_sft = to_the_end(open_sft)
 
 
 def sft_losses(config: SFT) -> dict[str, Term]:

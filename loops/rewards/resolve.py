@@ -5,16 +5,19 @@ rewards:
   format: {weight: 0.2, pattern: "Answer: .*"}  # with settings of its own
   my_module:function: 0.5                       # your own: function, class, or one written for TRL
   brief: {function: length, target: 100}        # under another name, of which it may be one of several
+
+From Python a function itself may stand for its name; and one alone, or a list of them, for a mapping with weights of 1.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..config import RewardMix
 from ..registry import build, find
 from ..rollouts.sample import Row, Sample
 from .sandbox import isolated
-from .scoring import RewardFunction
+from .scoring import RewardFunction, name_of
 from .trl import adapted
 
 SHIPPED = {
@@ -33,7 +36,7 @@ SHIPPED = {
 _ISOLATED = ("math", "cosine")  # sympy may take forever at what a policy makes up
 
 
-def resolve_rewards(spec: Mapping[str, float | Mapping[str, Any]], **given: Any) -> list[RewardFunction]:
+def resolve_rewards(spec: RewardMix, **given: Any) -> list[RewardFunction]:
     """The functions that a configuration names.
 
     Beside what a reward is set up with, there are: ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` (whether it
@@ -50,7 +53,7 @@ def resolve_rewards(spec: Mapping[str, float | Mapping[str, Any]], **given: Any)
     return _resolved(spec, given)
 
 
-def resolve_names(spec: Mapping[str, float | Mapping[str, Any]]) -> list[RewardFunction]:
+def resolve_names(spec: RewardMix) -> list[RewardFunction]:
     """Their names and weights, for ranks that call none of them: nothing is loaded. See `resolve`."""
     return _resolved(spec, None)
 
@@ -63,16 +66,20 @@ def environment_reward(row: Row, sample: Sample) -> float | None:
     return math.nan if isinstance(reward, str) else reward
 
 
-def _resolved(spec: Mapping[str, float | Mapping[str, Any]], given: Mapping[str, Any] | None) -> list[RewardFunction]:
+def _resolved(spec: RewardMix, given: Mapping[str, Any] | None) -> list[RewardFunction]:
     if not spec:
         raise ValueError(f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function")
     rewards: dict[str, RewardFunction] = {}
-    for key, value in spec.items():
+    alone = callable(spec) or isinstance(spec, str)
+    each: Any = [spec] if alone else spec
+    mix = spec if isinstance(spec, Mapping) else dict.fromkeys(each, 1.0)
+    for key, value in mix.items():
         if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
             raise ValueError(f"reward {key}: wanted its weight, or a mapping of settings, got {value!r}")
         settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
         weight, timeout = float(settings.pop("weight", 1.0)), float(settings.pop("timeout", 30.0))
-        what, name = str(settings.pop("function", key)), key.rpartition(":")[2]
+        what = settings.pop("function", key)
+        name = key.rpartition(":")[2] if isinstance(key, str) else name_of(key)
         isolate = settings.pop("isolate", what in _ISOLATED)
         function = _not_here if given is None else _function(what, settings, given)
         if isolate and given is not None:
@@ -89,11 +96,12 @@ def _not_here(row: Row, sample: Sample) -> float:
     raise AssertionError("rewards are given on the main process alone")
 
 
-def _function(name: str, settings: dict[str, Any], given: Mapping[str, Any]) -> Any:
+def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> Any:
     inner = settings.get("correct")
     if isinstance(inner, str):  # the reward that another one asks
         settings["correct"] = _function(inner, {}, given)
-    factory = find("reward", name, SHIPPED, __package__)
+    factory = find("reward", name, SHIPPED, __package__) if isinstance(name, str) else name
+    name = name if isinstance(name, str) else name_of(name)
     is_factory = name in ("reward_model", "prm")
     function = build(f"reward {name}", factory, settings, factory=is_factory, **given)
     if not callable(function):

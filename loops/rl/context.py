@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
@@ -24,6 +24,7 @@ from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
 from ..runs.ranks import from_main
+from ..runs.training import Training
 from ..train.losses import Losses, TensorReader
 from .buffer import RolloutBuffer
 from .distributed import distributed
@@ -53,13 +54,16 @@ class RLContext(RunContext[Policy]):
     eval_rows: Sequence[Row] = ()
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
-    def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> dict[str, float]:
-        """Train on the rollouts of a `RolloutFeed`, which is part of checkpoints, and closed at the end; see
-        `RunContext.train`. Held-out prompts are evaluated by their rewards."""
+    def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> Training:
+        """Get ready to train on the rollouts of a `RolloutFeed`, which is part of checkpoints, and closed at the end;
+        see `RunContext.train`. Held-out prompts are evaluated by their rewards."""
         if self.eval_data is not None:
             options["evaluation"] = lambda steps: self.evaluate()
-        with closing(feed):
-            return super().train(losses, read, feed, memory=feed, **options)
+        with ExitStack() as failing:
+            failing.callback(feed.close)
+            training = super().train(losses, read, feed, memory=feed, resources=closing(feed), **options)
+            failing.pop_all()
+        return training
 
     def metrics(self, rollout: RolloutBuffer) -> Mapping[str, float]:
         """Metrics of the rewards and conversations of a rollout, and of the sampler on the main process."""
@@ -144,9 +148,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         converse=partial(converse, row=row_of) if converse else None,
         score=score_group,
     )
-    log = open_sample_log(
-        run.directory / "samples.jsonl", config.show_every, run.tokenizer.decode, accelerator.trackers
-    )
+    log = open_sample_log(run.file("samples.jsonl"), config.show_every, run.tokenizer.decode, accelerator.trackers)
     return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, follow=follow, sample_log=log,
                      converse=converse, eval_rows=eval_rows)  # fmt: skip
 

@@ -6,7 +6,7 @@
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from ...objectives import PerSequence, PerToken, Stats, correction, kl_estimate,
 from ...objectives.types import Bound
 from ..batch import Batch
 from ..runs.reference import column
+from ..runs.training import Training
 from ..train import losses as terms
 from ..train import weighting as weights
 from ..train.losses import Losses, TensorReader, Tensors, Term, tensors_needed, units_of
@@ -120,11 +121,19 @@ def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> Literal["
     return "recomputed" if joined or config.correction != "none" or "old_value" in tensors_needed(losses) else "sampled"
 
 
-def train_policy(context: RLContext, losses: Losses, *, kl_in_reward: bool = False, **hooks: Any) -> dict[str, float]:
-    """Sample, score, and train on the advantages, until the steps are done; returns the metrics of the last one.
+def train_policy(
+    context: RLContext,
+    losses: Losses,
+    *,
+    kl_in_reward: bool = False,
+    save: Callable[[], None] = lambda: None,
+    **hooks: Any,
+) -> Training:
+    """Get ready to sample, score, and train on the advantages.
 
     Args:
         kl_in_reward: whether the advantages read the divergence from the reference.
+        save: of `RunContext.train`.
         hooks: ``advantages``, the column of this name and others that the losses read; further ones of `RolloutFeed`.
     """
     config: PolicyGradientConfig = context.config
@@ -153,7 +162,7 @@ def train_policy(context: RLContext, losses: Losses, *, kl_in_reward: bool = Fal
     reads = reference if stored is None else column("ref_logp")
     read = terms.policy_tensors(reference=reads, outputs=terms.outputs_for(losses), temperature=config.temperature)
     read = rollout_tensors(read, config)
-    return context.train(logged, read, feed, report=lambda: {**feed.metrics, **mismatch.report()})
+    return context.train(logged, read, feed, report=lambda: {**feed.metrics, **mismatch.report()}, save=save)
 
 
 def rollout_tensors(read: TensorReader, config: PolicyGradientConfig) -> TensorReader:

@@ -6,11 +6,13 @@ from typing import Any, Literal
 from ..config import (
     Common,
     Limits,
+    LossMix,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     PositiveShare,
+    RewardMix,
     Settings,
 )
 from ..rollouts.sample import SamplingParams
@@ -96,10 +98,10 @@ class OnlineConfig(SamplingConfig):
     """Tokens of a prompt; null for no limit."""
     truncation: Literal["keep_start", "keep_end", "error"] = "error"
     """The part of a longer prompt that is kept: its start, its end, or nothing (an error)."""
-    rewards: dict[str, float | dict[str, Any]] = field(default_factory=dict)
-    """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function; none is
-    {environment: 1.0} where there is an environment. One that returns None is left out of the sum; one that fails
-    (raises, takes too long, returns NaN) masks the completion."""
+    rewards: RewardMix = field(default_factory=dict)
+    """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function, from Python also
+    the function; none is {environment: 1.0} where there is an environment. One that returns None is left out of the
+    sum; one that fails (raises, takes too long, returns NaN) masks the completion."""
     environment: str | dict[str, dict[str, Any]] | None = None
     """Environment that the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your
     own as module:Environment; null for single completions."""
@@ -133,7 +135,7 @@ class OnlineConfig(SamplingConfig):
 class PolicyGradientConfig(OnlineConfig):
     """Reinforcement learning from rewards by policy gradient."""
 
-    loss: str | dict[str, float | dict[str, Any]] | None = None
+    loss: LossMix | None = None
     """A policy objective of burnish.objectives, or a mix of it with others: {clipped_surrogate: 1, entropy_bonus: .01};
     null for the recipe's own."""
     beta: NonNegativeFloat = 0.0

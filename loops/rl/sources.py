@@ -50,6 +50,8 @@ def check_sampling(config: SamplingConfig) -> None:
         if config.vllm != VLLM():
             raise ValueError("vllm: it is set up, but source is policy; set source to vllm, or leave it out")
         return
+    if not isinstance(config.model, str):
+        raise ValueError("source: vLLM loads a model by its name; give the name, or set source to policy")
     if config.dtype == "float64":
         raise ValueError("source: vLLM does not compute in float64; set dtype to float32, or source to policy")
     if config.quantize is not None:
@@ -220,9 +222,10 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def open_sample_log(
-    path: Path, show_every: int, decode: Callable[[list[int]], Any] = str, trackers: Sequence[Any] = ()
+    path: Path | None, show_every: int, decode: Callable[[list[int]], Any] = str, trackers: Sequence[Any] = ()
 ) -> Callable[[Sequence[Sample]], None]:
-    """Return ``write(samples)``, which appends a rollout to a file, and prints a few of every ``show_every``-th.
+    """Return ``write(samples)``, which appends a rollout to a file, if there is one, and prints a few of every
+    ``show_every``-th.
 
     The first call drops what is on record from its first task on: an earlier process of a resumed run sampled it.
     """
@@ -230,12 +233,13 @@ def open_sample_log(
 
     def write(samples: Sequence[Sample]) -> None:
         number = next(numbers)
-        if number == 0 and path.exists():
+        if path is not None and number == 0 and path.exists():
             partial = path.with_suffix(".partial.jsonl")
             partial.unlink(missing_ok=True)
             write_samples(partial, (sample for sample in read_samples(path) if sample.task < samples[0].task))
             partial.replace(path)
-        write_samples(path, samples)
+        if path is not None:
+            write_samples(path, samples)
         if show_every and number % show_every == 0:
             columns = ("task", "end of the prompt", "completion", "rewards")
             rows = []

@@ -8,16 +8,14 @@ curves.png       the metrics over the steps
 """
 
 import fcntl
-import json
+import hashlib
 import logging
-import math
-import sys
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -33,19 +31,18 @@ from transformers import PreTrainedTokenizerBase
 from ...data import Accounting, Batches, Records, Stream, StreamBatches, Tokenization, load_data, token_cost
 from ..config import Common
 from ..models.backbone import Backbone
-from ..models.io import load_model, load_tokenizer, save_model
+from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
 from ..registry import nearest
 from ..train import optimizers
 from ..train.losses import Losses, TensorReader, compose, weightings
 from ..train.mix import STEP_COUPLED
-from ..train.step import evaluate, optimize
-from . import checkpoint, stop
+from . import checkpoint
 from .feed import Feed, digest, stored_tokens
 from .preflight import check_files, check_tokens
-from .ranks import main_first, meet, watching
+from .ranks import main_first, meet
 from .reference import Reference, adapters_copy, adapters_off, column, frozen_copy
-from .report import Journal, draw_curves, progress, written
+from .training import Training
 
 Model = TypeVar("Model", bound=Backbone)
 TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
@@ -68,6 +65,7 @@ class RunContext(Generic[Model]):
         data: encoded examples; in online recipes, prompts.
         records, eval_records: the parts of the data that these were made of.
         stream: what gives the examples of every step, if the data are streamed; ``data`` are those of the first one.
+        description: the configuration as it was opened, in YAML; see `to_yaml`.
     """
 
     config: Any
@@ -79,10 +77,17 @@ class RunContext(Generic[Model]):
     records: Sequence[Records] = ()
     eval_records: Sequence[Records] = ()
     stream: Stream | None = None
+    description: str = ""
 
     @property
     def directory(self) -> Path:
+        if self.config.output is None:
+            raise ValueError("output: this run keeps something in its directory, and has none; name one")
         return Path(self.config.output)
+
+    def file(self, name: str) -> Path | None:
+        """A file in the directory of the run; None if it has none."""
+        return None if self.config.output is None else self.directory / name
 
     def feed(
         self, data: Dataset, *, whole: bool = False, per_token: Sequence[TokenColumns] = (), **options: Any
@@ -146,8 +151,9 @@ class RunContext(Generic[Model]):
 
             return column("ref_logprob"), columns
         make, lora = frozen_copy, self.config.lora
-        if kind == "adapters_off" or (kind == "auto" and lora.enabled):
-            make = adapters_off if kind == "adapters_off" or lora.adds_nothing else adapters_copy
+        if kind == "adapters_off" or (kind == "auto" and hasattr(policy.model, "disable_adapter")):
+            unchanged = lora.enabled and lora.adds_nothing  # those of a model that was given may add something
+            make = adapters_off if kind == "adapters_off" or unchanged else adapters_copy
         return autocast(make(policy, temperature=temperature)), lambda data: {}
 
     def train(
@@ -159,9 +165,11 @@ class RunContext(Generic[Model]):
         evaluation: Feed | Callable[[int], Mapping[str, float]] | None = None,
         memory: checkpoint.StepMemory | None = None,
         report: Callable[[], Mapping[str, float]] = dict,
+        save: Callable[[], None] = lambda: None,
+        resources: AbstractContextManager[Any] | None = None,
         **options: Any,
-    ) -> dict[str, float]:
-        """Optimize, evaluate, save and report; returns the metrics of the last step.
+    ) -> Training:
+        """Get ready to optimize, evaluate, save and report, from the newest checkpoint where the run is resumed.
 
         Args:
             losses: with those that are only measured.
@@ -171,11 +179,11 @@ class RunContext(Generic[Model]):
             evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
             memory: what is remembered from step to step, and in checkpoints.
             report: further metrics of the step that was just taken.
+            save: writes, on the main process, what is left in the directory beside the model.
+            resources: closed at the end of the run, however it ends.
 
         Raises:
             ValueError: if a loss couples all pairs of a step, which are split.
-            CheckpointError: if the disk is full.
-            Stopped: after the step in which SIGINT, SIGTERM or SIGUSR1 reached any rank, which is saved.
         """
         config, accelerator = self.config, self.accelerator
         coupled = sorted(STEP_COUPLED & losses.keys())
@@ -193,103 +201,37 @@ class RunContext(Generic[Model]):
             log.warning("eval_every: there is no eval_data, so nothing is evaluated")
         if config.warmup >= max(feed.steps, 1):
             log.warning("warmup: %d steps of %d, so the learning rate never arrives", config.warmup, feed.steps)
-        objective, weighed = compose(losses, read), weightings(losses)
         meet(accelerator)  # every rank has looked at the directory before the main process writes to it
         optimizer: Any = optimizers.make_optimizer(config, self.model)
         schedule = optimizers.make_schedule(config, optimizer, feed.steps)
         policy, optimizer = accelerator.prepare(self.model, optimizer)
-        checkpoints = self.directory / "checkpoints"
         state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
         state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
-        start = checkpoint.load_newest(checkpoints, **state) if config.resume else 0
-        best = checkpoint.Best(config.keep_best)
-        for line in map(json.loads, written(self.directory / "metrics.jsonl", start)):
-            if line["step"] == 0 or checkpoint.path_of(checkpoints, line["step"]).exists():
-                best.observe(line["step"], line)
+        start = checkpoint.load_newest(self.directory / "checkpoints", **state) if config.resume else 0
+        objective, weighed, closed = compose(losses, read), weightings(losses), resources or nullcontext()
+        return Training(self, feed, objective, weighed, state, start, evaluation, memory, report, save, closed)
 
-        def evaluated(steps: int) -> dict[str, float]:
-            with optimizers.evaluated_weights(optimizer, self.model):
-                if isinstance(evaluation, Feed):
-                    metrics: Mapping[str, float] = evaluate(accelerator, policy, evaluation(0), objective, weighed)
-                else:
-                    metrics = {} if evaluation is None else evaluation(steps)
-            return {f"eval/{name}": value for name, value in metrics.items()}
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Write the configuration, and hold the lock of the directory, which ends with the process at the latest.
 
-        def due(step: int, every: int | None) -> bool:
-            return step == feed.steps or (every is not None and step % every == 0)
-
-        def votes() -> dict[str, float]:
-            by_clock = accelerator.is_main_process and bool(config.save_minutes)
-            save = by_clock and monotonic() - saved >= 60 * config.save_minutes
-            return {**received, "save": float(save), "unsaved": float(saver.failed)}
-
-        metrics: dict[str, float] = {}
-        batch = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
-        saved, ended = monotonic(), None
-        with (
-            watching(accelerator),
-            stop.signals(visible=accelerator.is_main_process) as received,
-            _claimed(config) if accelerator.is_main_process else nullcontext(),
-            closing(
-                Journal(self.directory, start, accelerator, config, steps_per_epoch=len(self.data) / batch)
-            ) as journal,
-            closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
-            progress(feed.steps, start, visible=accelerator.is_main_process) as show,
-        ):
-            if evaluation is not None and start == 0:
-                held_out = evaluated(0)
-                best.observe(0, held_out)
-                journal.write(0, held_out)
-            for step in optimize(
-                policy,
-                feed,
-                objective,
-                weighed,
-                accelerator=accelerator,
-                optimizer=optimizer,
-                schedule=schedule,
-                steps=feed.steps,
-                start=start,
-                max_grad_norm=config.max_grad_norm or math.inf,
-                votes=votes,
-            ):
-                signalled = [name for name in received if step.metrics.pop(name)]
-                if step.metrics.pop("unsaved"):
-                    saver.wait()
-                to_save = step.metrics.pop("save") > 0 or due(step.number, config.save_every) or bool(signalled)
-                metrics = {**step.metrics, **report()}
-                if memory is not None:
-                    memory.observe(metrics)
-                if due(step.number, config.eval_every):
-                    held_out = evaluated(step.number)
-                    metrics |= held_out
-                    if isinstance(schedule, optimizers.AtEvaluation):
-                        schedule.observe(held_out)
-                    to_save |= best.observe(step.number, held_out)
-                journal.write(step.number, metrics)
-                show(step.number, metrics)
-                if to_save:
-                    saver.save(checkpoints, step.number, **state, keep=config.keep, best=best.step)
-                    saved = monotonic()
-                if signalled and step.number < feed.steps:
-                    message = f"stopped at step {step.number} of {feed.steps}; go on with --resume true"
-                    ended = stop.Stopped(message, stop.STATUS[signalled[0]])
-                    break
-            saver.wait()
-            if ended is None:
-                optimizer.eval()  # a schedule-free one leaves the weights that are evaluated
-            if ended is None and accelerator.is_main_process:
-                with checkpoint.writing("the model", checkpoints):
-                    save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
-                draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
-            meet(accelerator)
-            if self.stream is not None:
-                accelerator.print(self.stream.accounting)
-        if ended is not None:
-            if accelerator.is_main_process:
-                print(ended, file=sys.stderr)
-            raise ended
-        return metrics
+        Raises:
+            ValueError: if another process trains in the directory, or has begun to since it was looked at.
+        """
+        if self.config.output is None or not self.accelerator.is_main_process:
+            yield
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                message = f"output: another process trains in {self.directory}; wait for it, or name another directory"
+                raise ValueError(message) from error
+            if not self.config.resume:
+                _check_directory(self.config)
+            (self.directory / "config.yaml").write_text(self.description)
+            yield
 
 
 def open_run(
@@ -315,6 +257,7 @@ def open_run(
         ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
     """
     accelerator = accelerator or open_accelerator(config)
+    description = "" if config.output is None else to_yaml(config)  # before training changes a model that was given
     tokenizer = load_tokenizer(config)
 
     def encoded(parts: list[Records]) -> Dataset:
@@ -330,10 +273,10 @@ def open_run(
     eval_data = encoded(records[1]) if records[1] else None
     model = (load_weights or load_model)(config)
     check_tokens(model, tokenizer, data, eval_data)
-    if config.quantize is None:
+    if config.quantize is None and not getattr(model, "is_quantized", False):
         model = model.to(accelerator.device)
     wrapped = Policy(model, **config.kernel) if wrap is None else wrap(model)
-    return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream)
+    return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream, description)
 
 
 def open_stream(
@@ -371,17 +314,21 @@ def open_accelerator(config: Common) -> Accelerator:
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
     trackers = [name for name in named if name != "none"]
-    for name in trackers:
+    for name in (tracker for tracker in trackers if isinstance(tracker, str)):
         if name not in LoggerType.list():
             raise ValueError(nearest("report_to: no tracker", name, [*LoggerType.list(), "none"]))
         if name != "all" and name not in map(str, get_available_trackers()):
             raise ValueError(f"report_to: {name} is not installed; install it, or leave it out")
-    if config.keep_best and not (config.eval_data and config.keep_best.removeprefix("max:").startswith("eval/")):
+    held_out = config.eval_data is not None
+    if config.keep_best and not (held_out and config.keep_best.removeprefix("max:").startswith("eval/")):
         raise ValueError(
             f"keep_best: wanted a metric of eval_data, such as eval/loss or max:eval/reward, got {config.keep_best!r}"
-            + ("" if config.eval_data else " and no eval_data")
+            + ("" if held_out else " and no eval_data")
         )
     optimizers.check(config)
+    for name in ("resume", "keep_best", "save_every"):
+        if config.output is None and getattr(config, name):
+            raise ValueError(f"{name}: checkpoints are kept in the run's directory, and it has none; set output")
     accelerator = Accelerator(
         mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
         log_with=trackers or None,
@@ -394,8 +341,8 @@ def open_accelerator(config: Common) -> Accelerator:
 
 
 def _check_directory(config: Common) -> None:
-    path = Path(config.output) / "config.yaml"
-    if not path.exists():
+    path = Path(config.output or "") / "config.yaml"
+    if config.output is None or not path.exists():
         return
     if not config.resume:
         raise ValueError(
@@ -413,26 +360,37 @@ def _check_directory(config: Common) -> None:
                         key, before.get(key), now[key])  # fmt: skip
 
 
-@contextmanager
-def _claimed(config: Common) -> Iterator[None]:
-    """Write the configuration, and hold the lock of the run directory, which ends with the process at the latest.
-
-    Raises:
-        ValueError: if another process trains in the directory, or has begun to since it was looked at.
-    """
-    directory = Path(config.output)
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            message = f"output: another process trains in {directory}; wait for it, or name another directory"
-            raise ValueError(message) from error
-        if not config.resume:
-            _check_directory(config)
-        (directory / "config.yaml").write_text(to_yaml(config))
-        yield
-
-
 def to_yaml(config: Common) -> str:
-    return str(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True))
+    """The configuration; an object in it by its name or type, a model also by a digest of its weights.
+
+    That of data is in the checkpoints.
+    """
+    return str(yaml.safe_dump(_described(config), sort_keys=False, allow_unicode=True))
+
+
+def _described(value: Any, name: str = "") -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _described(getattr(value, field.name), field.name) for field in fields(value)}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if name in ("data", "eval_data") and not isinstance(value, Mapping):
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return {_described(key): _described(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_described(each) for each in value]
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__} {weights_digest(value)[:16]}"
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of all parameters and buffers, with their names and types."""
+    sha256 = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return sha256.hexdigest()

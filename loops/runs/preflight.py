@@ -1,6 +1,7 @@
 """Look at the files that a configuration names before anything is read, downloaded or loaded."""
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -29,7 +30,7 @@ def check_files(config: Any) -> None:
             _check_model(field, Path(name))
     for field in ("data", "eval_data"):
         name = _value(config, field)
-        path = name.partition(":")[0].partition("[")[0] if isinstance(name, str) else ""
+        path = re.split(r"[:@#\[]", name)[0] if isinstance(name, str) else ""
         if path and "*" not in path and (Path(path).suffix in READERS or path.startswith(("/", "./", "../", "~"))):
             if not Path(path).exists():
                 raise DataError(f"{field}: {path}: no such file" + ("" if Path(path).suffix else " or directory"))
@@ -43,10 +44,11 @@ def check_files(config: Any) -> None:
         read_chat_template(config.chat_template)
     if (python := _value(config, "vllm.python")) is not None and shutil.which(python) is None:
         raise ValueError(f"vllm.python: {python}: no such file, or it can't be executed; wanted an interpreter")
-    plain = Path(config.model).is_dir() and not (Path(config.model) / "adapter_config.json").exists()
-    if plain and config.lora.r == 0 and getattr(config, "reference", None) == "adapters_off":
+    named = isinstance(config.model, str) and Path(config.model).is_dir()
+    plain = named and not Path(config.model, "adapter_config.json").exists()
+    if plain and not config.lora.enabled and getattr(config, "reference", None) == "adapters_off":
         raise ValueError("reference: adapters_off wanted a model wrapped by peft; set lora.r, or reference to copy")
-    if os.environ.get("RANK", "0") == "0":
+    if config.output is not None and os.environ.get("RANK", "0") == "0":
         _check_writable(Path(config.output))
 
 

@@ -27,23 +27,35 @@ _PANEL = (4.0, 2.6)  # inches
 
 
 class Journal:
-    """``metrics.jsonl`` and the trackers. What was logged after the step that a run resumes from is taken back."""
+    """``metrics.jsonl`` and the trackers. What was logged after the step that a run resumes from is taken back.
+
+    Args:
+        directory: None for trackers alone.
+        steps_per_epoch: for the share of the data that was seen.
+    """
 
     def __init__(
-        self, directory: Path, start: int, accelerator: Accelerator, config: Common, *, steps_per_epoch: float = 1.0
+        self,
+        directory: Path | None,
+        start: int,
+        accelerator: Accelerator,
+        config: Common,
+        *,
+        steps_per_epoch: float = 1.0,
     ) -> None:
-        self.accelerator, self.path = accelerator, directory / "metrics.jsonl"
+        self.accelerator, self.path = accelerator, None if directory is None else directory / "metrics.jsonl"
         self.steps_per_epoch, self.num_tokens = steps_per_epoch, 0.0
         open_trackers(accelerator, config)
-        if accelerator.is_main_process:
+        if self.path is not None and accelerator.is_main_process:
             partial = self.path.with_suffix(".partial")
-            before = written(self.path, start)
+            before = written(directory, start)
             self.num_tokens = sum(json.loads(line).get("input_tokens", 0.0) for line in before)
             partial.write_text("".join(before))
             partial.replace(self.path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.accelerator.is_main_process:
+        metrics = {name: value if isinstance(value, int | float) else float(value) for name, value in metrics.items()}
+        if self.path is not None and self.accelerator.is_main_process:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
         self.num_tokens += metrics.get("input_tokens", 0.0)
@@ -55,9 +67,10 @@ class Journal:
             tracker.finish()
 
 
-def written(path: Path, start: int) -> list[str]:
+def written(directory: Path | None, start: int) -> list[str]:
     """The lines of a journal up to the step that a run resumes from; none of a run that begins."""
-    lines = path.read_text().splitlines(keepends=True) if start and path.exists() else []
+    path = (directory or Path()) / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if directory and start and path.exists() else []
     # A process that was killed may have left half a line at the end.
     return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
 

@@ -87,7 +87,18 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     """
     assert config.model is not None
     student, accelerator = context.config, context.accelerator
-    named = blaming(f"teacher.model: {config.model}")
-    check_same_vocabulary(context.tokenizer, named(AutoTokenizer.from_pretrained)(config.model))
-    model: Any = named(AutoModelForCausalLM.from_pretrained)(config.model, dtype=getattr(torch, student.dtype))
+    model: Any = config.model
+    if not isinstance(model, str):
+        if model is student.model:
+            raise DataError("teacher.model: it is the student, whose training would change it; give a copy of it")
+        embeddings: Any = model.get_input_embeddings()
+        if (size := embeddings.num_embeddings) < len(context.tokenizer):
+            raise DataError(
+                f"teacher.model: {size} embeddings, and the tokenizer has {len(context.tokenizer)} tokens; "
+                "give a teacher with the same tokenizer"
+            )
+    else:
+        named = blaming(f"teacher.model: {model}")
+        check_same_vocabulary(context.tokenizer, named(AutoTokenizer.from_pretrained)(model))
+        model = named(AutoModelForCausalLM.from_pretrained)(model, dtype=getattr(torch, student.dtype))
     return Policy(model.to(accelerator.device), **student.kernel).requires_grad_(False).eval()

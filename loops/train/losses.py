@@ -41,7 +41,7 @@ class Term:
         coefficient: 0 measures without training.
         weighting: weight of each unit; by default every token, completion or pair counts the same.
         of: completions that a loss with one entry per token or completion is applied to.
-        columns: columns of the data that its weighting reads.
+        columns: columns of the data that it reads, or its weighting.
         factor: name of a tensor, one entry per unit of the loss, that the loss is multiplied by.
     """
 
@@ -55,7 +55,7 @@ class Term:
     @cached_property
     def unit(self) -> str:
         """Unit of the loss's entries, from its return annotation: tokens, sequences or pairs."""
-        loss, _ = get_args(inspect.signature(self.function).return_annotation)
+        loss, _ = get_args(inspect.signature(self.function, eval_str=True).return_annotation)
         return _unit(loss)
 
     @cached_property
@@ -117,7 +117,7 @@ def weightings(losses: Losses) -> weights.Weightings:
 
 
 def columns_of(losses: Losses) -> list[str]:
-    """The columns of the data that the losses' weightings read."""
+    """The columns of the data that the losses and their weightings read."""
     return sorted({name for term in losses.values() for name in term.columns})
 
 
@@ -213,7 +213,7 @@ def pair_tensors(value: Tensor, batch: Batch, prefix: str = "") -> Tensors:
 
 def tensor_parameters(function: Any) -> list[inspect.Parameter]:
     """The tensors of a loss: its positional parameters."""
-    parameters = inspect.signature(getattr(function, "func", function)).parameters.values()
+    parameters = inspect.signature(getattr(function, "func", function), eval_str=True).parameters.values()
     return [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
@@ -249,3 +249,6 @@ _SOURCES = {  # what gives the tensors that a loss may lack
     "score_tensors, with one marked token per completion,": ("score", "group"),
     "an online recipe": ("old_logp", "sampled_logp", "start_logp", "old_value", "advantage", "correction"),
 }
+# All tensors that recipes compute, by name.
+TENSORS = {"logp", "teacher_logp", "entropy", "logsumexp", "sequence", "kl", "delta", "target"}
+TENSORS |= {name for names in _SOURCES.values() for name in names}

@@ -10,15 +10,16 @@ from typing import Any, Literal, get_args, get_origin
 
 from ...objectives import PerToken, Stats, preference, reference_free, supervised
 from ..batch import CompletionSelector
-from ..registry import nearest
+from ..config import LossMix
+from ..registry import find, nearest
 from . import weighting as weights
-from .losses import CHOSEN, REJECTED, Loss, Term
+from .losses import CHOSEN, REJECTED, TENSORS, Loss, Term, units_of
 
 log = logging.getLogger(__name__)
 
 
 def parse_losses(
-    mix: str | Mapping[str, float | Mapping[str, Any]],
+    mix: LossMix,
     shared: Mapping[str, float],
     known: Mapping[str, Loss],
     *,
@@ -27,6 +28,9 @@ def parse_losses(
     given: Collection[str] = (),
 ) -> dict[str, Term]:
     """The losses of a configured mix: ``dpo``, or ``{dpo: 1.0, nll: {coefficient: 0.2, weighting: sequence_mean}}``.
+
+    Your own is named ``module:function``, or is the function itself, in the form of `burnish.objectives`: positional
+    parameters are tensors, by name and annotation, or columns of the data; keyword-only ones are hyper-parameters.
 
     Beside its hyper-parameters a loss may have ``coefficient``; ``weighting``, one of token_mean, sequence_mean and
     fixed_length (with its ``length``); ``of``, the completions it is applied to: all, chosen, rejected, or the name of
@@ -41,31 +45,28 @@ def parse_losses(
     Raises:
         ValueError: if a name or a hyper-parameter is unknown, naming the nearest one there is, or out of range.
     """
-    losses = {}
+    losses: dict[str, Term] = {}
     if not mix:
         raise ValueError(f"loss: {mix!r} names no loss; there are {', '.join(sorted(known))}")
-    for name, entry in ({mix: 1.0} if isinstance(mix, str) else mix).items():
-        if name.startswith("{"):
-            raise ValueError(
-                f"loss: {name} is no mapping of losses to numbers: YAML wants a space after each colon, as in "
-                "{dpo: 1, nll: 0.2}"
-            )
-        if name not in known:
-            near = nearest("", name, known).partition(", did")
-            raise ValueError(f"loss: {name!r} is not one of {', '.join(sorted(known))}{''.join(near[1:])}")
+    for key, entry in (mix if isinstance(mix, Mapping) else {mix: 1.0}).items():
         settings: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"coefficient": entry}
+        name, function = loss_name(key), _function(key, known)
+        if name in losses:
+            raise ValueError(f"loss: two are called {name}; rename your own")
         coefficient, by = settings.pop("coefficient", 1.0), settings.pop("weight", None)
         if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not math.isfinite(coefficient):
             raise ValueError(f"loss: {name}: wanted a number for its coefficient, got {coefficient!r}")
         if coefficient < 0:
             log.warning("loss: %s has the coefficient %s, so it is raised instead of lowered", name, coefficient)
         applies_to = settings.pop("of", None)
-        completions: CompletionSelector = of if Term(known[name]).unit == "tokens" else None
+        completions: CompletionSelector = of if Term(function).unit == "tokens" else None
         if applies_to is not None:
             completions = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}.get(applies_to, applies_to)
-        weigh = _weighting(name, Term(known[name], of=completions), settings, by, weighting)
+        weigh = _weighting(name, Term(function, of=completions), settings, by, weighting)
         columns = tuple(column for column in (by, completions) if isinstance(column, str))
-        losses[name] = Term(_bind(name, known[name], shared, settings), coefficient, weigh, completions, columns)
+        if function is not known.get(name):  # what no recipe computes, the data has
+            columns += tuple(units_of(function).keys() - TENSORS)
+        losses[name] = Term(_bind(name, function, shared, settings), coefficient, weigh, completions, columns)
     known_parameters = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in losses.values()))
     for name in given:
         if name not in known_parameters:
@@ -73,6 +74,41 @@ def parse_losses(
                 f"loss_kwargs: no loss of this mix has {name!r}; they have {', '.join(sorted(known_parameters))}"
             )
     return losses
+
+
+def loss_name(loss: Any) -> str:
+    """The name of a loss in metrics, and where a mix has several: of your own, that of its function."""
+    function = getattr(loss, "func", loss)
+    return loss.rpartition(":")[2] if isinstance(loss, str) else getattr(function, "__name__", type(loss).__name__)
+
+
+def _function(loss: Any, known: Mapping[str, Loss]) -> Loss:
+    """The loss of this name; or that of ``module:function``, or the function itself, in the form of an objective.
+
+    Raises:
+        ValueError: if there is none, or it has another form.
+    """
+    if isinstance(loss, str) and loss.startswith("{"):
+        raise ValueError(
+            f"loss: {loss} is no mapping of losses to numbers: YAML wants a space after each colon, as in {{dpo: 1, nll: 0.2}}"
+        )
+    if isinstance(loss, str) and ":" not in loss:
+        if loss not in known:
+            near = nearest("", loss, known).partition(", did")
+            raise ValueError(f"loss: {loss!r} is not one of {', '.join(sorted(known))}{''.join(near[1:])}")
+        return known[loss]
+    function: Any = find("loss", loss, {}, "") if isinstance(loss, str) else loss
+    name = loss_name(loss)
+    if not callable(function) or inspect.isclass(function):
+        raise ValueError(f"loss {name}: wanted a function of tensors, got {function!r}")
+    returned = get_args(inspect.signature(function, eval_str=True).return_annotation)
+    units = [*units_of(function).values(), Term(function).unit if len(returned) == 2 else ""]
+    if "" in units[:-1] or units[-1] not in ("tokens", "sequences", "pairs"):
+        raise ValueError(
+            f"loss {name}: wanted the unit of each tensor, and a loss with its stats, as annotations of "
+            f"burnish.objectives: def {name}(logp: PerToken, ...) -> tuple[PerToken, Stats]"
+        )
+    return function  # type: ignore[no-any-return]
 
 
 def _weighting(
@@ -120,7 +156,7 @@ def _bind(name: str, function: Loss, shared: Mapping[str, Any], settings: Mappin
 
 
 def hyper_parameters(function: Any) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
     return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 

@@ -74,11 +74,14 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     Raises:
         ValueError: if there is no such optimizer, its package is missing, or an argument is wrong.
     """
-    name, who = config.optimizer, f"optimizer {config.optimizer}"
-    package = _OPTIMIZERS.get(name, name).partition(":")[0].partition(".")[0]
-    if name in _OPTIMIZERS and package and find_spec(package) is None:
-        raise ValueError(f"{who}: needs {package}, which is not installed; pip install {package}")
-    kind = find("optimizer", name, _OPTIMIZERS, __package__)
+    if isinstance(config.optimizer, Optimizer):
+        return config.optimizer
+    name, kind = getattr(config.optimizer, "__name__", config.optimizer), config.optimizer
+    who, package = f"optimizer {name}", _OPTIMIZERS.get(name, name).partition(":")[0].partition(".")[0]
+    if isinstance(config.optimizer, str):
+        if name in _OPTIMIZERS and package and find_spec(package) is None:
+            raise ValueError(f"{who}: needs {package}, which is not installed; pip install {package}")
+        kind = find("optimizer", name, _OPTIMIZERS, __package__)
     kwargs = {key: tuple(value) if isinstance(value, list) else value for key, value in config.optimizer_kwargs.items()}
     for key in _SET_ELSEWHERE.keys() & kwargs.keys():
         raise ValueError(f"optimizer_kwargs: {key} is --{_SET_ELSEWHERE[key]}")

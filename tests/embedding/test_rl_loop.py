@@ -98,7 +98,7 @@ def test_the_loop_gives_the_numbers_of_the_recipe(directory, dtype, tmp_path, mo
     else:
         metrics, policy = train(directory, autocasting, precision="bf16")
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    monkeypatch.setattr("burnish.loops.runs.context.draw_curves", lambda metrics, picture: None)
+    monkeypatch.setattr("burnish.loops.runs.training.draw_curves", lambda metrics, picture: None)
     config = GRPO(
         model=str(directory),
         data=str(write_rows(tmp_path / "prompts.jsonl", PROMPTS)),

@@ -8,7 +8,7 @@ from shared import made_once
 def undrawn(request, monkeypatch):
     """Runs of a few small steps end without their picture, which takes longer than they do, unless marked `drawn`."""
     if "drawn" not in request.keywords:
-        monkeypatch.setattr("burnish.loops.runs.context.draw_curves", lambda metrics, picture: None)
+        monkeypatch.setattr("burnish.loops.runs.training.draw_curves", lambda metrics, picture: None)
 
 
 def on_two_ranks(module, *arguments):

@@ -96,7 +96,7 @@ def train(recipe, config, before=lambda: None):
     try:
         before()
         kind, run = RECIPES[recipe]
-        with patch("burnish.loops.runs.context.draw_curves"):  # the picture takes longer than the run
+        with patch("burnish.loops.runs.training.draw_curves"):  # the picture takes longer than the run
             run(build(kind, config))
         status = 0
     except stop.Stopped as stopped:

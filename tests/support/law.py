@@ -42,7 +42,18 @@ from burnish.loops.train.losses import (
 from burnish.loops.train.mix import PAIR_LOSSES, TOKEN_LOSSES, distillation, parse_losses
 from burnish.loops.train.step import train_step
 from burnish.loops.train.weighting import fixed_length, sequence_mean
-from burnish.objectives import centering, clipped_surrogate, entropy_bonus, kl_estimate, nll, step_loss, value_loss
+from burnish.objectives import (
+    PerPair,
+    PerToken,
+    Stats,
+    centering,
+    clipped_surrogate,
+    entropy_bonus,
+    kl_estimate,
+    nll,
+    step_loss,
+    value_loss,
+)
 from datasets import Dataset
 from tiny import in_full_precision, make_classifier, make_examples, make_model
 
@@ -54,6 +65,11 @@ PAIRS = {
     "orpo": {"nll": 1.0, "orpo": 0.1},
     "cpo": {"cpo": 1.0, "nll": 1.0},
     "simpo": {"simpo": {"gamma": 0.5}, "alpha_po": {"coefficient": 0.5, "gamma": 0.5, "alpha": 0.25}},
+    "own": {
+        "dpo": 0.7,
+        "law:contrast": {"coefficient": 0.5, "gap": 2.0},
+        "law:near_reference": {"coefficient": 0.1, "weighting": "sequence_mean", "of": "all"},
+    },
 }
 SCORERS = ("reward", "regression", "ranking", "prm")
 IN_BFLOAT16 = ("sft", "dpo", "grpo")
@@ -88,6 +104,17 @@ ONLINE = {
         **_SPLIT, missing_eos_penalty=0.5, loss_kwargs=_WIDE, loss={"clipped_surrogate": 1, "entropy_bonus": 0.1}
     ),
 }
+
+
+def contrast(mean_chosen: PerPair, mean_rejected: PerPair, *, gap: float) -> tuple[PerPair, Stats]:
+    """A loss of one's own."""
+    loss = (gap - mean_chosen + mean_rejected).square()
+    return loss, {"contrast/far": (loss > 1).to(loss.dtype).detach()}
+
+
+def near_reference(logp: PerToken, ref_logp: PerToken) -> tuple[PerToken, Stats]:
+    """Another one, of tokens."""
+    return (logp - ref_logp).square(), {}
 
 
 def make_policy(family="llama", seed=0, **options):

@@ -117,7 +117,7 @@ def be_rank(fields):
     """Train as one rank of several; what ends it is written beside the run's directory, too."""
     fields["vllm"] = VLLM(**fields.pop("vllm", {}))
     try:
-        with patch("burnish.loops.runs.context.draw_curves"):
+        with patch("burnish.loops.runs.training.draw_curves"):
             run_grpo(GRPO(**fields))
     except Exception as error:
         Path(f"{fields['output']}-rank{os.environ['RANK']}.txt").write_text(str(error))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from burnish.loops.runs import checkpoint, context
+from burnish.loops.runs import checkpoint, training
 from burnish.loops.runs.stop import Stopped
 from killed import RECIPES, build
 
@@ -39,7 +39,7 @@ def be_rank(recipe, config, name, step, rank):
     kind, run = RECIPES[recipe]
     here = int(os.environ["RANK"])
     clock = itertools.count(0, 0 if here else 1000)
-    with patch.object(context, "draw_curves"), patch.object(context, "monotonic", lambda: float(next(clock))):
+    with patch.object(training, "draw_curves"), patch.object(training, "monotonic", lambda: float(next(clock))):
         run(build(kind, {**config, "output": config["output"] + "-undisturbed"}))
         try:
             with in_step(step, lambda: send(name) if here == rank else None):

@@ -16,7 +16,7 @@ from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.settings import GRPO, SFT
 from burnish.loops.recipes.sft import run_sft
 from burnish.loops.rollouts.local.source import LocalSource
-from burnish.loops.runs import checkpoint, context, storage
+from burnish.loops.runs import checkpoint, storage, training
 from burnish.loops.runs.checkpoint import Saver
 from burnish.loops.runs.stop import Stopped
 from forked import run_forked
@@ -187,7 +187,7 @@ def test_a_signal_that_reaches_one_rank_stops_all_at_the_same_step(settings, tmp
 @pytest.mark.parametrize(("minutes", "saves"), [(2, [2, 4, 6, 7]), (0, [7]), (None, [7])])
 def test_checkpoints_are_saved_by_the_clock(settings, monkeypatch, minutes, saves):
     """Each step takes a minute."""
-    now, original = 0.0, context.optimize
+    now, original = 0.0, training.optimize
 
     def optimize(*arguments, **options):
         nonlocal now
@@ -200,8 +200,8 @@ def test_checkpoints_are_saved_by_the_clock(settings, monkeypatch, minutes, save
 
         return original(*arguments, **{**options, "votes": after_a_minute})
 
-    monkeypatch.setattr(context, "monotonic", lambda: now)
-    monkeypatch.setattr(context, "optimize", optimize)
+    monkeypatch.setattr(training, "monotonic", lambda: now)
+    monkeypatch.setattr(training, "optimize", optimize)
     run_sft(SFT(**{**settings, "steps": 7}, save_minutes=minutes, keep=10))
     assert kept(settings) == saves
 
@@ -245,7 +245,7 @@ def test_so_many_of_the_newest_are_kept(settings):
 def held_out(settings, monkeypatch):
     """The loss of each evaluation, from step 0 on, is that of this list."""
     losses = iter([9.0, 4.0, 1.0, float("nan"), 2.0, 3.0])
-    monkeypatch.setattr(context, "evaluate", lambda *arguments: {"loss": next(losses)})
+    monkeypatch.setattr(training, "evaluate", lambda *arguments: {"loss": next(losses)})
     return {**settings, "eval_data": settings["data"], "eval_every": 1}
 
 

@@ -1,0 +1,116 @@
+"""Losses of one's own: named ``module:function`` like rewards, or given as functions; their law is in `test_law`."""
+
+import json
+from functools import partial
+
+import pytest
+from burnish.loops.cli import main
+from burnish.loops.train.losses import tensors_needed
+from burnish.loops.train.mix import PAIR_LOSSES, parse_losses
+from burnish.objectives import PerPair, PerToken, Stats
+from law import contrast, near_reference
+from tiny import save_model, sums, write_rows
+
+SOURCE = """
+from __future__ import annotations
+
+from burnish.objectives import PerPair, PerToken, Stats
+
+def hinged(chosen: PerPair, rejected: PerPair, difficulty: PerPair, *, gap: float = 1.0) -> tuple[PerPair, Stats]:
+    loss = (gap - difficulty * (chosen - rejected)).relu()
+    return loss, {"hinged/inside": (loss > 0).to(loss.dtype).detach()}
+
+def careful(logp: PerToken, ref_logp: PerToken) -> tuple[PerToken, Stats]:
+    return (logp - ref_logp).square(), {}
+
+def plain(logp, ref_logp):
+    return logp - ref_logp
+
+def alone(chosen: PerPair) -> PerPair:
+    return chosen
+
+def dpo(chosen: PerPair, rejected: PerPair) -> tuple[PerPair, Stats]:
+    return rejected - chosen, {}
+
+weights = {"a": 1}
+"""
+FORM = r"wanted the unit of each tensor, and a loss with its stats, .* def {}\(logp: PerToken, ...\) -> tuple\[PerT"
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The name of a module in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    name = f"losses_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    return name
+
+
+@pytest.fixture
+def command(tmp_path, capsys):
+    """``command(rows, *flags)`` returns the exit status of dpo and what it says."""
+    model = save_model(tmp_path / "start")
+
+    def command(rows, *flags):
+        places = ["--model", str(model), "--data", str(write_rows(tmp_path / "data.jsonl", rows))]
+        status = main(["dpo", *places, "--output", str(tmp_path / "run"), "--steps", "2", *flags])
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return command
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loss_of_the_working_directory_joins_a_mix_by_its_name(own, command, tmp_path, dtype):
+    rows = [{**pair, "difficulty": 0.5 + i / 10} for i, pair in enumerate(sums(8))]
+    mix = f"{{dpo: 1.0, '{own}:hinged': {{coefficient: 0.5, gap: 2.0}}, '{own}:careful': 0.1}}"
+    status, said = command(rows, "--loss", mix, "--dtype", dtype)
+    assert status == 0, said
+    for line in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines()):
+        assert line["loss"] == pytest.approx(line["dpo"] + 0.5 * line["hinged"] + 0.1 * line["careful"])
+        assert line["hinged/inside"] > 0
+    assert line["careful"] > 0  # the policy has left its reference
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("{own}:hingd", "loss {own}:hingd: {own} has no 'hingd', did you mean 'hinged'?"),
+        ("nowhere:hinged", "loss nowhere:hinged: no module 'nowhere' in"),
+        ("{own}:hinged", "data: no numeric column 'difficulty', which a loss reads; add it, or leave it out"),
+        ("{own}:weights", "loss weights: wanted a function of tensors, got {{'a': 1}}"),
+        ("{{'{own}:dpo': 1, dpo: 1}}", "loss: two are called dpo; rename your own"),
+        ("{{'{own}:hinged': {{gapp: 1}}}}", "loss: hinged has no 'gapp'; it has gap"),
+        ("{own}:plain", "loss plain: wanted the unit of each tensor, and a loss with its stats, as annotations of"),
+    ],
+    ids=lambda value: value.partition(":")[2][:12],
+)
+def test_a_loss_that_cannot_be_is_refused_in_one_line(own, command, loss, message):
+    status, said = command(sums(4), "--loss", loss.format(own=own))
+    assert status == 1
+    (line,) = [line for line in said.splitlines() if line.startswith("burnish dpo: ")]
+    assert message.format(own=own) in line
+
+
+def test_its_signature_asks_for_its_tensors():
+    losses = parse_losses({"dpo": 1.0, contrast: {"gap": 2.0}, near_reference: 0.1}, {"beta": 0.1}, PAIR_LOSSES)
+    assert list(losses) == ["dpo", "contrast", "near_reference"]
+    assert [loss.unit for loss in losses.values()] == ["pairs", "pairs", "tokens"]
+    assert {"mean_chosen", "mean_rejected", "logp", "ref_logp"} <= tensors_needed(losses)
+    assert losses["contrast"].columns == losses["near_reference"].columns == ()
+    (bound,) = parse_losses(partial(contrast, gap=3.0), {}, PAIR_LOSSES).values()
+    assert bound.function.keywords["gap"] == 3.0
+
+
+def per_step(logp: PerToken, scale: float) -> tuple[PerToken, Stats]:
+    return logp * scale, {}
+
+
+def without_stats(chosen: PerPair) -> PerPair:
+    return chosen
+
+
+@pytest.mark.parametrize("loss", [per_step, without_stats, lambda logp: (logp, {})])
+def test_a_function_of_another_form_is_refused(loss):
+    with pytest.raises(ValueError, match=FORM.format(loss.__name__)):
+        parse_losses(loss, {}, PAIR_LOSSES)

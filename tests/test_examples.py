@@ -1,0 +1,113 @@
+"""The scripts of examples/: short, and each does what it says, on a small model and made-up rows."""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from worlds import demonstrations, save_start, successors
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.filterwarnings("ignore:.*generation flags are not valid")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return save_start(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """``rows(name, count, seed)`` writes demonstrations, or pairs, and returns the file."""
+
+    def rows(name, count, seed, kind=demonstrations):
+        return write_rows(tmp_path / f"{name}.jsonl", kind(list(successors(count, seed))))
+
+    return rows
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """``run(name, *arguments)`` returns what the script of this name prints."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_short(path):
+    assert len(path.read_text().splitlines()) <= 60
+
+
+def test_a_run_stops_when_the_held_out_loss_has_not_fallen_twice(start, rows, run, tmp_path):
+    data, held_out = rows("data", 24, 1), rows("held_out", 50, 2)  # few rows, soon learned by heart
+    printed = run("early_stopping.py", start, data, held_out, tmp_path / "run")
+    losses = [line["eval/loss"] for line in lines(tmp_path / "run") if "eval/loss" in line]
+    best = losses.index(min(losses[1:]))
+    assert len(losses) == best + 3 and min(losses[best:]) == losses[best]
+    (stopped,) = re.findall(r"stopped at step (\d+), best held-out loss ([\d.]+)", printed)
+    assert stopped == (str(5 * (best + 2)), f"{losses[best]:.4f}")
+    assert (tmp_path / "run/model/config.json").exists()
+
+
+def test_the_best_model_is_that_of_the_lowest_held_out_loss(start, rows, run, tmp_path):
+    printed = run("best_model.py", start, rows("data", 24, 1), rows("held_out", 50, 2), tmp_path / "best")
+    (best,) = re.findall(r"best held-out loss ([\d.]+)", printed)
+    import burnish
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    held_out = str(tmp_path / "held_out.jsonl")
+    run = iter(burnish.sft(model, held_out, eval_data=held_out, learning_rate=0.0, steps=1, micro_tokens=None))
+    assert f"{next(run).metrics['eval/loss']:.4f}" == best
+
+
+def test_a_metric_of_ones_own_is_logged_beside_the_others(start, rows, run, tmp_path):
+    printed = run("own_metric.py", start, rows("data", 1500, 1), rows("held_out", 40, 2), tmp_path / "run")
+    accuracies = [line["eval/accuracy"] for line in lines(tmp_path / "run") if "eval/accuracy" in line]
+    assert len(accuracies) == 3 and accuracies[-1] > 0.9
+    assert f"accuracy {accuracies[-1]:.2f}" in printed
+
+
+def test_samples_of_held_out_prompts_are_printed(start, rows, run, tmp_path):
+    printed = run("samples.py", start, rows("pairs", 100, 1, kind=list), tmp_path / "run")
+    shown = re.findall(r"^ +(\d+) \d{4}=", printed, re.M)
+    assert shown == ["10"] * 3 + ["20"] * 3
+
+
+def test_a_callback_of_transformers_stops_the_run(start, rows, run):
+    printed = run("callback.py", start, rows("data", 1500, 1))
+    ((step, loss),) = re.findall(r"stopped at step (\d+), loss ([\d.]+)", printed)
+    assert 0 < int(step) < 200 and float(loss) < 1.0
+
+
+def test_the_averaged_model_is_saved(start, rows, run, tmp_path):
+    run("ema.py", start, rows("data", 100, 1), tmp_path / "averaged")
+    before, averaged = (AutoModelForCausalLM.from_pretrained(path) for path in (start, tmp_path / "averaged"))
+    assert not torch.equal(before.lm_head.weight, averaged.lm_head.weight)
+
+
+def test_new_tokens_are_learned_and_saved(start, rows, run, tmp_path):
+    def with_token(pairs):
+        return [{"prompt": pair["prompt"], "completion": "<next>" + pair["chosen"]} for pair in pairs]
+
+    assert re.search(
+        r"loss 0\.\d+, 15 embeddings", run("new_tokens.py", start, rows("d", 1500, 1, with_token), tmp_path)
+    )
+    model, tokenizer = (auto.from_pretrained(tmp_path / "model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    ids = tokenizer(["1234=", "9870="], return_tensors="pt").input_ids
+    assert model.lm_head.weight.shape[0] == len(tokenizer) == 15
+    said = tokenizer.batch_decode(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)[:, 5:])
+    assert said == ["<next>5<eos>", "<next>1<eos>"]
