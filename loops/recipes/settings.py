@@ -14,6 +14,7 @@ from ..config import (
     OpenUnitInterval,
     PositiveFloat,
     PositiveInt,
+    Referenced,
     Settings,
     Teacher,
 )
@@ -49,7 +50,7 @@ class Pairs(Settings):
 
 
 @dataclass(frozen=True)
-class DPO(Pairs, OfflineConfig):
+class DPO(Referenced, Pairs, OfflineConfig):
     """Preference training on pairs of a chosen and a rejected completion of one prompt."""
 
     loss: str | dict[str, float | dict[str, Any]] = "dpo"
@@ -99,7 +100,7 @@ class ORPO(OfflineConfig):
 
 
 @dataclass(frozen=True)
-class KTO(OfflineConfig):
+class KTO(Referenced, OfflineConfig):
     """Training on completions marked desirable or undesirable; preference pairs count as one of each."""
 
     learning_rate: float = 1e-6

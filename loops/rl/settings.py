@@ -11,6 +11,7 @@ from ..config import (
     PositiveFloat,
     PositiveInt,
     PositiveShare,
+    Referenced,
     Settings,
 )
 from ..rollouts.sample import SamplingParams
@@ -85,7 +86,7 @@ class SamplingConfig(Common):
 
 
 @dataclass(frozen=True)
-class OnlineConfig(SamplingConfig):
+class OnlineConfig(Referenced, SamplingConfig):
     """Training on completions that the policy samples and that rewards score."""
 
     prompts_per_rollout: PositiveInt = 8

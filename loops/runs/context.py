@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -41,7 +41,7 @@ from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint, stop
 from .feed import Feed, digest, stored_tokens
-from .reference import Reference, adapters_copy, adapters_off, column, frozen_copy
+from .reference import Reference, SyncedReference, check_reference, column, load_reference, make_reference
 from .report import Journal, draw_curves, progress, written
 
 Model = TypeVar("Model", bound=Backbone)
@@ -63,6 +63,7 @@ class RunContext(Generic[Model]):
         config: the recipe's settings.
         model: the policy, or the scorer, that is trained.
         data: encoded examples; in online recipes, prompts.
+        synced: the reference, where it follows the policy.
     """
 
     config: Any
@@ -71,6 +72,7 @@ class RunContext(Generic[Model]):
     model: Model
     data: Dataset
     eval_data: Dataset | None = None
+    synced: SyncedReference | None = field(default=None, init=False)
 
     @property
     def directory(self) -> Path:
@@ -103,7 +105,8 @@ class RunContext(Generic[Model]):
     def reference(
         self, kind: str, *, needed: bool = True, temperature: float = 1.0
     ) -> tuple[Reference | None, TokenColumns]:
-        """The policy as it is before the first step, frozen; and the columns that it reads where it is precomputed.
+        """The policy as it is before the first step, or ``config.ref_model``; and the columns that it reads where it is
+        precomputed.
 
         Args:
             kind: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in
@@ -111,10 +114,17 @@ class RunContext(Generic[Model]):
                 alone where they don't begin at nothing.
             needed: whether any loss takes a reference; none is made otherwise.
             temperature: of its softmax, where it is not precomputed: that of the policy it is compared with.
+
+        Raises:
+            ValueError: if it is to follow the policy and can't.
         """
+        config = self.config
+        check_reference(config, kind)
         if not needed:
             return None, lambda data: {}
         policy: Any = self.model
+        if config.ref_model is not None:
+            policy = load_reference(config, self.tokenizer).to(self.accelerator.device)
         # In the precision of the policy: rounding in one of the two alone would look like a difference.
         autocast = self.accelerator.autocast()
         if kind == "precompute":
@@ -127,10 +137,9 @@ class RunContext(Generic[Model]):
                 return {"ref_logprob": tensors["logprob"]}
 
             return column("ref_logprob"), columns
-        make, lora = frozen_copy, self.config.lora
-        if kind == "adapters_off" or (kind == "auto" and lora.enabled):
-            make = adapters_off if kind == "adapters_off" or lora.adds_nothing else adapters_copy
-        return autocast(make(policy, temperature=temperature)), lambda data: {}
+        reference = make_reference(policy, config, kind, temperature=temperature)
+        self.synced = reference if isinstance(reference, SyncedReference) else None
+        return autocast(reference), lambda data: {}
 
     def train(
         self,
@@ -177,6 +186,7 @@ class RunContext(Generic[Model]):
         checkpoints = self.directory / "checkpoints"
         state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
         state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
+        state["parts"] |= {} if self.synced is None else {"reference": self.synced}
         start = checkpoint.load_newest(checkpoints, **state) if config.resume else 0
         best = checkpoint.Best(config.keep_best)
         for line in map(json.loads, written(self.directory / "metrics.jsonl", start)):
@@ -228,6 +238,8 @@ class RunContext(Generic[Model]):
                 metrics = {**step.metrics, **report()}
                 if memory is not None:
                     memory.observe(metrics)
+                if self.synced is not None:
+                    self.synced.observe()
                 if due(step.number, config.eval_every):
                     held_out = evaluated(step.number)
                     metrics |= held_out
