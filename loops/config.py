@@ -223,8 +223,12 @@ class Common(Settings):
     keep_bytes: NonNegativeInt | None = None
     """Logits that the log-prob kernel keeps from forward to backward, in bytes; 0 computes all of them again, and null
     is 96 MB on a CPU and a thirty-second of the memory, at most 4 GiB, on a GPU."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, a third more time."""
+    gradient_checkpointing: Literal[False, True, "selective", "offload"] = False
+    """Recompute activations in backward: less memory, a third more time. selective keeps the products of matrices and
+    recomputes the rest, in little time; offload holds the inputs of layers in the memory of the host."""
+    neftune_noise_alpha: NonNegativeFloat = 0.0
+    """Noise on embeddings in training (NEFTune): uniform in +-alpha / sqrt(tokens x size). A gradient then depends on
+    how its step was split."""
     attention: str | None = None
     """Attention implementation of transformers, such as sdpa, eager or flash_attention_2; with flex_attention, on GPUs,
     long rows with shared prompts need no mask of their width squared."""
@@ -277,6 +281,19 @@ class OfflineConfig(Common):
     @property
     def longest(self) -> int | None:
         return self.max_length
+
+
+@dataclass(frozen=True)
+class Referenced(Settings):
+    """The fields of recipes with a reference policy."""
+
+    ref_model: str | None = None
+    """Name or directory of another model as the reference, with the same tokenizer; null is the policy at the start."""
+    ref_model_sync_steps: PositiveInt | None = None
+    """Steps between updates of a copied reference from the policy (TR-DPO: Gorbatovski et al. 2024, arXiv:2404.09656);
+    null never updates it."""
+    ref_model_mixup_alpha: PositiveShare = 0.6
+    """Weight of the policy in such an update, alpha policy + (1 - alpha) reference; 1 replaces it."""
 
 
 @dataclass(frozen=True)

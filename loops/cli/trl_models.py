@@ -92,5 +92,15 @@ def schedule(out: "Translation", names: Sequence[str]) -> None:
         out.set(names, schedule_kwargs=dict(out["lr_scheduler_kwargs"]))
 
 
+def noise(out: "Translation", names: Sequence[str]) -> None:
+    out.set(names, neftune_noise_alpha=float(out["neftune_noise_alpha"] or 0))
+
+
+def synchronization(out: "Translation", names: Sequence[str]) -> None:
+    if out["sync_ref_model"]:
+        steps, alpha = out["ref_model_sync_steps"] or 512, out["ref_model_mixup_alpha"] or 0.6
+        out.set(names, ref_model_sync_steps=int(steps), ref_model_mixup_alpha=float(alpha))
+
+
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from ...data import read_chat_template
 from ..config import Common
 from ..registry import blaming, build
+from .activations import add_noise, checkpoint_activations
 from .backbone import Backbone
 
 log = logging.getLogger(__name__)
@@ -130,9 +131,9 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         model.set_attn_implementation(config.attention)
     without_dropout(model)
     if config.gradient_checkpointing:
-        # transformers renamed it in 5.2x and warns about the old name.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph at its start
+        checkpoint_activations(model, config.gradient_checkpointing)
+    if config.neftune_noise_alpha:
+        add_noise(model, config.neftune_noise_alpha)
     if adapters:
         model = _with_adapters(model, config, task)
     return model.train()  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from ..config import (
     OpenUnitInterval,
     PositiveFloat,
     PositiveInt,
+    Referenced,
     Settings,
     Teacher,
 )
@@ -51,7 +52,7 @@ class Pairs(Settings):
 
 
 @dataclass(frozen=True)
-class DPO(Pairs, OfflineConfig):
+class DPO(Referenced, Pairs, OfflineConfig):
     """Preference training on pairs of a chosen and a rejected completion of one prompt."""
 
     loss: LossMix = "dpo"
@@ -102,7 +103,7 @@ class ORPO(OfflineConfig):
 
 
 @dataclass(frozen=True)
-class KTO(OfflineConfig):
+class KTO(Referenced, OfflineConfig):
     """Training on completions marked desirable or undesirable; preference pairs count as one of each."""
 
     learning_rate: NonNegativeFloat = 1e-6

@@ -12,6 +12,7 @@ from ..config import (
     PositiveFloat,
     PositiveInt,
     PositiveShare,
+    Referenced,
     RewardMix,
     Settings,
 )
@@ -87,7 +88,7 @@ class SamplingConfig(Common):
 
 
 @dataclass(frozen=True)
-class OnlineConfig(SamplingConfig):
+class OnlineConfig(Referenced, SamplingConfig):
     """Training on completions that the policy samples and that rewards score."""
 
     prompts_per_rollout: PositiveInt = 8

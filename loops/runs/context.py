@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -41,7 +41,7 @@ from . import checkpoint
 from .feed import Feed, digest, stored_tokens
 from .preflight import check_files, check_tokens
 from .ranks import main_first, meet
-from .reference import Reference, adapters_copy, adapters_off, column, frozen_copy
+from .reference import Reference, SyncedReference, check_reference, column, load_reference, make_reference
 from .training import Training
 
 Model = TypeVar("Model", bound=Backbone)
@@ -66,6 +66,7 @@ class RunContext(Generic[Model]):
         records, eval_records: the parts of the data that these were made of.
         stream: what gives the examples of every step, if the data are streamed; ``data`` are those of the first one.
         description: the configuration as it was opened, in YAML; see `to_yaml`.
+        synced: the reference, where it follows the policy.
     """
 
     config: Any
@@ -78,6 +79,7 @@ class RunContext(Generic[Model]):
     eval_records: Sequence[Records] = ()
     stream: Stream | None = None
     description: str = ""
+    synced: SyncedReference | None = field(default=None, init=False)
 
     @property
     def directory(self) -> Path:
@@ -126,7 +128,8 @@ class RunContext(Generic[Model]):
     def reference(
         self, kind: str, *, needed: bool = True, temperature: float = 1.0
     ) -> tuple[Reference | None, TokenColumns]:
-        """The policy as it is before the first step, frozen; and the columns that it reads where it is precomputed.
+        """The policy as it is before the first step, or ``config.ref_model``; and the columns that it reads where it is
+        precomputed.
 
         Args:
             kind: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in
@@ -134,10 +137,17 @@ class RunContext(Generic[Model]):
                 alone where they don't begin at nothing.
             needed: whether any loss takes a reference; none is made otherwise.
             temperature: of its softmax, where it is not precomputed: that of the policy it is compared with.
+
+        Raises:
+            ValueError: if it is to follow the policy and can't.
         """
+        config = self.config
+        check_reference(config, kind)
         if not needed:
             return None, lambda data: {}
         policy: Any = self.model
+        if config.ref_model is not None:
+            policy = load_reference(config, self.tokenizer).to(self.accelerator.device)
         # In the precision of the policy: rounding in one of the two alone would look like a difference.
         autocast = self.accelerator.autocast()
         if kind == "precompute":
@@ -150,11 +160,9 @@ class RunContext(Generic[Model]):
                 return {"ref_logprob": tensors["logprob"]}
 
             return column("ref_logprob"), columns
-        make, lora = frozen_copy, self.config.lora
-        if kind == "adapters_off" or (kind == "auto" and hasattr(policy.model, "disable_adapter")):
-            unchanged = lora.enabled and lora.adds_nothing  # those of a model that was given may add something
-            make = adapters_off if kind == "adapters_off" or unchanged else adapters_copy
-        return autocast(make(policy, temperature=temperature)), lambda data: {}
+        reference = make_reference(policy, config, kind, temperature=temperature)
+        self.synced = reference if isinstance(reference, SyncedReference) else None
+        return autocast(reference), lambda data: {}
 
     def train(
         self,
@@ -207,6 +215,7 @@ class RunContext(Generic[Model]):
         policy, optimizer = accelerator.prepare(self.model, optimizer)
         state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
         state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
+        state["parts"] |= {} if self.synced is None else {"reference": self.synced}
         start = checkpoint.load_newest(self.directory / "checkpoints", **state) if config.resume else 0
         objective, weighed, closed = compose(losses, read), weightings(losses), resources or nullcontext()
         return Training(self, feed, objective, weighed, state, start, evaluation, memory, report, save, closed)

@@ -5,17 +5,58 @@ configuration names, which may also have been computed before training.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
+from ...data import check_same_vocabulary
 from ..batch import Batch
+from ..config import Lora
+from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
 
 Reference = Callable[[Batch], Tensor]
+
+
+def check_reference(config: Any, kind: str) -> None:
+    """Raise ValueError if the reference is to follow the policy and can't."""
+    if config.ref_model_sync_steps and (kind not in ("auto", "copy") or config.ref_model or config.lora.enabled):
+        raise ValueError(
+            "ref_model_sync_steps: only a copy of a whole policy follows it; leave it out, or train without adapters, "
+            "with no ref_model, and with reference auto or copy"
+        )
+
+
+def load_reference(config: Any, tokenizer: Any) -> Policy:
+    """``config.ref_model``, frozen, in the precision of the computation.
+
+    Raises:
+        DataError: if it has other tokens than the policy.
+    """
+    plain = {"quantize": None, "quantize_kwargs": {}, "gradient_checkpointing": False, "neftune_noise_alpha": 0.0}
+    config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", **plain)
+    check_same_vocabulary(tokenizer, load_tokenizer(config))
+    return Policy(load_model(config), **config.kernel).requires_grad_(False).eval()
+
+
+def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:
+    """The reference of this kind that is computed while training; ``policy`` itself with ``config.ref_model``."""
+    if config.ref_model is not None:
+        return torch.no_grad()(lambda batch: policy(batch, temperature=temperature).logprob)
+    if config.ref_model_sync_steps:
+        interval, alpha = config.ref_model_sync_steps, config.ref_model_mixup_alpha
+        return SyncedReference(policy, interval=interval, alpha=alpha, temperature=temperature)
+    make = frozen_copy
+    if kind == "adapters_off" or (kind == "auto" and hasattr(policy.model, "disable_adapter")):
+        unchanged = (
+            config.lora.enabled and config.lora.adds_nothing
+        )  # those of a model that was given may add something
+        make = adapters_off if kind == "adapters_off" or unchanged else adapters_copy
+    return make(policy, temperature=temperature)
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
@@ -24,7 +65,7 @@ def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
     """
-    frozen: Any = copy.deepcopy(policy, {id(policy.critic): None}).requires_grad_(False).eval()  # without a critic
+    frozen = _frozen(policy)
     return torch.no_grad()(lambda batch: frozen(batch, temperature=temperature).logprob)
 
 
@@ -72,6 +113,54 @@ def adapters_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
         return logprob
 
     return reference
+
+
+class SyncedReference:
+    """A copy of the policy that follows it: ``ref ← α policy + (1 − α) ref`` after every so many steps.
+
+    Args:
+        interval: steps between updates.
+        alpha: α in (0, 1].
+
+    Paper: Gorbatovski et al. 2024, "Learn your reference model for real good alignment", arXiv:2404.09656, Eq. 5 (soft
+    update) and 6 (hard, α = 1).
+    """
+
+    def __init__(self, policy: Policy, *, interval: int, alpha: float, temperature: float = 1.0) -> None:
+        self.policy, self.interval, self.alpha, self.temperature = policy, interval, alpha, temperature
+        self.frozen: Any = _frozen(policy)
+        self.steps = 0
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Tensor:
+        logprob: Tensor = self.frozen(batch, temperature=self.temperature).logprob
+        return logprob
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Count a step of the policy, and follow it if it is time."""
+        self.steps += 1
+        if self.steps % self.interval == 0:
+            for name, followed in self._followed():
+                followed.lerp_(self.policy.get_parameter(name).to(followed.dtype), self.alpha)
+
+    def _followed(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.frozen.named_parameters():
+            if self.policy.get_parameter(name).requires_grad:
+                yield name, parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "weights": dict(self._followed())}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        for name, followed in self._followed():
+            followed.copy_(state["weights"][name])
+
+
+def _frozen(policy: Policy) -> Any:
+    return copy.deepcopy(policy, {id(policy.critic): None}).requires_grad_(False).eval()  # without a critic
 
 
 def column(name: str) -> Reference:

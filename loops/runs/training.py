@@ -120,6 +120,8 @@ class Training:
                     self.metrics = {**step.metrics, **self.report()}
                     if self.memory is not None:
                         self.memory.observe(self.metrics)
+                    if self.context.synced is not None:
+                        self.context.synced.observe()
                     if self._due(step.number, config.eval_every):
                         held_out = self._evaluate(step.number)
                         self.metrics |= held_out

@@ -90,7 +90,8 @@ def _function(loss: Any, known: Mapping[str, Loss]) -> Loss:
     """
     if isinstance(loss, str) and loss.startswith("{"):
         raise ValueError(
-            f"loss: {loss} is no mapping of losses to numbers: YAML wants a space after each colon, as in {{dpo: 1, nll: 0.2}}"
+            f"loss: {loss} is no mapping of losses to numbers: YAML wants a space after each colon, as in "
+            "{dpo: 1, nll: 0.2}"
         )
     if isinstance(loss, str) and ":" not in loss:
         if loss not in known:

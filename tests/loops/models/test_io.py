@@ -4,11 +4,13 @@ import pytest
 import torch
 from burnish.loops.batch import collate
 from burnish.loops.config import Common, Lora
+from burnish.loops.models.activations import sequence_lengths
 from burnish.loops.models.io import load_model, load_tokenizer, save_model
 from burnish.loops.models.policy import Policy
 from burnish.loops.train.optimizers import make_optimizer
 from tiny import make_examples, make_model
 from tiny import save_model as save_tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -136,15 +138,66 @@ def test_bfloat16_keeps_what_is_trained_in_float32(start):
     assert {p.dtype for p in adapters.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
-def test_gradient_checkpointing_changes_no_gradient(start):
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lora", [Lora(), Lora(r=2)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_gradient_checkpointing_changes_no_gradient(start, dtype, lora, monkeypatch):
+    with pytest.raises(ValueError, match="offload needs an accelerator"):
+        load_model(config(start, gradient_checkpointing="offload"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    unpinned = torch.autograd.graph.save_on_cpu  # there is nothing to pin for on a CPU
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", lambda **options: unpinned())
     batch = collate(make_examples(3))
-    gradients = []
-    for checkpointing in (False, True):
-        policy = Policy(load_model(config(start, dtype="float64", gradient_checkpointing=checkpointing)))
-        policy(batch).logprob.sum().backward()
-        gradients.append([parameter.grad for parameter in policy.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, recomputed)
+    gradients, products = [], []
+    for kept in (False, True, "selective", "offload"):
+        torch.manual_seed(0)  # of new adapters
+        policy = Policy(load_model(config(start, dtype=dtype, gradient_checkpointing=kept, lora=lora)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            total = policy(batch).logprob.sum()
+        with Products() as counted:
+            total.backward()
+        products.append(counted.count)
+        gradients.append([parameter.grad for parameter in policy.parameters() if parameter.requires_grad])
+    for recomputed in gradients[1:]:
+        for plain, again in zip(gradients[0], recomputed, strict=True):
+            assert torch.equal(plain, again)
+    assert products[0] <= products[2] < products[1] == products[3]
+    if lora.r == 0:
+        assert products[0] == products[2]  # selective recomputes none of them
+
+
+def test_noise_on_embeddings_is_that_of_the_paper_and_only_in_training(start):
+    policy = Policy(load_model(config(start, neftune_noise_alpha=5.0)), layout="packed")
+    plain = Policy(load_model(config(start)))
+    embedded = []
+    policy.plain.get_input_embeddings().register_forward_hook(lambda module, args, output: embedded.append(output))
+    examples = make_examples(4, completions=1)
+    batch = collate(examples)
+    lengths = sequence_lengths(policy.arranged(examples, "packed").position_ids).flatten()
+    assert sorted(set(lengths.tolist())) == sorted({len(e.prompt) + len(e.completions[0]) - 1 for e in examples} | {1})
+    torch.manual_seed(0)
+    noisy = policy(batch).logprob
+    torch.manual_seed(0)
+    assert torch.equal(policy(batch).logprob, noisy) and not torch.equal(policy(batch).logprob, noisy)
+    exact = plain(batch).logprob
+    assert not torch.allclose(noisy, exact, atol=1e-3)
+    ids = policy.arranged(examples, "packed").input_ids
+    noise = torch.stack([each.detach() - plain.plain.get_input_embeddings()(ids) for each in embedded[-3:]])
+    scaled = noise.flatten(1, 2) * ((lengths * noise.shape[-1]).sqrt() / 5.0)[:, None]
+    assert scaled.detach().abs().max() <= 1 + 1e-4 and float(scaled.detach().var()) == pytest.approx(1 / 3, abs=0.03)
+    with torch.no_grad():  # as references and samples are computed
+        assert torch.equal(policy(batch).logprob, exact)
+    policy.eval()
+    assert torch.equal(policy(batch).logprob, exact)
 
 
 @pytest.mark.filterwarnings("ignore")  # of bitsandbytes, about the CPU

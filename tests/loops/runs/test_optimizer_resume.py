@@ -21,6 +21,7 @@ RUNS = {
     "schedule-free adamw": SCHEDULE_FREE,
     "bfloat16 weights by chance": BFLOAT16,
     "bfloat16 weights, compensated, in 8 bits": {**BFLOAT16, "rounding": "compensated", "optimizer": "adamw_8bit"},
+    "noise on embeddings": {"neftune_noise_alpha": 5.0, "gradient_checkpointing": "selective"},
     "a schedule by evaluations": {"schedule": "reduce_lr_on_plateau", "schedule_kwargs": {"patience": 0, "factor": 0.5,
                                   "threshold": 1.0}},
 }  # fmt: skip

@@ -1,24 +1,26 @@
 """References: frozen, adapters off, and computed once, are the same log-probs."""
 
+import copy
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from burnish.data import Example
+from burnish.data import Example, encode_preference
 from burnish.loops.batch import collate
 from burnish.loops.config import Lora
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.preference import run_dpo
 from burnish.loops.recipes.settings import DPO
-from burnish.loops.runs.context import RunContext
+from burnish.loops.runs.context import RunContext, open_run
 from burnish.loops.runs.feed import stored_tokens
-from burnish.loops.runs.reference import adapters_copy, adapters_off, frozen_copy
+from burnish.loops.runs.reference import SyncedReference, adapters_copy, adapters_off, check_reference, frozen_copy
 from datasets import Dataset
 from interrupted import resumed
 from peft import LoraConfig, get_peft_model
 from tiny import make_examples, make_model, save_model, sums, write_rows
+from transformers import AutoModelForCausalLM
 
 
 @pytest.fixture
@@ -86,6 +88,72 @@ def test_an_adapter_goes_on_from_where_it_was_with_itself_as_the_reference(tmp_p
     assert metrics[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert metrics[-1]["eval/loss"] < math.log(2)
     assert (first / "model" / "model.safetensors").read_bytes() != whole
+
+
+def dpo_loss(policy, reference, batch):
+    margin = [
+        torch.zeros(2, dtype=x.dtype).index_add(0, batch.completion[batch.sequence], x * sign)
+        for x, sign in ((policy(batch).logprob, 1.0), (reference(batch), -1.0))
+    ]
+    chosen, rejected = margin[0] + margin[1]
+    return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
+
+
+@pytest.mark.parametrize("alpha", [0.6, 1.0])
+def test_a_reference_that_follows_is_the_loop_written_by_hand(alpha):
+    """TR-DPO (arXiv:2404.09656): every 2 steps ref <- alpha policy + (1 - alpha) ref."""
+    policy, by_hand = (Policy(make_model("llama")) for _ in range(2))
+    batches = [collate(make_examples(1, seed=seed)) for seed in range(5)]
+    synced, frozen = SyncedReference(policy, interval=2, alpha=alpha), copy.deepcopy(by_hand).requires_grad_(False)
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (policy, by_hand))
+    for step, batch in enumerate(batches, 1):
+        dpo_loss(policy, synced, batch).backward()
+        dpo_loss(by_hand, lambda batch: frozen(batch).logprob.detach(), batch).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        synced.observe()
+        if step in (2, 4):
+            for reference, trained in zip(frozen.parameters(), by_hand.parameters(), strict=True):
+                reference.data = (1 - alpha) * reference.data + alpha * trained.data
+        torch.testing.assert_close(synced(batch), frozen(batch).logprob, rtol=0, atol=1e-10)
+    start = Policy(make_model("llama"))
+    assert not torch.allclose(synced(batches[0]), start(batches[0]).logprob, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_reference_that_follows_is_part_of_a_checkpoint(dtype, tmp_path):
+    fields = {"model": str(save_model(tmp_path / "start")), "data": str(write_rows(tmp_path / "x.jsonl", sums(24)))}
+    fields |= {"ref_model_sync_steps": 2, "eval_data": fields["data"], "eval_every": 2, "dtype": dtype}
+    (whole, again), (metrics, metrics_again) = resumed({**fields, "ref_model_mixup_alpha": 1.0}, tmp_path, "dpo")
+    assert whole == again and metrics == metrics_again
+    for line in metrics:
+        if "eval/loss" in line and line["step"] % 2 == 0:  # it is the policy, after its step
+            assert line["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    (unsynced, _), (still, _) = resumed({**fields, "ref_model_sync_steps": None}, tmp_path / "still", "dpo")
+    assert unsynced != whole and still[-1]["eval/loss"] < math.log(2) - 1e-3
+
+
+@pytest.mark.parametrize("kind", ["auto", "precompute"])
+def test_another_model_is_the_reference(kind, tmp_path):
+    fields = {"model": str(save_model(tmp_path / "start")), "data": str(write_rows(tmp_path / "x.jsonl", sums(8)))}
+    other = save_model(tmp_path / "other", seed=1)
+    config = DPO(**fields, output=str(tmp_path / "run"), ref_model=str(other), reference=kind, lora=Lora(r=2))
+    context = open_run(config, encode_preference)
+    reference, columns = context.reference(kind)
+    expected = Policy(AutoModelForCausalLM.from_pretrained(other))
+    (batch,) = context.feed(context.data, whole=True, per_token=(columns,))(0)
+    torch.testing.assert_close(reference(batch), expected(batch).logprob.detach(), rtol=0, atol=1e-5)
+    assert not reference(batch).requires_grad
+    assert not torch.allclose(reference(batch), context.model(batch).logprob, atol=0.1)
+
+
+@pytest.mark.parametrize("fields", [{"lora": Lora(r=2)}, {"ref_model": "x"}, {"reference": "precompute"}], ids=str)
+def test_only_a_copy_of_the_policy_follows_it(fields):
+    config = DPO("m", "d", "o", ref_model_sync_steps=2, **fields)
+    with pytest.raises(ValueError, match="ref_model_sync_steps: only a copy of a whole policy follows it"):
+        check_reference(config, config.reference)
 
 
 def test_adapters_off_wants_adapters():

@@ -1,0 +1,72 @@
+"""What a forward pass leaves for backward, and noise on what it begins with."""
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+_aten: Any = torch.ops.aten
+# Products of matrices and attention: most of the time of a forward pass, and less than half of its activations.
+_PRODUCTS = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+def checkpoint_activations(model: Any, keep: Literal[True, "selective", "offload"]) -> None:
+    """Recompute the activations of each layer in backward: gradients stay the same, bit for bit.
+
+    Args:
+        keep: of each layer its input (True), its input in the memory of the host ("offload"), or its input and its
+            products of matrices ("selective").
+
+    Raises:
+        ValueError: to offload, if there is no accelerator, or this version of transformers can't.
+    """
+    # transformers renamed it in 5.2x and warns about the old name.
+    renamed = hasattr(model, "activation_checkpointing_enable")
+    if keep == "offload" and not (renamed and torch.accelerator.is_available()):
+        raise ValueError("gradient_checkpointing: offload needs an accelerator, and transformers 5.23 or newer")
+    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    if keep == "selective":
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
+    enable(kwargs, **({"offload": True} if keep == "offload" else {}))
+    model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph at its start
+
+
+def add_noise(model: Any, alpha: float) -> None:
+    """Add uniform noise in ±α/√(L·d) to the embedded tokens wherever gradients are computed in training mode.
+
+    L is the number of tokens of the sequence that are read, with the longest of the completions that share a prompt;
+    d is the size of the embedding. Evaluations, references and samples are without noise.
+
+    Paper: Jain et al. 2023, "NEFTune", arXiv:2310.05914, Algorithm 1.
+    """
+    positions: list[Tensor] = []
+
+    def remember(module: nn.Module, args: Any, kwargs: Any) -> None:
+        positions[:] = [kwargs["position_ids"]]
+
+    def noisy(module: nn.Module, args: Any, embedded: Tensor) -> Tensor | None:
+        if not (module.training and torch.is_grad_enabled() and positions):
+            return None
+        bound = alpha / (sequence_lengths(positions[0]) * embedded.shape[-1]).sqrt()
+        noise = torch.empty_like(embedded).uniform_(-1, 1)
+        return embedded + noise * bound[..., None].to(embedded.dtype)
+
+    model.base_model.register_forward_pre_hook(remember, with_kwargs=True)
+    model.get_input_embeddings().register_forward_hook(noisy)
+
+
+def sequence_lengths(position_ids: Tensor) -> Tensor:
+    """Tokens of the sequence that each slot [rows, width] belongs to: a sequence begins where the position is 0."""
+    sequence = (position_ids == 0).cumsum(1)
+    longest = torch.zeros_like(position_ids).scatter_reduce(1, sequence - 1, position_ids + 1, "amax")
+    return longest.gather(1, sequence - 1)
