@@ -171,7 +171,7 @@ def test_settings_that_contradict_each_other_are_refused_before_anything_is_load
 
 def test_an_engine_is_refused_beside_other_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="source: an engine .* with several ranks set it to vllm"):
+    with pytest.raises(ValueError, match=r"source: an engine .* with several ranks set it to vllm"):
         check_sampling(GRPO(model="m", data="d", output="o", source="vllm_engine"))
 
 
