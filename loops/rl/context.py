@@ -83,7 +83,7 @@ class RLContext(RunContext[Policy]):
     def evaluate(self) -> dict[str, float]:
         """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""
         scheduler: Any = self.scheduler
-        source: RolloutSource | None = open_local(self.config, self, version=0)
+        source: Any = open_local(self.config, self, version=0)
         if (ranks := self.accelerator.num_processes) > 1:
             groups = len(cast(Dataset, self.eval_data))
             source, _ = distributed(self.accelerator, source, ranks=ranks, groups=groups, purpose="evaluation")

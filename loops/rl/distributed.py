@@ -250,6 +250,7 @@ class Follower:
 
     async def _complete(self, number: int, request: Request) -> None:
         assert self.source is not None
+        outcome: tuple[list[Sample] | None, str | None]
         try:
             outcome = await self.source.sample(request), None
         except Exception as error:
