@@ -47,7 +47,7 @@ def parse_losses(
     for name, entry in ({mix: 1.0} if isinstance(mix, str) else mix).items():
         if name.startswith("{"):
             raise ValueError(
-                f"loss: {name} is no mapping of losses to numbers: YAML wants a space after each colon, as in "
+                f"loss: {name} is no mapping: YAML wants a space after each colon, and then there is a number, as in "
                 "{dpo: 1, nll: 0.2}"
             )
         if name not in known:
