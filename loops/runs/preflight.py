@@ -19,14 +19,18 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.index.json")
 
 
 def check_files(config: Any) -> None:
-    """Check what is on this machine's disks; names that may be on the Hub are left to those who read them.
+    """Check what is on this machine's disks; names that may be on the Hub are left to those that read them.
 
     Raises:
         ValueError: names the field, its value and what is wrong with it.
     """
     for field in ("model", "teacher.model", "value_model"):
         name = _value(config, field)
-        if isinstance(name, str) and (name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()):
+        if (
+            isinstance(name, str)
+            and name
+            and (name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists())
+        ):
             _check_model(field, Path(name))
     for field in ("data", "eval_data"):
         name = _value(config, field)
@@ -60,8 +64,10 @@ def _value(config: Any, field: str) -> Any:
 
 def _check_model(field: str, path: Path) -> None:
     if not path.is_dir():
-        wrong = "is a file, wanted a directory" if path.exists() else "no such directory"
-        raise ValueError(f"{field}: {path}: {wrong} that holds a model and its tokenizer, nor is it a name on the Hub")
+        wrong = "it is a file" if path.exists() else "there is no such directory"
+        raise ValueError(
+            f"{field}: {path} is neither a directory that holds a model and its tokenizer, nor one on the Hub: {wrong}"
+        )
     if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
         raise ValueError(f"{field}: {path}: no config.json; wanted the directory that holds a model and its tokenizer")
     if not any(file for pattern in _WEIGHTS for file in path.glob(pattern)):

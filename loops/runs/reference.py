@@ -52,9 +52,7 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
         return SyncedReference(policy, interval=interval, alpha=alpha, temperature=temperature)
     make = frozen_copy
     if kind == "adapters_off" or (kind == "auto" and hasattr(policy.model, "disable_adapter")):
-        unchanged = (
-            config.lora.enabled and config.lora.adds_nothing
-        )  # those of a given model may add something
+        unchanged = config.lora.enabled and config.lora.adds_nothing  # those of a given model may add something
         make = adapters_off if kind == "adapters_off" or unchanged else adapters_copy
     return make(policy, temperature=temperature)
 

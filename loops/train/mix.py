@@ -90,7 +90,7 @@ def _function(loss: Any, known: Mapping[str, Loss]) -> Loss:
     """
     if isinstance(loss, str) and loss.startswith("{"):
         raise ValueError(
-            f"loss: {loss} is no mapping of losses to numbers: YAML wants a space after each colon, as in "
+            f"loss: {loss} is no mapping: YAML wants a space after each colon, and then there is a number, as in "
             "{dpo: 1, nll: 0.2}"
         )
     if isinstance(loss, str) and ":" not in loss:

@@ -92,10 +92,10 @@ def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(fake
 
     monkeypatch.setattr(sampling, "launch", launch)
     options = {"max_model_len": 64, "enforce_eager": True, "enable_prefix_caching": False}
-    vllm = VLLM(python="/elsewhere/python", options=options, environment={"CUDA_VISIBLE_DEVICES": "1"})
+    vllm = VLLM(python="/bin/sh", options=options, environment={"CUDA_VISIBLE_DEVICES": "1"})
     run_grpo(GRPO(**fields, source="vllm", vllm=vllm))
     assert asked["flags"] == ["--max-model-len", "64", "--enforce-eager", "--no-enable-prefix-caching"]
-    assert (asked["model"], asked["dtype"], asked["python"]) == (fields["model"], "float32", "/elsewhere/python")
+    assert (asked["model"], asked["dtype"], asked["python"]) == (fields["model"], "float32", "/bin/sh")
     assert asked["environment"] == {"CUDA_VISIBLE_DEVICES": "1"}
     assert ended == [True]
 
