@@ -190,13 +190,14 @@ def test_one_model_passes_through_one_recipe_after_the_other(model, tokenizer):
 
 
 def test_adapters_of_ones_own_are_trained_and_saved(model, tokenizer, tmp_path):
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.25, target_modules="all-linear"))
     frozen = {name: tensor for name, tensor in weights(adapted).items() if "lora_" not in name}
     run = burnish.dpo(adapted, PAIRS, str(tmp_path / "run"), tokenizer=tokenizer, **SETTINGS)
     assert run.model is adapted
     losses = [step.metrics["loss"] for step in run]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6) != losses[-1]  # the reference is the model without them
     assert_same({name: tensor for name, tensor in weights(adapted).items() if "lora_" not in name}, frozen)
+    assert {module.p for module in adapted.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}
     assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
     with pytest.raises(ValueError, match=r"lora\.r: the model has adapters already"):
         burnish.dpo(adapted, PAIRS, tokenizer=tokenizer, lora={"r": 2})
