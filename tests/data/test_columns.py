@@ -202,6 +202,12 @@ def test_a_label_is_true_or_false_or_one_or_zero(label, desirable) -> None:
     assert row.annotation is desirable
 
 
+def test_content_in_parts_of_text_is_joined() -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "it?"}]
+    row = read_row({"messages": [{"role": "user", "content": parts}, ANSWER]}, ("messages",))
+    assert row.completions == ([{"role": "user", "content": "What is it?"}, ANSWER],)
+
+
 @pytest.mark.parametrize("label", [2, -1, 0.5, "1", "true", None, math.nan, [True]])
 def test_a_label_is_nothing_else(label) -> None:
     shown = "missing" if label is None else repr(label)

@@ -218,7 +218,7 @@ def test_held_out_prompts_are_conversations_too(fields, tmp_path):
 
 def test_each_file_of_data_is_read_once(fields, tmp_path, monkeypatch):
     read, from_path = [], records._from_path
-    monkeypatch.setattr(records, "_from_path", lambda data, split: read.append(data) or from_path(data, split))
+    monkeypatch.setattr(records, "_from_path", lambda path, **how: read.append(path) or from_path(path, **how))
     held_out = str(write_rows(tmp_path / "held_out.jsonl", [{"prompt": "1?", "answer": "2"}]))
     open_rl(GRPO(**fields, eval_data=held_out)).scheduler.close()
     assert read == [fields["data"], held_out]

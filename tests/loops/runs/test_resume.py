@@ -36,9 +36,14 @@ def test_dpo_with_adapters_and_dropout_survives_kills(kills, config):
 
 
 @kills(3)
-def test_sft_survives_a_truncated_newest_checkpoint_and_says_so(kills, config, tmp_path):
+def test_sft_on_a_mixture_survives_a_truncated_newest_checkpoint_and_says_so(kills, config, tmp_path):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(50)]
-    config["data"] = str(write_rows(tmp_path / "messages.jsonl", rows))
+    parts = {"most": rows[:30], "least": rows[30:]}
+    parts = {
+        str(write_rows(tmp_path / f"{name}.jsonl", part)): w
+        for (name, part), w in zip(parts.items(), (1.5, 0.5), strict=True)
+    }
+    config["data"] = parts
     config["steps"] = 80 if kills else 20
     happened, log = kill_and_resume("sft", config, "write:15", "truncate", f"random:{kills}")
     assert happened["truncate"] == 1
