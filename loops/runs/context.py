@@ -153,7 +153,7 @@ class RunContext(Generic[Model]):
 
         Raises:
             ValueError: if a loss couples all pairs of a step, which are split.
-            CheckpointError: if the disk is full.
+            CheckpointError: if a checkpoint, or the model, could not be written.
             Stopped: after the step in which SIGINT, SIGTERM or SIGUSR1 reached any rank, which is saved.
         """
         config, accelerator = self.config, self.accelerator
