@@ -106,6 +106,7 @@ def writing(what: str, directory: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{what} could not be written to {directory.parent}{by}"
             + (f": the disk is full ({free:.0f} MiB free)" if full else ": another rank ended" if lost else "")
+            + (": it must be on a file system that all ranks share" if isinstance(cause, FileNotFoundError) else "")
             + f". {newest[0] + ' is intact' if newest else 'There is no earlier checkpoint'}: "
             + ("make room and " if full else "")
             + f"start again with --resume true ({cause})"

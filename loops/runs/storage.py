@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import _TYPES
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -22,21 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-# The names of safetensors, by `str(dtype)`.
-_DTYPES = {
-    "torch.float64": "F64",
-    "torch.float32": "F32",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.float8_e4m3fn": "F8_E4M3",
-    "torch.float8_e5m2": "F8_E5M2",
-    "torch.int64": "I64",
-    "torch.int32": "I32",
-    "torch.int16": "I16",
-    "torch.int8": "I8",
-    "torch.uint8": "U8",
-    "torch.bool": "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class DirectoryWriter(FileSystemWriter):
@@ -97,7 +84,7 @@ def _safetensors(items: list[WriteItem], planner: SavePlanner) -> Iterator[bytes
         assert item.tensor_data is not None and item.index.fqn not in tensors  # one part of a tensor on each rank
         chunk, begin = item.tensor_data.chunk, end
         end += math.prod(chunk.sizes) * _dtype(item).itemsize
-        name = _DTYPES[str(_dtype(item))]
+        name = _NAMES[_dtype(item)]
         tensors[item.index.fqn] = {"dtype": name, "shape": list(chunk.sizes), "data_offsets": [begin, end]}
         offsets[item.index.fqn] = {"saved_offsets": list(chunk.offsets)}
     about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}

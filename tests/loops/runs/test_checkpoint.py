@@ -132,9 +132,10 @@ def test_what_could_not_be_written_is_said_and_the_last_checkpoint_stays(
         (SafetensorError("I/O error: No space left on device (os error 28)"), "the disk is full"),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "the disk is full"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] writev [127.0.0.1]:38: Broken pipe"), "another rank ended"),
+        (FileNotFoundError(errno.ENOENT, "No such file"), "it must be on a file system that all ranks share"),
     ],
 )
-def test_a_full_disk_and_a_lost_rank_are_told_apart(tmp_path, error, cause):
+def test_a_full_disk_a_lost_rank_and_a_disk_of_one_rank_are_told_apart(tmp_path, error, cause):
     with (
         pytest.raises(checkpoint.CheckpointError, match=f": {cause}.*There is no earlier checkpoint: ") as failed,
         checkpoint.writing("the model", tmp_path / "checkpoints"),

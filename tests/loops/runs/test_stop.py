@@ -222,18 +222,22 @@ def test_a_signal_and_the_end_wait_for_what_is_written_in_the_background(setting
     assert_undisturbed(settings)
 
 
-def test_a_disk_that_is_full_in_the_background_ends_the_run_at_a_later_step(settings, in_background, monkeypatch):
+def test_a_disk_that_is_full_in_the_background_ends_the_run_before_the_next_checkpoint(
+    settings, in_background, monkeypatch
+):
     write = storage.write
 
     def full(path, pieces):
-        if "step-00000003" in str(path):
+        if "step-00000040" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(path, pieces)
 
     monkeypatch.setattr(storage, "write", full)
-    with pytest.raises(checkpoint.CheckpointError, match=r"checkpoint of step 3 could.*full.*step-00000002 is intact"):
-        run_sft(SFT(**{**settings, "steps": 100}, save_every=1))
-    assert kept(settings) == [1, 2] and not list(Path(settings["output"]).glob("checkpoints/.*"))
+    with pytest.raises(checkpoint.CheckpointError, match=r"checkpoint of step 40 could.*full.*step-00000020 is intact"):
+        run_sft(SFT(**{**settings, "steps": 1000}, save_every=20))
+    assert kept(settings) == [20] and not list(Path(settings["output"]).glob("checkpoints/.*"))
+    last = json.loads((Path(settings["output"]) / "metrics.jsonl").read_text().splitlines()[-1])
+    assert 40 <= last["step"] < 59 and "unsaved" not in last
 
 
 def test_so_many_of_the_newest_are_kept(settings):
