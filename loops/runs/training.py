@@ -89,7 +89,7 @@ class Training:
         """Take the steps.
 
         Raises:
-            CheckpointError: if the disk is full.
+            CheckpointError: if a checkpoint, or the model, could not be written.
             Stopped: after the step in which SIGINT, SIGTERM or SIGUSR1 reached any rank, which is saved.
         """
         accelerator, config, steps = self.context.accelerator, self.context.config, self.feed.steps
