@@ -72,7 +72,8 @@ class SamplingConfig(Common):
     top_k: NonNegativeInt = 0
     """Number of likeliest tokens that are sampled from; 0 is all."""
     source: Literal["policy", "vllm", "vllm_engine"] = "policy"
-    """Source of completions: the policy itself, a vLLM server, or vLLM within this process."""
+    """Source of completions: the policy itself, on each rank a share of them, where it is sharded from a whole copy; a
+    vLLM server; or vLLM within this process, which must be the only one."""
     vllm: VLLM = field(default_factory=VLLM)
     """The server."""
     cache_bytes: PositiveInt | None = None

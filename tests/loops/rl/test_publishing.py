@@ -1,5 +1,6 @@
 """Weights on their way from several ranks to one server: rank 0 sends them, and all gather what is sharded."""
 
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -58,34 +59,36 @@ class Watched(Fake):
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory):
-    """By the number of ranks, whether they are sharded, and the kind: what was sent, and the run's directory."""
+def publish(tmp_path_factory):
+    """``publish(ranks, sharded)`` is, by kind, what servers were sent, and the run's directory."""
     directory = tmp_path_factory.mktemp("ranks")
     common = {**prepare(directory), "source": "vllm", "steps": 2}
-    results = {}
-    for ranks, sharded in ((1, False), (2, False), (2, True)):
+
+    @functools.cache
+    def publish(ranks, sharded):
         runs, servers = [], {kind: Watched(common["model"], kind) for kind in RUNS}
         for kind, fields in RUNS.items():
-            runs.append(
-                {**common, **fields, "output": str(directory / f"{ranks}-{sharded}" / kind), "sharded": sharded}
-            )
-            runs[-1]["vllm"] = {**fields.get("vllm", {}), "url": servers[kind].url}
+            place = directory / f"{ranks}-{sharded}" / kind
+            vllm = {**fields.get("vllm", {}), "url": servers[kind].url}
+            runs.append({**common, **fields, "output": str(place), "sharded": sharded, "vllm": vllm})
         for status, printed in run_forked(ranks, "spread", runs):
             assert status == 0, printed[-3000:]
-        for (kind, server), run in zip(servers.items(), runs, strict=True):
+        for server in servers.values():
             server.close()
-            results[ranks, sharded, kind] = list(filter(None, server.sent.values())), Path(run["output"])
-    results["start"] = load_file(Path(common["model"]) / "model.safetensors")
-    return results
+        outputs = [Path(run["output"]) for run in runs]
+        sent = [list(filter(None, server.sent.values())) for server in servers.values()]
+        return dict(zip(RUNS, zip(sent, outputs, strict=True), strict=True))
+
+    return publish
 
 
-on_two_ranks = pytest.mark.parametrize("sharded", [False, True])
+on_two_ranks = pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
 
 
 @on_two_ranks
 @pytest.mark.parametrize("kind", sorted(RUNS.keys() - {"bfloat16"}))
-def test_a_server_gets_the_weights_that_one_process_sends(published, sharded, kind):
-    (one, _), (many, _) = published[1, False, kind], published[2, sharded, kind]
+def test_a_server_gets_the_weights_that_one_process_sends(publish, sharded, kind):
+    (one, _), (many, _) = publish(1, False)[kind], publish(2, sharded)[kind]
     assert len(one) == len(many) == 2 + (kind in ("restart", "refused"))
     for expected, sent in zip(one, many, strict=True):
         assert sent.keys() == expected.keys() and len(sent) > 5
@@ -95,20 +98,20 @@ def test_a_server_gets_the_weights_that_one_process_sends(published, sharded, ki
 
 
 @on_two_ranks
-def test_a_server_gets_two_bytes_of_a_weight_where_it_computes_in_bfloat16(published, sharded):
-    sent = published[2, sharded, "bfloat16"][0][0]
+def test_a_server_gets_two_bytes_of_a_weight_where_it_computes_in_bfloat16(publish, sharded):
+    (sent, _), output = publish(2, sharded)["bfloat16"]
     assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
-    for name, tensor in published["start"].items():
+    for name, tensor in load_file(output.parents[1] / "start/model.safetensors").items():
         assert torch.equal(sent[name], tensor.bfloat16())
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_no_rank_but_the_main_one_holds_two_gathered_weights(published, kind):
-    assert (published[2, True, kind][1] / "held-1.txt").read_text() == "1"
+def test_no_rank_but_the_main_one_holds_two_gathered_weights(publish, kind):
+    assert (publish(2, True)[kind][1] / "held-1.txt").read_text() == "1"
 
 
 @on_two_ranks
-def test_a_server_that_restarts_during_a_rollout_is_given_the_weights_again(published, sharded):
-    sent, directory = published[2, sharded, "restart"]
+def test_a_server_that_restarts_during_a_rollout_is_given_the_weights_again(publish, sharded):
+    sent, directory = publish(2, sharded)["restart"]
     assert all(torch.equal(sent[1][name], sent[2][name]) for name in sent[1])
     assert len(stored(directory)) == 2 * 4 * 4
