@@ -6,7 +6,7 @@ The names are those of torch's classes in lower case, and those that transformer
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,10 +168,7 @@ class MuonWithAdamW(Optimizer):
             part.step()
 
 
-Rounding = Literal["stochastic", "compensated"]
-
-
-def in_float32(kind: Any, rounding: Rounding, seed: int) -> Any:
+def in_float32(kind: Any, rounding: str, seed: int) -> Any:
     """The class of an optimizer, with the steps of `InFloat32` for bfloat16 parameters."""
     return type(f"{kind.__name__}InFloat32", (InFloat32, kind), {"rounding": rounding, "seed": seed})
 
@@ -189,7 +186,7 @@ class InFloat32(Optimizer):
     Both kinds: Zamirai et al. 2020, arXiv:2010.06192; theirs compensates in bfloat16.
     """
 
-    rounding: Rounding
+    rounding: str
     seed: int
 
     @torch.no_grad()
