@@ -110,9 +110,9 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     return model.train()  # type: ignore[no-any-return]
 
 
-def _with_adapters(model: Any, config: Common, task: str) -> PeftModel:
+def _with_adapters(model: Any, config: Common, task: str) -> Any:
     """New adapters, or those to go on from; in float32, unless ``config.weights_dtype`` is bfloat16."""
-    lora, options = config.lora, {"autocast_adapter_dtype": config.weights_dtype == "float32"}
+    lora, options = config.lora, dict[str, Any](autocast_adapter_dtype=config.weights_dtype == "float32")
     if lora.path is not None:
         if lora.r:
             raise ValueError(f"lora.r: the adapter in {lora.path} has its own rank; leave lora.r out")
@@ -128,7 +128,7 @@ def _with_adapters(model: Any, config: Common, task: str) -> PeftModel:
     if unmerged := sorted(_UNMERGED & lora.kwargs.keys()):
         raise ValueError(f"lora.kwargs: {unmerged[0]} can't be merged into a plain model; leave it out")
     try:
-        return get_peft_model(model, build("lora.kwargs", LoraConfig, lora.kwargs, **fields), **options)  # type: ignore[return-value]
+        return get_peft_model(model, build("lora.kwargs", LoraConfig, lora.kwargs, **fields), **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"lora: {error}") from error
 

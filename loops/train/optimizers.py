@@ -104,7 +104,7 @@ def _groups(model: nn.Module, trained: Mapping[str, Tensor], weight_decay: float
     """One group; with weight decay, another one for what is spared from it."""
     if not weight_decay:
         return [{"params": list(trained.values())}]
-    decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+    decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))  # type: ignore[no-untyped-call]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for name, parameter in trained.items() if (name in decays) == decayed], "weight_decay": w}
         for decayed, w in ((True, weight_decay), (False, 0.0))
@@ -159,7 +159,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self.parts:
             part.state = self.state
             part.param_groups = [
@@ -190,7 +190,7 @@ class InFloat32(Optimizer):
     seed: int
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         groups, generators = self.param_groups, {}
         for index, group in enumerate(groups):
             group["updates"] = group.get("updates", 0) + 1
