@@ -93,7 +93,8 @@ def schedule(out: "Translation", names: Sequence[str]) -> None:
 
 
 def noise(out: "Translation", names: Sequence[str]) -> None:
-    out.set(names, neftune_noise_alpha=float(out["neftune_noise_alpha"] or 0))
+    if out["neftune_noise_alpha"]:
+        out.set(names, neftune_noise_alpha=float(out["neftune_noise_alpha"]))
 
 
 def synchronization(out: "Translation", names: Sequence[str]) -> None:

@@ -65,7 +65,7 @@ class Backbone(nn.Module):
         for module in model.modules():
             # On some CPUs bitsandbytes repacks 4-bit weights when it evaluates; then they can't be trained on.
             if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False
+                setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
 
     @property
     def plain(self) -> Any:

@@ -139,9 +139,9 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     return model.train()  # type: ignore[no-any-return]
 
 
-def _with_adapters(model: Any, config: Common, task: str) -> PeftModel:
+def _with_adapters(model: Any, config: Common, task: str) -> Any:
     """New adapters, or those to go on from; in float32, unless ``config.weights_dtype`` is bfloat16."""
-    lora, options = config.lora, {"autocast_adapter_dtype": config.weights_dtype == "float32"}
+    lora, options = config.lora, dict[str, Any](autocast_adapter_dtype=config.weights_dtype == "float32")
     if lora.path is not None:
         if lora.r:
             raise ValueError(f"lora.r: the adapter in {lora.path} has its own rank; leave lora.r out")

@@ -37,7 +37,12 @@ def load_reference(config: Any, tokenizer: Any) -> Policy:
     Raises:
         DataError: if it has other tokens than the policy.
     """
-    plain = {"quantize": None, "quantize_kwargs": {}, "gradient_checkpointing": False, "neftune_noise_alpha": 0.0}
+    plain: dict[str, Any] = {
+        "quantize": None,
+        "quantize_kwargs": {},
+        "gradient_checkpointing": False,
+        "neftune_noise_alpha": 0.0,
+    }
     config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", **plain)
     check_same_vocabulary(tokenizer, load_tokenizer(config))
     return Policy(load_model(config), **config.kernel).requires_grad_(False).eval()

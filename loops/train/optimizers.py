@@ -6,7 +6,7 @@ The names are those of torch's classes in lower case, and those that transformer
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ def _groups(model: nn.Module, trained: Mapping[str, Tensor], weight_decay: float
     """One group; with weight decay, another one for what is spared from it."""
     if not weight_decay:
         return [{"params": list(trained.values())}]
-    decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))
+    decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))  # type: ignore[no-untyped-call]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for name, parameter in trained.items() if (name in decays) == decayed], "weight_decay": w}
         for decayed, w in ((True, weight_decay), (False, 0.0))
@@ -162,7 +162,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self.parts:
             part.state = self.state
             part.param_groups = [
@@ -171,10 +171,7 @@ class MuonWithAdamW(Optimizer):
             part.step()
 
 
-Rounding = Literal["stochastic", "compensated"]
-
-
-def in_float32(kind: Any, rounding: Rounding, seed: int) -> Any:
+def in_float32(kind: Any, rounding: str, seed: int) -> Any:
     """The class of an optimizer, with the steps of `InFloat32` for bfloat16 parameters."""
     return type(f"{kind.__name__}InFloat32", (InFloat32, kind), {"rounding": rounding, "seed": seed})
 
@@ -192,11 +189,11 @@ class InFloat32(Optimizer):
     Both kinds: Zamirai et al. 2020, arXiv:2010.06192; theirs compensates in bfloat16.
     """
 
-    rounding: Rounding
+    rounding: str
     seed: int
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         groups, generators = self.param_groups, {}
         for index, group in enumerate(groups):
             group["updates"] = group.get("updates", 0) + 1

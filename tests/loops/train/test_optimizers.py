@@ -286,7 +286,7 @@ def in_bfloat16(rounding, optimizer="adamw", **fields):
         ("adamw_8bit", 72, 50),
         ("sgd", 16, 50),
         ("muon", 16, 50),
-        slow(("adamw_torch_8bit", 72, 50)),
+        slow("adamw_torch_8bit", 72, 50),
     ],
 )
 def test_a_thousand_compensated_steps_are_those_of_float32_bit_for_bit(optimizer, size, count):
