@@ -122,7 +122,7 @@ def test_two_of_one_name_are_refused(own):
 def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
     (tmp_path / "needs_pepper.py").write_text("import pepper_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="needs_pepper.py line 1: ModuleNotFoundError.*pepper_that_is_not_there"):
+    with pytest.raises(ValueError, match=r"needs_pepper.py line 1: ModuleNotFoundError.*pepper_that_is_not_there"):
         resolve_rewards({"needs_pepper:f": 1})
 
 
