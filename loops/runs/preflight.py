@@ -40,10 +40,14 @@ def check_files(config: Any) -> None:
                 raise DataError(f"{field}: {path}: no such file" + ("" if Path(path).suffix else " or directory"))
             if not os.access(path, os.R_OK):
                 raise DataError(f"{field}: {path}: can't be read by this user")
-    for field in ("teacher.logprobs", "value_head"):
+    left = {
+        "teacher.logprobs": "a run with top_k leaves one, teacher-....safetensors, in its directory",
+        "value_head": "a run leaves one, value_head.safetensors, in its directory",
+    }
+    for field, origin in left.items():
         name = _value(config, field)
         if name is not None and not Path(name).is_file():
-            raise DataError(f"{field}: {name}: no such file; an earlier run leaves one in its directory")
+            raise DataError(f"{field}: {name}: no such file; {origin}")
     if config.chat_template is not None:
         read_chat_template(config.chat_template)
     if (python := _value(config, "vllm.python")) is not None and shutil.which(python) is None:
