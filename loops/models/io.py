@@ -162,7 +162,7 @@ def _with_adapters(model: Any, config: Common, task: str) -> Any:
     settings: Any = build("lora.kwargs", LoraConfig, lora.kwargs, **fields)
     adapted: Any = blaming(f"lora.target_modules: {_example(lora.target_modules)}")(get_peft_model)
     try:
-        return adapted(model, settings, **options)  # type: ignore[no-any-return]
+        return adapted(model, settings, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"lora: {error}") from error
 

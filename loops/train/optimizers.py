@@ -76,9 +76,10 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     """
     if isinstance(config.optimizer, Optimizer):
         return config.optimizer
-    name, kind = getattr(config.optimizer, "__name__", config.optimizer), config.optimizer
+    kind: Any = config.optimizer
+    name = str(getattr(kind, "__name__", kind))
     who, package = f"optimizer {name}", _OPTIMIZERS.get(name, name).partition(":")[0].partition(".")[0]
-    if isinstance(config.optimizer, str):
+    if isinstance(kind, str):
         if name in _OPTIMIZERS and package and find_spec(package) is None:
             raise ValueError(f"{who}: needs {package}, which is not installed; pip install {package}")
         kind = find("optimizer", name, _OPTIMIZERS, __package__)
