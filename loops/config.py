@@ -100,6 +100,17 @@ class Lora(Settings):
 
 
 @dataclass(frozen=True)
+class Parallel(Settings):
+    """How the ranks that torchrun or accelerate launch started share the model; each trains on data of its own."""
+
+    prefix = "parallel."
+
+    dp_shard_size: PositiveInt = 1
+    """Ranks that hold one copy of the model, its gradient and its optimizer state in shards (FSDP). 1 gives each rank a
+    copy (DDP), all of them hold one together, and a divisor of their number makes several copies (HSDP)."""
+
+
+@dataclass(frozen=True)
 class Common(Settings):
     """The fields that all recipes share."""
 
@@ -174,6 +185,8 @@ class Common(Settings):
     """Low-rank adapters."""
     quantize: Literal["4bit", "8bit"] | None = None
     """Load the frozen base model quantized by bitsandbytes; needs adapters."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """How several ranks share the model."""
 
     @property
     def longest(self) -> int | None:

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from ...data import read_chat_template
 from ..config import Common
 from .backbone import Backbone
+from .sharding import whole
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         raise ValueError(
             f"quantize={config.quantize}: quantized weights can't be trained; add adapters, such as --lora.r 16"
         )
+    stored = transformers.AutoConfig.from_pretrained(config.model).dtype
     # Weights that an optimizer updates stay float32: in bfloat16 a step of 1e-6 rounds to nothing.
     dtype = torch.float32 if config.dtype == "bfloat16" and not adapters else getattr(torch, config.dtype)
     model: Any = auto.from_pretrained(
@@ -87,6 +89,8 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         quantization_config=_quantization(config),
     )
     without_dropout(model)
+    if config.dtype != "float64":
+        model.stored_dtype = stored
     if config.gradient_checkpointing:
         # transformers renamed it in 5.2x and warns about the old name.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
@@ -128,50 +132,79 @@ def _quantization(config: Common) -> Any:
     return None if config.quantize is None else build(load_in_8bit=True)
 
 
-def save_model(policy: Backbone, tokenizer: transformers.PreTrainedTokenizerBase, directory: Path) -> None:
+def save_model(
+    policy: Backbone, tokenizer: transformers.PreTrainedTokenizerBase, directory: Path, *, write: bool = True
+) -> None:
     """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters also on their own.
 
-    The policy itself stays as it is.
+    Weights are rounded to the dtype in which `load` found them, however they were trained: a bfloat16 model stays one,
+    of the same size. After a run in float64 they stay float64, and those of a model that `load` did not make stay as
+    they are. No file is larger than 5 GB, unless one weight is. The policy itself is left as it was.
+
+    Args:
+        write: true on one rank. All that hold shards of the policy call this; weights are gathered one by one.
     """
-    target = directory / "model"
-    if isinstance(policy.model, PeftModel):
-        policy.model.save_pretrained(str(directory / "adapter"), save_embedding_layers=False)
-        merged(policy.model).save_pretrained(target)
-    else:
-        policy.plain.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    if not write and policy.mesh is None:
+        return
+    model, dtype, target = policy.model, getattr(policy.plain, "stored_dtype", None), directory / "model"
+    weights: dict[str, Tensor] = {}
+    for name, weight in named_weights(policy):
+        if write:
+            weights[name] = weight.detach().to("cpu", dtype if weight.is_floating_point() else None)
+    if isinstance(model, PeftModel):
+        adapters = {n: whole(t) for n, t in model.state_dict().items() if "lora_" in n or "modules_to_save" in n}
+        if write:
+            model.save_pretrained(str(directory / "adapter"), state_dict=adapters, save_embedding_layers=False)
+    if write:
+        _assembled(policy.plain, weights).save_pretrained(target, max_shard_size="5GB")
+        tokenizer.save_pretrained(target)
+
+
+def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:
+    """A plain model of the same architecture with these weights."""
+    config = copy.deepcopy(like.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model: Any = type(like)(config)
+    model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
+    model.tie_weights()
+    if model.can_generate():
+        model.generation_config = like.generation_config
+    return model
 
 
 @torch.no_grad()
-def merged(model: PeftModel) -> Any:
-    """A plain model with the weights of ``model``, its active adapters added."""
-    wrapped: Any = model
-    base = wrapped.get_base_model()
-    weights: dict[str, Tensor] = {}
-    for name, module in base.named_modules():
+def named_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a policy, or of its model, one by one under the names of transformers, adapters merged.
+
+    All ranks that hold shards of it take part in each, and get the whole of it.
+    """
+    model = policy.model if isinstance(policy, Backbone) else policy
+    for name, tensor in _merged(model) if isinstance(model, PeftModel) else model.state_dict().items():
+        yield name, whole(tensor)
+
+
+def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the model that peft wrapped, with its active adapters added."""
+    merged = set()
+    for name, module in model.get_base_model().named_modules():
         path = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
         if hasattr(module, "get_delta_weight"):
             weight = dequantize_module_weight(module.get_base_layer())
             for adapter in module.active_adapters:
                 weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
-            weights[f"{path}.weight"] = weight
+            merged.add(f"{path}.weight")
+            yield f"{path}.weight", weight
         elif not any(part in name for part in ("lora_", "original_module")):
-            for kind, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-                weights.setdefault(f"{path}.{kind}" if path else kind, tensor)
-    config = copy.deepcopy(base.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        plain: Any = type(base)(config)
-    plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
-    plain.tie_weights()
-    return plain
-
-
-def named_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a policy, or of its model, under the names of transformers, adapters merged."""
-    model = policy.model if isinstance(policy, Backbone) else policy
-    yield from (merged(model) if isinstance(model, PeftModel) else model).state_dict().items()
+            tensors = dict(module.named_parameters(recurse=False)) | {
+                kind: buffer
+                for kind, buffer in module.named_buffers(recurse=False)
+                if kind not in module._non_persistent_buffers_set
+            }
+            for kind, tensor in tensors.items():
+                if (key := f"{path}.{kind}" if path else kind) not in merged:
+                    yield key, tensor
 
 
 def adapter_weights(policy: Backbone) -> Iterator[tuple[str, Tensor]]:

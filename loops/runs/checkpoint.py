@@ -29,8 +29,11 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.serialization import config as serialization
 
+from ..models.sharding import whole
 from ..registry import nearest
 
 log = logging.getLogger(__name__)
@@ -133,13 +136,14 @@ def save(
         accelerator.wait_for_everyone()
         random_file = f"random-{accelerator.process_index}.pt"
         digests = {random_file: _write(partial / random_file, _random_state())}
+        state: dict[str, Any] = {
+            "step": step,
+            "data": data,
+            "model": trained_state(accelerator.unwrap_model(policy)),
+        }
+        state |= {name: part.state_dict() for name, part in parts.items()}
+        state = tree_map_only(DTensor, whole, state)
         if accelerator.is_main_process:
-            state: dict[str, Any] = {
-                "step": step,
-                "data": data,
-                "model": trained_state(accelerator.unwrap_model(policy)),
-            }
-            state |= {name: part.state_dict() for name, part in parts.items()}
             digests["state.pt"] = _write(partial / "state.pt", state)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:

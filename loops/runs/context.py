@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -24,7 +25,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import LoggerType, set_seed
+from accelerate.utils import AutocastKwargs, LoggerType, set_seed
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler
@@ -40,7 +41,8 @@ from ..train.mix import STEP_COUPLED
 from ..train.step import evaluate, optimize
 from . import checkpoint, stop
 from .feed import Feed, digest, stored_tokens
-from .reference import Reference, adapters_off, column, frozen_copy
+from .ranks import check_launcher, check_ranks, open_mesh
+from .reference import Reference, adapters_off, column, frozen, frozen_copy
 from .report import Journal, draw_curves, progress, written
 
 Model = TypeVar("Model", bound=Backbone)
@@ -51,7 +53,7 @@ log = logging.getLogger(__name__)
 # What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint knows its
 # data by content, wherever it lies now.
 _FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "vllm"}
-_FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc"}
+_FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc", "parallel"}
 
 
 @dataclass
@@ -126,6 +128,10 @@ class RunContext(Generic[Model]):
 
             return column("ref_logprob"), columns
         without_adapters = kind == "adapters_off" or (kind == "auto" and self.config.lora.r > 0)
+        if policy.mesh is not None and not without_adapters:  # shards can't be copied, but loaded once more
+            model = load_model(self.config).requires_grad_(False)
+            again = Policy(model, **self.config.kernel, mesh=policy.mesh)
+            return autocast(frozen(again, temperature=temperature)), lambda data: {}
         make = adapters_off if without_adapters else frozen_copy
         return autocast(make(policy, temperature=temperature)), lambda data: {}
 
@@ -173,7 +179,11 @@ class RunContext(Generic[Model]):
         warmup = round(config.warmup * feed.steps) if config.warmup < 1 else int(config.warmup)
         shape = "constant_with_warmup" if config.schedule == "constant" and warmup else config.schedule
         schedule = get_scheduler(shape, adamw, num_warmup_steps=warmup, num_training_steps=feed.steps)
-        policy, optimizer = accelerator.prepare(self.model, adamw)
+        if self.model.mesh is None:
+            policy, optimizer = accelerator.prepare(self.model, adamw)
+        else:  # its shards are reduced by hooks of their own, not by DDP
+            policy = accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+            optimizer = accelerator.prepare_optimizer(adamw)
         checkpoints = self.directory / "checkpoints"
         state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
         state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
@@ -240,10 +250,11 @@ class RunContext(Generic[Model]):
                     message = f"stopped at step {step.number} of {feed.steps}; go on with --resume true"
                     ended = stop.Stopped(message, stop.STATUS[signalled[0]])
                     break
-            if ended is None and accelerator.is_main_process:
+            if ended is None:
                 with checkpoint.writing("the model", checkpoints):
-                    save_model(accelerator.unwrap_model(policy), self.tokenizer, self.directory)
-                draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
+                    save_model(self.model, self.tokenizer, self.directory, write=accelerator.is_main_process)
+                if accelerator.is_main_process:
+                    draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
         accelerator.wait_for_everyone()
         if ended is not None:
             if accelerator.is_main_process:
@@ -255,7 +266,7 @@ class RunContext(Generic[Model]):
 def open_run(
     config: Common,
     encode: Callable[..., tuple[Dataset, Accounting]],
-    wrap: Callable[[nn.Module], Any] | None = None,
+    wrap: Callable[..., Any] | None = None,
     *,
     load: Callable[[str], Records] = load,
     load_weights: Callable[[Common], nn.Module] | None = None,
@@ -266,7 +277,8 @@ def open_run(
 
     Args:
         encode: ``encode(records, tokenizer, ..., **options)``, see `burnish.data`.
-        wrap: makes a `Policy` or a `Scorer` of the model; a policy by default.
+        wrap: makes a `Policy` or a `Scorer` of the model; a policy by default. If there are ranks to shard it over,
+            ``wrap(model, mesh=...)``.
         load: reads the data that a configuration names.
         load_weights: loads the model; a causal language model by default.
         accelerator: of a run that is open already.
@@ -292,10 +304,11 @@ def open_run(
 
     data = encoded(config.data)
     eval_data = encoded(config.eval_data) if config.eval_data else None
-    model = (load_weights or load_model)(config)
-    if config.quantize is None:
+    model, mesh = (load_weights or load_model)(config), open_mesh(config, accelerator)
+    if config.quantize is None and mesh is None:  # shards find their own device
         model = model.to(accelerator.device)
-    wrapped = Policy(model, **config.kernel) if wrap is None else wrap(model)
+    sharding = {} if mesh is None else {"mesh": mesh}
+    wrapped = (wrap or partial(Policy, **config.kernel))(model, **sharding)
     return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data)
 
 
@@ -305,6 +318,7 @@ def open_accelerator(config: Common) -> Accelerator:
     Raises:
         ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
     """
+    check_launcher()
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
     trackers = [name for name in named if name != "none"]
@@ -322,7 +336,10 @@ def open_accelerator(config: Common) -> Accelerator:
         mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
         log_with=trackers or None,
         project_dir=config.output,
+        # Cached casts of weights would add up to the whole model on each rank.
+        kwargs_handlers=[AutocastKwargs(cache_enabled=config.parallel.dp_shard_size == 1)],
     )
+    check_ranks(config, accelerator)
     accelerator.gradient_state._set_sync_gradients(True)  # one that died between two micro-batches
     set_seed(config.seed)
     _check_directory(config)

@@ -23,8 +23,13 @@ def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
     """
-    frozen: Any = copy.deepcopy(policy, {id(policy.critic): None}).requires_grad_(False).eval()  # without a critic
-    return torch.no_grad()(lambda batch: frozen(batch, temperature=temperature).logprob)
+    return frozen(copy.deepcopy(policy, {id(policy.critic): None}), temperature=temperature)  # without a critic
+
+
+def frozen(policy: Policy, *, temperature: float = 1.0) -> Reference:
+    """A policy that is nothing else from now on."""
+    model: Any = policy.requires_grad_(False).eval()
+    return torch.no_grad()(lambda batch: model(batch, temperature=temperature).logprob)
 
 
 def adapters_off(policy: Policy, *, temperature: float = 1.0) -> Reference:

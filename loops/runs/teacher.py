@@ -88,4 +88,7 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     student, accelerator = context.config, context.accelerator
     check_same_vocabulary(context.tokenizer, AutoTokenizer.from_pretrained(config.model))
     model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, student.dtype))
-    return Policy(model.to(accelerator.device), **student.kernel).requires_grad_(False).eval()
+    model, mesh = model.requires_grad_(False), context.model.mesh
+    if mesh is None:
+        model = model.to(accelerator.device)
+    return Policy(model, **student.kernel, mesh=mesh).eval()
