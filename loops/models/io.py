@@ -11,6 +11,8 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from ...data import read_chat_template
@@ -19,6 +21,8 @@ from .backbone import Backbone
 from .sharding import whole
 
 log = logging.getLogger(__name__)
+
+_FILE = "5GB"  # the most that a file of weights holds
 
 
 def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
@@ -144,19 +148,16 @@ def save_model(
     Args:
         write: true on one rank. All that hold shards of the policy call this; weights are gathered one by one.
     """
-    if not write and policy.mesh is None:
+    if not write and not is_sharded(policy):
         return
     model, dtype, target = policy.model, getattr(policy.plain, "stored_dtype", None), directory / "model"
-    weights: dict[str, Tensor] = {}
-    for name, weight in named_weights(policy):
-        if write:
-            weights[name] = weight.detach().to("cpu", dtype if weight.is_floating_point() else None)
+    weights = {name: weight.detach().cpu() for name, weight in named_weights(policy, dtype) if write}
     if isinstance(model, PeftModel):
         adapters = {n: whole(t) for n, t in model.state_dict().items() if "lora_" in n or "modules_to_save" in n}
         if write:
             model.save_pretrained(str(directory / "adapter"), state_dict=adapters, save_embedding_layers=False)
     if write:
-        _assembled(policy.plain, weights).save_pretrained(target, max_shard_size="5GB")
+        _assembled(policy.plain, weights).save_pretrained(target, max_shard_size=_FILE)
         tokenizer.save_pretrained(target)
 
 
@@ -174,39 +175,62 @@ def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:
     return model
 
 
-@torch.no_grad()
-def named_weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a policy, or of its model, one by one under the names of transformers, adapters merged.
-
-    All ranks that hold shards of it take part in each, and get the whole of it.
-    """
-    model = policy.model if isinstance(policy, Backbone) else policy
-    for name, tensor in _merged(model) if isinstance(model, PeftModel) else model.state_dict().items():
-        yield name, whole(tensor)
-
-
-def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the model that peft wrapped, with its active adapters added."""
-    merged = set()
-    for name, module in model.get_base_model().named_modules():
+def _merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """What a plain model's state_dict would hold, one after the other, the active adapters added."""
+    wrapped: Any = model
+    known: set[str] = set()
+    for name, module in wrapped.get_base_model().named_modules():
         path = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
         if hasattr(module, "get_delta_weight"):
-            weight = dequantize_module_weight(module.get_base_layer())
-            for adapter in module.active_adapters:
-                weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
-            merged.add(f"{path}.weight")
-            yield f"{path}.weight", weight
+            known.add(f"{path}.weight")
+            yield f"{path}.weight", _merged_weight(module)
         elif not any(part in name for part in ("lora_", "original_module")):
-            tensors = dict(module.named_parameters(recurse=False)) | {
-                kind: buffer
-                for kind, buffer in module.named_buffers(recurse=False)
-                if kind not in module._non_persistent_buffers_set
-            }
-            for kind, tensor in tensors.items():
-                if (key := f"{path}.{kind}" if path else kind) not in merged:
-                    yield key, tensor
+            for kind, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                place = f"{path}.{kind}" if path else kind
+                if place not in known and kind not in module._non_persistent_buffers_set:
+                    known.add(place)
+                    yield place, tensor
 
 
-def adapter_weights(policy: Backbone) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a policy's adapter alone, under peft's names."""
-    yield from get_peft_model_state_dict(policy.model).items()
+@torch.no_grad()
+def _merged_weight(module: Any) -> Tensor:
+    weight: Tensor = dequantize_module_weight(module.get_base_layer())
+    for adapter in module.active_adapters:
+        weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+    return weight
+
+
+def named_weights(policy: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a policy, or of its model, under the names of transformers, adapters merged.
+
+    Those of a sharded policy are gathered one after the other, so that all ranks take part, and no rank holds more than
+    one of them.
+
+    Args:
+        dtype: of the floating-point ones; unless given, that which they have.
+    """
+    model = policy.model if isinstance(policy, Backbone) else policy
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the last forward pass may have left it whole
+    weights = _merged_weights(model) if isinstance(model, PeftModel) else model.state_dict().items()
+    for name, tensor in weights:
+        yield name, _whole(tensor, dtype)
+
+
+def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a policy's adapter alone, under peft's names; see `named_weights`."""
+    for name, tensor in get_peft_model_state_dict(policy.model).items():
+        yield name, _whole(tensor, dtype)
+
+
+@torch.no_grad()
+def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)  # before it is gathered
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Does this rank hold but a part of the weights?"""
+    return any(isinstance(each, FSDPModule | DTensor) for each in (*module.modules(), *module.parameters()))

@@ -38,7 +38,7 @@ from ..models.policy import Policy
 from ..registry import nearest
 from ..train.losses import Losses, TensorReader, compose, weightings
 from ..train.mix import STEP_COUPLED
-from ..train.step import evaluate, optimize
+from ..train.step import evaluate, optimize, prepare
 from . import checkpoint, stop
 from .feed import Feed, digest, stored_tokens
 from .ranks import check_launcher, check_ranks, open_mesh
@@ -179,11 +179,7 @@ class RunContext(Generic[Model]):
         warmup = round(config.warmup * feed.steps) if config.warmup < 1 else int(config.warmup)
         shape = "constant_with_warmup" if config.schedule == "constant" and warmup else config.schedule
         schedule = get_scheduler(shape, adamw, num_warmup_steps=warmup, num_training_steps=feed.steps)
-        if self.model.mesh is None:
-            policy, optimizer = accelerator.prepare(self.model, adamw)
-        else:  # its shards are reduced by hooks of their own, not by DDP
-            policy = accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
-            optimizer = accelerator.prepare_optimizer(adamw)
+        policy, optimizer = prepare(accelerator, self.model, adamw)
         checkpoints = self.directory / "checkpoints"
         state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
         state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
@@ -308,7 +304,8 @@ def open_run(
     if config.quantize is None and mesh is None:  # shards find their own device
         model = model.to(accelerator.device)
     sharding = {} if mesh is None else {"mesh": mesh}
-    wrapped = (wrap or partial(Policy, **config.kernel))(model, **sharding)
+    wrap = wrap or partial(Policy, **config.kernel)
+    wrapped = wrap(model, **sharding)
     return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data)
 
 

@@ -56,7 +56,7 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
     """
     ranks, size = accelerator.num_processes, config.parallel.dp_shard_size
     if _started() != ranks:
-        raise ValueError(f"{_started()} processes were started, each for itself: the process group has {ranks}; {_START}")
+        raise ValueError(f"{_started()} processes were started, and the process group has {ranks}; {_START}")
     if ranks % size:
         raise ValueError(
             f"parallel.dp_shard_size: must divide the number of ranks, which is {ranks}, got {size}; lower it, or "

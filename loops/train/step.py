@@ -77,6 +77,15 @@ class Sums:
         return {"loss": loss, **means}
 
 
+def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """`Accelerator.prepare`, without DDP around a policy in shards, whose gradients its own hooks reduce."""
+    if not isinstance(policy, FSDPModule):
+        prepared: tuple[Any, Any] = accelerator.prepare(policy, optimizer)
+        return prepared
+    sharded = accelerator.prepare_model(policy, device_placement=False, evaluation_mode=True)
+    return sharded, accelerator.prepare_optimizer(optimizer)
+
+
 def train_step(
     accelerator: Accelerator,
     policy: nn.Module,
@@ -105,8 +114,8 @@ def train_step(
         trained token.
     """
     sums = Sums(accelerator, micro_batches, weightings)
-    # The loss is a sum over ranks. DDP averages their gradients, once for the step; shards are sums (`shard`), which are
-    # reduced for each micro-batch, or the whole gradient would be kept.
+    # The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),
+    # reduced for each micro-batch: until then each rank would keep the whole gradient.
     sharded = isinstance(policy, FSDPModule)
     scale = 1 if sharded else accelerator.num_processes
     for i, batch in enumerate(micro_batches):
