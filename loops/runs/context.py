@@ -108,7 +108,9 @@ class RunContext(Generic[Model]):
 
         Args:
             kind: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in
-                the run directory; auto is adapters_off where there are some, and otherwise copy.
+                the run directory; auto is adapters_off where there are some, and otherwise copy. The copy of a
+                policy in shards is read from ``config.model``, and in shards as well, of the same precision: the
+                log-probs of weights in bfloat16 would not be those that the policy starts with.
             needed: whether any loss takes a reference; none is made otherwise.
             temperature: of its softmax, where it is not precomputed: that of the policy it is compared with.
         """
@@ -304,9 +306,8 @@ def open_run(
     if config.quantize is None and mesh is None:  # shards find their own device
         model = model.to(accelerator.device)
     sharding = {} if mesh is None else {"mesh": mesh}
-    wrap = wrap or partial(Policy, **config.kernel)
-    wrapped = wrap(model, **sharding)
-    return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data)
+    make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
+    return RunContext(config, accelerator, tokenizer, make(model, **sharding), data, eval_data)
 
 
 def open_accelerator(config: Common) -> Accelerator:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 import torch.distributed as dist
 from burnish.loops.batch import collate
 from burnish.loops.config import Parallel
