@@ -128,7 +128,16 @@ def test_shards_that_the_ranks_cannot_hold_are_refused(alone):
 
 LAUNCHERS = {
     "torchrun -m": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "burnish"],
-    "torchrun --no-python": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--no-python", "burnish"],
+    "torchrun --no-python": [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--no-python",
+        sys.executable,
+        "-m",
+        "burnish",
+    ],
     "accelerate launch": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m", "burnish"],
 }
 
@@ -140,8 +149,7 @@ def test_a_launcher_starts_ranks_that_share_one_model(launcher, alone, tmp_path)
     fields = {"model": save_model(tmp_path / "start"), "data": write_rows(tmp_path / "rows.jsonl", rows)}
     fields |= {"output": tmp_path / "run", "steps": 2, "batch_size": 3, "parallel.dp_shard_size": 2}
     flags = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
-    scripts = str(Path(sys.executable).parent)
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, *LAUNCHERS[launcher], "sft", *flags]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
