@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 # A budget is looked at, not obeyed: a capability may raise it in the commit that adds it, saying by how much and why.
 # The goals are 9,500 lines of loops/ and 170 types: lower these two numbers whenever it can be done.
-LINES = {"objectives": 2300, "kernels": 3000, "data": 1875, "loops": 12055, "benchmarks": 2560}
+LINES = {"objectives": 2300, "kernels": 3000, "data": 1875, "loops": 12051, "benchmarks": 2560}
 TYPES = 188
 SHIPPED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
 
