@@ -149,6 +149,17 @@ class Lora(Settings):
 
 
 @dataclass(frozen=True)
+class Parallel(Settings):
+    """How the ranks that torchrun or accelerate launch started share the model; each trains on data of its own."""
+
+    prefix = "parallel."
+
+    dp_shard_size: PositiveInt = 1
+    """Ranks that hold one copy of the model, its gradient and its optimizer state in shards (FSDP). 1 gives each rank a
+    copy (DDP), all of them hold one together, and a divisor of their number makes several copies (HSDP)."""
+
+
+@dataclass(frozen=True)
 class Common(Settings):
     """The fields that all recipes share."""
 
@@ -257,6 +268,8 @@ class Common(Settings):
     """Load the frozen base model quantized by bitsandbytes; needs adapters. 4bit is nf4."""
     quantize_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of BitsAndBytesConfig, such as {bnb_4bit_use_double_quant: true}."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """How several ranks share the model."""
 
     @property
     def longest(self) -> int | None:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from ...data import Example, first_fit
@@ -55,9 +56,11 @@ class Backbone(nn.Module):
     Attributes:
         model: a `transformers` model, plain or wrapped by peft.
         read: the position at which trained tokens are read: before their own, or at it.
+        mesh: the ranks that hold its parameters in shards, see `shard`; None if they are whole on every rank.
     """
 
     read: Literal["before", "at"] = "before"
+    mesh: DeviceMesh | None = None
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

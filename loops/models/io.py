@@ -23,10 +23,12 @@ from ..config import Common
 from ..registry import blaming, build
 from .activations import add_noise, checkpoint_activations
 from .backbone import Backbone
+from .sharding import whole
 
 log = logging.getLogger(__name__)
 
 _UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow_config", "monteclora_config"}
+_FILE = "5GB"  # the most that a file of weights holds
 
 
 def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
@@ -116,7 +118,9 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     precision = config.weights_dtype if config.dtype == "bfloat16" and not adapters else config.dtype
     dtype = getattr(torch, precision)
     model: Any = config.model
+    stored = getattr(model, "dtype", None)
     if not in_memory:
+        stored = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)(config.model).dtype
         attention = "" if config.attention is None else f" with attention {config.attention}"
         model = blaming(f"model: {config.model}{attention}")(auto.from_pretrained)(
             config.model,
@@ -130,6 +134,8 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     if in_memory and config.attention is not None:
         model.set_attn_implementation(config.attention)
     without_dropout(model)
+    if config.dtype != "float64":
+        model.stored_dtype = stored
     if config.gradient_checkpointing:
         checkpoint_activations(model, config.gradient_checkpointing)
     if config.neftune_noise_alpha:
@@ -205,35 +211,46 @@ def _quantization(config: Common) -> Any:
     return build("quantize_kwargs", transformers.BitsAndBytesConfig, config.quantize_kwargs, **fields)
 
 
-def save_model(policy: Backbone, tokenizer: transformers.PreTrainedTokenizerBase, directory: Path) -> None:
+def save_model(
+    policy: Backbone, tokenizer: transformers.PreTrainedTokenizerBase, directory: Path, *, write: bool = True
+) -> None:
     """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters also on their own.
 
-    The policy itself stays as it is.
+    Weights are rounded to the dtype in which `load` found them, however they were trained: a bfloat16 model stays one,
+    of the same size. After a run in float64 they stay float64, and those of a model that `load` did not make stay as
+    they are. No file is larger than 5 GB, unless one weight is. The policy itself is left as it was.
+
+    Args:
+        write: true on one rank. All that hold shards of the policy call this; weights are gathered one by one.
     """
-    target = directory / "model"
-    if isinstance(policy.model, PeftModel):
-        options: Any = {"selected_adapters": ["default"], "save_embedding_layers": False}  # the reference's not
-        policy.model.save_pretrained(str(directory / "adapter"), **options)
-        merged(policy.model).save_pretrained(target)
-    else:
-        policy.plain.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    if not write and not is_sharded(policy):
+        return
+    model, dtype, target = policy.model, getattr(policy.plain, "stored_dtype", None), directory / "model"
+    weights = {name: weight.detach().cpu() for name, weight in named_weights(policy, dtype) if write}
+    if isinstance(model, PeftModel):
+        adapters = {
+            n: whole(t) for n, t in model.state_dict().items() if "lora_" in n or "_to_save" in n or "token_ad" in n
+        }
+        if write:
+            options: Any = {"selected_adapters": ["default"], "save_embedding_layers": False}  # the reference's not
+            model.save_pretrained(str(directory / "adapter"), state_dict=adapters, **options)
+    if write:
+        _assembled(policy.plain, weights).save_pretrained(target, max_shard_size=_FILE)
+        tokenizer.save_pretrained(target)
 
 
-@torch.no_grad()
-def merged(model: PeftModel) -> Any:
-    """A plain model with the weights of ``model``, its active adapters added."""
-    wrapped: Any = model
-    base = wrapped.get_base_model()
-    weights = dict(_merged_weights(model))
-    config = copy.deepcopy(base.config)
+def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:
+    """A plain model of the same architecture with these weights."""
+    config = copy.deepcopy(like.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        plain: Any = type(base)(config)
-    plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
-    plain.tie_weights()
-    return plain
+        model: Any = type(like)(config)
+    model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
+    model.tie_weights()
+    if model.can_generate():
+        model.generation_config = like.generation_config
+    return model
 
 
 def _merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...kernels import Backend, Extra, LogitTransform, TopK, logits_logprob
 from ..batch import Batch
@@ -16,6 +17,7 @@ from .backbone import Backbone, Layout, evaluating
 from .lm_head import CannotFuse, TeacherOutputs, fuse, logit_transform, operands
 from .probe import PROBE, choose_layout, objection
 from .scorer import Scorer
+from .sharding import shard
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ class Policy(Backbone):
         backend, keep_bytes: of `burnish.kernels.linear_logprob`.
         value_head: a module from hidden states [tokens, D] to values [tokens, 1], trained along with the model.
         critic: a model of its own for the values instead, trained along with this one.
+        mesh: the ranks that hold all of this in shards, see `shard`. All of them make the policy, and call together
+            what computes with it: forward, ``hidden``, ``model_output``, ``logits``, ``top_k`` and ``teacher_outputs``.
 
     Raises:
         ValueError: if sequences see each other in a layout that was named, or if there is a value head and the model's
@@ -62,9 +66,12 @@ class Policy(Backbone):
         keep_bytes: int | None = None,
         value_head: nn.Module | None = None,
         critic: Scorer | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(model)
-        self.value_head, self.critic = value_head, critic
+        self.value_head, self.critic, self.mesh = value_head, critic, mesh
+        if mesh is not None:
+            shard(self, mesh, ("hidden", "model_output", "logits", "top_k", "_try_fusing"))
         reason = objection(self.plain, lambda: self._try_fusing(backend, keep_bytes))
         if reason is not None:
             log.warning("%s: log-probs are taken from full logits: %s", type(self.plain).__name__, reason)
@@ -106,16 +113,16 @@ class Policy(Backbone):
         value = None if self.critic is None else self.critic(batch).score
         divergence = None
         if self.fused:
-            hidden = self.hidden(rows)
+            hidden = super().hidden(rows)  # its shards are gathered here already, and would be let go after it
             logprobs = self.head(hidden, target=batch.target, **options)
             if self.value_head is not None:
-                value = self.value_head(hidden)[:, 0]
+                value = self.value_head(hidden)[:, 0].clone()  # FSDP warns of views
             if teacher is not None and teacher.logits is None:
                 divergence = self.head(hidden, teacher=teacher).divergence
             elif teacher is not None:  # the teacher's head is no linear map: only logits can be compared
                 divergence = teacher.divergence(self.transform(self.head(hidden)))
         else:
-            logits = self.model_output(rows)
+            logits = super().model_output(rows)
             logprobs = logits_logprob(logits, batch.target, **options)
             if teacher is not None:
                 divergence = teacher.divergence(logits)
@@ -141,8 +148,8 @@ class Policy(Backbone):
         """Ids and log-probs [tokens, k] of the likeliest of the first ``vocab`` tokens, at every trained token."""
         rows = self.arranged(batch.examples, self.layout)
         chunks = []
-        for states in torch.split(self.hidden(rows) if self.fused else self.model_output(rows), _CHUNK):
-            logits = (self.logits(states) if self.fused else states)[:, :vocab].float()
+        for states in torch.split(super().hidden(rows) if self.fused else super().model_output(rows), _CHUNK):
+            logits = (self.head(states, exact_logits=True) if self.fused else states)[:, :vocab].float()
             chunks.append((logits / temperature).log_softmax(-1).topk(k))
         return torch.cat([top.indices for top in chunks]), torch.cat([top.values for top in chunks])
 
@@ -163,9 +170,9 @@ class Policy(Backbone):
             if self.head is None:
                 raise CannotFuse("it has no output embedding")
             with evaluating(self.model):
-                logits = self.model_output(rows)
+                logits = super().model_output(rows)
                 fuse(self.head, self.transform, backend, keep_bytes)
-                fused = self.head(self.hidden(rows), target=target).logprob
+                fused = self.head(super().hidden(rows), target=target).logprob
             expected = logits.double().log_softmax(-1).gather(1, target[:, None])[:, 0]
             # Only rounding of the logits to their own dtype may differ.
             tolerance = 8 * torch.finfo(logits.dtype).eps * logits.abs().max().double().clamp(min=1.0) + 1e-5

@@ -10,11 +10,13 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...data import Example
 from ..batch import Batch
 from .backbone import Backbone, Layout, Rows, evaluating
 from .probe import choose_layout
+from .sharding import shard
 
 
 class Scores(NamedTuple):
@@ -30,6 +32,7 @@ class Scorer(Backbone):
         model: a `transformers` model for sequence or token classification, plain or wrapped by peft.
         layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps sequences apart.
         read: where each marked token is read; "before", in the state it is chosen in, makes a value function.
+        mesh: the ranks that hold it in shards, see `shard`. All of them make the scorer and call it together.
 
     Raises:
         ValueError: if the model has no linear head of one or two outputs on its last hidden states, or if sequences see
@@ -39,9 +42,17 @@ class Scorer(Backbone):
     read: Literal["before", "at"] = "at"
 
     def __init__(
-        self, model: nn.Module, *, layout: Layout | Literal["auto"] = "auto", read: Literal["before", "at"] = "at"
+        self,
+        model: nn.Module,
+        *,
+        layout: Layout | Literal["auto"] = "auto",
+        read: Literal["before", "at"] = "at",
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(model)
+        self.mesh = mesh
+        if mesh is not None:
+            shard(self, mesh, ("hidden", "_check_head"))
         self._check_head()
         self.layout: Layout = choose_layout(self, layout, self.hidden)
         self.read = read  # the head is checked where transformers reads
@@ -63,9 +74,9 @@ class Scorer(Backbone):
         return Scores(self._score(self.arranged(batch.examples, self.layout)))
 
     def _score(self, rows: Rows) -> Tensor:
-        hidden = self.hidden(rows)
+        hidden = super().hidden(rows)
         output: Tensor = self.head(hidden.to(next(self.head.parameters()).dtype))
-        return output[:, 0] if output.shape[1] == 1 else output[:, 1] - output[:, 0]
+        return output[:, 0].clone() if output.shape[1] == 1 else output[:, 1] - output[:, 0]  # FSDP warns of views
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -23,6 +23,7 @@ from ...objectives import gae, kl_estimate, kl_penalized_reward, value_loss, whi
 from ..models.io import load_classifier, load_tokenizer, save_model
 from ..models.policy import Policy
 from ..models.scorer import Scorer
+from ..models.sharding import whole
 from ..registry import blaming
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
@@ -51,7 +52,7 @@ def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
     The critic or the value head is left beside the model, for `value_model` or `value_head` of a later run.
     """
     losses = ppo_losses(config)
-    context = context or open_rl(config, lambda model: with_values(model, config))
+    context = context or open_rl(config, lambda model, **sharding: with_values(model, config, **sharding))
     compute, report = partial(advantages, config=config), partial(objective_metrics, config=config)
     save = partial(save_values, context)
     return train_policy(context, losses, advantages=compute, kl_in_reward=True, save=save, report=report)
@@ -61,15 +62,16 @@ run_ppo = to_the_end(open_ppo)
 
 
 def save_values(context: RLContext) -> None:
-    policy = context.model
+    policy, main = context.model, context.accelerator.is_main_process
     if policy.critic is not None:
-        save_model(policy.critic, context.tokenizer, context.directory / "critic")
+        save_model(policy.critic, context.tokenizer, context.directory / "critic", write=main)
     if policy.value_head is not None:
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in policy.value_head.state_dict().items()}
-        save_file(state, context.directory / "value_head.safetensors")
+        state = {name: whole(tensor.detach()).cpu() for name, tensor in policy.value_head.state_dict().items()}
+        if main:
+            save_file(state, context.directory / "value_head.safetensors")
 
 
-def with_values(model: nn.Module, config: PPO) -> Policy:
+def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
     """A policy with a value head, or with a critic.
 
     Raises:
@@ -77,7 +79,7 @@ def with_values(model: nn.Module, config: PPO) -> Policy:
     """
     device = next(model.parameters()).device
     if config.value_model is not None:
-        return Policy(model, **config.kernel, critic=open_critic(config).to(device))
+        return Policy(model, **config.kernel, **sharding, critic=open_critic(config).to(device))
     wrapped: Any = model
     plain = wrapped.get_base_model() if hasattr(model, "get_base_model") else wrapped
     width = plain.config.get_text_config().hidden_size
@@ -90,7 +92,7 @@ def with_values(model: nn.Module, config: PPO) -> Policy:
                 f"{width}; take one that was trained with this model"
             )
         head.load_state_dict(state)
-    return Policy(model, **config.kernel, value_head=head)
+    return Policy(model, **config.kernel, **sharding, value_head=head)
 
 
 def open_critic(config: PPO) -> Scorer:

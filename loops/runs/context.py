@@ -23,7 +23,7 @@ import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import LoggerType, set_seed
+from accelerate.utils import AutocastKwargs, LoggerType, set_seed
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -37,8 +37,10 @@ from ..registry import nearest
 from ..train import optimizers
 from ..train.losses import Losses, TensorReader, compose, weightings
 from ..train.mix import STEP_COUPLED
+from ..train.step import prepare
 from . import checkpoint
 from .feed import Feed, digest, stored_tokens
+from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
 from .ranks import main_first, meet
 from .reference import Reference, SyncedReference, check_reference, column, load_reference, make_reference
@@ -52,7 +54,7 @@ log = logging.getLogger(__name__)
 # What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint knows its
 # data by content, wherever it lies now.
 _FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "project", "run_name", "vllm"}
-_FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc"}
+_FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc", "parallel"}
 
 
 @dataclass
@@ -134,7 +136,9 @@ class RunContext(Generic[Model]):
         Args:
             kind: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in
                 the run directory; auto is copy without adapters, and with them adapters_off, or a copy of the adapters
-                alone where they don't begin at nothing.
+                alone where they don't begin at nothing. The copy of a policy in shards is read from ``config.model``,
+                and in shards as well, of the same precision: the log-probs of weights in bfloat16 would not be those
+                that the policy starts with.
             needed: whether any loss takes a reference; none is made otherwise.
             temperature: of its softmax, where it is not precomputed: that of the policy it is compared with.
 
@@ -147,7 +151,7 @@ class RunContext(Generic[Model]):
             return None, lambda data: {}
         policy: Any = self.model
         if config.ref_model is not None:
-            policy = load_reference(config, self.tokenizer).to(self.accelerator.device)
+            policy = load_reference(config, self.tokenizer, policy.mesh, self.accelerator.device)
         # In the precision of the policy: rounding in one of the two alone would look like a difference.
         autocast = self.accelerator.autocast()
         if kind == "precompute":
@@ -187,7 +191,7 @@ class RunContext(Generic[Model]):
             evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
             memory: what is remembered from step to step, and in checkpoints.
             report: further metrics of the step that was just taken.
-            save: writes, on the main process, what is left in the directory beside the model.
+            save: writes what is left in the directory beside the model; every rank calls it.
             resources: closed at the end of the run, however it ends.
 
         Raises:
@@ -212,7 +216,7 @@ class RunContext(Generic[Model]):
         meet(accelerator)  # every rank has looked at the directory before the main process writes to it
         optimizer: Any = optimizers.make_optimizer(config, self.model)
         schedule = optimizers.make_schedule(config, optimizer, feed.steps)
-        policy, optimizer = accelerator.prepare(self.model, optimizer)
+        policy, optimizer = prepare(accelerator, self.model, optimizer)
         state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
         state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
         state["parts"] |= {} if self.synced is None else {"reference": self.synced}
@@ -246,7 +250,7 @@ class RunContext(Generic[Model]):
 def open_run(
     config: Common,
     encode: Callable[..., tuple[Dataset, Accounting]],
-    wrap: Callable[[nn.Module], Any] | None = None,
+    wrap: Callable[..., Any] | None = None,
     *,
     records: tuple[list[Records], list[Records]] | None = None,
     load_weights: Callable[[Common], nn.Module] | None = None,
@@ -257,7 +261,8 @@ def open_run(
 
     Args:
         encode: ``encode(records, tokenizer, ..., **options)``, see `burnish.data`.
-        wrap: makes a `Policy` or a `Scorer` of the model; a policy by default.
+        wrap: makes a `Policy` or a `Scorer` of the model; a policy by default. If there are ranks to shard it over,
+            ``wrap(model, mesh=...)``.
         records: to train on, and held out: what `load_data` gives for the configuration.
         load_weights: loads the model; a causal language model by default.
         accelerator: of a run that is open already.
@@ -280,11 +285,12 @@ def open_run(
         records = main_first(accelerator, read)
     data = encoded(records[0]) if stream is None else stream.open(0)
     eval_data = encoded(records[1]) if records[1] else None
-    model = (load_weights or load_model)(config)
+    model, mesh = (load_weights or load_model)(config), open_mesh(config, accelerator)
     check_tokens(model, tokenizer, data, eval_data)
-    if config.quantize is None and not getattr(model, "is_quantized", False):
-        model = model.to(accelerator.device)
-    wrapped = Policy(model, **config.kernel) if wrap is None else wrap(model)
+    if config.quantize is None and not getattr(model, "is_quantized", False) and mesh is None:
+        model = model.to(accelerator.device)  # shards find their own device
+    make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
+    wrapped = make(model, **({} if mesh is None else {"mesh": mesh}))
     return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream, description)
 
 
@@ -320,6 +326,7 @@ def open_accelerator(config: Common) -> Accelerator:
         ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
     """
     check_files(config)
+    check_launcher()
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
     trackers = [name for name in named if name != "none"]
@@ -342,7 +349,10 @@ def open_accelerator(config: Common) -> Accelerator:
         mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
         log_with=trackers or None,
         project_dir=config.output,
+        # Cached casts of weights would add up to the whole model on each rank.
+        kwargs_handlers=[AutocastKwargs(cache_enabled=config.parallel.dp_shard_size == 1)],
     )
+    check_ranks(config, accelerator)
     accelerator.gradient_state._set_sync_gradients(True)  # one that died between two micro-batches
     set_seed(config.seed)
     _check_directory(config)

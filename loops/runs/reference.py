@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...data import check_same_vocabulary
 from ..batch import Batch
@@ -23,7 +23,9 @@ Reference = Callable[[Batch], Tensor]
 
 
 def check_reference(config: Any, kind: str) -> None:
-    """Raise ValueError if the reference is to follow the policy and can't."""
+    """Raise ValueError if the reference is to follow the policy and can't, or is of shards that can't be copied."""
+    if config.parallel.dp_shard_size > 1 and config.ref_model_sync_steps:
+        raise ValueError("ref_model_sync_steps: no reference in shards follows the policy; leave one of them out")
     if config.ref_model_sync_steps and (kind not in ("auto", "copy") or config.ref_model or config.lora.enabled):
         raise ValueError(
             "ref_model_sync_steps: only a copy of a whole policy follows it; leave it out, or train without adapters, "
@@ -31,7 +33,7 @@ def check_reference(config: Any, kind: str) -> None:
         )
 
 
-def load_reference(config: Any, tokenizer: Any) -> Policy:
+def load_reference(config: Any, tokenizer: Any, mesh: Any, device: torch.device) -> Policy:
     """``config.ref_model``, frozen, in the precision of the computation.
 
     Raises:
@@ -45,7 +47,8 @@ def load_reference(config: Any, tokenizer: Any) -> Policy:
     }
     config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", **plain)
     check_same_vocabulary(tokenizer, load_tokenizer(config))
-    return Policy(load_model(config), **config.kernel).requires_grad_(False).eval()
+    model = load_model(config).requires_grad_(False)
+    return Policy(model if mesh else model.to(device), **config.kernel, mesh=mesh).eval()
 
 
 def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:
@@ -55,11 +58,16 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
     if config.ref_model_sync_steps:
         interval, alpha = config.ref_model_sync_steps, config.ref_model_mixup_alpha
         return SyncedReference(policy, interval=interval, alpha=alpha, temperature=temperature)
-    make = frozen_copy
-    if kind == "adapters_off" or (kind == "auto" and hasattr(policy.model, "disable_adapter")):
-        unchanged = config.lora.enabled and config.lora.adds_nothing  # those of a given model may add something
-        make = adapters_off if kind == "adapters_off" or unchanged else adapters_copy
-    return make(policy, temperature=temperature)
+    adapters = kind == "auto" and hasattr(policy.model, "disable_adapter")
+    unchanged = config.lora.enabled and config.lora.adds_nothing  # those of a given model may add something
+    if kind == "adapters_off" or (adapters and unchanged):
+        return adapters_off(policy, temperature=temperature)
+    if policy.mesh is not None:  # shards can't be copied, but loaded once more
+        if isinstance(config.model, nn.Module):
+            raise ValueError("model: one in memory can't be sharded twice, and a copy is its reference; give its name")
+        again = load_model(config).requires_grad_(False)
+        return frozen(Policy(again, **config.kernel, mesh=policy.mesh), temperature=temperature)
+    return (adapters_copy if adapters else frozen_copy)(policy, temperature=temperature)
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
@@ -68,8 +76,13 @@ def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
     """
-    frozen = _frozen(policy)
-    return torch.no_grad()(lambda batch: frozen(batch, temperature=temperature).logprob)
+    return frozen(_frozen(policy), temperature=temperature)
+
+
+def frozen(policy: Policy, *, temperature: float = 1.0) -> Reference:
+    """A policy that is nothing else from now on."""
+    model: Any = policy.requires_grad_(False).eval()
+    return torch.no_grad()(lambda batch: model(batch, temperature=temperature).logprob)
 
 
 def adapters_off(policy: Policy, *, temperature: float = 1.0) -> Reference:

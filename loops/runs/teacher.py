@@ -101,4 +101,7 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
         named = blaming(f"teacher.model: {model}")
         check_same_vocabulary(context.tokenizer, named(AutoTokenizer.from_pretrained)(model))
         model = named(AutoModelForCausalLM.from_pretrained)(model, dtype=getattr(torch, student.dtype))
-    return Policy(model.to(accelerator.device), **student.kernel).requires_grad_(False).eval()
+    model, mesh = model.requires_grad_(False), context.model.mesh
+    if mesh is None:
+        model = model.to(accelerator.device)
+    return Policy(model, **student.kernel, mesh=mesh).eval()

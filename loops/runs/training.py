@@ -44,7 +44,7 @@ class Training:
         context: what is trained, on which ranks, and its settings.
         state: what a checkpoint holds, as `checkpoint.save` takes it.
         start: steps that were taken before.
-        save: writes, on the main process, what is left beside the model.
+        save: writes what is left beside the model; every rank calls it.
         resources: closed at the end, however the run ends.
         metrics: of the last step.
     """
@@ -197,11 +197,13 @@ class Training:
         self.saved = monotonic()
 
     def _save_model(self) -> None:
-        if self.directory is not None and self.context.accelerator.is_main_process:
-            with checkpoint.writing("the model", self.checkpoints):
-                policy = self.context.accelerator.unwrap_model(self.state["policy"])
-                save_model(policy, self.context.tokenizer, self.directory)
-                self.save()
+        if self.directory is None:
+            return
+        main = self.context.accelerator.is_main_process
+        with checkpoint.writing("the model", self.checkpoints):
+            save_model(self.context.model, self.context.tokenizer, self.directory, write=main)
+            self.save()
+        if main:
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
 
 

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ...objectives import Stats
 from ..batch import Batch
+from ..models.sharding import whole
 from .weighting import Weightings
 
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
@@ -75,6 +77,15 @@ class Sums:
         return {"loss": loss, **means}
 
 
+def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """`Accelerator.prepare`, without DDP around a policy in shards, whose gradients its own hooks reduce."""
+    if not isinstance(policy, FSDPModule):
+        prepared: tuple[Any, Any] = accelerator.prepare(policy, optimizer)
+        return prepared
+    sharded = accelerator.prepare_model(policy, device_placement=False, evaluation_mode=True)
+    return sharded, accelerator.prepare_optimizer(optimizer)
+
+
 def train_step(
     accelerator: Accelerator,
     policy: nn.Module,
@@ -103,9 +114,13 @@ def train_step(
         trained token.
     """
     sums = Sums(accelerator, micro_batches, weightings)
+    # The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),
+    # reduced for each micro-batch: until then each rank would keep the whole gradient.
+    sharded = isinstance(policy, FSDPModule)
+    scale = 1 if sharded else accelerator.num_processes
     for i, batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
-        with nullcontext() if last else accelerator.no_sync(policy):
+        with nullcontext() if last or sharded else accelerator.no_sync(policy):
             losses = objective(policy, batch)
             total: Tensor | float = 0.0
             for name, (coefficient, _) in weightings.items():
@@ -114,9 +129,8 @@ def train_step(
                     share = coefficient / (sums.denominators[name] or 1.0)
                     total = total + share * (sums.weights[i][name].weight.to(loss.dtype) * loss).sum()
             sums.add(i, losses)
-            # Ranks average their gradients, and the loss is a sum over ranks.
-            accelerator.backward(total * accelerator.num_processes)
-    grad_norm = float(accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm))
+            accelerator.backward(total * scale)
+    grad_norm = float(whole(accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm)))
     taken = math.isfinite(grad_norm) and grad_norm > 0  # at 0, momentum alone would move the weights
     if taken:
         optimizer.step()

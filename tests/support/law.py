@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from burnish.data import Batches, Example
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer, ends_marked
+from burnish.loops.models.sharding import whole
 from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.kto import FEEDBACK_LOSSES, RunningMean, feedback_metrics, prepare_feedback
 from burnish.loops.recipes.ppo import run_ppo
@@ -27,7 +28,7 @@ from burnish.loops.rollouts.replay import ReplaySource
 from burnish.loops.rollouts.sample import Sample, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.runs.feed import Feed
-from burnish.loops.runs.reference import frozen_copy
+from burnish.loops.runs.reference import frozen
 from burnish.loops.train.losses import (
     CHOSEN,
     ENTROPY,
@@ -40,7 +41,7 @@ from burnish.loops.train.losses import (
     weightings,
 )
 from burnish.loops.train.mix import PAIR_LOSSES, TOKEN_LOSSES, distillation, parse_losses
-from burnish.loops.train.step import train_step
+from burnish.loops.train.step import prepare, train_step
 from burnish.loops.train.weighting import fixed_length, sequence_mean
 from burnish.objectives import (
     PerPair,
@@ -56,6 +57,7 @@ from burnish.objectives import (
 )
 from datasets import Dataset
 from tiny import in_full_precision, make_classifier, make_examples, make_model
+from torch.distributed.device_mesh import init_device_mesh
 
 EXACT = 1e-12
 UNIT = 2.0**-8  # roundoff of bfloat16: half of the distance from 1 to the next number
@@ -123,11 +125,11 @@ def make_policy(family="llama", seed=0, **options):
     return Policy(in_full_precision(model), **options)
 
 
-def make_scorer(task):
-    return Scorer(in_full_precision(make_classifier(task)))
+def make_scorer(task, mesh):
+    return Scorer(in_full_precision(make_classifier(task)), mesh=mesh)
 
 
-def setup(name, accelerator):
+def setup(name, accelerator, mesh=None):
     """(model, examples, columns of the data, terms, reader, further arguments of Feed)"""
     draw = random.Random(1)
     importance = [draw.uniform(0.1, 2) for _ in range(EXAMPLES)]
@@ -140,7 +142,7 @@ def setup(name, accelerator):
     ends = {"mark": partial(ends_marked, pad=0)}
     if name == "prm":
         return (
-            make_scorer("TOKEN_CLS"),
+            make_scorer("TOKEN_CLS", mesh),
             single,
             {"label": per_token(0, 1)},
             {"step_loss": Term(step_loss)},
@@ -149,10 +151,10 @@ def setup(name, accelerator):
         )
     if name == "reward":
         terms = {**REWARD_LOSSES["bradley_terry"], "centering": Term(centering, 0.1)}
-        return make_scorer("SEQ_CLS"), pairs, {"margin": importance}, terms, read_scores, ends
+        return make_scorer("SEQ_CLS", mesh), pairs, {"margin": importance}, terms, read_scores, ends
     if name == "regression":
         return (
-            make_scorer("SEQ_CLS"),
+            make_scorer("SEQ_CLS", mesh),
             single,
             {"score": importance},
             REWARD_LOSSES["score_regression"],
@@ -161,12 +163,12 @@ def setup(name, accelerator):
         )
     if name == "ranking":
         ranks = {"rank": [draw.sample(range(3), 3) for _ in range(EXAMPLES)]}
-        return make_scorer("SEQ_CLS"), triples, ranks, REWARD_LOSSES["plackett_luce"], read_scores, ends
+        return make_scorer("SEQ_CLS", mesh), triples, ranks, REWARD_LOSSES["plackett_luce"], read_scores, ends
 
     head = torch.nn.Linear(32, 1, dtype=torch.float64) if name == "ppo" else None
-    policy = make_policy(value_head=head)
-    reference = alike(frozen_copy(make_policy(seed=1)), accelerator)
-    teacher = make_policy("llama_wide", seed=2)
+    policy = make_policy(value_head=head, mesh=mesh)
+    reference = alike(frozen(make_policy(seed=1, mesh=mesh)), accelerator)
+    teacher = make_policy("llama_wide", seed=2, mesh=mesh)
     teacher_outputs = partial(teacher.teacher_outputs, beta=0.3, temperature=0.7)
     loss_kwargs = {"beta": 0.3}
     if name == "sft":
@@ -287,12 +289,12 @@ def one_step_of(config, policy, reference, samples, accelerator, **options):
         return run(config, OneStep(config, policy, reference, samples, accelerator, **options))
 
 
-def online_step(config, layout, accelerator, samples):
+def online_step(config, layout, accelerator, samples, mesh=None):
     torch.manual_seed(5)
     head = torch.nn.Linear(32, 1, dtype=torch.float64) if isinstance(config, PPO) else None
-    policy = make_policy(value_head=head)
+    policy = make_policy(value_head=head, mesh=mesh)
     policy.layout = layout
-    reference = alike(frozen_copy(make_policy(seed=1), temperature=config.temperature), accelerator)
+    reference = alike(frozen(make_policy(seed=1, mesh=mesh), temperature=config.temperature), accelerator)
     return one_step_of(config, policy, reference, samples, accelerator)
 
 
@@ -313,11 +315,12 @@ def numbers(dtype):
         torch.set_default_dtype(before)
 
 
-def one_step(name, layout, micro_tokens):
+def one_step(name, layout, micro_tokens, shards=1):
     accelerator = Accelerator(cpu=True)
+    mesh = None if shards == 1 else init_device_mesh("cpu", (shards,))
     if name in ONLINE:
-        return online_step(replace(ONLINE[name], micro_tokens=micro_tokens), layout, accelerator, scripted())
-    model, examples, columns, terms, read, options = setup(name, accelerator)
+        return online_step(replace(ONLINE[name], micro_tokens=micro_tokens), layout, accelerator, scripted(), mesh)
+    model, examples, columns, terms, read, options = setup(name, accelerator, mesh)
     model.layout = layout
     data = Dataset.from_dict({**{field: [getattr(e, field) for e in examples] for field in Example._fields}, **columns})
     batches = Batches(
@@ -335,11 +338,12 @@ def one_step(name, layout, micro_tokens):
 
 def stepped(accelerator, model, mine, objective, weightings):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    prepared, optimizer = accelerator.prepare(model, optimizer)
+    before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+    prepared, optimizer = prepare(accelerator, model, optimizer)
     metrics = train_step(accelerator, prepared, optimizer, mine, objective, weightings, max_grad_norm=float("inf"))
     # Plain SGD with learning rate 1: the step is the gradient.
-    gradient = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters(), strict=True)])
+    after = [whole(parameter.detach()) for parameter in model.parameters()]
+    gradient = torch.cat([(b - a).flatten() for b, a in zip(before, after, strict=True)])
     weight = torch.cat([b.flatten() for b in before])
     found = {"micro_batches": len(mine), "metrics": metrics, "rank": accelerator.process_index}
     return found | {"gradient": gradient.double(), "weight": weight.double()}
@@ -396,10 +400,10 @@ def rounding_of_the_loss(exact):
     return UNIT * float((exact["gradient"] * exact["weight"]).norm())
 
 
-KINDS = {  # by kind: recipes, their dtype, and the splits of a step that two ranks take
-    "offline": (RECIPES, torch.float64, (("shared", None), ("packed", 60), ("padded", 1))),
-    "online": (tuple(ONLINE), torch.float64, (("shared", None), ("padded", 1))),
-    "bfloat16": (IN_BFLOAT16, torch.bfloat16, (("shared", None), ("padded", 30))),
+KINDS = {  # by kind: recipes, their dtype, and the splits of a step that two ranks take, some of them in shards
+    "offline": (RECIPES, torch.float64, (("shared", None), ("packed", 60), ("padded", 1), ("shared", 60, 2))),
+    "online": (tuple(ONLINE), torch.float64, (("shared", None), ("padded", 1), ("packed", 60, 2))),
+    "bfloat16": (IN_BFLOAT16, torch.bfloat16, (("shared", None), ("padded", 30), ("shared", 40, 2))),
 }
 
 

@@ -119,8 +119,10 @@ CHATML = (
 )
 
 
-def save_model(directory, *, chat=True, seed=0):
-    """A two-layer Llama on bytes, with a chat template and no pad token, on disk; returns the directory."""
+def save_model(directory, *, chat=True, seed=0, dtype=torch.float32, **changes):
+    """A two-layer Llama on bytes, with a chat template and no pad token, on disk; returns the directory.
+
+    ``changes`` are of its configuration."""
     special = ["<|start|>", "<|end|>"]
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
@@ -132,8 +134,8 @@ def save_model(directory, *, chat=True, seed=0):
         fast.chat_template = CHATML
     fast.save_pretrained(directory)
     torch.manual_seed(seed)
-    config = LlamaConfig(**{**_SMALL, "vocab_size": len(vocabulary), "max_position_embeddings": 512})
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    config = LlamaConfig(**{**_SMALL, "vocab_size": len(vocabulary), "max_position_embeddings": 512, **changes})
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
     return directory
 
 

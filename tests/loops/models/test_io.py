@@ -255,3 +255,39 @@ def test_qlora_takes_less_than_a_byte_per_parameter(tmp_path):
 def test_flex_attention_is_refused_on_a_cpu_before_anything_is_loaded():
     with pytest.raises(ValueError, match="attention: FlexAttention has no backward pass on a CPU"):
         load_model(config("nowhere", attention="flex_attention"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16", "lora": Lora(r=2)}, torch.bfloat16),
+        ({"dtype": "float32"}, torch.bfloat16),
+        ({"dtype": "float64"}, torch.float64),
+    ],
+)
+def test_a_model_is_saved_in_the_dtype_that_it_was_loaded_from(fields, expected, tmp_path):
+    start = save_tiny_model(tmp_path / "start", dtype=torch.bfloat16)
+    policy = Policy(load_model(config(start, **fields)))
+    trained = next(parameter for parameter in policy.parameters() if parameter.requires_grad).dtype
+    assert trained == (torch.float64 if expected is torch.float64 else torch.float32)
+    save_model(policy, load_tokenizer(config(start)), tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert {weight.dtype for weight in saved.parameters()} == {saved.dtype} == {expected}
+    before = AutoModelForCausalLM.from_pretrained(start, dtype="auto").state_dict()
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(weight, before[name].to(expected)), name  # an untrained adapter adds nothing
+
+
+def test_a_large_model_is_saved_in_several_files_with_its_generation_settings(tmp_path, monkeypatch):
+    start = save_tiny_model(tmp_path / "start")
+    for fields in ({}, {"lora": Lora(r=2)}):
+        policy = Policy(load_model(config(start, **fields)))
+        policy.plain.generation_config.eos_token_id = [1, 7]
+        monkeypatch.setattr("burnish.loops.models.io._FILE", "100KB")
+        save_model(policy, load_tokenizer(config(start)), tmp_path / "run")
+        assert len(list((tmp_path / "run/model").glob("*.safetensors"))) > 1
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+        assert saved.generation_config.eos_token_id == [1, 7]
+        for name, weight in AutoModelForCausalLM.from_pretrained(start).state_dict().items():
+            assert torch.equal(saved.state_dict()[name], weight), name

@@ -1,14 +1,22 @@
-"""What one rank does for the others, who wait for it and fail with it."""
+"""What ranks are started, how they share the model, and what one does for the others, who wait and fail with it."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from burnish.loops.cli import main
+from burnish.loops.config import Parallel
+from burnish.loops.recipes.settings import SFT
+from burnish.loops.runs.parallel import _LOCAL_RANKS, _SIZES, _WRAPPERS, check_launcher, check_ranks
 from forked import run_forked
 from online import prepare
-from transformers import AutoTokenizer
+from tiny import save_model, sums, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_fake import Fake
 
 PATIENCE = 6.0
@@ -91,3 +99,98 @@ def test_a_rank_that_waits_where_no_error_arrives_is_ended(die):
     assert status == 1
     assert ended - float(note) < 20  # seconds; it would have waited for 60
     assert "rank 0: the process of rank 1 has ended: it was killed, or failed" in printed
+
+
+def config_of(size, **fields):
+    return SFT(model="", data="", output="", parallel=Parallel(size), **fields)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The environment of a process that no launcher started."""
+    for variable in (*_SIZES, *_LOCAL_RANKS, *_WRAPPERS):
+        monkeypatch.delenv(variable, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("variable", "wrapper"), _WRAPPERS.items())
+def test_a_wrapper_of_accelerate_is_refused_before_there_is_an_accelerator(variable, wrapper, alone, tmp_path, capsys):
+    alone.setenv(variable, "true")
+    paths = ["--model", str(tmp_path), "--data", str(tmp_path), "--output", str(tmp_path / "run")]
+    assert main(["sft", *paths]) == 1
+    error = capsys.readouterr().err
+    assert (
+        error.startswith(f"burnish sft: {variable}: Accelerate's {wrapper} is not supported") and error.count("\n") == 1
+    )
+    assert "--parallel.dp_shard_size" in error
+
+
+def test_processes_that_would_each_train_for_themselves_are_refused(alone):
+    check_launcher()
+    alone.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"^2 processes were announced, and this one has no LOCAL_RANK; start"):
+        check_launcher()
+    alone.setenv("LOCAL_RANK", "1")
+    check_launcher()
+    with pytest.raises(ValueError, match=r"^2 processes were started, and the process group has 1; start ranks"):
+        check_ranks(config_of(1), SimpleNamespace(num_processes=1))
+    alone.delenv("WORLD_SIZE")
+    alone.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"^4 processes were started"):
+        check_ranks(config_of(1), SimpleNamespace(num_processes=1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "said"),
+    [
+        (1, 1, None),
+        (2, 1, "2 ranks: 2 copies of the model"),
+        (4, 4, "4 ranks: one copy of the model, sharded over 4"),
+        (4, 2, "4 ranks: 2 copies of the model, each sharded over 2"),
+    ],
+)
+def test_a_run_says_how_its_ranks_share_the_model(ranks, size, said, alone, capsys):
+    alone.setenv("WORLD_SIZE", str(ranks))
+    check_ranks(config_of(size), SimpleNamespace(num_processes=ranks, print=print))
+    assert capsys.readouterr().out.splitlines() == [said] * bool(said)
+
+
+def test_shards_that_the_ranks_cannot_hold_are_refused(alone):
+    alone.setenv("WORLD_SIZE", "4")
+    ranks = SimpleNamespace(num_processes=4, print=print)
+    with pytest.raises(ValueError, match=r"^parallel.dp_shard_size: must divide the number of ranks, which is 4, g"):
+        check_ranks(config_of(3), ranks)
+    with pytest.raises(ValueError, match=r"^parallel.dp_shard_size: quantized weights can't be sharded, got 2 and"):
+        check_ranks(config_of(2, quantize="4bit"), ranks)
+
+
+LAUNCHERS = {
+    "torchrun -m": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "burnish"],
+    "torchrun --no-python": [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--no-python",
+        sys.executable,
+        "-m",
+        "burnish",
+    ],
+    "accelerate launch": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m", "burnish"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_starts_ranks_that_share_one_model(launcher, alone, tmp_path):
+    rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(6)]
+    fields = {"model": save_model(tmp_path / "start"), "data": write_rows(tmp_path / "rows.jsonl", rows)}
+    fields |= {"output": tmp_path / "run", "steps": 2, "batch_size": 3, "parallel.dp_shard_size": 2}
+    flags = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, *LAUNCHERS[launcher], "sft", *flags]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.count("2 ranks: one copy of the model, sharded over 2\n") == 1
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")

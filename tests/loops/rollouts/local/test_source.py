@@ -11,6 +11,7 @@ import pytest
 import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
+from burnish.loops.models.io import named_weights
 from burnish.loops.models.policy import Policy
 from burnish.loops.rollouts.local.decode import ModelRunner
 from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, KVCache, StaticBatch, static_fit
@@ -596,9 +597,7 @@ def test_a_detached_source_does_not_follow_the_trainer_until_weights_are_publish
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     assert completions_of(source, requests()) == before
-    from burnish.loops.models.io import merged
-
-    asyncio.run(source.publish(merged(model).named_parameters(), 1))
+    asyncio.run(source.publish(named_weights(model), 1))
     after = completions_of(source, requests())
     check_log_probs(model, after, 1e-9)
     assert [sample.tokens for sample in after] != [sample.tokens for sample in before]

@@ -1,0 +1,123 @@
+"""Whole runs whose weights, gradients and optimizer state are in shards end where one process does."""
+
+import json
+
+import pytest
+import torch
+from burnish.loops.batch import collate
+from burnish.loops.models.policy import Policy
+from forked import run_forked
+from grids import slow
+from peft import PeftModel
+from safetensors.torch import load_file
+from sharded import RUNS, prepare
+from shared import made_once
+from tiny import make_examples
+from transformers import AutoModelForCausalLM
+
+EXACT = 1e-10
+QUICK = ("sft", "dpo", "kto", "distill")
+BFLOAT16 = ("sft_bfloat16", "dpo_bfloat16")
+REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16))
+CASES = [(name, 2, 2) for name in QUICK] + [slow(name, 2, 2) for name in REST]
+CASES += [slow(name, 4, shards) for shards in (4, 2) for name in (*QUICK, *REST)]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """``trained(names, ranks, shards)`` is the directory of the directories of these runs, and of what was printed."""
+
+    def get(names, ranks=1, shards=1):
+        start = made_once(tmp_path_factory, "sharded-start", prepare)
+
+        def make(folder):
+            outcomes = run_forked(ranks, "sharded", str(start), str(folder), shards, names)
+            for status, printed in outcomes:
+                assert status == 0, printed[-3000:]
+            (folder / "printed.txt").write_text(outcomes[0][1])
+
+        return made_once(tmp_path_factory, f"sharded-{names[0]}-{len(names)}-{ranks}-{shards}", make)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def simulated(tmp_path_factory):
+    """What one of 64 ranks that don't exist holds and sends, see `simulated.be_rank`."""
+
+    def make(folder):
+        ((status, printed),) = run_forked(1, "simulated", str(folder / "results.json"))
+        assert status == 0, printed[-3000:]
+
+    return json.loads((made_once(tmp_path_factory, "simulated", make) / "results.json").read_text())
+
+
+def last_metrics(run):
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    return {name: value for name, value in line.items() if name != "seconds"}
+
+
+@pytest.mark.parametrize(("name", "ranks", "shards"), CASES)
+def test_a_run_in_shards_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, trained):
+    names = QUICK if name in QUICK else REST
+    one, several = trained(names) / name, trained(names, ranks, shards) / name
+    expected, weights = (load_file(run / "model/model.safetensors") for run in (one, several))
+    assert weights.keys() == expected.keys()
+    for key, weight in expected.items():
+        torch.testing.assert_close(weights[key], weight, rtol=0, atol=EXACT, msg=key)
+    assert last_metrics(several) == pytest.approx(last_metrics(one), rel=EXACT, abs=EXACT)
+    assert last_metrics(one)["grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "shards"), [(QUICK, 2, 2), slow(REST, 2, 2), slow(QUICK, 4, 4), slow(QUICK, 4, 2)]
+)
+def test_no_rank_holds_more_than_its_shard_of_any_model_or_gradient(names, ranks, shards, trained):
+    for name in names:  # of references and teachers, too
+        (most,), (held,) = (
+            json.loads((directory / name / "most.json").read_text())
+            for directory in (trained(names), trained(names, ranks, shards))
+        )
+        assert held <= 1.1 * most / shards, name
+    copies = "one copy of the model, sharded" if ranks == shards else "2 copies of the model, each sharded"
+    assert f"{ranks} ranks: {copies} over {shards}\n" in (trained(names, ranks, shards) / "printed.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_loaded(name, trained):
+    start = load_file(trained(BFLOAT16) / "../sharded-start/bfloat16/model.safetensors")
+    copies, shards = (load_file(trained(BFLOAT16, 2, size) / name / "model/model.safetensors") for size in (1, 2))
+    assert {weight.dtype for weight in shards.values()} == {torch.bfloat16}
+    for key, weight in copies.items():
+        moved = (weight - start[key]).double().norm()
+        # The order of sums over micro-batches and ranks is another one, which rounding to bfloat16 mostly hides.
+        assert moved > 0 and (shards[key] - weight).double().norm() <= 0.01 * moved, key
+
+
+@pytest.mark.slow
+def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_probs_of_one_process(trained):
+    one, two = (trained(REST, n, n) / "dpo_adapters" for n in (1, 2))
+    batch = collate(make_examples(3))
+
+    def logprobs(model):
+        return Policy(model)(batch).logprob
+
+    start = AutoModelForCausalLM.from_pretrained(one / "../../sharded-start/start", dtype=torch.float64)
+    before, expected = logprobs(start), logprobs(AutoModelForCausalLM.from_pretrained(one / "model", dtype="auto"))
+    assert (expected - before).abs().max() > 1e-3
+    loaded = AutoModelForCausalLM.from_pretrained(two / "model", dtype="auto")
+    torch.testing.assert_close(logprobs(loaded), expected, rtol=0, atol=EXACT)
+    adapted = PeftModel.from_pretrained(start, two / "adapter").double()
+    torch.testing.assert_close(logprobs(adapted), expected, rtol=0, atol=1e-6)
+
+
+def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
+    assert simulated["held"] == pytest.approx(simulated["parameters"] / 64)
+    assert simulated["gradient"] == pytest.approx(simulated["parameters"] / 64)
+    units = simulated["layers"] + 1
+    # Each unit is gathered before its forward and its backward pass of each of two micro-batches, and its gradient is
+    # reduced after each.
+    counts = {"allgather": 4 * units, "reduce_scatter": 2 * units, "allreduce": 0}
+    assert simulated["one copy"] == counts
+    assert simulated["8 copies"] == counts | {"allreduce": 2 * units}

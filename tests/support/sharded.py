@@ -1,0 +1,107 @@
+"""Whole runs of every offline recipe, on as many ranks and in as many shards as are asked for."""
+
+import gc
+import itertools
+import json
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import transformers
+from accelerate import Accelerator
+from burnish.loops.config import Lora, Parallel, Teacher
+from burnish.loops.recipes.distill import run_distill
+from burnish.loops.recipes.kto import run_kto
+from burnish.loops.recipes.preference import run_dpo, run_orpo
+from burnish.loops.recipes.prm import run_prm
+from burnish.loops.recipes.reward import run_reward
+from burnish.loops.recipes.settings import DPO, KTO, ORPO, PRM, SFT, Distill, Reward
+from burnish.loops.recipes.sft import run_sft
+from tiny import save_model, sums, write_rows
+from torch.distributed.tensor import DTensor
+
+ROWS = 17  # in batches of five, which neither two nor four ranks share evenly
+_COMMON = {"steps": 3, "batch_size": 5, "micro_tokens": 40, "learning_rate": 1e-2, "schedule": "constant"}
+_COMMON |= {"dtype": "float64", "max_grad_norm": 0.5, "weight_decay": 0.1}
+
+# By name: recipe, its settings, which data, and what differs from the settings that all share.
+RUNS = {
+    "sft": (run_sft, SFT, "messages", {"gradient_checkpointing": True}),
+    "dpo": (run_dpo, DPO, "pairs", {}),
+    "dpo_precomputed": (run_dpo, DPO, "pairs", {"reference": "precompute"}),
+    "dpo_adapters": (run_dpo, DPO, "pairs", {"lora": Lora(r=4)}),
+    "dpo_adapters_copy": (run_dpo, DPO, "pairs", {"lora": Lora(r=4), "reference": "copy"}),
+    "dpo_tied": (run_dpo, DPO, "pairs", {"model": "tied"}),
+    "kto": (run_kto, KTO, "feedback", {}),
+    "orpo": (run_orpo, ORPO, "pairs", {}),
+    "reward": (run_reward, Reward, "pairs", {}),
+    "reward_adapters": (run_reward, Reward, "pairs", {"lora": Lora(r=4)}),
+    "prm": (run_prm, PRM, "steps", {}),
+    "distill": (run_distill, Distill, "messages", {"teacher": Teacher(model="teacher")}),
+    "sft_bfloat16": (run_sft, SFT, "messages", {"model": "bfloat16", "dtype": "bfloat16"}),
+    "dpo_bfloat16": (run_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "bfloat16"}),
+    "distill_top_k": (run_distill, Distill, "messages", {"teacher": Teacher(model="teacher", top_k=5)}),
+}
+
+
+def prepare(directory):
+    """Models and data for `RUNS`."""
+    for seed, name in enumerate(("start", "teacher", "tied", "bfloat16")):
+        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+        save_model(directory / name, seed=seed, dtype=dtype, tie_word_embeddings=name == "tied")
+    pairs = sums(ROWS)
+    feedback = [
+        {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
+        for pair, kind in zip(pairs, ["chosen", "rejected", "chosen"] * ROWS, strict=False)
+    ]
+    completions = ["1+1", "=2", "2"]
+    steps = [{"prompt": f"{i}=", "completions": completions, "labels": [True, False, i % 2 == 0]} for i in range(ROWS)]
+    write_rows(directory / "pairs.jsonl", pairs)
+    write_rows(directory / "messages.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs])
+    write_rows(directory / "feedback.jsonl", feedback)
+    write_rows(directory / "steps.jsonl", steps)
+
+
+def be_rank(start, output, shards, names):
+    """Run these of `RUNS` one after another, in shards over so many ranks; each leaves its directory."""
+    directory, output = Path(start), Path(output)
+    for name in names:
+        recipe, settings, data, fields = RUNS[name]
+        fields = {**_COMMON, "model": "start", **fields, "parallel": Parallel(shards)}
+        fields |= {"data": str(directory / f"{data}.jsonl"), "output": str(output / name)}
+        fields["model"] = str(directory / fields["model"])
+        if teacher := fields.get("teacher"):
+            fields["teacher"] = replace(teacher, model=str(directory / teacher.model))
+        norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
+        with patch.object(norm, "forward", _in_full_precision), measured() as most:
+            recipe(settings(**fields))
+        if int(os.environ.get("RANK", 0)) == 0:
+            (output / name / "most.json").write_text(json.dumps(most))
+
+
+@contextmanager
+def measured():
+    """Yield the most bytes that this rank holds after a backward pass: weights and gradients of all models."""
+    most, backward, calls = [0], Accelerator.backward, itertools.count()
+
+    def measure(*arguments):
+        backward(*arguments)
+        if next(calls) % 3:  # it takes longer than the pass
+            return
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+        storages = [each.untyped_storage() for each in local if each.is_floating_point() and not each.is_meta]
+        most[0] = max(most[0], sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+
+    with patch.object(Accelerator, "backward", measure):
+        yield most
+
+
+def _in_full_precision(norm, hidden):
+    """transformers computes it in float32, in which the roundings of two splits may differ."""
+    return torch.nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
