@@ -10,7 +10,7 @@ from burnish.loops.batch import collate
 from burnish.loops.config import Parallel
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.sharding import shard
-from burnish.loops.runs.ranks import open_mesh
+from burnish.loops.runs.parallel import open_mesh
 from tiny import make_examples, make_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
