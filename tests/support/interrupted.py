@@ -16,7 +16,7 @@ STEPS, KILLED_AFTER = 6, 3
 
 
 def train(recipe, **fields):
-    with patch("burnish.loops.runs.context.draw_curves"):  # the picture takes longer than the run
+    with patch("burnish.loops.runs.training.draw_curves"):  # the picture takes longer than the run
         if isinstance(lora := fields.pop("lora", None), dict):
             fields["lora"] = Lora(**lora)
         kind, run = RECIPES[recipe]

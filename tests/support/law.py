@@ -7,6 +7,7 @@ import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -273,12 +274,12 @@ class OneStep(RLContext):
     def reference(self, kind, *, needed, temperature):
         return (self.frozen if needed else None), None
 
-    def train(self, losses, read, feed, *, report):
+    def train(self, losses, read, feed, *, report, save):
         micro_batches = feed(self.step)
         result = stepped(self.accelerator, self.model, micro_batches, compose(losses, read), weightings(losses))
         result["metrics"] |= {name: value for name, value in report().items() if name not in _OF_THE_SAMPLER}
         feed.close()
-        return result
+        return SimpleNamespace(train=lambda: result)
 
 
 def one_step_of(config, policy, reference, samples, accelerator, **options):

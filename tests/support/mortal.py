@@ -53,7 +53,7 @@ def be_rank(fields, moment, mortal, stuck):
         time.sleep(60)
 
     with ExitStack() as patches:
-        patches.enter_context(patch("burnish.loops.runs.context.draw_curves"))
+        patches.enter_context(patch("burnish.loops.runs.training.draw_curves"))
         if rank == mortal or stuck:
             patches.enter_context(interrupted_at(moment, die if rank == mortal else wait))
             patches.enter_context(patch.object(ranks, "GRACE", 1.0))

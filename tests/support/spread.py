@@ -9,19 +9,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from accelerate import Accelerator
-from burnish.loops.config import Lora
+from burnish.loops.config import Lora, Parallel
 from burnish.loops.environments import Limits, Step
 from burnish.loops.models import io
 from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.settings import GRPO
-from burnish.loops.rl.context import open_run
 from burnish.loops.rl.settings import VLLM
 from burnish.loops.rollouts.scheduler import RolloutScheduler
+from burnish.loops.runs import training
 from online import even
-from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 GROUPS = {"limits": Limits, "lora": Lora, "vllm": VLLM}
 
@@ -57,61 +53,47 @@ def publish_in_between(scheduler, *arguments):
     publish(scheduler, *arguments)
 
 
-class Sharding:
-    """Within it, a run's policy is sharded over all ranks. It leaves the weights where the run would leave its model.
+class Held:
+    """Within it, the gathered weights that are alive at once are counted, until the model is saved.
 
     Attributes:
-        held: the most gathered tensors that were alive at once, as each was gathered.
+        most: as each was gathered.
     """
 
     def __init__(self, output):
-        self.output, self.held, self.alive = Path(output), 0, []
+        self.output, self.most, self.alive = Path(output), 0, []
         self.patches = ExitStack()
 
     def __enter__(self):
-        checkpoint = "burnish.loops.runs.context.checkpoint.save"
-        for name, function in (
-            ("burnish.loops.rl.context.open_run", self.open_run),
-            ("burnish.loops.models.io._whole", self.whole),
-            (checkpoint, lambda *arguments, **options: None),
-            ("burnish.loops.runs.context.save_model", lambda *arguments: None),
-        ):
-            self.patches.enter_context(patch(name, function))
-        prepare = lambda accelerator, model, optimizer: (model, accelerator.prepare_optimizer(optimizer))  # noqa: E731
-        self.patches.enter_context(patch.object(Accelerator, "prepare", prepare))
+        gather, save = io._whole, training.save_model
+
+        def whole(tensor, dtype):
+            gathered = gather(tensor, dtype)
+            self.alive = [each for each in self.alive if each() is not None] + [weakref.ref(gathered)]
+            self.most = max(self.most, len(self.alive))
+            return gathered
+
+        def save_model(*arguments, **options):
+            with patch.object(io, "_whole", gather):
+                save(*arguments, **options)
+
+        self.patches.enter_context(patch.object(io, "_whole", whole))
+        self.patches.enter_context(patch.object(training, "save_model", save_model))
         return self
 
     def __exit__(self, *error):
         self.patches.close()
         if error[0] is None:
-            weights = {name: tensor.clone() for name, tensor in io.named_weights(self.policy)}
-            if os.environ["RANK"] == "0":
-                (self.output / "model").mkdir()
-                save_file(weights, self.output / "model/model.safetensors")
-            (self.output / f"held-{os.environ['RANK']}.txt").write_text(str(self.held))
-
-    def open_run(self, *arguments, **options):
-        run = open_run(*arguments, **options)
-        self.policy = run.model
-        mesh = init_device_mesh("cpu", (run.accelerator.num_processes,))
-        for layer in self.policy.plain.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.policy, mesh=mesh)
-        return run
-
-    def whole(self, tensor, dtype, gather=io._whole):
-        gathered = gather(tensor, dtype)
-        self.alive = [each for each in self.alive if each() is not None] + [weakref.ref(gathered)]
-        self.held = max(self.held, len(self.alive))
-        return gathered
+            (self.output / f"held-{os.environ['RANK']}.txt").write_text(str(self.most))
 
 
 def be_rank(runs):
     slowly = patch.object(RolloutScheduler, "publish", publish_in_between)
-    with slowly, patch("burnish.loops.runs.context.draw_curves"):
+    with slowly, patch("burnish.loops.runs.training.draw_curves"):
         for fields in runs:
             sharded = fields.pop("sharded", False)
+            fields["parallel"] = Parallel(int(os.environ["WORLD_SIZE"]) if sharded else 1)
             config = GRPO(**{name: GROUPS[name](**x) if name in GROUPS else x for name, x in fields.items()})
-            with Sharding(config.output) if sharded else nullcontext():
+            with Held(config.output) if sharded else nullcontext():
                 run_grpo(config)
             assert torch.get_default_dtype() == torch.float32
