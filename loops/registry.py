@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _REFUSALS = (ValueError, OSError, RuntimeError, ImportError)  # by which libraries refuse a value
+_LIBRARIES = (__name__.partition(".")[0], "torch", "transformers", "peft", "bitsandbytes", "torchao", "schedulefree")
 _LISTED = 30  # names at most that a message lists
 
 
@@ -96,5 +97,5 @@ def build(who: str, found: Any, settings: Mapping[str, Any], *, factory: bool = 
     missing = [name for name in needed if name not in values and parameters[name].kind not in (2, 4)]  # *args, **kwargs
     if missing:
         raise ValueError(f"{who}: needs {', '.join(missing)}, such as {{{who.split()[-1]}: {{{missing[0]}: ...}}}}")
-    with blaming(who, *[] if found.__module__.startswith(__name__.partition(".")[0] + ".") else [Exception]):
+    with blaming(who, *[] if found.__module__.partition(".")[0] in _LIBRARIES else [Exception]):
         return found(**values)

@@ -32,6 +32,7 @@ _SECTIONS = {
         lora""",
 }
 _RUN = "model and run directory"
+_NEEDED = ("output", None)  # from Python a run may have no directory
 # The value in the messages of jsonargparse.
 _GIVEN = r"Given value: ([^\n]*)|Got value: ([^\n]*)|([^\s:]+) does not conform|: '([^'\n]*)'$"
 
@@ -58,7 +59,7 @@ def parse(name: str, config_class: type, arguments: Sequence[str]) -> Any:
     except _Mistake as first:
         parsed, first_mistake = None, str(first)
     if parsed is not None and parsed.get("output", "") is None:
-        parsed, first_mistake = None, "the following arguments are required: output"
+        parsed = None
     if parsed is None:
         others = _mistakes(parser, config_class, translated, left)
         mistakes = [*translation.refused.values(), *(text for name, text in others if name not in translation.refused)]
@@ -115,7 +116,8 @@ def _parser(name: str, config_class: Any, kind: Any = None) -> Any:
 
 def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
     """Flags by the names of fields: ``--learning-rate`` is ``--learning_rate``, and ``--resume`` is on."""
-    switches = {name for name, hint in get_type_hints(config_class).items() if hint is bool}
+    hints = get_type_hints(config_class)
+    switches = {name for name, hint in hints.items() if hint is bool or True in get_args(hint)}
     words: list[str] = []
     for name, values, tokens in split_flags(arguments):
         flag, *others = tokens
@@ -147,7 +149,8 @@ def _mistakes(
     missing = [
         field.name
         for field in dataclasses.fields(config_class)
-        if field.default is field.default_factory is dataclasses.MISSING and field.name not in dict(settings)
+        if (field.default is field.default_factory is dataclasses.MISSING or (field.name, field.default) == _NEEDED)
+        and field.name not in dict(settings)
     ]
     if missing:
         yield "", f"needed as well: {', '.join(f'--{name}' for name in missing)}"

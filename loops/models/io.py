@@ -135,7 +135,7 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         model.set_attn_implementation(config.attention)
     without_dropout(model)
     if config.dtype != "float64":
-        model.stored_dtype = stored
+        model.stored_dtype = torch.bfloat16 if config.weights_dtype == "bfloat16" else stored
     if config.gradient_checkpointing:
         checkpoint_activations(model, config.gradient_checkpointing)
     if config.neftune_noise_alpha:
@@ -165,12 +165,11 @@ def _with_adapters(model: Any, config: Common, task: str) -> Any:
     widest = model.config.get_text_config().hidden_size
     if lora.r > widest:
         raise ValueError(f"lora.r: {lora.r} is no low rank, the model is {widest} wide; 8 to 64 is usual")
-    settings: Any = build("lora.kwargs", LoraConfig, lora.kwargs, **fields)
-    adapted: Any = blaming(f"lora.target_modules: {_example(lora.target_modules)}")(get_peft_model)
     try:
-        return adapted(model, settings, **options)
+        return get_peft_model(model, build("lora.kwargs", LoraConfig, lora.kwargs, **fields), **options)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"lora: {error}") from error
+        field = f"lora.target_modules: {_example(lora.target_modules)}" if "arget modules" in str(error) else "lora"
+        raise ValueError(f"{field}: {error}") from error
 
 
 def _example(modules: Any) -> str:
@@ -217,8 +216,8 @@ def save_model(
     """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters also on their own.
 
     Weights are rounded to the dtype in which `load` found them, however they were trained: a bfloat16 model stays one,
-    of the same size. After a run in float64 they stay float64, and those of a model that `load` did not make stay as
-    they are. No file is larger than 5 GB, unless one weight is. The policy itself is left as it was.
+    of the same size, and ``weights_dtype: bfloat16`` makes one. After a run in float64 they stay float64, and those of
+    a model that `load` did not make stay as they are. No file is larger than 5 GB, unless one weight is. The policy itself is left as it was.
 
     Args:
         write: true on one rank. All that hold shards of the policy call this; weights are gathered one by one.

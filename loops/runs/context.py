@@ -325,8 +325,8 @@ def open_accelerator(config: Common) -> Accelerator:
     Raises:
         ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
     """
-    check_files(config)
     check_launcher()
+    check_files(config)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
     trackers = [name for name in named if name != "none"]

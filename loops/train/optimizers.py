@@ -89,7 +89,10 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if package == "bitsandbytes" and any(isinstance(parameter, DTensor) for parameter in trained.values()):
         raise ValueError(f"{who}: bitsandbytes can't update sharded weights; adamw_torch_8bit, of torchao, can")
-    options = {"params": _groups(model, trained, config.weight_decay), "lr": config.learning_rate}
+    params: Any = _groups(model, trained, config.weight_decay)
+    if not isinstance(kind, type) and not config.weight_decay:
+        params = list(trained.values())  # a function may look for some of them
+    options = {"params": params, "lr": config.learning_rate}
     options |= {"weight_decay": config.weight_decay, "matrices": _matrices(model), **_PRESETS.get(name, {})}
     if any(parameter.dtype == torch.bfloat16 for parameter in trained.values()):
         if hasattr(kind, "eval"):

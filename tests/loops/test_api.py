@@ -254,7 +254,7 @@ def test_a_loss_of_ones_own_takes_its_tensors_and_columns_and_joins_a_mix(model,
     metrics = burnish.dpo(model, rows, loss=mix, tokenizer=tokenizer, **SETTINGS).train()
     assert metrics["loss"] == pytest.approx(metrics["dpo"] + 0.5 * metrics["hinged"])
     assert metrics["hinge/inside"] > 0
-    with pytest.raises(ValueError, match="no numeric column 'difficulty', which a loss reads"):
+    with pytest.raises(ValueError, match="no column 'difficulty', which a loss reads"):
         burnish.dpo(model, PAIRS, loss=hinged, tokenizer=tokenizer, **SETTINGS)
 
 

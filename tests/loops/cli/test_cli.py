@@ -112,7 +112,7 @@ def test_before_the_first_step_policy_and_reference_are_one(run, tmp_path, dtype
     [
         (["--lerning_rate", "1e-5"], "no field 'lerning_rate', did you mean 'learning_rate'?"),
         (["--lora.rank", "1"], "no field 'lora.rank', did you mean 'lora.r'?"),
-        (["--ref", "copy"], "no field 'ref', did you mean 'reference'?"),
+        (["--refer", "copy"], "no field 'refer', did you mean 'reference'?"),
         (["--steps", "many"], "steps"),
         (["--schedule", "cosin"], "schedule"),
     ],

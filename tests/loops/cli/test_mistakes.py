@@ -6,12 +6,14 @@ import re
 import shutil
 import sys
 import time
+from typing import get_args
 
 import pytest
 import torch
 import transformers
 import yaml
 from burnish.loops.cli import main
+from burnish.loops.config import Schedule
 from tiny import CHATML, make_model, save_model, sums, write_rows
 
 PAIRS = sums(8)
@@ -242,7 +244,7 @@ def test_all_mistakes_of_file_and_flags_are_told_at_once(burnish):
         "  steps: must be > 0, got 0",
         "  no field 'lora.rank', did you mean 'lora.r'?",
         "  lora.alpha: wanted a number > 0, got 'much'",
-        "  schedule: must be one of constant, linear, cosine, got 'cosin', did you mean 'cosine'?",
+        f"  schedule: must be one of {', '.join(get_args(Schedule))}, got 'cosin', did you mean 'cosine'?",
         "  no field 'no_such'",
         "  no field 'lr', did you mean 'learning_rate'?",
         "burnish dpo --help lists its fields",

@@ -109,12 +109,18 @@ def test_norms_and_biases_do_not_decay():
             {"optimizer_kwargs": {"beta": 1}},
             "optimizer adamw: optimizer_kwargs: no setting 'beta', did you mean 'betas'",
         ),
-        ({"optimizer_kwargs": {"betas": [0.9, 2.0]}}, "optimizer adamw: Invalid beta parameter at index 1: 2.0"),
+        (
+            {"optimizer_kwargs": {"betas": [0.9, 2.0]}},
+            "optimizer adamw: optimizer_kwargs: Invalid beta parameter at index 1: 2.0",
+        ),
         ({"optimizer_kwargs": {"lr": 1.0}}, "optimizer_kwargs: lr is --learning_rate"),
         ({"optimizer": "schedule_free_adamw"}, "takes the place of a schedule; add --schedule constant"),
         ({"schedule": "warmup_stable_decay"}, "schedule_kwargs: needs num_decay_steps"),
         ({"schedule_kwargs": {"cycles": 1}}, "no setting 'cycles', did you mean 'num_cycles'"),
-        ({"schedule": "cosine_with_min_lr"}, "schedule cosine_with_min_lr: One of min_lr or min_lr_rate should be set"),
+        (
+            {"schedule": "cosine_with_min_lr"},
+            "schedule cosine_with_min_lr: schedule_kwargs: One of min_lr or min_lr_rate should be set",
+        ),
         ({"schedule": "reduce_lr_on_plateau"}, "follows the loss of evaluations; give --eval_data and --eval_every"),
         ({"weights_dtype": "bfloat16"}, "bfloat16 weights compute in bfloat16, and dtype is float32; set both"),
         (

@@ -77,7 +77,7 @@ def test_a_loss_of_the_working_directory_joins_a_mix_by_its_name(own, command, t
     [
         ("{own}:hingd", "loss {own}:hingd: {own} has no 'hingd', did you mean 'hinged'?"),
         ("nowhere:hinged", "loss nowhere:hinged: no module 'nowhere' in"),
-        ("{own}:hinged", "data: no numeric column 'difficulty', which a loss reads; add it, or leave it out"),
+        ("{own}:hinged", "data: no column 'difficulty', which a loss reads; there are prompt, "),
         ("{own}:weights", "loss weights: wanted a function of tensors, got {{'a': 1}}"),
         ("{{'{own}:dpo': 1, dpo: 1}}", "loss: two are called dpo; rename your own"),
         ("{{'{own}:hinged': {{gapp: 1}}}}", "loss: hinged has no 'gapp'; it has gap"),
