@@ -217,7 +217,8 @@ def save_model(
 
     Weights are rounded to the dtype in which `load` found them, however they were trained: a bfloat16 model stays one,
     of the same size, and ``weights_dtype: bfloat16`` makes one. After a run in float64 they stay float64, and those of
-    a model that `load` did not make stay as they are. No file is larger than 5 GB, unless one weight is. The policy itself is left as it was.
+    a model that `load` did not make stay as they are. No file is larger than 5 GB, unless one weight is. The policy
+    itself is left as it was.
 
     Args:
         write: true on one rank. All that hold shards of the policy call this; weights are gathered one by one.

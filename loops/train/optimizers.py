@@ -63,7 +63,9 @@ def check(config: Common) -> None:
     if config.weights_dtype == "bfloat16" and config.dtype != "bfloat16":
         raise ValueError(f"weights_dtype: bfloat16 weights compute in bfloat16, and dtype is {config.dtype}; set both")
     weight = nn.Linear(1, 1, dtype=getattr(torch, config.weights_dtype))
-    make_schedule(config, make_optimizer(config, weight), config.steps or 10**6)
+    named = isinstance(config.optimizer, str)  # one that was given is of the model
+    optimizer = make_optimizer(config, weight) if named else AdamW(weight.parameters())
+    make_schedule(config, optimizer, config.steps or 10**6)
 
 
 def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
