@@ -1,0 +1,148 @@
+"""The examples do what they say, with stand-ins for the clusters that they are for."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny import save_model, sums, write_rows
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+SRUN = """#!{python}
+import os, subprocess, sys
+words = sys.argv[1:]
+while words[0].startswith("--"):
+    words.pop(0)
+tasks = [
+    subprocess.Popen(words, env=os.environ | {{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), "SLURM_NTASKS": "2"}})
+    for i in range(2)
+]
+if not os.path.exists("signalled") and {signalled}:
+    import signal, time
+    while not os.path.exists("run/metrics.jsonl") or not open("run/metrics.jsonl").read():
+        time.sleep(0.1)
+    open("signalled", "w").close()
+    for task in tasks:
+        task.send_signal(signal.SIGUSR1)
+sys.exit(max(task.wait() for task in tasks))
+"""
+SCONTROL = """#!/bin/sh
+case $1 in
+    show) echo 127.0.0.1; echo 127.0.0.2 ;;
+    requeue) echo "$2" >> requeued ;;
+esac
+"""
+BURNISH = """#!{python}
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+with open(f"rank-{{os.environ['RANK']}}.jsonl", "a") as file:
+    print(json.dumps([sys.argv[1:], [os.environ[name] for name in names]]), file=file)
+sys.exit({status})
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """``cluster(burnish, signalled)`` queues the job until it asks for no further turn; returns the statuses."""
+
+    def submit(burnish, *words, signalled=False):
+        stand_ins = {"srun": SRUN.format(python=sys.executable, signalled=signalled), "scontrol": SCONTROL}
+        for name, text in {**stand_ins, "burnish": burnish}.items():
+            file = tmp_path / "bin" / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+            file.chmod(0o755)
+        job = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
+        job |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "true"}
+        statuses, requeued = [], tmp_path / "requeued"
+        while len(statuses) < 4:
+            turns = requeued.read_text() if requeued.exists() else ""
+            done = subprocess.run(
+                [EXAMPLES / "slurm.sh", *words], cwd=tmp_path, env=os.environ | job, capture_output=True, text=True
+            )
+            statuses.append((done.returncode, done.stderr[-2000:]))
+            if (requeued.read_text() if requeued.exists() else "") == turns:
+                break
+        return statuses
+
+    return submit
+
+
+def test_a_slurm_job_that_ends_with_75_is_queued_again_and_goes_on(cluster, tmp_path):
+    status = "75 if sum(1 for _ in open('rank-0.jsonl')) < 3 and os.environ['RANK'] == '0' else 0"
+    statuses = cluster(BURNISH.format(python=sys.executable, status=status), "dpo", "--output", "two words")
+    assert [status for status, _ in statuses] == [75, 75, 0]
+    assert (tmp_path / "requeued").read_text().split() == ["12345"] * 2
+    for rank in "01":
+        calls = [json.loads(line) for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()]
+        environment = [rank, rank, "2", "127.0.0.1", str(20000 + 12345 % 10000)]
+        assert calls == [[["dpo", "--output", "two words", "--resume", "true"], environment]] * 3
+
+
+@pytest.mark.parametrize("status", [0, 1, 143])
+def test_a_slurm_job_with_another_status_is_not_queued_again(cluster, tmp_path, status):
+    statuses = cluster(BURNISH.format(python=sys.executable, status=status), "dpo")
+    assert [code for code, _ in statuses] == [status] and not (tmp_path / "requeued").exists()
+
+
+def test_slurm_signals_the_ranks_with_what_burnish_ends_with_75_for():
+    from burnish.loops.runs.stop import STATUS
+
+    text = (EXAMPLES / "slurm.sh").read_text()
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)", text, re.M))
+    name, seconds = directives["signal"].split("@")
+    assert STATUS[f"SIG{name}"] == 75 and int(seconds) >= 60 and "requeue" in directives
+    assert subprocess.run(["bash", "-n", EXAMPLES / "slurm.sh"]).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_goes_on_after_slurm_has_preempted_it(cluster, tmp_path):
+    model = save_model(tmp_path / "model")
+    rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in sums(16)]
+    data = write_rows(tmp_path / "data.jsonl", rows)
+    burnish = f'#!/bin/sh\nexec {sys.executable} -m burnish "$@"\n'
+    words = ["sft", "--model", str(model), "--data", str(data), "--output", "run", "--steps", "40", "--batch_size", "4"]
+    statuses = cluster(burnish, *words, signalled=True)
+    assert [status for status, _ in statuses] == [75, 0], statuses
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 41)) and (tmp_path / "run/model/model.safetensors").exists()
+
+
+# The keys of SkyPilot's task YAML, by its documentation.
+TASK = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "volumes", "file_mounts", "setup", "run"}
+TASK |= {"config", "service", "event_callback"}
+
+
+def test_the_skypilot_task_has_the_keys_and_variables_of_its_documentation():
+    task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
+    assert task.keys() <= TASK and {"run", "resources", "num_nodes"} <= task.keys()
+    assert task["resources"].keys() <= {"accelerators", "use_spot", "infra", "disk_size", "cpus", "memory", "any_of"}
+    assert re.fullmatch(r"\w+:\d+", task["resources"]["accelerators"])
+    given = {"SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE"}
+    assert set(re.findall(r"\$\{?(\w+)", task["run"])) == given | task["envs"].keys()
+    assert subprocess.run(["bash", "-n"], input=task["run"], text=True).returncode == 0
+    assert "--resume true" in task["run"] and "/runs/" in task["run"]
+
+
+def test_the_ray_example_is_short():
+    assert len((EXAMPLES / "ray_train.py").read_text().splitlines()) <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_ray_train_runs_a_recipe_on_two_workers(tmp_path):
+    model = save_model(tmp_path / "model")
+    rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in sums(8)]
+    data, output = write_rows(tmp_path / "data.jsonl", rows), tmp_path / "run"
+    flags = ["--model", model, "--data", data, "--output", output, "--steps", "2", "--batch_size", "4"]
+    command = [sys.executable, EXAMPLES / "ray_train.py", "--cpu", "--workers", "2", "--storage", tmp_path / "ray"]
+    done = subprocess.run([*map(str, [*command, "sft", *flags])], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (output / "model/model.safetensors").exists()
+    assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [1, 2]
