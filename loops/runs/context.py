@@ -7,19 +7,15 @@ model/           the trained model, as transformers loads it; adapter/ beside it
 curves.png       the metrics over the steps
 """
 
-import fcntl
-import hashlib
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
@@ -39,6 +35,7 @@ from ..train.losses import Losses, TensorReader, compose, weightings
 from ..train.mix import STEP_COUPLED
 from ..train.step import prepare
 from . import checkpoint
+from .directory import check_directory, to_yaml
 from .feed import Feed, digest, stored_tokens
 from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
@@ -50,11 +47,6 @@ Model = TypeVar("Model", bound=Backbone)
 TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
 
 log = logging.getLogger(__name__)
-
-# What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint knows its
-# data by content, wherever it lies now.
-_FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "project", "run_name", "vllm"}
-_FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc", "parallel"}
 
 
 @dataclass
@@ -224,28 +216,6 @@ class RunContext(Generic[Model]):
         objective, weighed, closed = compose(losses, read), weightings(losses), resources or nullcontext()
         return Training(self, feed, objective, weighed, state, start, evaluation, memory, report, save, closed)
 
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Write the configuration, and hold the lock of the directory, which ends with the process at the latest.
-
-        Raises:
-            ValueError: if another process trains in the directory, or has begun to since it was looked at.
-        """
-        if self.config.output is None or not self.accelerator.is_main_process:
-            yield
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with (self.directory / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                message = f"output: another process trains in {self.directory}; wait for it, or name another directory"
-                raise ValueError(message) from error
-            if not self.config.resume:
-                _check_directory(self.config)
-            (self.directory / "config.yaml").write_text(self.description)
-            yield
-
 
 def open_run(
     config: Common,
@@ -355,61 +325,5 @@ def open_accelerator(config: Common) -> Accelerator:
     check_ranks(config, accelerator)
     accelerator.gradient_state._set_sync_gradients(True)  # one that died between two micro-batches
     set_seed(config.seed)
-    _check_directory(config)
+    check_directory(config)
     return accelerator
-
-
-def _check_directory(config: Common) -> None:
-    path = Path(config.output or "") / "config.yaml"
-    if config.output is None or not path.exists():
-        return
-    if not config.resume:
-        raise ValueError(
-            f"output: {config.output} already holds a run; go on with it (--resume true) or name another directory"
-        )
-    before, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
-    for key in now:
-        if key not in _FREE and before.get(key) != now[key]:
-            raise ValueError(
-                f"resume: {config.output} was run with {key}={before.get(key)!r}, now it is {now[key]!r}; "
-                "set it back, or name another output directory"
-            )
-        if key in ("steps", "epochs") and before.get(key) != now[key] and config.schedule != "constant":
-            log.warning("resume: %s was %s, now it is %s: the learning rate goes on as if it had been so all along",
-                        key, before.get(key), now[key])  # fmt: skip
-
-
-def to_yaml(config: Common) -> str:
-    """The configuration; an object in it by its name or type, a model also by a digest of its weights.
-
-    That of data is in the checkpoints.
-    """
-    return str(yaml.safe_dump(_described(config), sort_keys=False, allow_unicode=True))
-
-
-def _described(value: Any, name: str = "") -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _described(getattr(value, field.name), field.name) for field in fields(value)}
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if name in ("data", "eval_data") and not isinstance(value, Mapping):
-        return type(value).__name__
-    if isinstance(value, Mapping):
-        return {_described(key): _described(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_described(each) for each in value]
-    if isinstance(value, nn.Module):
-        return f"{type(value).__name__} {weights_digest(value)[:16]}"
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}:{named.__qualname__}"
-
-
-def weights_digest(model: nn.Module) -> str:
-    """SHA-256 of all parameters and buffers, with their names and types."""
-    sha256 = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return sha256.hexdigest()

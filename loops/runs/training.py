@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..train import optimizers
 from ..train.step import Objective, StepResult, evaluate, optimize, sum_over_ranks
 from ..train.weighting import Weightings
 from . import checkpoint, stop
+from .directory import claimed
 from .feed import Feed
 from .ranks import meet, watching
 from .report import Journal, draw_curves, progress, written
@@ -102,7 +103,7 @@ class Training:
             with (
                 watching(accelerator),
                 stop.signals(visible=accelerator.is_main_process) as self.received,
-                self.context.claimed(),
+                claimed(config, self.context.description) if accelerator.is_main_process else nullcontext(),
                 closing(Journal(self.directory, self.start, accelerator, config, steps_per_epoch=epoch)) as journal,
                 closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as self.saver,
                 progress(steps, self.start, visible=accelerator.is_main_process) as show,

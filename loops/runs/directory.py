@@ -1,0 +1,114 @@
+"""The directory of a run: one run, one writer, and the configuration, which has to be the same where it goes on."""
+
+import fcntl
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from ..config import Common
+
+log = logging.getLogger(__name__)
+
+# What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint knows its
+# data by content, wherever it lies now.
+_FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "project", "run_name", "vllm"}
+_FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc", "parallel"}
+
+
+@contextmanager
+def claimed(config: Common, description: str) -> Iterator[None]:
+    """Write the configuration, as it was described, and hold the lock of the directory, if there is one. The lock ends
+    with the process at the latest.
+
+    Raises:
+        ValueError: if another process trains in the directory, or has begun to since it was looked at.
+    """
+    if config.output is None:
+        yield
+        return
+    directory = Path(config.output)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            message = f"output: another process trains in {directory}; wait for it, or name another directory"
+            raise ValueError(message) from error
+        if not config.resume:
+            check_directory(config)
+        (directory / "config.yaml").write_text(description)
+        yield
+
+
+def check_directory(config: Common) -> None:
+    """Check that the directory is free, or holds the same run to go on with.
+
+    Raises:
+        ValueError: if it holds another run, or holds a run and ``config.resume`` is false.
+    """
+    path = Path(config.output or "") / "config.yaml"
+    if config.output is None or not path.exists():
+        return
+    if not config.resume:
+        raise ValueError(
+            f"output: {config.output} already holds a run; go on with it (--resume true) or name another directory"
+        )
+    before, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
+    for key in now:
+        if key not in _FREE and before.get(key) != now[key]:
+            raise ValueError(
+                f"resume: {config.output} was run with {key}={before.get(key)!r}, now it is {now[key]!r}; "
+                "set it back, or name another output directory"
+            )
+        if key in ("steps", "epochs") and before.get(key) != now[key] and config.schedule != "constant":
+            log.warning("resume: %s was %s, now it is %s: the learning rate goes on as if it had been so all along",
+                        key, before.get(key), now[key])  # fmt: skip
+
+
+def to_yaml(config: Common) -> str:
+    """The configuration; an object in it by its name or type, a model also by a digest of its weights.
+
+    That of data is in the checkpoints.
+    """
+    return str(yaml.safe_dump(_described(config), sort_keys=False, allow_unicode=True))
+
+
+def _described(value: Any, name: str = "") -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _described(getattr(value, field.name), field.name) for field in fields(value)}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if name in ("data", "eval_data") and not (isinstance(value, Mapping) or _is_mixture(value)):
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return {_described(key): _described(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_described(each) for each in value]
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__} {weights_digest(value)[:16]}"
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _is_mixture(data: Any) -> bool:
+    return isinstance(data, list) and all(isinstance(part, str) or "path" in part for part in data)
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of all parameters and buffers, with their names and types."""
+    sha256 = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return sha256.hexdigest()
