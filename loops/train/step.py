@@ -136,7 +136,8 @@ def train_step(
         optimizer.step()
     optimizer.zero_grad()
     tokens = float(sum(len(batch.target) for batch in micro_batches))
-    read = float(sum(len(e.prompt) + sum(map(len, e.completions)) for batch in micro_batches for e in batch.examples))
+    examples = [example for batch in micro_batches for example in batch.examples]
+    read = float(sum(len(e.prompt) * len(e.completions) + sum(map(len, e.completions)) for e in examples))
     counts = sum_over_ranks(accelerator, {"tokens": tokens, "input_tokens": read, **votes()})
     return {**sums.means(), "grad_norm": grad_norm, **counts, "skipped": float(not taken)}
 

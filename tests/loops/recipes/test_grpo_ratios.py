@@ -40,7 +40,7 @@ def noisy(samples, monkeypatch):
     """The sampler is off by the noise in every log-prob, and by nothing else."""
     draw = random.Random(0)
     off = [replace(s, logprobs=[logp + draw.gauss(0, NOISE) for logp in s.logprobs]) for s in samples]
-    monkeypatch.setattr("burnish.loops.rl.sources.open_source", lambda *_, **__: ReplaySource(off))
+    monkeypatch.setattr("burnish.loops.rl.sources.open_local", lambda *_, **__: ReplaySource(off))
 
 
 @pytest.fixture
