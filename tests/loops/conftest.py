@@ -11,6 +11,13 @@ def undrawn(request, monkeypatch):
         monkeypatch.setattr("burnish.loops.runs.training.draw_curves", lambda metrics, picture: None)
 
 
+@pytest.fixture(autouse=True)
+def torchao(request):
+    """Its optimizers are tested where it is installed."""
+    if "torchao" in request.node.name or "adamw_torch_" in request.node.name:
+        pytest.importorskip("torchao")
+
+
 def on_two_ranks(module, *arguments):
     """A fixture: what rank 0 of two saved in ``module.be_rank(file, *arguments)``, and what both printed."""
 
