@@ -1,9 +1,10 @@
 """``python -m burnish`` is the command ``burnish``."""
 
 import sys
+from collections.abc import Sequence
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command; without the packages that it needs, a line that says how to get them."""
     try:
         from .loops.cli import main as command
@@ -13,7 +14,7 @@ def main() -> int:
         print(f'burnish: {error}; training needs more than objectives and kernels do: pip install "burnish[train]"',
               file=sys.stderr)  # fmt: skip
         return 1
-    return command()
+    return command(arguments)
 
 
 if __name__ == "__main__":
