@@ -27,7 +27,7 @@ from ..runs.ranks import from_main
 from ..runs.training import Training
 from ..train.losses import Losses, TensorReader
 from .buffer import RolloutBuffer
-from .distributed import distributed
+from .distributed import Follower, distributed
 from .settings import OnlineConfig
 from .sources import check_sampling, open_local, open_sample_log, open_scheduler
 
@@ -48,7 +48,7 @@ class RLContext(RunContext[Policy]):
 
     rewards: Sequence[RewardFunction] = ()
     scheduler: RolloutScheduler | None = None
-    follow: Callable[[int], None] | None = None
+    follow: Follower | None = None
     sample_log: Callable[[Sequence[Sample]], None] | None = None
     converse: Callable[..., RolloutSource] | None = None
     eval_rows: Sequence[Row] = ()
@@ -84,10 +84,14 @@ class RLContext(RunContext[Policy]):
         """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""
         scheduler: Any = self.scheduler
         source: Any = open_local(self.config, self, version=0)
+        follower: Follower | None = None
         if (ranks := self.accelerator.num_processes) > 1:
             groups = len(cast(Dataset, self.eval_data))
-            source, _ = distributed(self.accelerator, source, ranks=ranks, groups=groups, purpose="evaluation")
-        return from_main(self.accelerator, lambda: scheduler.run(self._evaluate(source)))
+            source, follower = distributed(self.accelerator, source, ranks=ranks, groups=groups, purpose="evaluation")
+        metrics = from_main(self.accelerator, lambda: scheduler.run(self._evaluate(source)))
+        if follower is not None:
+            follower.close()
+        return metrics
 
     async def _evaluate(self, source: RolloutSource) -> dict[str, float]:
         config = self.config

@@ -32,7 +32,7 @@ def distributed(
     *,
     purpose: str = "sampling",
     **options: Any,
-) -> "tuple[DistributedSource | None, Callable[[int], None] | None]":
+) -> "tuple[DistributedSource | None, Follower | None]":
     """On rank 0 the source of all ranks; on the others, what follows its publications. Every rank calls it.
 
     Args:
@@ -44,13 +44,13 @@ def distributed(
     if accelerator.is_main_process:
         assert source is not None
         return DistributedSource(accelerator, source, group, **options), None
-    return None, Follower(accelerator, source, weights, group).publish
+    return None, Follower(accelerator, source, weights, group)
 
 
 class DistributedSource:
     """The sources of all ranks as one, on rank 0; see `distributed`.
 
-    `publish` is to be called in a `from_main` with ``Follower.publish`` for the others to follow.
+    `publish` is to be called in a `from_main` with the `Follower` for the others to follow.
 
     Args:
         source: of this rank.
@@ -219,12 +219,17 @@ class Follower:
             self._loop = EventLoop(background=True)
             self._loop.run(self._start())
 
-    def publish(self, version: int) -> None:
-        """Read all of the weights, as rank 0 does at this moment, and sample from them."""
+    def __call__(self, version: int) -> None:
+        """Read all of the weights, as rank 0 publishes them at this moment, and sample from them."""
         if self.source is not None:
             self._loop.run(self.source.publish(self.weights(), version))
         else:
             deque(self.weights(), maxlen=0)
+
+    def close(self) -> None:
+        """Wait until rank 0 has closed its source: a thread that waits in gloo when its process ends aborts it."""
+        if self.source is not None and self._loop.thread is not None:
+            self._loop.thread.join(_PARTING)
 
     async def _start(self) -> None:
         if self._device.type == "cuda":

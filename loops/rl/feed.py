@@ -104,6 +104,8 @@ class RolloutFeed:
     def close(self) -> None:
         if self.scheduler is not None:
             self.scheduler.close()
+        if self.context.follow is not None:
+            self.context.follow.close()
 
     def _collect(self, number: int) -> RolloutBuffer:
         """Sample and score one rollout, measure it, and compute its advantages."""

@@ -36,7 +36,7 @@ from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_
 from ..runs.context import RunContext
 from ..runs.ranks import from_main
 from ..runs.trackers import log_table
-from .distributed import distributed
+from .distributed import Follower, distributed
 from .settings import VLLM, OnlineConfig, SamplingConfig
 
 _SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and characters of one
@@ -83,7 +83,7 @@ def open_scheduler(
     *,
     converse: Callable[[RolloutSource], RolloutSource] | None = None,
     score: Callable[[list[Sample]], Awaitable[None]] | None = None,
-) -> tuple[RolloutScheduler | None, Callable[[int], None] | None]:
+) -> tuple[RolloutScheduler | None, Follower | None]:
     """On the main process, the scheduler of the configured source; on the others, what follows its publications.
 
     Where the policy samples, that of every rank samples its share.

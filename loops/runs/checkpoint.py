@@ -308,11 +308,13 @@ def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
 
 def _ranks(accelerator: Accelerator) -> dict[str, Any]:
     """Options of `torch.distributed.checkpoint` for these ranks."""
-    return {"no_dist": accelerator.num_processes == 1, "process_group": _group(accelerator)}
+    return {"no_dist": accelerator.num_processes == 1, "process_group": connect(accelerator)}
 
 
-def _group(accelerator: Accelerator) -> Any:
-    """Over gloo: a write of minutes is too long a wait for NCCL."""
+def connect(accelerator: Accelerator) -> Any:
+    """The ranks over gloo, as a write of minutes is too long a wait for NCCL. Of the first call all return, or none: it
+    is made before training, as the others would wait in vain for a rank that has died.
+    """
     return gloo_group("checkpoint") if accelerator.num_processes > 1 else None
 
 
@@ -321,7 +323,7 @@ def _gather(accelerator: Accelerator, value: T) -> list[T]:
     if accelerator.num_processes == 1:
         return [value]
     values: list[Any] = [None] * accelerator.num_processes
-    dist.all_gather_object(values, value, group=_group(accelerator))
+    dist.all_gather_object(values, value, group=connect(accelerator))
     return values
 
 

@@ -187,14 +187,17 @@ class _Watch:
         self.peers = range(1, ranks) if rank == 0 else [0]
         self.lost, self.left, self.sending = threading.Event(), threading.Event(), threading.Lock()
         self.news = ""
-        for peer in self.peers:
-            threading.Thread(target=self._listen, args=(peer,), name="burnish-watch", daemon=True).start()
+        self.listeners = [threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in self.peers]
+        for thread in self.listeners:
+            thread.start()
 
     def leave(self, why: str | None) -> None:
         """Tell the others; ``why`` is that this rank failed."""
         self.left.set()
         for peer in self.peers:
             self._send(("last", why), peer)
+        for thread in self.listeners:  # a thread that waits in gloo when its process ends aborts it
+            thread.join(GRACE if why is None else _NEWS)
 
     def _send(self, message: tuple[str, str | None], peer: int) -> None:
         with self.sending, suppress(RankLost):

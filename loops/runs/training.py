@@ -97,6 +97,7 @@ class Training:
         if self.taken:
             raise RuntimeError("training: its steps were taken; open a run with resume=True to go on with it")
         self.taken, signalled, parts = True, [], self.state["parts"]
+        checkpoint.connect(accelerator)
         with self.resources:
             batch = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
             epoch = len(self.context.data) / batch
