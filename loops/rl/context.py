@@ -88,7 +88,7 @@ class RLContext(RunContext[Policy]):
         if (ranks := self.accelerator.num_processes) > 1:
             groups = len(cast(Dataset, self.eval_data))
             source, follower = distributed(self.accelerator, source, ranks=ranks, groups=groups, purpose="evaluation")
-        metrics = from_main(self.accelerator, lambda: scheduler.run(self._evaluate(source)))
+        metrics: dict[str, float] = from_main(self.accelerator, lambda: scheduler.run(self._evaluate(source)))
         if follower is not None:
             follower.close()
         return metrics
