@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from burnish.loops.cli import _RECIPES, _load
-from burnish.loops.cli.trl import read
-from burnish.loops.cli.trl_rules import entries, table, translate
+from burnish.loops.cli.trl import entries, read, table, translate
 from burnish.loops.recipes.grpo import grpo_losses
 from burnish.loops.recipes.preference import dpo_losses
 from burnish.loops.recipes.settings import DPO, GRPO
