@@ -117,7 +117,7 @@ def trl_defaults(recipe: str) -> dict[str, Any]:
 
 def _switched(out: Translation, names: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of names that are not off; none, if the first of them switches the others and is off."""
-    switch, fields = next(iter(names)), {}
+    switch, fields = next(iter(names)), dict[str, Any]()
     if switch in table()["switches"] and not out[switch]:
         if why := table()["switches"][switch]:
             out.ignored[why] = [name for name in names if name in out.given]
@@ -152,8 +152,10 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     """
     own = {each.name: each.default for each in dataclasses.fields(config_class)}
     out, flags = Translation({}, own), split_flags(arguments)
-    file = read_files([values[0] for name, values, _ in flags if name == "config" and values])
-    if file is None:  # the parser says what is wrong with it
+    try:
+        file = read_files([values[0] for name, values, _ in flags if name == "config" and values])
+    except ValueError as error:
+        out.refused["config"] = str(error)
         return {}, list(arguments), out
     defaults = [file.pop("defaults", None), *(" ".join(values) for name, values, _ in flags if name == "defaults")][-1]
     words = dict.fromkeys([*file, *(name for name, *_ in flags)])
@@ -178,13 +180,14 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     in_file = flattened({name: value for name, value in file.items() if not names[name] and name not in unknown})
     left = [(name, tokens) for name, _, tokens in flags if not names[name] and name not in ("config", "defaults")]
     by_flag = {name for name, _ in left}
-    out = translate(recipe, own, {**from_file, **from_flags}, elsewhere={*by_flag, *in_file})
+    elsewhere = {*by_flag, *in_file}
+    out = translate(recipe, own, {**from_file, **from_flags}, elsewhere)
     out.refused = {**unknown, **out.refused}
     for field, sources in out.sources.items():
         if _has(by_flag if from_flags.keys() & {*sources} else in_file, field):
             out.refused[field] = f"{field}: given twice, here and as {', '.join(sources)}; leave one of them out"
     ours = {**in_file, **{field: value for field, value in out.ours.items() if not _has(by_flag, field)}}
-    theirs = translate(recipe, own, {**trl_defaults(recipe), **out.given}).ours
+    theirs = translate(recipe, own, {**trl_defaults(recipe), **out.given}, elsewhere).ours
     theirs = {name: value for name, value in theirs.items() if not _has({*ours, *by_flag}, name)}
     if defaults is not None:
         ours, theirs = {**theirs, **ours}, {}
@@ -228,13 +231,25 @@ def split_flags(arguments: Sequence[str]) -> list[tuple[str, list[str], list[str
     return flags
 
 
-def read_files(paths: Sequence[str]) -> dict[str, Any] | None:
-    """The keys of all files, where later ones win; None if one of them can't be read."""
-    try:
-        parts = [yaml.safe_load(Path(path).read_text()) for path in paths]
-        return {str(name): value for part in parts for name, value in part.items()}
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
-        return None
+def read_files(paths: Sequence[str]) -> dict[str, Any]:
+    """The keys of all files, where later ones win.
+
+    Raises:
+        ValueError: naming the file, and the line, that can't be read.
+    """
+    keys: dict[str, Any] = {}
+    for path in paths:
+        try:
+            keys |= {str(name): value for name, value in yaml.safe_load(Path(path).read_text("utf-8")).items()}
+        except yaml.MarkedYAMLError as error:
+            line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+            raise ValueError(f"config: {path}{line}: not YAML: {error.problem}") from error
+        except AttributeError as error:
+            raise ValueError(f"config: {path}: wanted fields and their values, such as beta: 0.1") from error
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"config: {path}: {why}") from error
+    return keys
 
 
 def _name(recipe: str, name: str) -> str:
@@ -259,7 +274,9 @@ def flattened(ours: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of groups by their names with a dot."""
     flat: dict[str, Any] = {}
     for name, value in ours.items():
-        inner = value if name in ("lora", "teacher", "vllm", "limits") and isinstance(value, Mapping) else None
+        inner = (
+            value if name in ("lora", "teacher", "vllm", "limits", "parallel") and isinstance(value, Mapping) else None
+        )
         flat |= {name: value} if inner is None else {f"{name}.{key}": each for key, each in inner.items()}
     return flat
 
