@@ -6,7 +6,8 @@ From Python, a field that names something may hold the object itself.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -42,20 +43,9 @@ else:
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
 
 
-Schedule = Literal[
-    "constant",
-    "linear",
-    "cosine",
-    "constant_with_warmup",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "polynomial",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-    "reduce_lr_on_plateau",
-    "greedy",
-]
+Schedule = Literal["constant", "linear", "cosine", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay", "reduce_lr_on_plateau",
+    "greedy"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,35 +68,61 @@ class Settings:
                 object.__setattr__(self, name, value._type(value))
 
 
-@cache
-def _hints(settings: Any) -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(settings).items() if get_origin(hint) is not ClassVar}
+_hints = cache(get_type_hints)
 
 
 def range_complaint(value: Any, hint: Any) -> str | None:
-    """Describe the range that a value misses; None if one of the alternatives of its type takes it."""
-    complaints = []
-    for kind in get_args(hint) if get_origin(hint) in (Union, type(int | None)) else (hint,):
-        if value is None and kind is type(None):
-            return None
+    """Describe the range or the choices that a value misses; None if one of the alternatives of its type takes it."""
+    if any(_takes(kind, value) for kind in kinds(hint)):
+        return None
+    for kind in kinds(hint):
+        with suppress(AttributeError, ValueError):
+            kind._type(str(value))  # it is a number
+            return f"must be {_readable_range(kind)}, got {value}"
+    verb = "must be" if any(get_origin(kind) is Literal for kind in kinds(hint)) else "wanted"
+    return f"{verb} {wording(hint)}, got {str(value)!r}"
+
+
+def _takes(kind: Any, value: Any) -> bool:
+    """True unless a value is out of a range, or none of the choices; other types are checked where they are used."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if hasattr(kind, "_expression"):
+        with suppress(TypeError, ValueError):
+            kind(value)
+            return True
+        return False
+    return value is None if kind is type(None) else True
+
+
+def wording(hint: Any) -> str:
+    """A type in words: ``a whole number > 0 or null``."""
+    simple = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    words = []
+    for kind in kinds(hint):
         if get_origin(kind) is Literal:
-            if value in get_args(kind):
-                return None
-            complaints.append(f"must be one of {', '.join(map(str, get_args(kind)))}, got {value!r}")
+            words.append(f"one of {', '.join(map(str, get_args(kind)))}")
         elif hasattr(kind, "_expression"):
-            try:
-                kind(value)
-                return None
-            except (TypeError, ValueError):
-                complaints.append(f"must be {readable_range(kind._expression)}, got {value}")
-        elif kind is not type(None):
-            return None
-    return complaints[0] if complaints else None
+            words.append(f"{simple[kind._type]} {_readable_range(kind)}")
+        elif get_origin(kind) is dict:
+            words.append(f"a mapping {{name: {wording(get_args(kind)[1])}}}")
+        elif is_dataclass(kind):
+            words.append(f"a mapping of {', '.join(each.name for each in fields(kind)[:3])}, ...")
+        elif get_origin(kind) is list:
+            words.append(f"a list [{wording(get_args(kind)[0])}, ...]")
+        else:
+            words.append(simple.get(kind, "a value"))
+    return " or ".join(words)
 
 
-def readable_range(expression: str) -> str:
+def kinds(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type."""
+    return get_args(hint) if get_origin(hint) in (Union, type(int | None)) else (hint,)
+
+
+def _readable_range(kind: Any) -> str:
     """``v>=0 and v<1`` as ``>= 0 and < 1``."""
-    return re.sub(r"v([<>]=?)", r"\1 ", expression)
+    return re.sub(r"v([<>]=?)", r"\1 ", kind._expression)
 
 
 @dataclass(frozen=True)

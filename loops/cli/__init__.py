@@ -19,40 +19,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         output, usual = io.BufferedWriter(_Output(1, "w", closefd=False)), sys.stdout
         sys.stdout = io.TextIOWrapper(output, usual.encoding, usual.errors, line_buffering=True)
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
-    if not given or given[0] in ("-h", "--help"):
+    if name in _RECIPES:
+        return _run(name, words)
+    if name in _COMMANDS:
+        return _COMMANDS[name][0](words)
+    if name in ("", "-h", "--help"):
         print(_usage())
-        return 0 if given else 2
-    if given[0] == "--version":
+        return 0 if name else 2
+    if name == "--version":
         print(f"burnish {__version__}")
         return 0
-    if given[0] == "bench":
-        from ...benchmarks.__main__ import main as bench
-
-        return bench(given[1:])
-    if given[0] == "translate":
-        return _translate(given[1:])
-    if given[0] == "data":
-        return _data(given[1:])
-    if given[0] == "env":
-        from .env import environment
-
-        try:
-            print(environment(given[1:]))
-        except OSError as error:
-            print(f"burnish env: {error.filename}: {error.strerror}", file=sys.stderr)
-            return 1
-        return 0
-    if given[0] == "completion":
-        return _completion(given[1:])
-    if given[0] not in _RECIPES:
-        kind, known = "recipe", [*_RECIPES, "bench", "completion", "data", "env", "translate"]
-        if given[0].startswith("-"):
-            kind, known = "flag", ["--help", "--version"]
-        print(f"{nearest(f'burnish: no {kind}', given[0], known)}\n\n{_usage()}", file=sys.stderr)
-        return 2
-    return _run(given[0], given[1:])
+    kind, known = ("flag", ["--help", "--version"]) if name[0] == "-" else ("recipe", [*_RECIPES, *_COMMANDS])
+    print(f"{nearest(f'burnish: no {kind}', name, known)}\n\n{_usage()}", file=sys.stderr)
+    return 2
 
 
 class _Output(io.FileIO):
@@ -84,21 +65,28 @@ _RECIPES = {
     "online_dpo": ("OnlineDPO", "online_dpo:run_online_dpo"),
     "demo": ("Demo", "demo:demo"),
 }
-_TRANSLATE = "Print a configuration of TRL as burnish's: burnish translate dpo trl.yaml."
-_DATA = "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3."
-_ENV = "Print versions and devices for a report of a bug: burnish env config.yaml."
-_COMPLETION = 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'
-_BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 
 
 def _usage() -> str:
-    purposes = {
-        name: _load("settings", settings).__doc__.partition("\n")[0] for name, (settings, _) in _RECIPES.items()
-    }
-    others = {"bench": _BENCH, "completion": _COMPLETION, "data": _DATA, "env": _ENV, "translate": _TRANSLATE}
-    lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, **others}.items())
+    purposes = {name: _settings(name).__doc__.partition("\n")[0] for name in _RECIPES}
+    purposes |= {name: purpose for name, (_, purpose) in _COMMANDS.items()}
+    lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in purposes.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
+
+
+def _bench(arguments: list[str]) -> int:
+    from ...benchmarks.__main__ import main as bench
+
+    return bench(arguments)
+
+
+def _completion(arguments: list[str]) -> int:
+    if arguments not in (["bash"], ["zsh"]):
+        print("usage: burnish completion bash, or zsh", file=sys.stderr)
+        return 2
+    print(completion(arguments[0], {name: _settings(name) for name in _RECIPES}))
+    return 0
 
 
 def _data(arguments: list[str]) -> int:
@@ -111,9 +99,6 @@ def _data(arguments: list[str]) -> int:
         at = words.index("--rows")
         _, rows = words[at : at + 2]
         words[at : at + 2] = []
-    file = [] if words[0].startswith("--") else ["--config"]
-    # A configuration needs a directory for its run, and this is none.
-    words = ["--output", "none", *file, *words]
     if not rows.isdecimal():
         print(f"burnish data: rows: wanted a number, got {rows}", file=sys.stderr)
         return 2
@@ -121,21 +106,63 @@ def _data(arguments: list[str]) -> int:
     def show(_: Any, config: Any) -> None:
         import_module(".data", __package__).print_data(recipe, config, int(rows))
 
-    return _run(recipe, words, show)
+    # A configuration needs a directory for its run, and this is none.
+    return _run(recipe, ["--output", "none", *_with_file(words)], show)
+
+
+def _env(arguments: list[str]) -> int:
+    from .env import environment
+
+    try:
+        print(environment(arguments))
+    except OSError as error:
+        print(f"burnish env: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _translate(arguments: list[str]) -> int:
+    recipe, *words = arguments or [""]
+    if recipe not in _RECIPES or not words:
+        print("usage: burnish translate <recipe> trl.yaml [--flags of TRL]", file=sys.stderr)
+        return 2
+    ours, left, translation = read(recipe, _settings(recipe), _with_file(words))
+    if not ours and translation.refused.keys() <= {"config"}:
+        problem = translation.refused.get("config", f"{words[0]}: no name of TRL's")
+        print(f"burnish translate: {problem}", file=sys.stderr)
+        return 1
+    print(to_yaml(ours, left, translation), end="")
+    return int(bool(translation.refused))
+
+
+_BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
+_COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "bench": (_bench, _BENCH),
+    "completion": (_completion, 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'),
+    "data": (_data, "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3."),
+    "env": (_env, "Print versions and devices for a report of a bug: burnish env config.yaml."),
+    "translate": (_translate, "Print a configuration of TRL as burnish's: burnish translate dpo trl.yaml."),
+}
+
+
+def _with_file(words: list[str]) -> list[str]:
+    """Flags, where a file may stand first without one."""
+    return words if words[0].startswith("--") else ["--config", *words]
 
 
 def _run(
     name: str, arguments: list[str], perform: Callable[[Any, Any], Any] = lambda recipe, config: recipe(config)
 ) -> int:
-    settings, path = _RECIPES[name]
     traceback = "--traceback" in arguments or bool(os.environ.get("BURNISH_TRACEBACK"))
     arguments = [word for word in arguments if word != "--traceback"]
     try:
-        config = parse(name, _load("settings", settings), arguments)
+        config = parse(name, _settings(name), arguments)
         # Threads that spin while they wait take the cores from each other: read when torch is first imported.
         if name == "demo":
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        recipe = _load(*path.split(":"))
+        if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
+            logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+        recipe = _load(*_RECIPES[name][1].split(":"))
         if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
             import datasets
             import transformers
@@ -146,6 +173,11 @@ def _run(
     except KeyboardInterrupt:
         print(f"burnish {name}: interrupted before the first step; nothing is lost", file=sys.stderr)
         return 130
+    except SystemExit as stopped:
+        if name == "demo" and stopped.code not in (0, 2):
+            stage = f"burnish sft --config {config.output}/sft/config.yaml --resume true"
+            print(f"burnish demo: begins anew each time; a stage goes on by itself: {stage}", file=sys.stderr)
+        raise
     except Exception as error:
         message = _message(error)
         if traceback or message is None:
@@ -155,26 +187,8 @@ def _run(
     return 0
 
 
-def _translate(arguments: list[str]) -> int:
-    recipe, *words = arguments or [""]
-    if recipe not in _RECIPES or not words:
-        print("usage: burnish translate <recipe> trl.yaml [--flags of TRL]", file=sys.stderr)
-        return 2
-    file = [] if words[0].startswith("--") else ["--config"]
-    ours, left, translation = read(recipe, _load("settings", _RECIPES[recipe][0]), [*file, *words])
-    if not ours and not translation.refused:
-        print(f"burnish translate: {words[0]}: can't be read, or has no name of TRL's", file=sys.stderr)
-        return 1
-    print(to_yaml(ours, left, translation), end="")
-    return int(bool(translation.refused))
-
-
-def _completion(arguments: list[str]) -> int:
-    if arguments not in (["bash"], ["zsh"]):
-        print("usage: burnish completion bash, or zsh", file=sys.stderr)
-        return 2
-    print(completion(arguments[0], {name: _load("settings", settings) for name, (settings, _) in _RECIPES.items()}))
-    return 0
+def _settings(recipe: str) -> Any:
+    return _load("settings", _RECIPES[recipe][0])
 
 
 def _load(module: str, name: str) -> Any:

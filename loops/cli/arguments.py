@@ -8,14 +8,13 @@ import json
 import logging
 import os
 import re
-import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, set_parsing_settings
 
-from ..config import Common, OfflineConfig, readable_range
+from ..config import Common, OfflineConfig, kinds, range_complaint, wording
 from ..registry import nearest
 from .trl import flattened, messages, read, read_files, split_flags
 
@@ -33,46 +32,33 @@ _SECTIONS = {
 }
 _RUN = "model and run directory"
 _NEEDED = ("output", None)  # from Python a run may have no directory
-# The value in the messages of jsonargparse.
-_GIVEN = r"Given value: ([^\n]*)|Got value: ([^\n]*)|([^\s:]+) does not conform|: '([^'\n]*)'$"
 
 
-def parse(name: str, config_class: type, arguments: Sequence[str]) -> Any:
+def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
     """The configuration of YAML file and flags; flags win, wherever they stand. Exits with status 2 on a mistake."""
-    arguments = _spelled(config_class, arguments)
     parser = _parser(name, config_class)
-    translated, left, translation = read(name, config_class, arguments)
+    translated, left, translation = read(name, config_class, _spelled(config_class, arguments))
     if translated:
         left = ["--config", yaml.safe_dump(translated), *left]
-
-    def names_file(i: int) -> bool:
-        return left[i].startswith("--config=") or "--config" in left[max(i - 1, 0) : i + 1]
-
-    # Of two settings jsonargparse lets the later one win.
-    files_first = [left[i] for i in sorted(range(len(left)), key=names_file, reverse=True)]
     if os.environ.get("RANK", "0") == "0" and not translation.refused:
         for message in messages(translation):
             _log.warning("TRL: %s", message)
-    first_mistake = ""
-    try:
-        parsed = parser.parse_args(files_first) if not translation.refused else None
-    except _Mistake as first:
-        parsed, first_mistake = None, str(first)
-    if parsed is not None and parsed.get("output", "") is None:
-        parsed = None
-    if parsed is None:
-        others = _mistakes(parser, config_class, translated, left)
-        mistakes = [*translation.refused.values(), *(text for name, text in others if name not in translation.refused)]
-        mistakes = mistakes or [first_mistake]
-        parser.exit(2, _message(parser.prog, mistakes))
-    assert parsed is not None
+    # Of two settings jsonargparse lets the later one win.
+    files_first = sorted(split_flags(left), key=lambda flag: flag[0] != "config")
+    parsed: Any = None
+    unclear = ""
+    if not translation.refused:
+        try:
+            parsed = parser.parse_args([token for _, _, tokens in files_first for token in tokens])
+        except argparse.ArgumentError as error:
+            unclear = str(error)
+    if parsed is None or parsed.get("output", "") is None:
+        others = [text for name, text in _mistakes(parser, translated, left) if name not in translation.refused]
+        mistakes = [*translation.refused.values(), *others] or [unclear]
+        text = mistakes[0] if len(mistakes) == 1 else "\n  ".join([f"{len(mistakes)} mistakes", *mistakes])
+        parser.exit(2, f"{parser.prog}: {text}\n{parser.prog} --help lists its fields\n")
     parsed.pop("config", None)
-    groups: Any = {field.name: field.default_factory for field in dataclasses.fields(config_class)}
-    values = {
-        field: groups[field](**vars(value)) if isinstance(value, Namespace) else value
-        for field, value in vars(parsed).items()
-    }
-    return config_class(**values)
+    return config_class(**vars(parser.instantiate(parsed)))
 
 
 def completion(shell: str, recipes: Mapping[str, Any]) -> str:
@@ -96,14 +82,11 @@ def completion(shell: str, recipes: Mapping[str, Any]) -> str:
     return script.getvalue()
 
 
-def _message(prog: str, mistakes: Sequence[str]) -> str:
-    said = mistakes[0] if len(mistakes) == 1 else "\n  ".join([f"{len(mistakes)} mistakes", *mistakes])
-    return f"{prog}: {said}\n{prog} --help lists its fields\n"
-
-
 def _parser(name: str, config_class: Any, kind: Any = None) -> Any:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = (kind or _Parser)(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False)
+    parser = (kind or _Parser)(
+        prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False, exit_on_error=False
+    )
     parser.add_argument(
         "--config",
         action="config",
@@ -128,88 +111,70 @@ def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _mistakes(
-    parser: "_Parser", config_class: Any, translated: Mapping[str, Any], arguments: Sequence[str]
-) -> Iterator[tuple[str, str]]:
+def _mistakes(parser: Any, translated: Mapping[str, Any], arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each setting that is wrong by itself, and what is wrong with it; and the fields that are missing."""
-    flags = [(name, tokens) for name, _, tokens in split_flags(arguments)]
+    flags = [flag for flag in split_flags(arguments) if flag[0] != "config"]
     files = [values[0] for name, values, _ in split_flags(arguments) if name == "config" and values]
-    in_files = translated or read_files([path for path in files if "\n" not in path])
-    if in_files is None:
-        yield from (("config", problem) for problem in _unreadable(files))
-        return
-    settings = [
-        (name, [f"--{name}={value if isinstance(value, str) else json.dumps(value, default=str)}"])
-        for name, value in flattened(in_files).items()
-    ]
-    settings += [(name, tokens) for name, tokens in flags if name != "config"]
+    settings: list[tuple[str, list[str]]] = []
+    with contextlib.suppress(ValueError):  # a file that can't be read is refused already
+        in_files = flattened(translated or read_files(files))
+        settings = [(name, [_flag(name, value)]) for name, value in in_files.items()]
+    for name, values, tokens in flags:
+        group = flattened({name: _loaded(" ".join(values))})
+        settings += [(key, tokens if key == name else [_flag(key, value)]) for key, value in group.items()]
     for name, tokens in settings:
-        if complaint := parser.complaint(tokens):
+        if complaint := _complaint(parser, name.rstrip("+"), tokens):
             yield name, complaint
-    missing = [
+    needed = [
         field.name
-        for field in dataclasses.fields(config_class)
-        if (field.default is field.default_factory is dataclasses.MISSING or (field.name, field.default) == _NEEDED)
-        and field.name not in dict(settings)
+        for field in dataclasses.fields(parser.fields)
+        if field.default is field.default_factory is dataclasses.MISSING or (field.name, field.default) == _NEEDED
     ]
-    if missing:
-        yield "", f"needed as well: {', '.join(f'--{name}' for name in missing)}"
+    if missing := [f"--{name}" for name in needed if name not in dict(settings)]:
+        yield "", f"needed as well: {', '.join(missing)}"
 
 
-def _unreadable(files: Sequence[str]) -> Iterator[str]:
-    for path in files:
-        try:
-            with open(path, encoding="utf-8") as file:
-                if not isinstance(yaml.safe_load(file), Mapping):
-                    yield f"config: {path}: wanted fields and their values, such as beta: 0.1"
-        except yaml.MarkedYAMLError as error:
-            line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-            yield f"config: {path}{line}: not YAML: {error.problem}"
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            yield f"config: {path}: {error.strerror if isinstance(error, OSError) else error}"
+def _flag(name: str, value: Any) -> str:
+    return f"--{name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
 
 
-class _Mistake(Exception):
-    """A complaint of the parser about one setting."""
+def _loaded(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
+    """What is wrong with a setting by itself, in a line and in the words of its type."""
+    try:
+        parser.parse_args(tokens)
+        return ""
+    except argparse.ArgumentError as error:
+        message = str(error)
+    if "arguments are required" in message:
+        return ""
+    hint: Any = parser.fields
+    for part in name.split("."):
+        hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+    if hint is None:
+        fields = list(parser.get_defaults().keys())
+        if MEANT.get(name) in fields:
+            return f"no field {name!r}, did you mean {MEANT[name]!r}?"
+        return nearest("no field", name, fields)
+    text = " ".join([*tokens[0].split("=", 1)[1:], *tokens[1:]])
+    if complaint := range_complaint(_loaded(text), hint):
+        choices = {str(choice) for kind in kinds(hint) if get_origin(kind) is Literal for choice in get_args(kind)}
+        near = nearest("", text, choices).partition(", did") if choices else ()
+        return f"{name}: {complaint}" + "".join(near[1:])
+    inner = re.search(r"(?:Given|Got) value: ([^\n]*)", message)
+    return f"{name}: wanted {wording(hint)}, got {(inner[1] if inner else text) or 'nothing'!r}"
 
 
 class _Parser(ArgumentParser):
-    """Says what is wrong with a setting in one line, in the words of its type."""
+    """Lists fields by what they are about."""
 
     fields: Any = None  # the class of the configuration
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise _Mistake(self._worded(message))
-
-    def complaint(self, arguments: list[str]) -> str:
-        """What is wrong with these arguments, beside others that are missing."""
-        try:
-            self.parse_args(arguments)
-        except _Mistake as mistake:
-            return "" if "arguments are required" in str(mistake) else str(mistake)
-        return ""
-
-    def _worded(self, message: str) -> str:
-        unknown = re.search(r"unrecognized arguments: -*([\w.:-]+)|Option '([\w.]+)' is not accepted", message)
-        if unknown:
-            name, fields = unknown[1] or unknown[2], list(self.get_defaults().keys())
-            if MEANT.get(name) in fields:
-                return f"no field {name!r}, did you mean {MEANT[name]!r}?"
-            return nearest("no field", name, fields)
-        named = re.search(r"(?:key \"|argument --)([\w.]+)\"?:(?!.*(?:key \"|argument --)[\w.]+\"?:)", message, re.S)
-        hint = _hint(self.fields, named[1]) if named else None
-        if named is None or hint is None or "Unable to load" in message:
-            return message
-        given = re.search(_GIVEN, message)
-        got = next((text.strip() for text in (given.groups() if given else ()) if text), "nothing")
-        outside = re.search(r"does not conform to restriction ([^\n]+)", message)
-        if outside:
-            return f"{named[1]}: must be {readable_range(outside[1])}, got {got}"
-        choices = [choice for kind in _kinds(hint) if get_origin(kind) is Literal for choice in get_args(kind)]
-        if choices:
-            near = nearest("", got, choices).partition(", did")
-            return f"{named[1]}: must be {wording(hint)}, got {got!r}" + "".join(near[1:])
-        return f"{named[1]}: wanted {wording(hint)}, got {got!r}"
 
     def format_help(self, formatter: Any = None) -> str:
         """The recipe's own fields first, then those that several recipes share, by what they are about."""
@@ -230,33 +195,3 @@ class _Parser(ArgumentParser):
                 formatter.add_arguments(actions)
                 formatter.end_section()
         return str(formatter.format_help())
-
-
-def _hint(config_class: Any, name: str) -> Any:
-    """The type of a field, or of a field of one of its groups; None if there is none."""
-    hint: Any = config_class
-    for part in name.split("."):
-        hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
-    return hint
-
-
-def _kinds(hint: Any) -> Collection[Any]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def wording(hint: Any) -> str:
-    """A type in words: ``a whole number > 0 or null``."""
-    simple = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
-    words = []
-    for kind in _kinds(hint):
-        if get_origin(kind) is Literal:
-            words.append(f"one of {', '.join(map(str, get_args(kind)))}")
-        elif hasattr(kind, "_expression"):
-            words.append(f"{simple[kind._type]} {readable_range(kind._expression)}")
-        elif get_origin(kind) is dict:
-            words.append(f"a mapping {{name: {wording(get_args(kind)[1])}}}")
-        elif get_origin(kind) is list:
-            words.append(f"a list [{wording(get_args(kind)[0])}, ...]")
-        else:
-            words.append(simple.get(kind, "a value"))
-    return " or ".join(words)

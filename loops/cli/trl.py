@@ -3,15 +3,146 @@
 import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..registry import nearest
-from .trl_rules import Translation, entries, table, translate
+from . import trl_rules
+from .trl_rules import table
 
-_UNTRANSLATED = ("config", "defaults", "help", "h", "print_config")
+_OURS = ("config", "defaults", "help", "h", "print_config")  # names of the command line itself
+
+
+@dataclasses.dataclass
+class Translation:
+    """One configuration on its way from TRL's names to our fields.
+
+    Attributes:
+        given: TRL's names and values; a rule reads those that are missing, or null, from ``defaults``.
+        known, elsewhere: our fields, and those among them that are set in our own vocabulary.
+        ours, sources: values of our fields, where those of a group have a dot, and the names that each was made of.
+        ignored: names without effect here, by the reason.
+        notes: differences to know of.
+        refused: why a name can't be translated, in a line that begins with it.
+    """
+
+    given: Mapping[str, Any]
+    known: Collection[str]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    elsewhere: Collection[str] = ()
+    ours: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sources: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    ignored: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.given.get(name)
+        return self.defaults.get(name) if value is None else value
+
+    def set(self, names: Sequence[str], fields: Mapping[str, Any]) -> None:
+        """Set fields that were made of some names."""
+        for field, value in fields.items():
+            if field.partition(".")[0] not in self.known:
+                for name in names:
+                    self.refuse(name, f"this recipe has no {field}")
+                continue
+            both = isinstance(value, dict) and isinstance(self.ours.get(field), dict)
+            self.ours[field] = {**self.ours[field], **value} if both else value
+            self.sources.setdefault(field, []).extend(names)
+
+    def refuse(self, name: str, why: str, *, instead: str = "") -> dict[str, Any]:
+        """Refuse a name, unless the field that could stand ``instead`` of it is set; returns no fields."""
+        if instead.partition(".")[0] not in self.elsewhere:
+            self.refused[name] = f"{name}: {why}" + (f"; give {instead} instead" if instead else "")
+        return {}
+
+
+@cache
+def entries(recipe: str) -> dict[str, tuple[str, Any]]:
+    """Each name of TRL in a recipe: (renamed, values, ignored, refused or rules; its entry)."""
+    found: dict[str, tuple[str, Any]] = {}
+    for part in (table(), table()["recipes"].get(recipe, {})):
+        found |= {name: ("renamed", name) for name in part.get("same", ())}
+        found |= {name: ("renamed", field) for name, field in part.get("renamed", {}).items()}
+        found |= {name: ("values", field) for name, field in part.get("values", {}).items()}
+        found |= {name: ("ignored", why) for why, names in part.get("ignored", {}).items() for name in names}
+        for why, names in part.get("refused", {}).items():
+            found |= {name: ("refused", (why, harmless)) for name, harmless in names.items()}
+        found |= {name: ("rules", None) for names in part.get("rules", {}).values() for name in names}
+    return found
+
+
+def translate(
+    recipe: str, known: Collection[str], given: Mapping[str, Any], elsewhere: Collection[str] = ()
+) -> Translation:
+    """Translate a mapping of TRL's names to values; all of them must be in the table."""
+    overlay = table()["recipes"].get(recipe, {})
+    rules, notes = ({**table()[part], **overlay.get(part, {})} for part in ("rules", "notes"))
+    out = Translation(given, known, trl_defaults(recipe), elsewhere)
+    for name, value in given.items():
+        kind, entry = entries(recipe)[name]
+        if kind == "renamed" and entry in out.ours:
+            out.refuse(name, f"{entry} is given twice, by {out.sources[entry][0]} too")
+        elif kind in ("renamed", "values"):
+            out.set([name], _fields(out, name, value, entry))
+        elif kind == "ignored":
+            out.ignored.setdefault(entry, []).append(name)
+        elif kind == "refused":
+            why, harmless = entry
+            harmless = harmless if isinstance(harmless, list) else [harmless]
+            if value not in (None, *harmless) and (value or harmless != [None]):
+                out.refuse(name, why)
+    for rule, names in rules.items():
+        present = [name for name in names if name in given]
+        try:
+            if present:
+                fields = _switched(out, names) if isinstance(names, Mapping) else getattr(trl_rules, rule)(out)
+                out.set([name for name in present if given[name] is not None] or present, fields)
+        except (TypeError, ValueError) as error:  # a word where a number belongs
+            out.refused[rule] = f"{', '.join(f'{name}: {given[name]!r}' for name in present)}: {error}"
+    out.notes += [f"{name}: {note}" for name, note in notes.items() if given.get(name)]
+    done = {*out.refused, *(name for names in (*out.sources.values(), *out.ignored.values()) for name in names)}
+    if kept := [name for name in given if name not in done]:
+        out.ignored["nothing to change for these values"] = kept
+    return out
+
+
+def trl_defaults(recipe: str) -> dict[str, Any]:
+    return {**table()["defaults"]["all"], **table()["defaults"].get(recipe, {})}
+
+
+def _switched(out: Translation, names: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of names that are not off; none, if the first of them switches the others and is off."""
+    switch, fields = next(iter(names)), dict[str, Any]()
+    if switch in table()["switches"] and not out[switch]:
+        if why := table()["switches"][switch]:
+            out.ignored[why] = [name for name in names if name in out.given]
+        return {}
+    for name, entry in names.items():
+        if entry and (out[name] or isinstance(entry, dict)):
+            for field, value in _fields(out, name, out[name], entry).items():
+                field, _, key = field.partition(":")
+                fields[field] = {**fields.get(field, {}), key: value} if key else value
+        if name in table()["open"] and out.given.get(name) is None:
+            out.notes.append(table()["open"][name])
+    return fields
+
+
+def _fields(out: Translation, name: str, value: Any, entry: Any) -> dict[str, Any]:
+    """The field that an entry of the table names, and its value: as it is, as a list, or as the table chooses it."""
+    if isinstance(entry, list):
+        return {entry[0]: value if isinstance(value, list) else [value]}
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(entry, str):
+        return {entry: value}
+    choices = {theirs: ours for theirs, ours in entry.items() if theirs != "field"}
+    if isinstance(value, list | dict) or value not in choices:
+        return out.refuse(name, f"{value!r} is none of {', '.join(map(str, choices))}", instead=entry["field"])
+    return {} if choices[value] is None else {entry["field"]: choices[value]}
 
 
 def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str], Translation]:
@@ -19,55 +150,54 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
 
     Flags win over files. Where no name is TRL's, the arguments are all left; what is wrong is among the ``refused``.
     """
-    missing = dataclasses.MISSING
-    fields = {each.name: each.default for each in dataclasses.fields(config_class) if each.default is not missing}
-    known = {each.name for each in dataclasses.fields(config_class)}
-    out, flags = Translation({}, (), known), split_flags(arguments)
-    file = read_files([values[0] for name, values, _ in flags if name == "config" and values])
-    if file is None:  # the parser says what is wrong with it
+    own = {each.name: each.default for each in dataclasses.fields(config_class)}
+    out, flags = Translation({}, own), split_flags(arguments)
+    try:
+        file = read_files([values[0] for name, values, _ in flags if name == "config" and values])
+    except ValueError as error:
+        out.refused["config"] = str(error)
         return {}, list(arguments), out
     defaults = [file.pop("defaults", None), *(" ".join(values) for name, values, _ in flags if name == "defaults")][-1]
     words = dict.fromkeys([*file, *(name for name, *_ in flags)])
-    foreign = [name for name in words if name.rstrip("+").partition(".")[0] not in {*known, *_UNTRANSLATED}]
+    foreign = [name for name in words if name.rstrip("+").partition(".")[0] not in {*own, *_OURS}]
     if not foreign and defaults is None:
         return {}, list(arguments), out
 
     names = {name: _name(recipe, name) for name in words}
-    is_trl = any(names[name] not in {"", *known} for name in foreign)
+    is_trl = any(names[name] not in {"", *own} for name in foreign)
+    unknown = {}
     for name in foreign:
         if not names[name] and (name in file or is_trl):
-            candidates = {*known, *entries(recipe)} if is_trl else known
-            out.refused[name] = nearest("no field", name, candidates)
+            unknown[name] = nearest("no field", name, {*own, *entries(recipe)} if is_trl else own)
     if defaults not in (None, "trl"):
-        out.refused["defaults"] = f"defaults: wanted trl, or nothing for burnish's own, got {defaults}"
+        unknown["defaults"] = f"defaults: wanted trl, or nothing for burnish's own, got {defaults}"
     if not is_trl and defaults is None:
+        out.refused = unknown
         return {}, list(arguments), out
 
     from_file = {names[name]: _number(value) for name, value in file.items() if names[name]}
     from_flags = {names[name]: _value(name, values) for name, values, _ in flags if names[name]}
-    ours = flattened({name: value for name, value in file.items() if not names[name] and name not in out.refused})
+    in_file = flattened({name: value for name, value in file.items() if not names[name] and name not in unknown})
     left = [(name, tokens) for name, _, tokens in flags if not names[name] and name not in ("config", "defaults")]
     by_flag = {name for name, _ in left}
-    given, unknown = {**from_file, **from_flags}, out.refused
-    out = translate(recipe, known, given, elsewhere={*by_flag, *ours})
+    elsewhere = {*by_flag, *in_file}
+    out = translate(recipe, own, {**from_file, **from_flags}, elsewhere)
     out.refused = {**unknown, **out.refused}
     for field, sources in out.sources.items():
-        if _has(by_flag if any(name in from_flags for name in sources) else ours, field):
+        if _has(by_flag if from_flags.keys() & {*sources} else in_file, field):
             out.refused[field] = f"{field}: given twice, here and as {', '.join(sources)}; leave one of them out"
-    translated = {field: value for field, value in out.ours.items() if not _has(by_flag, field)}
-    given = {**table()["defaults"]["all"], **table()["defaults"].get(recipe, {}), **given}
-    theirs = translate(recipe, known, given).ours
-    theirs = {name: value for name, value in theirs.items() if not _has({*translated, *ours, *by_flag}, name)}
-    if defaults is None:
-        differ = [f"{name} {fields.get(name)} ({value})" for name, value in theirs.items() if fields.get(name) != value]
-        if differ:
-            out.notes.append(f"defaults that differ (TRL's, which --defaults trl takes): {', '.join(differ)}")
-        theirs = {}
-    for field, note in table()["silent"].get(recipe, {}).items():
-        if not _has({*translated, *ours, *by_flag}, field):
-            out.notes.append(f"{field}: {note}")
+    ours = {**in_file, **{field: value for field, value in out.ours.items() if not _has(by_flag, field)}}
+    theirs = translate(recipe, own, {**trl_defaults(recipe), **out.given}, elsewhere).ours
+    theirs = {name: value for name, value in theirs.items() if not _has({*ours, *by_flag}, name)}
+    if defaults is not None:
+        ours, theirs = {**theirs, **ours}, {}
+    silent = {name: why for name, why in table()["silent"].get(recipe, {}).items() if not _has({*ours, *by_flag}, name)}
+    differ = [f"{name} {own.get(name)} ({value})" for name, value in theirs.items() if own.get(name) != value]
+    if differ:
+        out.notes.append(f"defaults that differ (TRL's, which --defaults trl takes): {', '.join(differ)}")
+    out.notes += [f"{name}: {why}" for name, why in silent.items()]
     merged: dict[str, Any] = {}
-    for field, value in {**theirs, **ours, **translated}.items():
+    for field, value in ours.items():
         group, _, inner = field.rpartition(".")
         (merged.setdefault(group, {}) if group else merged)[inner] = value
     return merged, [token for _, tokens in left for token in tokens], out
@@ -101,13 +231,25 @@ def split_flags(arguments: Sequence[str]) -> list[tuple[str, list[str], list[str
     return flags
 
 
-def read_files(paths: Sequence[str]) -> dict[str, Any] | None:
-    """The keys of all files, where later ones win; None if one of them can't be read."""
-    try:
-        parts = [yaml.safe_load(Path(path).read_text()) for path in paths]
-        return {str(name): value for part in parts for name, value in part.items()}
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
-        return None
+def read_files(paths: Sequence[str]) -> dict[str, Any]:
+    """The keys of all files, where later ones win.
+
+    Raises:
+        ValueError: naming the file, and the line, that can't be read.
+    """
+    keys: dict[str, Any] = {}
+    for path in paths:
+        try:
+            keys |= {str(name): value for name, value in yaml.safe_load(Path(path).read_text("utf-8")).items()}
+        except yaml.MarkedYAMLError as error:
+            line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+            raise ValueError(f"config: {path}{line}: not YAML: {error.problem}") from error
+        except AttributeError as error:
+            raise ValueError(f"config: {path}: wanted fields and their values, such as beta: 0.1") from error
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"config: {path}: {why}") from error
+    return keys
 
 
 def _name(recipe: str, name: str) -> str:
@@ -132,7 +274,9 @@ def flattened(ours: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of groups by their names with a dot."""
     flat: dict[str, Any] = {}
     for name, value in ours.items():
-        inner = value if name in ("lora", "teacher", "vllm", "limits") and isinstance(value, Mapping) else None
+        inner = (
+            value if name in ("lora", "teacher", "vllm", "limits", "parallel") and isinstance(value, Mapping) else None
+        )
         flat |= {name: value} if inner is None else {f"{name}.{key}": each for key, each in inner.items()}
     return flat
 

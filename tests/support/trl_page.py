@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 from burnish.loops.cli import _RECIPES, _load
-from burnish.loops.cli.trl_rules import table, translate
+from burnish.loops.cli.trl import table, translate
 
 PAGE = Path(__file__).parents[2] / "loops/cli/FROM_TRL.md"
 RECIPES = yaml.safe_load(Path(__file__).with_name("trl_recipes.yaml").read_text())
@@ -59,13 +59,7 @@ def page():
     text += [
         f"- `{name}` ({recipe}): {note}" for recipe, part in names["silent"].items() for name, note in part.items()
     ]
-    text += [
-        "- GRPO's loss: every completion counts the same (variant grpo); TRL's default, dapo, is weighting token_mean"
-    ]
-    text += [
-        "- ORPO's `beta` is `odds_ratio`",
-        "- `lora.dropout`: 0; with `use_peft` it is TRL's 0.05 unless `lora_dropout` says otherwise",
-    ]
+    text += [f"- `{name}` (all recipes): {note}" for name, note in names["open"].items()]
     renamed = [("", part) for part in (names["renamed"],)] + [(r, part.get("renamed", {})) for r, part in overlays]
     rows = [(f"`{name}`" + f" ({r})" * bool(r), f"`{field}`") for r, part in renamed for name, field in part.items()]
     text += lines("Other names", rows, ("TRL", "burnish"))

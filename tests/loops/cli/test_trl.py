@@ -46,28 +46,16 @@ def trained(burnish, model, tmp_path, caplog):
     """Train two steps by a real configuration; returns the configuration in our fields and what was logged."""
 
     def trained(name, rows, *flags):
-        data = write_rows(tmp_path / "data.jsonl", rows)
         (tmp_path / "template.jinja").write_text(CHATML)
-        mine = [
-            "--model_name_or_path",
-            model,
-            "--output_dir",
-            tmp_path / "run",
-            "--max_steps",
-            2,
-            "--report_to",
-            "none",
-        ]
-        mine += [
-            "--attn_implementation",
-            "sdpa",
-            "--per_device_train_batch_size",
-            2,
-            "--gradient_accumulation_steps",
-            2,
-        ]
-        mine += ["--data", data, "--chat_template", tmp_path / "template.jinja"]
-        status, out, err = burnish(name.split("/")[-2], RECIPES[name], *map(str, [*mine, *flags]))
+        mine = {
+            "model_name_or_path": model,
+            "output_dir": tmp_path / "run",
+            "chat_template": tmp_path / "template.jinja",
+        }
+        mine |= {"data": write_rows(tmp_path / "data.jsonl", rows), "max_steps": 2, "report_to": "none"}
+        mine |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "attn_implementation": "sdpa"}
+        words = [str(word) for name, value in mine.items() for word in (f"--{name}", value)]
+        status, out, err = burnish(name.split("/")[-2], RECIPES[name], *words, *flags)
         assert status == 0, out + err
         lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
         assert lines[-1]["step"] == 2
@@ -120,6 +108,30 @@ def test_a_file_of_trl_trains_a_policy_by_a_reward_of_trl(trained, tmp_path):
     assert config["rewards"] == {"mine_of_trl:short": 0.5}
     assert (config["group_size"], config["prompts_per_rollout"], config["max_tokens"]) == (2, 2, 4)
     assert (config["temperature"], config["truncation"], config["source"]) == (0.7, "keep_end", "policy")
+
+
+# What a file asks for that can't be had: each is refused by its name, with what to do.
+INSTEAD = {"eos_token": "null", "model_revision": "main", "code_language": "null", "code_eval_test_batch_size": "null"}
+INSTEAD |= {"code_eval_scoring_mode": "null", "reward_funcs": "accuracy_reward", "reward_weights": "1.0"}
+# What takes too long, or a GPU, here.
+SMALL = {
+    "lora_r": "4",
+    "num_generations": "2",
+    "max_completion_length": "4",
+    "use_vllm": "false",
+    "dataset_num_proc": "1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_of_the_handbooks_trains(trained, name):
+    rows = {"sft": MESSAGES, "grpo": PROMPTS}.get(name.split("/")[-2], PAIRS)
+    flags = [f"--{key}={value}" for key, value in {**INSTEAD, **SMALL}.items() if key in RECIPES[name]]
+    if "dataset_prompt_column" in RECIPES[name]:
+        flags += ["--dataset_prompt_column=null"]
+    trained(name, rows, *flags)
 
 
 MINIMAL = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o"}
@@ -206,7 +218,8 @@ def test_translate_prints_a_file_that_means_the_same(burnish, tmp_path):
     [
         (["translate"], 2, "usage: burnish translate"),
         (["translate", "dpoo", "trl.yaml"], 2, "usage: burnish translate"),
-        (["translate", "dpo", "nosuch.yaml"], 1, "nosuch.yaml: can't be read, or has no name of TRL's"),
+        (["translate", "dpo", "nosuch.yaml"], 1, "nosuch.yaml: No such file or directory"),
+        (["translate", "dpo", "--beta", "0.2"], 1, "--beta: no name of TRL's"),
     ],
 )
 def test_a_mistake_in_translate_is_told(words, status, told, capsys):
