@@ -1,5 +1,6 @@
 """Accounting of an encoded dataset: no row is lost without being counted here."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -90,60 +91,48 @@ class Accounting:
 
 def summarize(
     encoded: Dataset, records: Records, *, labeled: bool, max_length: int | None, unused: Sequence[str]
-) -> tuple[list[int], Accounting]:
+) -> tuple[npt.NDArray[np.int64], Accounting]:
     """The examples to keep, and the account of all rows; ``labeled``: whether there is a column `desirable`."""
-    kept: list[int] = []
-    skipped: dict[str, int] = {}
-    first: dict[str, str] = {}
-    totals = np.zeros(5, dtype=np.int64)
-    digests: list[npt.NDArray[np.int64]] = []
-    start = 0
-    for table in encoded.with_format("arrow").iter(batch_size=1000):
-        for position, (row, kind) in enumerate(zip(*(table[n].to_pylist() for n in ("_row", "_kind")), strict=True)):
-            if kind is None:
-                kept.append(start + position)
-                continue
-            skipped[kind] = skipped.get(kind, 0) + 1
-            if kind not in first:
-                first[kind] = f"{records.where(row)}: {table['_problem'][position].as_py()}"
-        # A row that is skipped has no tokens.
-        trained = pc.list_flatten(pc.list_flatten(table["trained"]))
-        prompt = pc.sum(pc.list_value_length(table["prompt"])).as_py() or 0
-        flags = [table["_truncated"], table["_shortened"], trained, *([table["desirable"]] if labeled else [])]
-        totals[: 1 + len(flags)] += [prompt + len(trained), *(pc.sum(column).as_py() or 0 for column in flags)]
-        digests.append(pc.list_flatten(table["_digests"]).to_numpy())
-        start += len(table)
-    total_tokens, truncated, shortened, trained_tokens, desirable = map(int, totals)
-    statements, contradictions = np.concatenate(digests).reshape(-1, 2).T
+    table = encoded.with_format("arrow")[:]  # memory-mapped where the dataset is
+    kinds, rows, problems = (table[name] for name in ("_kind", "_row", "_problem"))
+    kept = np.flatnonzero(pc.is_null(kinds))
+    skipped = {each["values"]: each["counts"] for each in pc.value_counts(kinds.drop_null()).to_pylist()}
+    firsts = {kind: pc.index(kinds, kind).as_py() for kind in skipped}
+    trained = pc.list_flatten(pc.list_flatten(table["trained"]))  # a row that is skipped has no tokens
+    desirable = _total(table["desirable"]) if labeled else 0
+    statements, contradictions = pc.list_flatten(table["_digests"]).to_numpy().reshape(-1, 2).T
     return kept, Accounting(
         source=records.source,
         read=len(records.dataset),
         kept=len(records.dataset) - sum(skipped.values()),
         examples=len(kept),
-        truncated=truncated,
+        truncated=_total(table["_truncated"]),
         skipped=skipped,
-        first=first,
-        shortened=shortened,
+        first={kind: f"{records.where(rows[at].as_py())}: {problems[at]}" for kind, at in firsts.items()},
+        shortened=_total(table["_shortened"]),
         contradictory=int(np.isin(contradictions, statements).sum()),
         labels={"desirable": desirable, "undesirable": len(kept) - desirable} if labeled else {},
-        total_tokens=total_tokens,
-        trained_tokens=trained_tokens,
+        total_tokens=_total(pc.list_value_length(table["prompt"])) + len(trained),
+        trained_tokens=_total(trained),
         max_length=max_length,
         unused=tuple(unused),
         available=records.available,
     )
 
 
+def _total(column: Any) -> int:
+    return int(pc.sum(column).as_py() or 0)
+
+
 def combine(parts: Sequence[Accounting], source: str | None = None) -> Accounting:
     """The account of a mixture; or of one ``source`` whose rows were counted one batch after another."""
     names = ("read", "kept", "examples", "truncated", "shortened", "contradictory", "total_tokens", "trained_tokens")
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
-    counts: dict[str, Any] = {
-        name: {
-            kind: sum(getattr(p, name).get(kind, 0) for p in parts) for part in parts for kind in getattr(part, name)
-        }
-        for name in ("skipped", "labels")
-    }
+    counted = {name: Counter[str]() for name in ("skipped", "labels")}
+    for name, counter in counted.items():
+        for part in parts:
+            counter.update(getattr(part, name))
+    counts: dict[str, Any] = {name: dict(counter) for name, counter in counted.items()}
     first = {kind: where for part in reversed(parts) for kind, where in part.first.items()}
     shared: dict[str, Any] = {"first": first, "max_length": parts[0].max_length}
     if source is not None:

@@ -156,12 +156,11 @@ def _spread(positions: Sequence[int], cost: Sequence[int], bins: int) -> list[li
     if bins == 1:
         return [list(positions)]
     filled: list[list[int]] = [[] for _ in range(bins)]
-    # A heap of (load, positions, bin), each as one number: these compare faster than tuples.
-    keys, counts = list(range(bins)), len(positions) + 1
+    heap = [(0, 0, number) for number in range(bins)]  # of (load, positions, bin)
     for position in _longest_first(positions, cost):
-        key = keys[0]
-        filled[key % bins].append(position)
-        heapq.heapreplace(keys, key + (cost[position] * counts + 1) * bins)
+        load, count, number = heap[0]
+        filled[number].append(position)
+        heapq.heapreplace(heap, (load + cost[position], count + 1, number))
     return filled
 
 

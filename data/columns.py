@@ -56,11 +56,11 @@ IDENTICAL = "'chosen' and 'rejected' are identical, so there is no preference; r
 
 
 class BadRow(ValueError):
-    """A row that can't be trained on: its kind, for counting, and the problem, for the message."""
+    """A row that can't be trained on: its kind, for counting, the problem, for the message, and its index if known."""
 
-    def __init__(self, kind: str, problem: str) -> None:
-        super().__init__(kind, problem)
-        self.kind, self.problem = kind, problem
+    def __init__(self, kind: str, problem: str, row: int | None = None) -> None:
+        super().__init__(kind, problem, row)
+        self.kind, self.problem, self.row = kind, problem, row
 
     def __str__(self) -> str:
         return self.problem

@@ -98,11 +98,7 @@ def encode_supervised(
 
 
 def encode_preference(
-    records: Parts,
-    tokenizer: "Tokenizer",
-    options: Tokenization = DEFAULT,
-    *,
-    numeric_columns: Sequence[str] = (),
+    records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT, *, numeric_columns: Sequence[str] = ()
 ) -> tuple[Dataset, Accounting]:
     """Preference pairs as examples with two completions each, the chosen one first.
 
@@ -196,10 +192,6 @@ def example(dataset: "Dataset | Stream", index: int) -> Example:
     return Example(row["prompt"], row["completions"], row["trained"])
 
 
-class _Stop(Exception):
-    """Carries the index and the problem of a bad row out of `Dataset.map`, from another process if need be."""
-
-
 def _encode(
     records: Parts,
     tokenizer: "Tokenizer",
@@ -248,13 +240,15 @@ def _encode_part(
     prompts_only = layouts == columns.PROMPTS
     made = {**COLUMNS, **(annotation or {}), **NOTES}
     numeric = {} if prompts_only else _numeric_columns(records, layout, required, made)
+    features = Features({**numeric, **made})
     encoder = Encoder(tokenizer, options.chat_template, options.chat_template_kwargs)
     encode = partial(encode, limit=options.limit("error" if prompts_only else "keep_start"))
+    read = {*layout, *columns.OPTION_COLUMNS}
+    structures = {name: kind for name, kind in source.features.items() if name in read}
     settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
-    read = (*layout, *columns.OPTION_COLUMNS)
-    settings["structures"] = {name: kind for name, kind in source.features.items() if name in read}
-    arguments: dict[str, Any] = {**settings, "encoder": encoder, "numeric": list(numeric), "made": list(made)}
-    features = Features({**numeric, **made})
+    settings["structures"] = structures
+    arguments: dict[str, Any] = {**settings, "encoder": encoder, "annotation": next(iter(annotation or ()), "")}
+    arguments["made"] = list(features)
     try:
         if options.cached:
             fingerprint = _fingerprint(source, encoder, settings)
@@ -273,20 +267,15 @@ def _encode_part(
         else:
             rows = _encode_rows(source[:], list(range(len(source))), **arguments)
             table = InMemoryTable.from_pydict(rows, schema=features.arrow_schema)
-            # The fingerprint of a table takes longer than a small one, and nothing reads this one.
-            info = DatasetInfo(features=features)
-            encoded = Dataset(table, info, fingerprint=generate_random_fingerprint())
-    except _Stop as stop:
-        raise DataError(f"{records.where(stop.args[0])}: {stop.args[1]}") from None
-    used = {*layout, *columns.OPTION_COLUMNS, *numeric}
-    kept, accounting = summarize(
-        encoded,
-        records,
-        labeled="desirable" in (annotation or {}),
-        max_length=options.max_length,
-        unused=[name for name in source.column_names if name not in used and not prompts_only],
-    )
-    if not kept:
+            # `Dataset.from_dict` would fingerprint the table: longer than a small one takes, and nothing reads it.
+            encoded = Dataset(table, DatasetInfo(features=features), fingerprint=generate_random_fingerprint())
+    except BadRow as bad:
+        assert bad.row is not None
+        raise DataError(f"{records.where(bad.row)}: {bad.problem}") from None
+    unused = [name for name in source.column_names if not prompts_only and name not in {*read, *numeric}]
+    labeled = "desirable" in (annotation or {})
+    kept, accounting = summarize(encoded, records, labeled=labeled, max_length=options.max_length, unused=unused)
+    if not len(kept):
         raise DataError(f"{records.source}: no row is left to train on\n{accounting}")
     if len(kept) < len(encoded):
         encoded = encoded.select(kept)
@@ -304,11 +293,11 @@ def _encode_rows(
     layout: tuple[str, ...],
     on_bad_row: str,
     required: Sequence[str],
-    numeric: Sequence[str],
-    made: Sequence[str],
     structures: Mapping[str, Any],
+    annotation: str,
+    made: Sequence[str],
 ) -> dict[str, list[Any]]:
-    out: dict[str, list[Any]] = {name: [] for name in (*numeric, *made)}
+    out: dict[str, list[Any]] = {name: [] for name in made}
     for position, index in enumerate(indices):
         record = {name: column[position] for name, column in rows.items()}
         record |= {name: columns.without_invented(record[name], kind) for name, kind in structures.items()}
@@ -319,16 +308,17 @@ def _encode_rows(
             encoded = made_of_row if isinstance(made_of_row, list) else [made_of_row]
         except BadRow as bad:
             if on_bad_row == "error":
-                raise _Stop(index, bad.problem) from None
+                raise BadRow(bad.kind, bad.problem, index) from None
             kind, problem, record = bad.kind, bad.problem, {}
         except ValueError as error:  # no fault of this row: the others would fail as well
-            raise _Stop(index, str(error)) from error
+            raise BadRow("setting", str(error), index) from error
         for one in encoded:
-            annotation = [one.annotation] if len(made) > len(COLUMNS) + len(NOTES) else []
             notes = (kind, problem, one.truncated, one.shortened, one.digests, index)
-            values = (*map(record.get, numeric), *one.example, *annotation, *notes)
-            for name, value in zip(out, values, strict=True):
-                out[name].append(value)
+            values = (
+                record | one.example._asdict() | {annotation: one.annotation} | dict(zip(NOTES, notes, strict=True))
+            )
+            for name, column in out.items():
+                column.append(values.get(name))
     return out
 
 

@@ -125,12 +125,10 @@ def completed(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> Encode
         raise BadRow("identical", "two answers have the same tokens, so neither is preferred; remove the row")
     full = Example(prompt, completions, masks)
     excess = limit.excess(full)
-    if not excess:
-        return EncodedExample(full, shortened=shortened, annotation=row.annotation)
-    cut = _cut_ends(full, limit) if limit.truncation == "keep_start" else _cut_prompt(full, excess, limit)
-    if _repeats(cut.completions):
+    cut = _cut(full, excess, limit)
+    if excess and _repeats(cut.completions):
         raise _identical_after_truncation(limit)
-    return EncodedExample(cut, truncated=True, shortened=shortened, annotation=row.annotation)
+    return EncodedExample(cut, truncated=excess > 0, shortened=shortened, annotation=row.annotation)
 
 
 def pair(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> EncodedExample:
@@ -160,12 +158,10 @@ def stepwise(
     """The steps of one solution as one completion, and a label for each trained token."""
     full, labels = solution(row, encoder, separator=separator), list(row.annotation)
     excess = limit.excess(full)
-    cut = full
+    cut = _cut(full, excess, limit)
     if excess and limit.truncation == "keep_start":
-        cut = _cut_steps(full, limit)
+        cut = _without_half_a_step(cut, full, limit)
         labels = labels[: sum(cut.trained[0])]
-    elif excess:
-        cut = _cut_prompt(full, excess, limit)
     if train_on_last_step_only:
         if len(labels) < len(row.annotation):
             problem = f"the last step, the only one to train on, ends beyond max_length={limit.max_length}"
@@ -217,29 +213,29 @@ def _sequence(ids: list[int], trained: list[bool]) -> Example | None:
     return Example(ids[:first], [ids[first:end]], [trained[first:end]])
 
 
-def _cut_ends(full: Example, limit: LengthLimit) -> Example:
-    assert limit.max_length is not None
-    left = limit.max_length - len(full.prompt)
-    if left <= 0:
-        raise limit.refuse("prompt too long", f"the prompt has {len(full.prompt)} tokens")
-    return Example(full.prompt, [ids[:left] for ids in full.completions], [mask[:left] for mask in full.trained])
+def _cut(full: Example, excess: int, limit: LengthLimit) -> Example:
+    """Without the ends of the completions, or without the beginning of the prompt."""
+    if not excess:
+        return full
+    if limit.truncation == "keep_start":
+        assert limit.max_length is not None
+        left = limit.max_length - len(full.prompt)
+        if left <= 0:
+            raise limit.refuse("prompt too long", f"the prompt has {len(full.prompt)} tokens")
+        return Example(full.prompt, [ids[:left] for ids in full.completions], [mask[:left] for mask in full.trained])
+    if excess >= len(full.prompt):
+        longest = max(map(len, full.completions))
+        raise limit.refuse("answer too long", f"an answer has {longest} tokens", "nothing is left of the prompt")
+    return full._replace(prompt=full.prompt[excess:])
 
 
-def _cut_steps(full: Example, limit: LengthLimit) -> Example:
-    """Without the steps that don't end within `max_length`."""
-    prompt, (ids,), (trained,) = _cut_ends(full, limit)
+def _without_half_a_step(cut: Example, full: Example, limit: LengthLimit) -> Example:
+    prompt, (ids,), (trained,) = cut
     if not any(trained):
         first = len(prompt) + full.trained[0].index(True) + 1
         raise limit.refuse("no step left", f"the first step ends at token {first}", "no label is left to train on")
     end = max(position for position, train in enumerate(trained) if train) + 1
     return Example(prompt, [ids[:end]], [trained[:end]])
-
-
-def _cut_prompt(full: Example, excess: int, limit: LengthLimit) -> Example:
-    if excess >= len(full.prompt):
-        longest = max(map(len, full.completions))
-        raise limit.refuse("answer too long", f"an answer has {longest} tokens", "nothing is left of the prompt")
-    return full._replace(prompt=full.prompt[excess:])
 
 
 def _identical_after_truncation(limit: LengthLimit) -> BadRow:

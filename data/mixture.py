@@ -209,13 +209,12 @@ def _renamed(dataset: Dataset, names: Mapping[str, str]) -> Dataset:
     dataset = dataset.remove_columns([new for new in sources if new in dataset.column_names and new not in names])
     for new, several in sources.items():
         if len(several) > 1:
-            columns = {"several": several, "new": new}
-            dataset = dataset.map(_joined, fn_kwargs=columns, remove_columns=several, desc=f"Joining {new}")
+
+            def joined(row: Mapping[str, Any], new: str = new, several: Sequence[str] = several) -> dict[str, str]:
+                return {new: "\n\n".join(str(row[name]) for name in several if row[name])}
+
+            dataset = dataset.map(joined, remove_columns=several, desc=f"Joining {new}")
     return dataset.rename_columns({old[0]: new for new, old in sources.items() if len(old) == 1 and old[0] != new})
-
-
-def _joined(row: Mapping[str, Any], several: list[str], new: str) -> dict[str, str]:
-    return {new: "\n\n".join(str(row[name]) for name in several if row[name])}
 
 
 def _conversational(dataset: Dataset, system_prompt: str, source: str) -> Dataset:
@@ -225,10 +224,9 @@ def _conversational(dataset: Dataset, system_prompt: str, source: str) -> Datase
         wanted = "wanted a column 'prompt' of plain text, and plain completions beside it"
         raise DataError(f"{source}: system_prompt: {wanted}, found ({', '.join(dataset.column_names)})")
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    heads = {name: (role, system if name == "prompt" else []) for name, role in roles.items()}
-    settings = {"fn_kwargs": {"heads": heads}, "remove_columns": list(roles), "desc": "Making conversations"}
-    return dataset.map(_as_messages, **settings)
 
+    def as_messages(row: Mapping[str, Any]) -> dict[str, list[Message]]:
+        turns = {name: [{"role": role, "content": row[name]}] for name, role in roles.items()}
+        return turns | {"prompt": system + turns["prompt"]}
 
-def _as_messages(row: Mapping[str, Any], heads: Mapping[str, tuple[str, list[Message]]]) -> dict[str, list[Message]]:
-    return {name: [*head, {"role": role, "content": row[name]}] for name, (role, head) in heads.items()}
+    return dataset.map(as_messages, remove_columns=list(roles), desc="Making conversations")

@@ -11,6 +11,7 @@ all parts together `BLOCK`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -43,6 +44,7 @@ class Stream:
         self.encode, self.batch_size, self.seed = encode, batch_size, seed
         weights = np.array([part.weight if part.fraction is None else part.fraction for part in self.parts])
         self.shares = np.cumsum(weights / weights.sum())
+        self._choices = lru_cache(maxsize=2)(self._draw)
         size = max(1, BLOCK // len(self.parts))
         self.readers = [_Reader(part, size, (seed, n) if shuffle else None) for n, part in enumerate(self.parts)]
         self.drawn = [np.zeros(len(self.parts), dtype=np.int64)]  # of each part, before each chunk
@@ -74,27 +76,20 @@ class Stream:
         return combine([first, *others]) if others else first
 
     def _records(self, step: int) -> list[Records]:
-        draws = range(step * self.batch_size, (step + 1) * self.batch_size)
         numbers: list[list[int]] = [[] for _ in self.parts]
-        for chunk in range(draws.start // CHUNK, (draws.stop - 1) // CHUNK + 1):
-            start, choices = chunk * CHUNK, self._choices(chunk)
-            first, last = max(draws.start - start, 0), min(draws.stop - start, CHUNK)
-            before = self._before(chunk)
-            for part, taken in enumerate(numbers):
-                of_part = np.flatnonzero(choices[:last] == part)
-                earlier = int(before[part] + np.count_nonzero(of_part < first))
-                taken += range(earlier, int(before[part]) + len(of_part))
+        for draw in range(step * self.batch_size, (step + 1) * self.batch_size):
+            chunk, at = divmod(draw, CHUNK)
+            choices = self._choices(chunk)
+            while len(self.drawn) <= chunk:
+                counts = np.bincount(self._choices(len(self.drawn) - 1), minlength=len(self.parts))
+                self.drawn.append(self.drawn[-1] + counts)
+            part = choices[at]
+            numbers[part].append(int(self.drawn[chunk][part] + np.count_nonzero(choices[:at] == part)))
         return [self.readers[part].records(taken) for part, taken in enumerate(numbers) if taken]
 
-    def _choices(self, chunk: int) -> npt.NDArray[np.int64]:
+    def _draw(self, chunk: int) -> npt.NDArray[np.int64]:
         bits = np.random.Philox(np.random.SeedSequence([self.seed, chunk, 2])).random_raw(CHUNK)
         return np.minimum(np.searchsorted(self.shares, bits / 2.0**64, side="right"), len(self.parts) - 1)
-
-    def _before(self, chunk: int) -> npt.NDArray[np.int64]:
-        while len(self.drawn) <= chunk:
-            counts = np.bincount(self._choices(len(self.drawn) - 1), minlength=len(self.parts))
-            self.drawn.append(self.drawn[-1] + counts)
-        return self.drawn[chunk]
 
 
 @dataclass(frozen=True)
@@ -135,13 +130,11 @@ class _Reader:
 
     def _row(self, number: int) -> tuple[int, dict[str, Any]]:
         """The number of a row in the part, and the row."""
-        while True:
-            epoch, within = (0, number) if self.length is None else divmod(number, self.length)
-            block = within // self.size
-            if self.at != (epoch, block):
-                self._read(epoch, block)
-            if within - block * self.size < len(self.rows):
-                return self.rows[within - block * self.size]
+        epoch, within = (0, number) if self.length is None else divmod(number, self.length)
+        block, at = divmod(within, self.size)
+        if self.at != (epoch, block):
+            self._read(epoch, block)
+        return self.rows[at] if at < len(self.rows) else self._row(number)  # now that the length is known
 
     def _read(self, epoch: int, block: int) -> None:
         start = block * self.size
@@ -150,7 +143,7 @@ class _Reader:
         self.position += sum(1 for _ in islice(self.iterator, start - self.position))
         rows = list(enumerate(islice(self.iterator, self.size), start))
         self.position += len(rows)
-        if len(rows) < self.size and self.length is None:
+        if len(rows) < self.size:
             self.length = self.position
         if self.length == 0:
             raise DataError(f"{self.source}: no rows")
