@@ -33,11 +33,7 @@ run_online_dpo = to_the_end(open_online_dpo)
 
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
-    """The losses of this configuration.
-
-    Raises:
-        ValueError: if settings contradict each other.
-    """
+    """The losses of this configuration; ValueError if settings contradict each other."""
     if config.group_size < 2:
         raise ValueError(f"group_size: a pair needs two completions of a prompt, wanted >= 2, got {config.group_size}")
     known = {name: loss for name, loss in PAIR_LOSSES.items() if name != "distillation"}

@@ -113,11 +113,7 @@ def open_critic(config: PPO) -> Scorer:
 
 
 def ppo_losses(config: PPO) -> dict[str, Term]:
-    """The losses of this configuration.
-
-    Raises:
-        ValueError: if settings contradict each other.
-    """
+    """The losses of this configuration; ValueError if settings contradict each other."""
     if config.value_head is not None and config.value_model is not None:
         raise ValueError("value_head: value_model has a head of its own; give one of the two")
     if config.value_head is not None and not Path(config.value_head).exists():

@@ -25,7 +25,9 @@ from .settings import Reward
 def open_reward(config: Reward) -> Training:
     """Open a run that is ready to train."""
     losses = reward_losses(config)
-    encode, columns = encoder(config)
+    encode, columns = _DATA[config.loss]
+    if config.margin is not None:
+        encode, columns = partial(_with_margin, column=config.margin), ("margin",)
     load = partial(load_classifier, task="SEQ_CLS", labels={0: "reward"})
     context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
     saved, tokenizer = context.model.plain.config, context.tokenizer
@@ -39,11 +41,7 @@ run_reward = to_the_end(open_reward)
 
 
 def reward_losses(config: Reward) -> dict[str, Term]:
-    """The losses of this configuration, and what is measured beside them.
-
-    Raises:
-        ValueError: if settings contradict each other.
-    """
+    """The losses, and what is measured beside them; ValueError if settings contradict each other."""
     if config.loss != "bradley_terry" and (config.centering or config.margin):
         raise ValueError(f"centering, margin: are for pairs, with the loss bradley_terry; the loss is {config.loss}")
     centered = {"centering": Term(centering, config.centering)} if config.centering else {}
@@ -64,11 +62,6 @@ def reward_scores(
     examples = [ends_marked(example(data, i), pad) for i in range(len(data))]
     batches = [collate(examples[i : i + batch_size], device=scorer.device) for i in range(0, len(examples), batch_size)]
     return scores(scorer, batches)
-
-
-def encoder(config: Reward) -> tuple[Callable[..., tuple[Dataset, Accounting]], tuple[str, ...]]:
-    """What encodes the data, and the columns of it that the loss reads."""
-    return _DATA[config.loss] if config.margin is None else (partial(_with_margin, column=config.margin), ("margin",))
 
 
 def _with_margin(*arguments: Any, column: str, **options: Any) -> tuple[Dataset, Accounting]:
@@ -96,7 +89,8 @@ def _ranking_accuracy(score: PerCompletion, group: CompletionIds, rank: Completi
     return stats.pop("accuracy"), stats  # the mean over completions, not the sum over those of a ranking
 
 
-_DATA = {
+# What encodes the data of a loss, and the columns of them that it reads.
+_DATA: dict[str, tuple[Callable[..., tuple[Dataset, Accounting]], tuple[str, ...]]] = {
     "bradley_terry": (encode_preference, ()),
     "score_regression": (encode_scores, ("score",)),
     "plackett_luce": (encode_ranking, ("rank",)),

@@ -37,6 +37,7 @@ class RolloutBuffer:
     Attributes:
         sequence: int64 [tokens], the completion that each trained token belongs to.
         scores: the table of `score`; without it nothing is unscored.
+        unfinished: float64 [completions], 1 for those that did not end by themselves.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class RolloutBuffer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.samples, self.dtype = in_order(samples), dtype
+        self.unfinished = torch.tensor([sample.finish != "stop" for sample in self.samples], dtype=torch.float64)
         self.trained = [sample.trained for sample in self.samples]
         self.sequence = torch.tensor([i for i, trained in enumerate(self.trained) for t in trained if t]).long()
         self.scores: RewardTable = reward_table([], self.samples)
@@ -92,11 +94,6 @@ class RolloutBuffer:
     def reward(self) -> Tensor:
         """float64 [completions], the weighted sum of the scores; NaN where there is none."""
         return self.scores.total
-
-    @property
-    def unfinished(self) -> Tensor:
-        """float64 [completions], 1 for those that did not end by themselves."""
-        return torch.tensor([sample.finish != "stop" for sample in self.samples], dtype=torch.float64)
 
     @property
     def groups(self) -> list[list[int]]:
@@ -181,22 +178,6 @@ class RolloutBuffer:
         prompt = len(self.samples[completions[0]].prompt)
         tokens = sum(len(self.samples[i].tokens) for i in completions)
         return prompt * (1 if layout == "shared" else len(completions)) + tokens
-
-
-def rollout_metrics(rollout: RolloutBuffer) -> dict[str, float]:
-    """Metrics of completions under TRL's names, the share that is masked, and their age."""
-    lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
-    metrics: dict[str, Tensor] = {}
-    for name, some in (("", lengths), ("terminated_", lengths[rollout.unfinished == 0])):
-        if len(some):
-            kinds = {"mean": some.mean(), "min": some.min(), "max": some.max()}
-            metrics |= {f"completions/{kind}_{name}length": value for kind, value in kinds.items()}
-    if len(lengths):
-        metrics["completions/clipped_ratio"] = rollout.unfinished.mean()
-        metrics["completions/masked_ratio"] = (rollout.lengths == 0).double().mean()
-    if len(age := rollout.columns["age"]):
-        metrics |= {"age/mean": age.mean(), "age/max": age.max()}
-    return {name: float(value) for name, value in metrics.items()}
 
 
 def in_order(samples: Sequence[Sample] | Sequence[Sequence[Sample]]) -> list[Sample]:

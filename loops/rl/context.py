@@ -8,9 +8,10 @@ from functools import partial
 from itertools import compress
 from typing import Any, cast
 
+import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import nn
+from torch import Tensor, nn
 
 from ...data import Records, concatenated, encode_prompts, load_data
 from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
@@ -23,7 +24,7 @@ from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
-from ..runs.ranks import from_main
+from ..runs.ranks import from_main, on_main
 from ..runs.training import Training
 from ..train.losses import Losses, TensorReader
 from .buffer import RolloutBuffer
@@ -66,10 +67,23 @@ class RLContext(RunContext[Policy]):
         return training
 
     def metrics(self, rollout: RolloutBuffer) -> Mapping[str, float]:
-        """Metrics of the rewards and conversations of a rollout, and of the sampler on the main process."""
+        """Metrics of a rollout: its completions under TRL's names, the share of them that is masked, the age of their
+        tokens; then of its rewards and conversations, and on the main process of the sampler."""
+        lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
+        measured: dict[str, Tensor] = {}
+        for name, some in (("", lengths), ("terminated_", lengths[rollout.unfinished == 0])):
+            if len(some):
+                kinds = {"mean": some.mean(), "min": some.min(), "max": some.max()}
+                measured |= {f"completions/{kind}_{name}length": value for kind, value in kinds.items()}
+        if len(lengths):
+            measured["completions/clipped_ratio"] = rollout.unfinished.mean()
+            measured["completions/masked_ratio"] = (rollout.lengths == 0).double().mean()
+        if len(age := rollout["age"]):
+            measured |= {"age/mean": age.mean(), "age/max": age.max()}
+        metrics = {name: float(value) for name, value in measured.items()}
         if not self.rewards:
-            return {}
-        metrics = reward_metrics(rollout.scores)
+            return metrics
+        metrics |= reward_metrics(rollout.scores)
         if turns := [sample.info["turns"] for sample in rollout.samples if "turns" in sample.info]:
             aborted = sum(sample.finish == "aborted" for sample in rollout.samples)
             metrics |= {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted)}
@@ -164,20 +178,23 @@ def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Ac
         ValueError: if a part of the data lacks a column that one of them reads.
     """
     spec = config.rewards or {"environment": 1.0}
-    rewards = resolve_names(spec)
 
-    def open_there() -> None:
-        rewards[:] = resolve_rewards(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
+    def open_there() -> Sequence[RewardFunction]:
+        rewards = resolve_rewards(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
         for part in parts:
             check_columns(rewards, part.dataset.column_names, part.source)
+        return rewards
 
-    from_main(accelerator, open_there)
-    return rewards
+    return on_main(accelerator, open_there) or resolve_names(spec)
 
 
 def check_online(config: OnlineConfig) -> None:
     """Raise ValueError, before anything is loaded, if completions can't be sampled, or not be learned from."""
     check_sampling(config)
+    if config.schedule in ("reduce_lr_on_plateau", "greedy"):
+        raise ValueError(
+            f"schedule: {config.schedule} follows eval/loss, and held-out prompts have rewards; use another"
+        )
     if config.streaming:
         raise ValueError("streaming: this recipe samples completions for prompts, all of which it reads beforehand")
     if config.minibatches > config.prompts_per_rollout:

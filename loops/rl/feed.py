@@ -16,7 +16,7 @@ from ..rewards.scoring import refuse_broken
 from ..rewards.table import reward_table
 from ..rollouts.sample import Sample, from_record, to_record
 from ..runs.ranks import from_main
-from .buffer import RolloutBuffer, in_order, rollout_metrics
+from .buffer import RolloutBuffer, in_order
 from .context import RLContext
 
 log = logging.getLogger(__name__)
@@ -116,8 +116,7 @@ class RolloutFeed:
             self._measure(rollout, self.measure)
         for name, column in self.advantages(rollout).items():
             rollout[name] = column
-        metrics = {**rollout_metrics(rollout), **self.context.metrics(rollout), **self.report_rollout(rollout)}
-        self.metrics = {**metrics, **passed_over}
+        self.metrics = {**context.metrics(rollout), **self.report_rollout(rollout), **passed_over}
         return rollout
 
     def _buffer(self, groups: list[list[Sample]], number: int) -> RolloutBuffer:

@@ -14,6 +14,7 @@ from ..config import (
     PositiveShare,
     Referenced,
     RewardMix,
+    Schedule,
     Settings,
 )
 from ..rollouts.sample import SamplingParams
@@ -95,7 +96,7 @@ class OnlineConfig(Referenced, SamplingConfig):
     prompts_per_rollout: PositiveInt = 8
     """Prompts per rollout, over all ranks."""
     learning_rate: NonNegativeFloat = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     max_prompt_length: PositiveInt | None = 512
     """Tokens of a prompt; null for no limit."""
     truncation: Literal["keep_start", "keep_end", "error"] = "error"
