@@ -91,15 +91,10 @@ class MultiTurnSource:
     turns: ChatTurns | None = None
     limits: Limits = field(default_factory=Limits)
     failures: Counter[str] = field(default_factory=Counter)
-    _closing: "set[asyncio.Task[None]]" = field(default_factory=set, init=False, repr=False, compare=False)
 
-    @property
-    def overlaps(self) -> bool:
-        return self.source.overlaps
-
-    @property
-    def stored(self) -> bool:
-        return self.source.stored
+    def __post_init__(self) -> None:
+        self.overlaps, self.stored = self.source.overlaps, self.source.stored
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def sample(self, request: Request) -> list[Sample]:
         """One conversation for each of ``request.indices``, all at the same time; if one fails, all are given up.
@@ -144,9 +139,8 @@ class MultiTurnSource:
 
     async def _conversation(self, environment: "_Played", request: Request, index: int) -> Sample:
         prompt, limit = await self._open(environment, request)
-        sample = Sample(request.task, index, prompt, [], [], [], [], "length")
-        info = sample.info
-        info |= {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": None}
+        info: dict[str, Any] = {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": None}
+        sample = Sample(request.task, index, prompt, [], [], [], [], "length", info=info)
         stop = request.sampling.stop
         if self.turns is not None and self.turns.end not in stop:
             stop = (*stop, self.turns.end)
@@ -154,15 +148,15 @@ class MultiTurnSource:
             start = len(sample.tokens)
             most = min(request.sampling.max_tokens, limit - start)
             sampling = replace(request.sampling, max_tokens=most, stop=stop)
-            asked = replace(request, prompt=[*prompt, *sample.tokens], indices=[index], sampling=sampling, turn=turn)
-            completions = await self.source.sample(asked)
-            check_completions(completions, asked, "environment")
+            part = replace(request, prompt=[*prompt, *sample.tokens], indices=[index], sampling=sampling, turn=turn)
+            completions = await self.source.sample(part)
+            check_completions(completions, part, "environment")
             completion = completions[0]
             sample.tokens += completion.tokens
             sample.trained += completion.trained
             sample.logprobs += completion.logprobs
             sample.spans += [
-                VersionSpan(version, first + start, end + start) for version, first, end in completion.spans
+                VersionSpan(span.version, start + span.start, start + span.end) for span in completion.spans
             ]
             sample.finish = completion.finish
             info["messages"].append({"role": "assistant", "content": completion.text})

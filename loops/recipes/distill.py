@@ -47,11 +47,13 @@ def open_distill(config: Distill) -> Training:
         return context.train(losses, read, columns=columns_of(losses), per_token=(stored,))
     if on_samples:
         read = with_teacher(read, load_teacher(context, config.teacher), context.accelerator, temperature)
-    feed, held_out = MixedFeed(context), context.eval_data
-    options = {"whole": True, "prepare": lambda _, step, batches: marked(batches, False)}
-    evaluation = None if held_out is None else context.feed(held_out, **options)
-    hooks = {"memory": feed.rollouts, "report": feed.report, "resources": closing(feed.rollouts)}
-    return context.train(losses, read, feed, evaluation=evaluation, **hooks)
+    feed, evaluation = MixedFeed(context), None
+    if context.eval_data is not None:
+        evaluation = context.feed(context.eval_data, whole=True, prepare=lambda *step: marked(step[2], False))
+    rollouts = feed.rollouts
+    return context.train(
+        losses, read, feed, evaluation=evaluation, memory=rollouts, report=feed.report, resources=closing(rollouts)
+    )
 
 
 run_distill = to_the_end(open_distill)

@@ -44,7 +44,8 @@ def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
 def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[list[list[int]]]:
     """The pair of each group: highest and lowest reward, the earlier one of equals; none where all are equal."""
     reward = (rollout.reward - penalty * rollout.unfinished).tolist()
-    pairs = ((max(group, key=reward.__getitem__), min(group, key=reward.__getitem__)) for group in rollout.groups)
+    groups = (group for (group,) in rollout.split_groups())
+    pairs = ((max(group, key=reward.__getitem__), min(group, key=reward.__getitem__)) for group in groups)
     return [[[best, worst]] for best, worst in pairs if reward[best] > reward[worst]]
 
 

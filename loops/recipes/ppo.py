@@ -52,10 +52,9 @@ def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
     The critic or the value head is left beside the model, for `value_model` or `value_head` of a later run.
     """
     losses = ppo_losses(config)
-    context = context or open_rl(config, lambda model, **sharding: with_values(model, config, **sharding))
-    compute, report = partial(advantages, config=config), partial(objective_metrics, config=config)
-    save = partial(save_values, context)
-    return train_policy(context, losses, advantages=compute, kl_in_reward=True, save=save, report=report)
+    context = context or open_rl(config, partial(with_values, config=config))
+    hooks = {"advantages": partial(advantages, config=config), "report": partial(objective_metrics, config=config)}
+    return train_policy(context, losses, kl_in_reward=True, save=partial(save_values, context), **hooks)
 
 
 run_ppo = to_the_end(open_ppo)

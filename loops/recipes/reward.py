@@ -25,9 +25,7 @@ from .settings import Reward
 def open_reward(config: Reward) -> Training:
     """Open a run that is ready to train."""
     losses = reward_losses(config)
-    encode, columns = _DATA[config.loss]
-    if config.margin is not None:
-        encode, columns = partial(_with_margin, column=config.margin), ("margin",)
+    encode, columns = encoder(config)
     load = partial(load_classifier, task="SEQ_CLS", labels={0: "reward"})
     context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
     saved, tokenizer = context.model.plain.config, context.tokenizer
@@ -64,6 +62,11 @@ def reward_scores(
     return scores(scorer, batches)
 
 
+def encoder(config: Reward) -> tuple[Callable[..., tuple[Dataset, Accounting]], tuple[str, ...]]:
+    """What encodes the data, and the columns of it that the loss reads."""
+    return _DATA[config.loss] if config.margin is None else (partial(_with_margin, column=config.margin), ("margin",))
+
+
 def _with_margin(*arguments: Any, column: str, **options: Any) -> tuple[Dataset, Accounting]:
     data, accounting = encode_preference(*arguments, numeric_columns=(column,), **options)
     return data if column == "margin" else data.rename_column(column, "margin"), accounting
@@ -89,8 +92,7 @@ def _ranking_accuracy(score: PerCompletion, group: CompletionIds, rank: Completi
     return stats.pop("accuracy"), stats  # the mean over completions, not the sum over those of a ranking
 
 
-# What encodes the data of a loss, and the columns of them that it reads.
-_DATA: dict[str, tuple[Callable[..., tuple[Dataset, Accounting]], tuple[str, ...]]] = {
+_DATA = {
     "bradley_terry": (encode_preference, ()),
     "score_regression": (encode_scores, ("score",)),
     "plackett_luce": (encode_ranking, ("rank",)),

@@ -16,9 +16,7 @@ places, where `Sample` has tokens, text and how it ended. A function of TRL, ``(
 The score is a number, the higher the better; None where the function does not apply. What raises, takes longer than its
 ``timeout``, or returns something else masks the completion; in all calls of the first rollout, it ends the run.
 
-scoring      many functions at once, and what they could not score. A function returns None for a completion that it
-             does not apply to, which leaves it out of the weighted sum; one that fails masks the completion, which is
-             then neither trained on nor compared with others
+scoring      many functions at once, and what they could not score
 table        the scores of a rollout, what a step logs of them, and warnings about degenerate ones
 resolve      the names in a configuration
 sandbox, trl                                       a process of its own; functions written for TRL

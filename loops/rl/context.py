@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
@@ -60,11 +60,11 @@ class RLContext(RunContext[Policy]):
         see `RunContext.train`. Held-out prompts are evaluated by their rewards."""
         if self.eval_data is not None:
             options["evaluation"] = lambda steps: self.evaluate()
-        with ExitStack() as failing:
-            failing.callback(feed.close)
-            training = super().train(losses, read, feed, memory=feed, resources=closing(feed), **options)
-            failing.pop_all()
-        return training
+        try:
+            return super().train(losses, read, feed, memory=feed, resources=closing(feed), **options)
+        except BaseException:
+            feed.close()
+            raise
 
     def metrics(self, rollout: RolloutBuffer) -> Mapping[str, float]:
         """Metrics of a rollout: its completions under TRL's names, the share of them that is masked, the age of their
@@ -135,6 +135,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
     """
     check_online(config)
+    make = None if config.environment is None else resolve_environment(config.environment)
     accelerator = open_accelerator(config)
     records = load_data(config.data, config.eval_data, seed=config.seed)
     rows, eval_rows = (concatenated(parts) for parts in records)
@@ -142,8 +143,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     run = open_run(config, encode_prompts, make_policy, records=records, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
     converse = None
-    if config.environment is not None:
-        make = resolve_environment(config.environment)
+    if make is not None:
         # Without a template only environments that speak in token ids are understood.
         turns = turns_for(make, run.tokenizer, config.chat_template_kwargs) if run.tokenizer.chat_template else None
         converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
@@ -202,9 +202,7 @@ def check_online(config: OnlineConfig) -> None:
             f"minibatches: the {config.prompts_per_rollout} prompts of a rollout can't be shared by "
             f"{config.minibatches} steps; raise prompts_per_rollout, or lower minibatches"
         )
-    if config.environment is not None:
-        resolve_environment(config.environment)
-    elif not config.rewards:
+    if config.environment is None and not config.rewards:
         raise ValueError(
             f"rewards: none is named, so nothing could be learned; give at least one, such as --rewards "
             f"'{{exact_match: 1.0}}'. There are {', '.join(SHIPPED)}, or your own as module:function"

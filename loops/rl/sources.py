@@ -104,7 +104,7 @@ def open_scheduler(
     local = open_local(config, run, detached=config.max_staleness > 0) if by_policy else None
 
     def open_there() -> RolloutSource:
-        opened: Any = local or open_source(config, run)
+        opened: RolloutSource = local or open_source(config, run)
         if (context := getattr(opened, "context", None)) is not None:
             check_context_length(config, run, context)
         return opened
