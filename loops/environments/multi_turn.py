@@ -91,10 +91,15 @@ class MultiTurnSource:
     turns: ChatTurns | None = None
     limits: Limits = field(default_factory=Limits)
     failures: Counter[str] = field(default_factory=Counter)
+    _closing: "set[asyncio.Task[None]]" = field(default_factory=set, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        self.overlaps, self.stored = self.source.overlaps, self.source.stored
-        self._closing: set[asyncio.Task[None]] = set()
+    @property
+    def overlaps(self) -> bool:
+        return self.source.overlaps
+
+    @property
+    def stored(self) -> bool:
+        return self.source.stored
 
     async def sample(self, request: Request) -> list[Sample]:
         """One conversation for each of ``request.indices``, all at the same time; if one fails, all are given up.

@@ -31,6 +31,8 @@ RECIPES = {
         "loss": {"distillation": 1.0, "sampled_reverse_kl": 0.5},
         "teacher": {"model": "teacher", "divergence": "jsd"},
         "batch_size": 5,
+        "schedule": "cosine_with_min_lr",
+        "schedule_kwargs": {"min_lr_rate": 0.1},
     },
 }
 SHARDED = ["plain", "stale", "adapters", "held out", "conversations", *RECIPES]
