@@ -316,6 +316,10 @@ class OfflineConfig(Common):
 class Referenced(Settings):
     """The fields of recipes with a reference policy."""
 
+    reference: Literal["auto", "copy", "adapters_off", "precompute"] = "auto"
+    """Where reference log-probs come from: a frozen copy, the model without its adapters (auto, if it has some), or
+    one pass over the data before training, cached in the run directory; the loss kto can't precompute them, its
+    mismatched completions change."""
     ref_model: str | None = None
     """Name or directory of another model as the reference, with the same tokenizer; null is the policy at the start."""
     ref_model_sync_steps: PositiveInt | None = None

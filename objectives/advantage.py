@@ -44,14 +44,12 @@ def group_advantage(
     arXiv:2503.20783.
     """
     _check("group_advantage", reward, group=group)
-    index = _index(group)
-    deviation = _deviation(reward, index)
+    deviation, std, _ = _spread(reward, group)
     match scale:
         case "group":
-            return _ratio("group_advantage", deviation, _std(deviation, index), eps)
+            return _ratio("group_advantage", deviation, std, eps)
         case "batch":
-            batch = torch.zeros_like(index)
-            return _ratio("group_advantage", deviation, _std(_deviation(reward, batch), batch), eps)
+            return _ratio("group_advantage", deviation, _spread(reward, torch.zeros_like(group))[1], eps)
         case "none":
             return deviation.nan_to_num(nan=0.0)
     raise ValueError(f"group_advantage: scale must be group, batch or none, got {scale!r}")
@@ -67,9 +65,8 @@ def rloo_advantage(reward: PerSequence, group: Groups) -> PerSequence:
     arXiv:2402.14740.
     """
     _check("rloo_advantage", reward, group=group)
-    index = _index(group)
-    count = _count(reward, index)
-    return (_deviation(reward, index) * count / (count - 1).clamp(min=1)).nan_to_num(nan=0.0)
+    deviation, _, count = _spread(reward, group)
+    return (deviation * count / (count - 1).clamp(min=1)).nan_to_num(nan=0.0)
 
 
 @torch.no_grad()
@@ -83,8 +80,8 @@ def opo_advantage(reward: PerSequence, group: Groups, length: SequenceLengths) -
     Paper: Hao et al. 2025, arXiv:2505.23585.
     """
     _check("opo_advantage", reward, group=group, length=length)
-    index = _index(group)
-    deviation = _deviation(reward, index)
+    index = torch.unique(group, return_inverse=True)[1]
+    deviation, _, _ = _spread(reward, index)
     scored = length.to(reward.dtype).where(~reward.isnan(), torch.nan)
     baseline = _sum(scored * deviation, index) / _sum(scored, index).clamp(min=1)
     return (deviation - baseline).nan_to_num(nan=0.0)
@@ -138,9 +135,8 @@ def whiten(x: Float[Tensor, " units"], *, eps: float = 1e-4) -> Float[Tensor, " 
     PPO's whitened rewards keep their mean: add it back. An ε of 1e-4 is TRL's.
     """
     _check("whiten", x)
-    batch = torch.zeros_like(x, dtype=torch.int64)
-    deviation = _deviation(x, batch)
-    return _ratio("whiten", deviation, _std(deviation, batch), eps)
+    deviation, std, _ = _spread(x, torch.zeros_like(x, dtype=torch.int64))
+    return _ratio("whiten", deviation, std, eps)
 
 
 @torch.no_grad()
@@ -234,7 +230,7 @@ def reinforce_plus_plus_baseline(
     Paper: Hu et al. 2025, arXiv:2501.03262.
     """
     _check("reinforce_plus_plus_baseline", reward, group=group)
-    return whiten(_deviation(reward, _index(group))[sequence], eps=eps)
+    return whiten(_spread(reward, group)[0][sequence], eps=eps)
 
 
 @torch.no_grad()
@@ -249,15 +245,13 @@ def group_stats(reward: PerSequence, group: Groups) -> Stats:
     counts it as if it did, and weighs groups by their size.
     """
     _check("group_stats", reward, group=group)
-    index = _index(group)
-    batch = torch.zeros_like(index)
     scored = ~reward.isnan()
-    silent = _std(_deviation(reward, index), index) == 0
-    groups = len(torch.unique(index[scored]))
+    silent = _spread(reward, group)[1] == 0
+    groups = len(torch.unique(group[scored]))
     return {
         "reward": reward.nanmean(),
-        "reward_std": _std(_deviation(reward, batch), batch).amax(),
-        "frac_reward_zero_std": reward.new_tensor(len(torch.unique(index[scored & silent])) / max(groups, 1)),
+        "reward_std": _spread(reward, torch.zeros_like(group))[1].amax(),
+        "frac_reward_zero_std": reward.new_tensor(len(torch.unique(group[scored & silent])) / max(groups, 1)),
         "frac_unscored": 1 - scored.to(reward.dtype).mean(),
     }
 
@@ -283,36 +277,23 @@ def _check_tokens(who: str, sequence: Tensor, **tokens: Tensor) -> None:
     require(who, is_sorted, "sequence must be sorted: sort tokens by their completion")
 
 
-def _index(group: Tensor) -> Tensor:
-    """Groups renumbered from 0."""
-    index: Tensor = torch.unique(group, return_inverse=True)[1]
-    return index
-
-
 def _sum(x: Tensor, index: Tensor) -> Tensor:
     """At each entry, the sum over its group; a NaN does not count."""
     return x.new_zeros(x.shape).index_add(0, index, torch.where(x.isnan(), 0.0, x))[index]
 
 
-def _count(x: Tensor, index: Tensor) -> Tensor:
-    """At each entry, the number of entries of its group that are not NaN."""
-    return _sum((~x.isnan()).to(x.dtype), index)
-
-
-def _deviation(x: Tensor, index: Tensor) -> Tensor:
-    """x minus the mean of its group; NaN stays NaN.
+def _spread(x: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """At each entry: x minus the mean of its group, NaN where x is; the unbiased standard deviation of the group, 0 in
+    a group of one; and the number of its entries that are not NaN.
 
     The mean is taken above the group's lowest entry: the rounded mean of equal rewards is not always that reward, and a
     deviation of pure rounding, divided by a standard deviation of pure rounding, is an advantage of about 1.
     """
+    index = torch.unique(group, return_inverse=True)[1]
     lowest = torch.full_like(x, math.inf).scatter_reduce(0, index, torch.where(x.isnan(), math.inf, x), "amin")
-    above = x - lowest[index]
-    return above - _sum(above, index) / _count(x, index)
-
-
-def _std(deviation: Tensor, index: Tensor) -> Tensor:
-    """At each entry, the unbiased standard deviation of its group; 0 in a group of one."""
-    return (_sum(deviation.square(), index) / (_count(deviation, index) - 1).clamp(min=1)).sqrt()
+    above, count = x - lowest[index], _sum((~x.isnan()).to(x.dtype), index)
+    deviation = above - _sum(above, index) / count
+    return deviation, (_sum(deviation.square(), index) / (count - 1).clamp(min=1)).sqrt(), count
 
 
 def _ratio(who: str, deviation: Tensor, std: Tensor, eps: float) -> Tensor:

@@ -28,20 +28,16 @@ games                     one turn with a verifier (reasoning-gym); a game of se
 resolve                   the name in a configuration
 """
 
+# ruff: noqa: I001 - "name as name" is how a typed package exports a name
 from typing import TYPE_CHECKING
 
 from ...lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from ..config import Limits
-    from .chat_turns import ChatTurns
-    from .multi_turn import Environment, MultiTurnSource, Step
-    from .resolve import resolve_environment, turns_for
-    from .tools import Tools, check_tool_tags, tool_metrics
-
-__all__ = [
-    "ChatTurns", "Environment", "Limits", "MultiTurnSource", "Step", "Tools", "check_tool_tags",
-    "resolve_environment", "tool_metrics", "turns_for",
-]  # fmt: skip
+    from ..config import Limits as Limits
+    from .chat_turns import ChatTurns as ChatTurns
+    from .multi_turn import Environment as Environment, MultiTurnSource as MultiTurnSource, Step as Step
+    from .resolve import resolve_environment as resolve_environment, turns_for as turns_for
+    from .tools import Tools as Tools, check_tool_tags as check_tool_tags, tool_metrics as tool_metrics
 
 __getattr__ = lazy_exports(__name__)

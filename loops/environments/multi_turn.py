@@ -144,9 +144,8 @@ class MultiTurnSource:
 
     async def _conversation(self, environment: "_Played", request: Request, index: int) -> Sample:
         prompt, limit = await self._open(environment, request)
-        sample = Sample(request.task, index, prompt, [], [], [], [], "length")
-        info = sample.info
-        info |= {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": None}
+        info: dict[str, Any] = {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": None}
+        sample = Sample(request.task, index, prompt, [], [], [], [], "length", info=info)
         stop = request.sampling.stop
         if self.turns is not None and self.turns.end not in stop:
             stop = (*stop, self.turns.end)
@@ -154,15 +153,15 @@ class MultiTurnSource:
             start = len(sample.tokens)
             most = min(request.sampling.max_tokens, limit - start)
             sampling = replace(request.sampling, max_tokens=most, stop=stop)
-            asked = replace(request, prompt=[*prompt, *sample.tokens], indices=[index], sampling=sampling, turn=turn)
-            completions = await self.source.sample(asked)
-            check_completions(completions, asked, "environment")
+            part = replace(request, prompt=[*prompt, *sample.tokens], indices=[index], sampling=sampling, turn=turn)
+            completions = await self.source.sample(part)
+            check_completions(completions, part, "environment")
             completion = completions[0]
             sample.tokens += completion.tokens
             sample.trained += completion.trained
             sample.logprobs += completion.logprobs
             sample.spans += [
-                VersionSpan(version, first + start, end + start) for version, first, end in completion.spans
+                VersionSpan(span.version, start + span.start, start + span.end) for span in completion.spans
             ]
             sample.finish = completion.finish
             info["messages"].append({"role": "assistant", "content": completion.text})

@@ -151,8 +151,8 @@ def write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
 
 def _vacant(wanted: Path) -> Path:
     """The directory, or the first of wanted-2, wanted-3, ... that does not exist."""
-    names = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    vacant = next(path for path in itertools.chain([wanted], names) if not path.exists())
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    vacant = next(path for path in itertools.chain([wanted], numbered) if not path.exists())
     vacant.mkdir(parents=True)
     return vacant
 

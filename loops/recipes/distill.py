@@ -49,17 +49,10 @@ def open_distill(config: Distill) -> Training:
         read = with_teacher(read, load_teacher(context, config.teacher), context.accelerator, temperature)
     feed, evaluation = MixedFeed(context), None
     if context.eval_data is not None:
-        evaluation = context.feed(
-            context.eval_data, whole=True, prepare=lambda _, step, batches: marked(batches, False)
-        )
+        evaluation = context.feed(context.eval_data, whole=True, prepare=lambda *step: marked(step[2], False))
+    rollouts = feed.rollouts
     return context.train(
-        losses,
-        read,
-        feed,
-        evaluation=evaluation,
-        memory=feed.rollouts,
-        report=feed.report,
-        resources=closing(feed.rollouts),
+        losses, read, feed, evaluation=evaluation, memory=rollouts, report=feed.report, resources=closing(rollouts)
     )
 
 
@@ -67,17 +60,11 @@ run_distill = to_the_end(open_distill)
 
 
 def distill_losses(config: Distill) -> dict[str, Term]:
-    """The losses of this configuration, and what is measured beside them.
-
-    Raises:
-        ValueError: if settings contradict each other.
-    """
-    mix = config.loss if isinstance(config.loss, Mapping) else {config.loss: 1.0}
+    """The losses, and what is measured beside them; ValueError if settings contradict each other."""
     losses: dict[str, Term] = {}
-    weigh = WEIGHTINGS[config.weighting]
-    for name, entry in mix.items():
+    for name, entry in (config.loss if isinstance(config.loss, Mapping) else {config.loss: 1.0}).items():
         applies_to = _APPLIES_TO.get(loss_name(name), "demonstrated") if config.on_policy else None
-        losses |= parse_losses({name: entry}, {}, LOSSES, weighting=weigh, of=applies_to)
+        losses |= parse_losses({name: entry}, {}, LOSSES, weighting=WEIGHTINGS[config.weighting], of=applies_to)
     on_samples = "teacher_logp" in tensors_needed(losses)
     config.teacher.check(needed=on_samples or "divergence" in tensors_needed(losses))
     if not config.on_policy:

@@ -81,11 +81,7 @@ def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
 
 
 def grpo_losses(config: GRPO) -> dict[str, Term]:
-    """The losses of this configuration.
-
-    Raises:
-        ValueError: if settings contradict each other.
-    """
+    """The losses of this configuration; ValueError if settings contradict each other."""
     variant = variant_of(config)
     if config.group_size < 2:
         raise ValueError(

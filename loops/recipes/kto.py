@@ -18,7 +18,8 @@ from ..runs.feed import Feed
 from ..runs.reference import Reference
 from ..runs.teacher import open_teacher
 from ..runs.training import Training, to_the_end
-from ..train.losses import ENTROPY, Losses, Term, columns_of, outputs_for, policy_tensors, tensors_needed
+from ..train import losses as terms
+from ..train.losses import Losses, Term, tensors_needed
 from ..train.mix import TOKEN_LOSSES, distillation, losses_of, parse_losses
 from ..train.step import sum_over_ranks
 from .settings import KTO
@@ -36,8 +37,8 @@ def open_kto(config: KTO) -> Training:
     rewards = RunningMean()
     return context.train(
         losses,
-        policy_tensors(reference=reference, teacher=teacher, outputs=outputs_for(losses)),
-        columns=sorted({"desirable", *columns_of(losses)} - {"undesirable"}),
+        terms.policy_tensors(reference=reference, teacher=teacher, outputs=terms.outputs_for(losses)),
+        columns=sorted({"desirable", *terms.columns_of(losses)} - {"undesirable"}),
         per_token=(precomputed, stored),
         prepare=prepare_feedback(losses, rewards, context.model, reference, context.accelerator),
         memory=rewards if "bco" in losses else None,
@@ -48,20 +49,16 @@ run_kto = to_the_end(open_kto)
 
 
 def kto_losses(config: KTO) -> dict[str, Term]:
-    """The losses of this configuration, and what is measured beside them.
-
-    Raises:
-        ValueError: if settings contradict each other.
-    """
-    names = ("beta", "desirable_weight", "undesirable_weight")
-    shared = {name: getattr(config, name) for name in names} | config.loss_kwargs
+    """The losses, and what is measured beside them; ValueError if settings contradict each other."""
+    weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+    shared = {"beta": config.beta, **weights, **config.loss_kwargs}
     losses = parse_losses(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.loss_kwargs)
     config.teacher.check(needed="divergence" in tensors_needed(losses))
     if "kto" in losses and config.batch_size < 2:
         raise ValueError("kto: its z0 comes from completions of other prompts; use a batch_size of 2 or more")
     if "kto" in losses and config.reference == "precompute":
         raise ValueError("reference: the mismatched completions of kto can't be precomputed; use copy or adapters_off")
-    return {**losses, **feedback_metrics(config.beta), **ENTROPY}
+    return {**losses, **feedback_metrics(config.beta), **terms.ENTROPY}
 
 
 class RunningMean:
@@ -89,11 +86,10 @@ def prepare_feedback(
 ) -> Callable[[Feed, int, list[Batch]], list[Batch]]:
     """Add what losses compare a completion with, measured over a whole step before its first forward pass: the columns
     ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
-    takes_kl = "kl" in tensors_needed(losses)
 
     def prepare(feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
         added = {"delta": torch.tensor(rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype())}
-        if takes_kl:
+        if "kl" in tensors_needed(losses):
             added["kl"] = kl_of_mismatched(feed, step, policy, reference, accelerator)
         return [
             replace(batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], **added})

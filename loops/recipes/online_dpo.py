@@ -33,11 +33,7 @@ run_online_dpo = to_the_end(open_online_dpo)
 
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
-    """The losses of this configuration.
-
-    Raises:
-        ValueError: if settings contradict each other.
-    """
+    """The losses of this configuration; ValueError if settings contradict each other."""
     if config.group_size < 2:
         raise ValueError(f"group_size: a pair needs two completions of a prompt, wanted >= 2, got {config.group_size}")
     known = {name: loss for name, loss in PAIR_LOSSES.items() if name != "distillation"}
@@ -48,7 +44,8 @@ def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
 def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[list[list[int]]]:
     """The pair of each group: highest and lowest reward, the earlier one of equals; none where all are equal."""
     reward = (rollout.reward - penalty * rollout.unfinished).tolist()
-    pairs = ((max(group, key=reward.__getitem__), min(group, key=reward.__getitem__)) for group in rollout.groups)
+    groups = (group for (group,) in rollout.split_groups())
+    pairs = ((max(group, key=reward.__getitem__), min(group, key=reward.__getitem__)) for group in groups)
     return [[[best, worst]] for best, worst in pairs if reward[best] > reward[worst]]
 
 

@@ -52,10 +52,9 @@ def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
     The critic or the value head is left beside the model, for `value_model` or `value_head` of a later run.
     """
     losses = ppo_losses(config)
-    context = context or open_rl(config, lambda model, **sharding: with_values(model, config, **sharding))
-    compute, report = partial(advantages, config=config), partial(objective_metrics, config=config)
-    save = partial(save_values, context)
-    return train_policy(context, losses, advantages=compute, kl_in_reward=True, save=save, report=report)
+    context = context or open_rl(config, partial(with_values, config=config))
+    hooks = {"advantages": partial(advantages, config=config), "report": partial(objective_metrics, config=config)}
+    return train_policy(context, losses, kl_in_reward=True, save=partial(save_values, context), **hooks)
 
 
 run_ppo = to_the_end(open_ppo)
@@ -113,11 +112,7 @@ def open_critic(config: PPO) -> Scorer:
 
 
 def ppo_losses(config: PPO) -> dict[str, Term]:
-    """The losses of this configuration.
-
-    Raises:
-        ValueError: if settings contradict each other.
-    """
+    """The losses of this configuration; ValueError if settings contradict each other."""
     if config.value_head is not None and config.value_model is not None:
         raise ValueError("value_head: value_model has a head of its own; give one of the two")
     if config.value_head is not None and not Path(config.value_head).exists():

@@ -16,17 +16,8 @@ from ..batch import Batch
 from ..runs.context import open_run
 from ..runs.teacher import open_teacher
 from ..runs.training import Training, to_the_end
-from ..train.losses import (
-    CHOSEN,
-    ENTROPY,
-    PAIR_LOGPS,
-    REJECTED,
-    Term,
-    columns_of,
-    outputs_for,
-    policy_tensors,
-    tensors_needed,
-)
+from ..train import losses as terms
+from ..train.losses import CHOSEN, REJECTED, Term, tensors_needed
 from ..train.mix import PAIR_LOSSES, STEP_COUPLED, parse_losses
 from .settings import CPO, DPO, ORPO
 
@@ -40,17 +31,18 @@ def open_dpo(config: DPO) -> Training:
     context = open_run(config, encode_preference)
     reference, precomputed = context.reference(config.reference, needed=any(name.startswith("ref_") for name in needed))
     teacher, stored = open_teacher(context, config.teacher, needed="divergence" in needed)
-    read = policy_tensors(
-        reference=reference, reduce=reduce, score=score, teacher=teacher, outputs=outputs_for(losses), pairs=True
+    outputs = terms.outputs_for(losses)
+    read = terms.policy_tensors(
+        reference=reference, reduce=reduce, score=score, teacher=teacher, outputs=outputs, pairs=True
     )
-    return context.train(losses, read, columns=columns_of(losses), per_token=(precomputed, stored))
+    return context.train(losses, read, columns=terms.columns_of(losses), per_token=(precomputed, stored))
 
 
 def open_cpo(config: CPO) -> Training:
     """Open a run that is ready to train."""
-    names = ("beta", "label_smoothing", "gamma", "alpha")
+    shared = {name: getattr(config, name) for name in ("beta", "label_smoothing", "gamma", "alpha")}
     mix = {config.loss: 1.0} | ({"nll": config.nll} if config.nll else {})
-    return _open(config, parse_losses(mix, {name: getattr(config, name) for name in names}, PAIR_LOSSES, of=CHOSEN))
+    return _open(config, parse_losses(mix, shared, PAIR_LOSSES, of=CHOSEN))
 
 
 def open_orpo(config: ORPO) -> Training:
@@ -60,35 +52,26 @@ def open_orpo(config: ORPO) -> Training:
 
 def _open(config: CPO | ORPO, losses: dict[str, Term]) -> Training:
     context = open_run(config, encode_preference)
-    return context.train({**losses, **PAIR_LOGPS, **ENTROPY}, policy_tensors(pairs=True))
+    return context.train({**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}, terms.policy_tensors(pairs=True))
 
 
 run_dpo, run_cpo, run_orpo = to_the_end(open_dpo), to_the_end(open_cpo), to_the_end(open_orpo)
 
 
 def dpo_losses(config: DPO) -> dict[str, Term]:
-    """The losses of this configuration, and what is measured beside them.
-
-    Raises:
-        ValueError: if settings contradict each other.
-    """
+    """The losses, and what is measured beside them; ValueError if settings contradict each other."""
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
     losses = parse_losses(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
     config.teacher.check(needed="divergence" in tensors_needed(losses))
-    of_pairs = [name for name, loss in losses.items() if loss.unit == "pairs"]
-    if config.pair_weight == "wpo":
-        if coupled := sorted(STEP_COUPLED & losses.keys()):
-            raise ValueError(
-                f"pair_weight: {coupled[0]} sorts the pairs of a step, so its entries have no pair's weight"
-            )
-        losses |= {name: replace(losses[name], factor="wpo") for name in of_pairs}
-    if config.divergence != "reverse_kl":
-        for name in of_pairs:
-            if "ref_chosen" not in tensors_needed({name: losses[name]}):
-                raise ValueError(
-                    f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl"
-                )
-    return {**losses, **PAIR_LOGPS, **ENTROPY}
+    coupled = sorted(STEP_COUPLED & losses.keys())
+    if config.pair_weight == "wpo" and coupled:
+        raise ValueError(f"pair_weight: {coupled[0]} sorts the pairs of a step, so its entries have no pair's weight")
+    for name in [name for name, loss in losses.items() if loss.unit == "pairs"]:
+        if config.divergence != "reverse_kl" and "ref_chosen" not in tensors_needed({name: losses[name]}):
+            raise ValueError(f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl")
+        if config.pair_weight == "wpo":
+            losses[name] = replace(losses[name], factor="wpo")
+    return {**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}
 
 
 def completion_logprob(config: DPO) -> Callable[[Tensor, Batch], Tensor] | None:

@@ -39,11 +39,7 @@ run_reward = to_the_end(open_reward)
 
 
 def reward_losses(config: Reward) -> dict[str, Term]:
-    """The losses of this configuration, and what is measured beside them.
-
-    Raises:
-        ValueError: if settings contradict each other.
-    """
+    """The losses, and what is measured beside them; ValueError if settings contradict each other."""
     if config.loss != "bradley_terry" and (config.centering or config.margin):
         raise ValueError(f"centering, margin: are for pairs, with the loss bradley_terry; the loss is {config.loss}")
     centered = {"centering": Term(centering, config.centering)} if config.centering else {}

@@ -69,9 +69,6 @@ class DPO(Referenced, Pairs, OfflineConfig):
     """The f-divergence from the reference (f-DPO); alpha needs `divergence_alpha`."""
     divergence_alpha: OpenUnitInterval = 0.5
     """Order of the alpha-divergence."""
-    reference: Literal["auto", "copy", "adapters_off", "precompute"] = "auto"
-    """Where reference log-probs come from: a frozen copy, the model without its adapters (auto, if it has some), or
-    one pass over the data before training, cached in the run directory."""
     teacher: Teacher = field(default_factory=Teacher)
     """A teacher, for the loss `distillation` in a mix."""
     loss_kwargs: dict[str, float] = field(default_factory=dict)
@@ -115,8 +112,6 @@ class KTO(Referenced, OfflineConfig):
     """Weight of a desirable completion (kto); the paper balances the two classes to within a factor of 4/3."""
     undesirable_weight: PositiveFloat = 1.0
     """Weight of an undesirable completion (kto)."""
-    reference: Literal["auto", "copy", "adapters_off", "precompute"] = "auto"
-    """Where reference log-probs come from, as for dpo; kto can't precompute them, its mismatched completions change."""
     teacher: Teacher = field(default_factory=Teacher)
     """A teacher, for the loss `distillation` in a mix."""
     loss_kwargs: dict[str, float] = field(default_factory=dict)

@@ -16,42 +16,25 @@ places, where `Sample` has tokens, text and how it ended. A function of TRL, ``(
 The score is a number, the higher the better; None where the function does not apply. What raises, takes longer than its
 ``timeout``, or returns something else masks the completion; in all calls of the first rollout, it ends the run.
 
-scoring      many functions at once, and what they could not score. A function returns None for a completion that it
-             does not apply to, which leaves it out of the weighted sum; one that fails masks the completion, which is
-             then neither trained on nor compared with others
+scoring      many functions at once, and what they could not score
 table        the scores of a rollout, what a step logs of them, and warnings about degenerate ones
 resolve      the names in a configuration
 sandbox, trl                                       a process of its own; functions written for TRL
 math, text, length, reasoning_gym, reward_models   the rewards that are shipped
 """
 
+# ruff: noqa: I001 - "name as name" is how a typed package exports a name
 from typing import TYPE_CHECKING
 
 from ...lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .resolve import resolve_names, resolve_rewards
-    from .sandbox import isolated
-    from .scoring import RewardError, RewardFunction, batched, check_columns, refuse_broken, score_samples
-    from .table import RewardMonitor, RewardTable, reward_metrics, reward_table, score
-    from .trl import from_trl
-
-__all__ = [
-    "RewardError",
-    "RewardFunction",
-    "RewardMonitor",
-    "RewardTable",
-    "batched",
-    "check_columns",
-    "from_trl",
-    "isolated",
-    "refuse_broken",
-    "resolve_names",
-    "resolve_rewards",
-    "reward_metrics",
-    "reward_table",
-    "score",
-    "score_samples",
-]  # fmt: skip
+    from .resolve import resolve_names as resolve_names, resolve_rewards as resolve_rewards
+    from .sandbox import isolated as isolated
+    from .scoring import RewardError as RewardError, RewardFunction as RewardFunction, batched as batched
+    from .scoring import check_columns as check_columns, refuse_broken as refuse_broken, score_samples as score_samples
+    from .table import RewardMonitor as RewardMonitor, RewardTable as RewardTable, reward_metrics as reward_metrics
+    from .table import reward_table as reward_table, score as score
+    from .trl import from_trl as from_trl
 
 __getattr__ = lazy_exports(__name__)

@@ -46,23 +46,19 @@ class RewardModel:
         check_same_tokens("reward_model", self.tokenizer, self.model_tokenizer)
 
     def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> list[float | None]:
-        parts: list[list[Sample]] = []  # the completions of each forward pass
+        examples: list[Example] = []  # one in each forward pass
         cost = 0
         for sample in samples:
             if not sample.tokens:
                 continue
-            alike = bool(parts) and sample.prompt == parts[-1][0].prompt
-            if not alike or cost + len(sample.tokens) > self.micro_tokens:
-                parts.append([])
-                cost = len(sample.prompt)
-            parts[-1].append(sample)
             cost += len(sample.tokens)
-        batches = []
-        for part in parts:
-            completions = [sample.tokens for sample in part]
-            example = Example(part[0].prompt, completions, [[True] * len(tokens) for tokens in completions])
-            marked = ends_marked(example, self.scorer.plain.config.pad_token_id)
-            batches.append(collate([marked], device=self.scorer.device))
+            if not examples or sample.prompt != examples[-1].prompt or cost > self.micro_tokens:
+                examples.append(Example(sample.prompt, [], []))
+                cost = len(sample.prompt) + len(sample.tokens)
+            examples[-1].completions.append(sample.tokens)
+            examples[-1].trained.append([True] * len(sample.tokens))
+        pad, device = self.scorer.plain.config.pad_token_id, self.scorer.device
+        batches = [collate([ends_marked(example, pad)], device=device) for example in examples]
         values = iter(scores(self.scorer, batches).tolist() if batches else ())
         return [next(values) if sample.tokens else None for sample in samples]
 
@@ -125,20 +121,14 @@ def load_reward_model(
     Raises:
         ValueError: if its tokens are not the policy's, or it has no head of one output.
     """
-    scorer = _scorer(AutoModelForSequenceClassification, model, device)
-    return RewardModel(
-        scorer, tokenizer, blaming(f"reward model {model}")(AutoTokenizer.from_pretrained)(model), micro_tokens
-    )
+    return RewardModel(*_loaded(AutoModelForSequenceClassification, model, tokenizer, device), micro_tokens)
 
 
 def load_prm(
     model: str, tokenizer: Tokenizer, *, device: str = DEVICE, how: Literal["min", "prod", "last", "mean"] = "min"
 ) -> ProcessRewardModel:
     """A process reward model from a directory or the Hub; see `load_reward_model`."""
-    scorer = _scorer(AutoModelForTokenClassification, model, device)
-    return ProcessRewardModel(
-        scorer, tokenizer, blaming(f"reward model {model}")(AutoTokenizer.from_pretrained)(model), how
-    )
+    return ProcessRewardModel(*_loaded(AutoModelForTokenClassification, model, tokenizer, device), how)
 
 
 def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
@@ -151,9 +141,7 @@ def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
         )
 
 
-def _tokenizer(model: str) -> Tokenizer:
-    return blaming(f"reward model {model}")(AutoTokenizer.from_pretrained)(model)
-
-
-def _scorer(kind: Any, model: str, device: str) -> Scorer:
-    return Scorer(blaming(f"reward model {model}")(kind.from_pretrained)(model).requires_grad_(False).eval().to(device))
+def _loaded(kind: Any, model: str, tokenizer: Tokenizer, device: str) -> tuple[Scorer, Tokenizer, Tokenizer]:
+    with blaming(f"reward model {model}"):
+        loaded, model_tokenizer = kind.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    return Scorer(loaded.requires_grad_(False).eval().to(device)), tokenizer, model_tokenizer

@@ -113,14 +113,10 @@ def serve(descriptor: int) -> None:
         try:
             function = function or pickle.loads(pickled)
             value = function(*pickle.loads(arguments))
-            outcome = pickle.dumps((True, asyncio.run(_result(value)) if inspect.isawaitable(value) else value))
+            outcome = pickle.dumps((True, asyncio.run(value) if inspect.iscoroutine(value) else value))
         except BaseException:
             outcome = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(outcome)
-
-
-async def _result(value: Any) -> Any:
-    return await value
 
 
 def _end_with(parent: int) -> None:

@@ -140,10 +140,11 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
     calls = []
     for reward in rewards:
         over = getattr(reward.function, "over", "sample")
-        units: dict[int, list[int]] = {}
+        units: dict[int, list[int]] = {}  # the completions of each call
         for i, sample in enumerate(samples):
             units.setdefault({"sample": i, "group": sample.task, "step": 0}[over], []).append(i)
-        calls += [_score(reward, [rows[i] for i in unit], [samples[i] for i in unit]) for unit in units.values()]
+        for unit in units.values():
+            calls.append(_score(reward, [rows[i] for i in unit], [samples[i] for i in unit], over == "sample"))
     await asyncio.gather(*calls)
     for sample in samples:
         who = f"completion {sample.index} of task {sample.task}, scored by {', '.join(names)}"
@@ -181,14 +182,13 @@ def as_score(value: Any) -> float | str | None:
         return None
     try:
         value = value.item() if hasattr(value, "item") else value  # a tensor, an array, or a scalar of numpy
-    except (ValueError, RuntimeError):  # of several elements
-        return "not a number"
-    if not isinstance(value, Real):
-        return "not a number"
-    try:
+        if not isinstance(value, Real):
+            return "not a number"
         number = float(value)
     except OverflowError:  # an int beyond all floats
         return "infinite"
+    except (ValueError, RuntimeError):  # of several elements
+        return "not a number"
     if math.isnan(number):
         return "nan"
     return "infinite" if abs(number) > _LARGEST else number
@@ -233,16 +233,15 @@ async def _call_by_names(function: Callable[..., Any], row: Row, sample: Sample)
     return await call(function, **{name: known[name] for name in names if name in known})
 
 
-async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample], single: bool) -> None:
     """Call a function once, write the scores, and log the first failure of each kind; the counts tell the rest."""
-    loop = asyncio.get_running_loop()
-    gate = reward._gates.setdefault(loop, asyncio.Semaphore(getattr(reward.function, "concurrency", 32)))
-    single = getattr(reward.function, "over", "sample") == "sample"
+    free = asyncio.Semaphore(getattr(reward.function, "concurrency", 32))
+    gate = reward._gates.setdefault(asyncio.get_running_loop(), free)
+    arguments: Any = (rows[0], samples[0]) if single else (rows, samples)
     values: Any = []
-    failure = ""
+    failure = detail = ""
     try:
         async with gate:  # waiting costs a call none of its time
-            arguments = (rows[0], samples[0]) if single else (rows, samples)
             returned = await within(reward.timeout, call(reward.function, *arguments))
     except OutOfTime as late:
         failure, detail = "timeout", str(late)
@@ -254,16 +253,15 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
         if isinstance(error, KeyError):
             detail += f"\nthe row has the columns ({', '.join(map(str, rows[0]))})"
     else:
+        returned = returned.tolist() if hasattr(returned, "tolist") and not single else returned
         values = [returned] if single else returned
-        values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, list | tuple) or len(values) != len(samples):
-            shown = len(values) if isinstance(values, list | tuple) else _shown(returned)
-            failure, detail = "wrong length", f"returned {shown} for {len(samples)} completions"
+            count = len(values) if isinstance(values, list | tuple) else _shown(returned)
+            failure, detail = "wrong length", f"returned {count} for {len(samples)} completions"
     for i, sample in enumerate(samples):
-        score = failure or as_score(values[i])
-        sample.rewards[reward.name] = score
+        score = sample.rewards[reward.name] = failure or as_score(values[i])
         if isinstance(score, str) and score not in reward.reported:
-            reward.reported[score] = detail if failure else _shown(values[i])
+            reward.reported[score] = detail or _shown(values[i])
             masks = "it is masked, and" if reward.weight else "at weight 0 nothing is masked;"
             log.warning(
                 "reward %s: completion %d of task %d has no score (%s: %s); %s further ones are counted. %s",

@@ -4,9 +4,8 @@ import itertools
 import logging
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,43 +22,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardTable:
-    """The scores of samples by every reward function.
+    """The scores of samples by every reward function. `reward_table` makes one.
 
     Attributes:
         reward: float64 [samples, rewards], NaN where a function does not apply. The whole row is NaN where a function
             of a weight other than 0 has failed, or the completion was aborted: it is compared with no other.
         group: int64 [samples], the task of each.
         weight: float64 [rewards].
+        total: float64 [samples], the weighted sums; NaN where there is none.
+        measured_total: as ``total``, with the scores of aborted completions: what metrics count.
         names: of the reward functions.
         scores: [samples][rewards], as the functions gave them, failures included.
-        measured: as ``reward``, with the scores of aborted completions.
+        numbers: by name, float64 [scored], all scores that are numbers, those beside the failure of another included.
     """
 
     reward: Tensor
     group: Tensor
     weight: Tensor
-    names: Sequence[str] = ()
-    scores: Sequence[Sequence[float | str | None]] = ()
-    measured: Tensor | None = None
-
-    @cached_property
-    def total(self) -> Tensor:
-        """float64 [samples], the weighted sums; NaN where there is none."""
-        return weighted_reward(self.reward, self.weight)
-
-    @cached_property
-    def measured_total(self) -> Tensor:
-        """As ``total``, with the scores of aborted completions: what metrics count."""
-        return weighted_reward(self.reward if self.measured is None else self.measured, self.weight)
-
-    @cached_property
-    def numbers(self) -> dict[str, Tensor]:
-        """By name, float64 [scored], all scores that are numbers, those beside the failure of another included."""
-        numbers: dict[str, Tensor] = {}
-        for i, name in enumerate(self.names):
-            column = [row[i] for row in self.scores if not isinstance(row[i], str | None)]
-            numbers[name] = torch.tensor(column, dtype=torch.float64)
-        return numbers
+    total: Tensor
+    measured_total: Tensor
+    names: Sequence[str]
+    scores: Sequence[Sequence[float | str | None]]
+    numbers: Mapping[str, Tensor]
 
 
 def score(
@@ -92,17 +76,25 @@ def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -
     for sample, reward in itertools.product(samples, rewards):
         if reward.name not in sample.rewards:
             raise ValueError(f"reward {reward.name}: completion {sample.index} of task {sample.task} was not scored")
-    scores: list[list[Any]] = [[sample.rewards[reward.name] for reward in rewards] for sample in samples]
-    numbers = [[torch.nan if isinstance(value, str | None) else value for value in row] for row in scores]
-    measured = torch.tensor(numbers, dtype=torch.float64).reshape(len(samples), len(rewards))
-    deciding = [i for i, reward in enumerate(rewards) if reward.weight]
-    failed = [any(isinstance(row[i], str) for i in deciding) for row in scores]
-    measured[torch.tensor(failed, dtype=torch.bool)] = torch.nan
-    compared = measured.clone()
-    compared[torch.tensor([sample.finish == "aborted" for sample in samples], dtype=torch.bool)] = torch.nan
-    group = torch.tensor([sample.task for sample in samples], dtype=torch.int64)
+    names = [reward.name for reward in rewards]
+    scores: list[list[Any]] = [[sample.rewards[name] for name in names] for sample in samples]
+    values = [[torch.nan if isinstance(score, str | None) else score for score in row] for row in scores]
+    given = torch.tensor(values, dtype=torch.float64).reshape(len(samples), len(rewards))
+    failed = [any(isinstance(row[i], str) and rewards[i].weight for i in range(len(rewards))) for row in scores]
+    aborted = [sample.finish == "aborted" for sample in samples]
+    measured = given.masked_fill(torch.tensor(failed, dtype=torch.bool)[:, None], torch.nan)
+    compared = measured.masked_fill(torch.tensor(aborted, dtype=torch.bool)[:, None], torch.nan)
     weight = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
-    return RewardTable(compared, group, weight, [reward.name for reward in rewards], scores, measured)
+    return RewardTable(
+        compared,
+        torch.tensor([sample.task for sample in samples], dtype=torch.int64),
+        weight,
+        weighted_reward(compared, weight),
+        weighted_reward(measured, weight),
+        names,
+        scores,
+        {name: column[~column.isnan()] for name, column in zip(names, given.unbind(1), strict=True)},
+    )
 
 
 def reward_metrics(table: RewardTable) -> dict[str, float]:
@@ -150,16 +142,23 @@ class RewardMonitor:
 
     def __call__(self, table: RewardTable, samples: Sequence[Sample]) -> list[str]:
         """The new problems of this step; they are logged as well."""
-        problems = {kind: text for kind, text in self._problems(table, samples) if kind not in self.reported}
-        self.reported |= problems.keys()
-        for problem in problems.values():
-            log.warning("%s", problem)
-        return list(problems.values())
-
-    def _problems(self, table: RewardTable, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
-        """(kind, problem), those that were reported before included."""
+        problems: dict[str, str] = {}  # by kind
+        lasting = [  # a problem once it lasts, what to do about it, and whether it is so in this step
+            (
+                "rewards: all completions of a prompt were worth the same",
+                "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier "
+                "prompts, a reward that tells more completions apart, a higher temperature or a larger group_size",
+                len(set(table.group.tolist())) < len(table.group)  # else each is alone in its group
+                and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1,
+            ),
+            (
+                "max_tokens: every completion was cut before its end",
+                "so none is whole; allow more tokens, and see that the tokenizer's end token is the one that the model "
+                "was made to end with",
+                len(samples) > 0 and all(sample.finish == "length" for sample in samples),
+            ),
+        ]
         silent = "so it teaches nothing; the metrics rewards/<name>/unscored/... say why, and the first time was logged"
-        lasting = []  # what is a problem once it lasts, what to do about it, and whether it is so in this step
         for (name, numbers), weight in zip(table.numbers.items(), table.weight.tolist(), strict=True):
             lasting.append((f"reward {name}: gave no score", silent, len(numbers) == 0 < len(samples)))
             if len(numbers):
@@ -167,36 +166,30 @@ class RewardMonitor:
                 usual = statistics.median(before) if len(before) >= self.patience else 0.0
                 self._largest[name].append(largest)
                 if usual and largest > self.factor * usual:
-                    change = f"a score of size {largest:g}, where {usual:g} was usual"
-                    advice = "clip it, or take its logarithm, because one such completion decides the whole step"
-                    yield f"explosion {name}", f"reward {name}: {change}; {advice}"
+                    problems[f"explosion {name}"] = (
+                        f"reward {name}: a score of size {largest:g}, where {usual:g} was usual; clip it, or take its "
+                        "logarithm, because one such completion decides the whole step"
+                    )
             if len(numbers) > 1:
                 self._spread[name].append(abs(weight) * numbers.std().item())
-        known = {name: past for name, past in self._spread.items() if len(past) >= self.patience and any(past)}
-        spread = {name: statistics.fmean(past[-100:]) for name, past in known.items()}
+        spread = {
+            name: statistics.fmean(past[-100:])
+            for name, past in self._spread.items()
+            if len(past) >= self.patience and any(past)
+        }
         loud, quiet = max(spread, key=spread.__getitem__, default=""), min(spread, key=spread.__getitem__, default="")
         if len(spread) > 1 and spread[loud] > self.factor * spread[quiet]:
-            sizes = f"{spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights included"
-            advice = (
-                "change the weights, or normalize each reward before summing (reward_aggregation: normalize; in code,"
+            problems[f"drowned {quiet}"] = (
+                f"reward {quiet}: varies by {spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights "
+                f"included, so that {loud} decides alone; change the weights, or normalize each reward before summing "
+                "(reward_aggregation: normalize; in code, gdpo_advantage)"
             )
-            problem = f"varies by {sizes}, so that {loud} decides alone; {advice} gdpo_advantage)"
-            yield f"drowned {quiet}", f"reward {quiet}: {problem}"
-        compared = len(set(table.group.tolist())) < len(table.group)  # else each is alone in its group
-        alike = compared and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1
-        what = "rewards: all completions of a prompt were worth the same"
-        advice = (
-            "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier prompts,"
-            " a reward that tells more completions apart, a higher temperature or a larger group_size"
-        )
-        lasting.append((what, advice, alike))
-        what = "max_tokens: every completion was cut before its end"
-        advice = (
-            "so none is whole; allow more tokens, and see that the tokenizer's end token is the one that the model was "
-            "made to end with"
-        )
-        lasting.append((what, advice, len(samples) > 0 and all(sample.finish == "length" for sample in samples)))
-        for what, advice, now in lasting:
-            self._lasting[what] = self._lasting[what] + 1 if now else 0
-            if self._lasting[what] >= self.patience:
-                yield what, f"{what} in {self.patience} steps in a row, {advice}"
+        for problem, advice, now in lasting:
+            self._lasting[problem] = self._lasting[problem] + 1 if now else 0
+            if self._lasting[problem] >= self.patience:
+                problems[problem] = f"{problem} in {self.patience} steps in a row, {advice}"
+        new = {kind: problem for kind, problem in problems.items() if kind not in self.reported}
+        self.reported |= new.keys()
+        for problem in new.values():
+            log.warning("%s", problem)
+        return list(new.values())

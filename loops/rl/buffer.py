@@ -7,8 +7,8 @@ and on every rank alike, so that the split into micro-batches and ranks does not
 """
 
 from collections.abc import Sequence
-from itertools import compress
-from typing import Any, cast
+from itertools import chain, compress
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -37,6 +37,7 @@ class RolloutBuffer:
     Attributes:
         sequence: int64 [tokens], the completion that each trained token belongs to.
         scores: the table of `score`; without it nothing is unscored.
+        unfinished: float64 [completions], 1 for those that did not end by themselves.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class RolloutBuffer:
         version: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.samples, self.dtype = in_order(samples), dtype
+        groups = [[group] if isinstance(group, Sample) else group for group in samples]
+        self.samples = sorted(chain.from_iterable(groups), key=lambda sample: (sample.task, sample.index))
+        self.dtype = dtype
+        self.unfinished = torch.tensor([sample.finish != "stop" for sample in self.samples], dtype=torch.float64)
         self.trained = [sample.trained for sample in self.samples]
         self.sequence = torch.tensor([i for i, trained in enumerate(self.trained) for t in trained if t]).long()
         self.scores: RewardTable = reward_table([], self.samples)
@@ -93,20 +97,6 @@ class RolloutBuffer:
         """float64 [completions], the weighted sum of the scores; NaN where there is none."""
         return self.scores.total
 
-    @property
-    def unfinished(self) -> Tensor:
-        """float64 [completions], 1 for those that did not end by themselves."""
-        return torch.tensor([sample.finish != "stop" for sample in self.samples], dtype=torch.float64)
-
-    @property
-    def groups(self) -> list[list[int]]:
-        """The completions of each prompt that have a token to train on."""
-        groups: dict[int, list[int]] = {}
-        for i, sample in enumerate(self.samples):
-            if any(self.trained[i]):
-                groups.setdefault(sample.task, []).append(i)
-        return list(groups.values())
-
     def score(self, rewards: Sequence[Any], rows: Sequence[Row] | None = None) -> RewardTable:
         """Score the completions, and mask those without a score. See `burnish.loops.rewards.score`."""
         self.scores = score(rewards, self.samples, rows)
@@ -127,18 +117,17 @@ class RolloutBuffer:
         """[completions], the sum of a column [tokens] over each of them."""
         return sequence_sum(column, self.sequence, len(self.samples))
 
-    def split_groups(self, max_tokens: int | None, layout: Layout) -> list[list[list[int]]]:
-        """The examples of each group, as indices of completions: one, so that the prompt is computed once, unless it
-        exceeds ``max_tokens``."""
-        split: list[list[list[int]]] = []
-        for group in self.groups:
-            examples: list[list[int]] = [[]]
-            for i in group:
+    def split_groups(self, max_tokens: int | None = None, layout: Layout = "shared") -> list[list[list[int]]]:
+        """The examples of each prompt, as indices of its completions that have a token to train on: one, so that the
+        prompt is computed once, unless it exceeds ``max_tokens``."""
+        groups: dict[int, list[list[int]]] = {}
+        for i, sample in enumerate(self.samples):
+            if any(self.trained[i]):
+                examples = groups.setdefault(sample.task, [[]])
                 if examples[-1] and max_tokens is not None and self._cost([*examples[-1], i], layout) > max_tokens:
                     examples.append([])
                 examples[-1].append(i)
-            split.append(examples)
-        return split
+        return list(groups.values())
 
     def micro_batches(
         self,
@@ -181,26 +170,3 @@ class RolloutBuffer:
         prompt = len(self.samples[completions[0]].prompt)
         tokens = sum(len(self.samples[i].tokens) for i in completions)
         return prompt * (1 if layout == "shared" else len(completions)) + tokens
-
-
-def rollout_metrics(rollout: RolloutBuffer) -> dict[str, float]:
-    """Metrics of completions under TRL's names, the share that is masked, and their age."""
-    lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
-    metrics: dict[str, Tensor] = {}
-    for name, some in (("", lengths), ("terminated_", lengths[rollout.unfinished == 0])):
-        if len(some):
-            kinds = {"mean": some.mean(), "min": some.min(), "max": some.max()}
-            metrics |= {f"completions/{kind}_{name}length": value for kind, value in kinds.items()}
-    if len(lengths):
-        metrics["completions/clipped_ratio"] = rollout.unfinished.mean()
-        metrics["completions/masked_ratio"] = (rollout.lengths == 0).double().mean()
-    if len(age := rollout.columns["age"]):
-        metrics |= {"age/mean": age.mean(), "age/max": age.max()}
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def in_order(samples: Sequence[Sample] | Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Samples, or groups of them, in the order of (task, index)."""
-    groups = cast(Sequence[Any], samples)
-    flat: list[Sample] = [s for group in groups for s in ([group] if isinstance(group, Sample) else group)]
-    return sorted(flat, key=lambda sample: (sample.task, sample.index))

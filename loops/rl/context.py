@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from typing import Any, cast
 
+import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import nn
+from torch import Tensor, nn
 
 from ...data import Records, concatenated, encode_prompts, load_data
 from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
@@ -23,7 +24,7 @@ from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
-from ..runs.ranks import from_main
+from ..runs.ranks import from_main, on_main
 from ..runs.training import Training
 from ..train.losses import Losses, TensorReader
 from .buffer import RolloutBuffer
@@ -59,17 +60,30 @@ class RLContext(RunContext[Policy]):
         see `RunContext.train`. Held-out prompts are evaluated by their rewards."""
         if self.eval_data is not None:
             options["evaluation"] = lambda steps: self.evaluate()
-        with ExitStack() as failing:
-            failing.callback(feed.close)
-            training = super().train(losses, read, feed, memory=feed, resources=closing(feed), **options)
-            failing.pop_all()
-        return training
+        try:
+            return super().train(losses, read, feed, memory=feed, resources=closing(feed), **options)
+        except BaseException:
+            feed.close()
+            raise
 
     def metrics(self, rollout: RolloutBuffer) -> Mapping[str, float]:
-        """Metrics of the rewards and conversations of a rollout, and of the sampler on the main process."""
+        """Metrics of a rollout: its completions under TRL's names, the share of them that is masked, the age of their
+        tokens; then of its rewards and conversations, and on the main process of the sampler."""
+        lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
+        measured: dict[str, Tensor] = {}
+        for name, some in (("", lengths), ("terminated_", lengths[rollout.unfinished == 0])):
+            if len(some):
+                kinds = {"mean": some.mean(), "min": some.min(), "max": some.max()}
+                measured |= {f"completions/{kind}_{name}length": value for kind, value in kinds.items()}
+        if len(lengths):
+            measured["completions/clipped_ratio"] = rollout.unfinished.mean()
+            measured["completions/masked_ratio"] = (rollout.lengths == 0).double().mean()
+        if len(age := rollout["age"]):
+            measured |= {"age/mean": age.mean(), "age/max": age.max()}
+        metrics = {name: float(value) for name, value in measured.items()}
         if not self.rewards:
-            return {}
-        metrics = reward_metrics(rollout.scores)
+            return metrics
+        metrics |= reward_metrics(rollout.scores)
         if turns := [sample.info["turns"] for sample in rollout.samples if "turns" in sample.info]:
             aborted = sum(sample.finish == "aborted" for sample in rollout.samples)
             metrics |= {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted)}
@@ -121,6 +135,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
     """
     check_online(config)
+    make = None if config.environment is None else resolve_environment(config.environment)
     accelerator = open_accelerator(config)
     records = load_data(config.data, config.eval_data, seed=config.seed)
     rows, eval_rows = (concatenated(parts) for parts in records)
@@ -128,8 +143,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     run = open_run(config, encode_prompts, make_policy, records=records, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
     converse = None
-    if config.environment is not None:
-        make = resolve_environment(config.environment)
+    if make is not None:
         # Without a template only environments that speak in token ids are understood.
         turns = turns_for(make, run.tokenizer, config.chat_template_kwargs) if run.tokenizer.chat_template else None
         converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
@@ -164,20 +178,23 @@ def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Ac
         ValueError: if a part of the data lacks a column that one of them reads.
     """
     spec = config.rewards or {"environment": 1.0}
-    rewards = resolve_names(spec)
 
-    def open_there() -> None:
-        rewards[:] = resolve_rewards(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
+    def open_there() -> Sequence[RewardFunction]:
+        rewards = resolve_rewards(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
         for part in parts:
             check_columns(rewards, part.dataset.column_names, part.source)
+        return rewards
 
-    from_main(accelerator, open_there)
-    return rewards
+    return on_main(accelerator, open_there) or resolve_names(spec)
 
 
 def check_online(config: OnlineConfig) -> None:
     """Raise ValueError, before anything is loaded, if completions can't be sampled, or not be learned from."""
     check_sampling(config)
+    if config.schedule in ("reduce_lr_on_plateau", "greedy"):
+        raise ValueError(
+            f"schedule: {config.schedule} follows eval/loss, and held-out prompts have rewards; use another"
+        )
     if config.streaming:
         raise ValueError("streaming: this recipe samples completions for prompts, all of which it reads beforehand")
     if config.minibatches > config.prompts_per_rollout:
@@ -185,9 +202,7 @@ def check_online(config: OnlineConfig) -> None:
             f"minibatches: the {config.prompts_per_rollout} prompts of a rollout can't be shared by "
             f"{config.minibatches} steps; raise prompts_per_rollout, or lower minibatches"
         )
-    if config.environment is not None:
-        resolve_environment(config.environment)
-    elif not config.rewards:
+    if config.environment is None and not config.rewards:
         raise ValueError(
             f"rewards: none is named, so nothing could be learned; give at least one, such as --rewards "
             f"'{{exact_match: 1.0}}'. There are {', '.join(SHIPPED)}, or your own as module:function"

@@ -73,6 +73,8 @@ class DistributedSource:
         group_size: int = 1,
     ) -> None:
         self.source: Any = source
+        self.overlaps, self.stored = source.overlaps, source.stored
+        self.context: int | None = getattr(source, "context", None)  # the longest prompt and completion together
         self.ranks, self.gathered, self.group_size = ranks, gathered, group_size
         self.parts = min(group_size, -(-ranks // groups))  # of a group
         self.accelerator, self._group = accelerator, group
@@ -80,19 +82,6 @@ class DistributedSource:
         self._awaited: list[dict[int | None, asyncio.Future[Any]]] = [{} for _ in range(ranks)]
         self._talks: dict[tuple[int, Any], asyncio.Task[None]] = {}  # by rank and direction
         self._requests, self._closed = 0, False
-
-    @property
-    def overlaps(self) -> bool:
-        return bool(self.source.overlaps)
-
-    @property
-    def stored(self) -> bool:
-        return bool(self.source.stored)
-
-    @property
-    def context(self) -> int | None:
-        """The longest prompt and completion together, if there is a limit."""
-        return getattr(self.source, "context", None)
 
     def rank_of(self, task: int, index: int) -> int:
         return (task * self.parts + index * self.parts // self.group_size) % self.ranks

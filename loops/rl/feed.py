@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..rewards.scoring import refuse_broken
 from ..rewards.table import reward_table
 from ..rollouts.sample import Sample, from_record, to_record
 from ..runs.ranks import from_main
-from .buffer import RolloutBuffer, in_order, rollout_metrics
+from .buffer import RolloutBuffer
 from .context import RLContext
 
 log = logging.getLogger(__name__)
@@ -116,8 +117,7 @@ class RolloutFeed:
             self._measure(rollout, self.measure)
         for name, column in self.advantages(rollout).items():
             rollout[name] = column
-        metrics = {**rollout_metrics(rollout), **self.context.metrics(rollout), **self.report_rollout(rollout)}
-        self.metrics = {**metrics, **passed_over}
+        self.metrics = {**context.metrics(rollout), **self.report_rollout(rollout), **passed_over}
         return rollout
 
     def _buffer(self, groups: list[list[Sample]], number: int) -> RolloutBuffer:
@@ -136,7 +136,7 @@ class RolloutFeed:
         for _ in range(PATIENCE if self.dynamic_sampling else 1):
             taken = self.scheduler.take(wanted - len(kept), step=number)
             if self.rollout is None and not seen:
-                refuse_broken(rewards, in_order(taken))
+                refuse_broken(rewards, list(chain.from_iterable(taken)))
             seen += taken
             kept += [group for group in taken if not self.dynamic_sampling or self._varies(group)]
             if len(kept) == wanted:
@@ -147,7 +147,7 @@ class RolloutFeed:
                 f"{len(seen) - len(kept)} do not; it goes on with these. Prompts may be too easy or too hard for this "
                 "policy"
             )
-        samples = in_order(seen)
+        samples = list(chain.from_iterable(seen))
         if self.context.sample_log is not None:
             self.context.sample_log(samples)
         if not self.dynamic_sampling:

@@ -81,9 +81,8 @@ def policy_losses(
     elif config.bounds[0] > config.bounds[1]:
         low, high = config.bounds
         raise ValueError(f"correction_low, correction_high: wanted low <= high, got {low} and {high}")
-    hyper_parameters = {**loss_kwargs, **config.loss_kwargs}
-    mix, given = config.loss or default, config.loss_kwargs
-    losses = parse_losses(mix, hyper_parameters, POLICY_LOSSES, weighting=weigh, given=given)
+    shared, given = {**loss_kwargs, **config.loss_kwargs}, config.loss_kwargs
+    losses = parse_losses(config.loss or default, shared, POLICY_LOSSES, weighting=weigh, given=given)
     if kl_loss and config.beta:
         losses["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
     for name, loss in losses.items():
@@ -138,8 +137,8 @@ def train_policy(
     """
     config: PolicyGradientConfig = context.config
     config = replace(config, old_logprobs=ratio_denominator(config, losses))
-    wanted = "ref_logp" in tensors_needed(losses) or (kl_in_reward and config.beta > 0)
-    reference, _ = context.reference(config.reference, needed=wanted, temperature=config.temperature)
+    needed = "ref_logp" in tensors_needed(losses) or (kl_in_reward and config.beta > 0)
+    reference, _ = context.reference(config.reference, needed=needed, temperature=config.temperature)
     # Once per rollout, where that is fewer passes than one in each pass that trains, or was made for the reward anyway.
     stored = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
     # Of a rollout that is trained on once, π_old is the policy itself, from the very pass that trains it.
@@ -154,8 +153,8 @@ def train_policy(
         return columns
 
     mismatch = SamplerMismatch(context.accelerator, config.old_logprobs)
-    needed = measure if start or stored is not None else None
-    feed = RolloutFeed(context, measure=needed, first_step=mismatch.warn_of_clipping, **hooks)
+    hooks |= {"measure": measure} if start or stored is not None else {}
+    feed = RolloutFeed(context, first_step=mismatch.warn_of_clipping, **hooks)
     logged = {**losses, "sampling/logp_difference": Term(mismatch.measure, 0.0), **terms.ENTROPY}
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
@@ -197,16 +196,17 @@ def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequ
     """[tokens], the weight of each by how far the trainer's policy is from the sampler's."""
     low, high = config.bounds
     match config.correction:
-        case "tis" | "icepop":
-            log_ratio = correction.token_log_ratio(old, sampled)
+        case "tis":
+            return correction.truncated_importance(correction.token_log_ratio(old, sampled), cap=high)
+        case "icepop":
+            return correction.masked_importance(correction.token_log_ratio(old, sampled), low=low, high=high)
         case "geometric_mask":
             log_ratio = correction.geometric_log_ratio(old, sampled, sequence)
-        case _:
-            log_ratio = correction.sequence_log_ratio(old, sampled, sequence)
-    if config.correction in ("tis", "sequence_tis"):
+            return correction.importance_mask(log_ratio, low=low, high=high)
+    log_ratio = correction.sequence_log_ratio(old, sampled, sequence)
+    if config.correction == "sequence_tis":
         return correction.truncated_importance(log_ratio, cap=high)
-    weigh = correction.masked_importance if config.correction == "icepop" else correction.importance_mask
-    return weigh(log_ratio, low=low, high=high)
+    return correction.importance_mask(log_ratio, low=low, high=high)
 
 
 class SamplerMismatch:
@@ -243,9 +243,9 @@ class SamplerMismatch:
         together = torch.cat([local[:, :3].sum(0), local[:, 3:].amax(0)])
         every: Any = self.accelerator.gather(together[None])
         count, total, squares = every[:, :3].sum(0).tolist()
+        difference, highest, lowest = every[:, 3:].amax(0).tolist()
         if not count:
             return {}
-        difference, highest, lowest = every[:, 3:].amax(0).tolist()
         return {
             "sampling/effective_sample_size": total**2 / (count * squares),
             "sampling/logp_difference/max": difference,

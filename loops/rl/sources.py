@@ -34,7 +34,7 @@ from ..rollouts.vllm.launch import launch
 from ..rollouts.vllm.server import VLLMServer
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_lora_rank
 from ..runs.context import RunContext
-from ..runs.ranks import from_main
+from ..runs.ranks import on_main
 from ..runs.trackers import log_table
 from .distributed import Follower, distributed
 from .settings import VLLM, OnlineConfig, SamplingConfig
@@ -101,18 +101,15 @@ def open_scheduler(
     accelerator, by_policy, sharded = run.accelerator, config.source == "policy", is_sharded(run.model)
     read = adapter_weights if config.vllm.updates == "adapters" else named_weights
     weights = partial(read, run.model, None if by_policy else getattr(torch, config.dtype))
-    sources: list[RolloutSource] = []
-    if by_policy:
-        sources.append(open_local(config, run, detached=config.max_staleness > 0))
+    local = open_local(config, run, detached=config.max_staleness > 0) if by_policy else None
 
-    def open_there() -> None:
-        if not by_policy:
-            sources.append(open_source(config, run))
-        if (context := getattr(sources[0], "context", None)) is not None:
+    def open_there() -> RolloutSource:
+        opened: RolloutSource = local or open_source(config, run)
+        if (context := getattr(opened, "context", None)) is not None:
             check_context_length(config, run, context)
+        return opened
 
-    from_main(accelerator, open_there)
-    source, follow = (*sources, None)[0], None
+    source, follow = on_main(accelerator, open_there) or local, None
     if accelerator.num_processes > 1 and (by_policy or sharded):
         source, follow = distributed(
             accelerator,
@@ -123,11 +120,10 @@ def open_scheduler(
             groups=config.prompts_per_rollout,
             group_size=config.group_size,
         )
-    schedulers: list[RolloutScheduler] = []
 
-    def make_there() -> None:
+    def make_there() -> RolloutScheduler:
         assert source is not None
-        scheduler = RolloutScheduler(
+        return RolloutScheduler(
             converse(source) if converse else source,
             prompts,
             weights=weights,
@@ -139,10 +135,8 @@ def open_scheduler(
             attempts=config.vllm.attempts,
             score=score,
         )
-        schedulers.append(scheduler)
 
-    from_main(accelerator, make_there)
-    return (*schedulers, None)[0], follow
+    return on_main(accelerator, make_there), follow
 
 
 def check_context_length(config: OnlineConfig, run: RunContext[Policy], context: int) -> None:

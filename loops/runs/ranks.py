@@ -79,9 +79,19 @@ def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
     Raises:
         MainProcessError: on the other ranks, with its message, where the main process raises an error.
     """
+    computed = on_main(accelerator, lambda: (function(),))
+    return computed[0] if computed else function()
+
+
+def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
+    """Return ``function()`` on the main process, where alone it is called, and None on the others, which wait for it.
+
+    Raises:
+        MainProcessError: on the other ranks, with its message, where the main process raises an error.
+    """
     computed: list[T] = []
     from_main(accelerator, lambda: computed.append(function()))
-    return computed[0] if computed else function()
+    return computed[0] if computed else None
 
 
 def meet(accelerator: Accelerator) -> None:

@@ -126,8 +126,8 @@ def test_a_reward_model_is_named_by_its_directory(directory, tmp_path, tokenizer
 
 
 def test_a_judge_is_loaded_on_the_device_that_is_given_unless_it_names_its_own(judge_of_steps, tokenizer, monkeypatch):
-    asked, load = [], models._scorer
-    monkeypatch.setattr(models, "_scorer", lambda kind, model, device: asked.append(device) or load(kind, model, "cpu"))
+    asked, load = [], models._loaded
+    monkeypatch.setattr(models, "_loaded", lambda *inputs: asked.append(inputs[-1]) or load(*inputs[:-1], "cpu"))
     for settings in ({}, {"device": "cpu"}):
         resolve_rewards({"prm": {"model": str(judge_of_steps), **settings}}, tokenizer=tokenizer, device="cuda:1")
     assert asked == ["cuda:1", "cpu"]

@@ -1,13 +1,14 @@
 """Rollouts that all ranks sample are those that one process samples."""
 
 import functools
+import math
 
 import pytest
 import torch
 from forked import run_forked
 from online import lines, prepare, stored
 from safetensors.torch import load_file
-from tiny import sums, write_rows
+from tiny import save_model, sums, write_rows
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
 RUNS = {
@@ -20,9 +21,21 @@ RUNS = {
     "adapters": {"lora": {"r": 2}},
     "held out": {"eval_temperature": 1.0, "eval_every": 1},
 }
-
-
-SHARDED = ["plain", "stale", "adapters", "held out", "conversations"]
+RECIPES = {
+    "ppo": {"recipe": "ppo", "beta": 0.1, "lam": 0.9, "epochs_per_rollout": 2, "minibatches": 2},
+    "ppo with a critic": {"recipe": "ppo", "value_model": "start", "group_size": 2},
+    "online_dpo": {"recipe": "online_dpo", "group_size": 3, "loss": {"dpo": 1.0, "nll": 0.1}},
+    "distill": {
+        "recipe": "distill",
+        "on_policy": 0.5,
+        "loss": {"distillation": 1.0, "sampled_reverse_kl": 0.5},
+        "teacher": {"model": "teacher", "divergence": "jsd"},
+        "batch_size": 5,
+        "schedule": "cosine_with_min_lr",
+        "schedule_kwargs": {"min_lr_rate": 0.1},
+    },
+}
+SHARDED = ["plain", "stale", "adapters", "held out", "conversations", *RECIPES]
 RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
@@ -33,16 +46,26 @@ def train(tmp_path_factory):
     common = {**prepare(directory), "dtype": "float64", "steps": 3}
     held_out = [{"prompt": pair["prompt"], "answer": "1"} for pair in sums(5, seed=1)]
     held_out = {"eval_data": str(write_rows(directory / "held_out.jsonl", held_out))}
+    teacher = str(save_model(directory / "teacher", seed=1))
+    write_rows(directory / "pairs.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(17)])
 
     @functools.cache
     def train(ranks):
         place = directory / str(ranks)
-        runs = [{**common, **fields, "output": str(place / kind)} for kind, fields in RUNS.items()]
-        runs += [
-            {**common, **RUNS[kind], "output": str(place / f"{kind}, sharded"), "sharded": True} for kind in SHARDED
-        ]
+        alone = RUNS | RECIPES if ranks == 1 else RUNS
+        runs = [{**common, **fields, "output": str(place / kind)} for kind, fields in alone.items()]
+        for kind in SHARDED if ranks > 1 else []:
+            fields = {**common, **(RUNS | RECIPES)[kind], "output": str(place / f"{kind}, sharded")}
+            runs.append(fields | {"sharded": True})
         runs = [fields | held_out if "eval_every" in fields else fields for fields in runs]
-        runs = [fields for fields in runs if ranks > 1 or "sharded" not in fields]
+        runs += [{**common, "output": str(place / "bfloat16"), "dtype": "bfloat16", "sharded": ranks > 1, "beta": 0.1}]
+        for fields in runs:
+            if "value_model" in fields:
+                fields["value_model"] = common["model"]
+            if "teacher" in fields:
+                fields["teacher"] = {**fields["teacher"], "model": teacher}
+                fields["data"] = str(directory / "pairs.jsonl")
+                del fields["rewards"], fields["prompts_per_rollout"]
         for status, printed in run_forked(ranks, "spread", runs):
             assert status == 0, printed[-3000:]
         return place
@@ -61,8 +84,32 @@ def test_samples_metrics_and_weights_are_those_of_one_process(train, kind, ranks
         assert alone.keys() == spread.keys()
         for name in alone:
             assert "seconds" in name or spread[name] == pytest.approx(alone[name], rel=1e-9, abs=1e-12), name
-    weights, expected = (load_file(place / "model/model.safetensors") for place in (many, one))
-    start = load_file(one.parents[1] / "start/model.safetensors")
-    for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name], tensor, **EXACT)
+    written = [*one.glob("*/model.safetensors"), *one.glob("critic/model/*.safetensors"), *one.glob("*.safetensors")]
+    for path in written:
+        weights = load_file(many / path.relative_to(one))
+        for name, tensor in load_file(path).items():
+            torch.testing.assert_close(weights[name], tensor, **EXACT)
+    assert len(written) == (2 if kind.startswith("ppo") else 1)  # the values, too
+    weights, start = (load_file(path / "model.safetensors") for path in (many / "model", one.parents[1] / "start"))
     assert any(not torch.equal(weights[name].float(), start[name]) for name in start)
+
+
+def test_steps_of_the_data_and_of_the_students_own_completions_take_turns(train):
+    """So that the comparison of the runs is one of both."""
+    assert {line["on_policy"] for line in lines(train(1) / "distill")} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_run_in_bfloat16_and_in_shards_samples_and_learns_as_one_process_does(train, ranks):
+    one, many = train(1) / "bfloat16", train(ranks) / "bfloat16"
+    assert len(stored(many)) == len(stored(one)) == 3 * 4 * 4
+    start = load_file(one.parents[1] / "start/model.safetensors")
+    moved = [
+        torch.cat([(weights[name].float() - start[name]).flatten() for name in start])
+        for weights in (load_file(place / "model/model.safetensors") for place in (one, many))
+    ]
+    assert torch.nn.functional.cosine_similarity(*moved, dim=0) > 0.9
+    for line, alone in zip(lines(many), lines(one), strict=True):
+        assert line.keys() == alone.keys()
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["sampling/logp_difference/max"] < 0.1  # the sampler has the weights that are trained
