@@ -20,7 +20,7 @@ from ..train.weighting import Weightings
 from . import checkpoint, stop
 from .directory import claimed
 from .feed import Feed
-from .ranks import meet, watching
+from .ranks import gloo_group, meet, watching
 from .report import Journal, draw_curves, progress, written
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Training:
         if self.taken:
             raise RuntimeError("training: its steps were taken; open a run with resume=True to go on with it")
         self.taken, signalled, parts = True, [], self.state["parts"]
-        checkpoint.connect(accelerator)
+        gloo_group("checkpoint")
         with self.resources:
             batch = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
             epoch = len(self.context.data) / batch
