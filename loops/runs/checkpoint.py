@@ -11,14 +11,13 @@ The batches of a step are a function of its number, so the step is the data curs
 
 import errno
 import logging
-import math
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..registry import nearest
 from .ranks import from_main, gloo_group
 from .state import capture, dump, random_state, restore, set_random_state, trained_state
 from .storage import DirectoryWriter, damage, remove_partial
@@ -40,46 +38,8 @@ log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves and loads alone
 
 
-class StepMemory(Protocol):
-    """State of a recipe beside its parameters, the same on every rank; it sees the metrics of every step."""
-
-    def observe(self, metrics: Mapping[str, float]) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
-
-
 class CheckpointError(RuntimeError):
     """A checkpoint, or the trained model, could not be written, or none could be read."""
-
-
-class Best:
-    """The saved step at which a metric was lowest, or with ``max:`` before its name highest.
-
-    Attributes:
-        step: None before there is one.
-    """
-
-    def __init__(self, metric: str | None) -> None:
-        self.name = metric and metric.removeprefix("max:")
-        self.sign = 1.0 if metric == self.name else -1.0
-        self.step: int | None = None
-        self.lowest = math.inf
-
-    def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """True if these metrics, of an evaluation after ``step``, are the best so far, which is to be saved.
-
-        Raises:
-            ValueError: before the first step, if the metric is not among them.
-        """
-        if self.name and step == 0 and self.name not in metrics:
-            raise ValueError(nearest("keep_best: no metric", self.name, metrics))
-        value = self.sign * metrics.get(self.name or "", math.nan)
-        if step == 0 or not value < self.lowest:
-            return False
-        self.step, self.lowest = step, value
-        return True
 
 
 @contextmanager

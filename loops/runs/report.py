@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from ..config import Common
 from .trackers import for_trackers, open_trackers
@@ -79,16 +79,9 @@ def written(directory: Path | None, start: int) -> list[str]:
 def progress(steps: int, start: int, *, visible: bool) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
     """A bar on a terminal, a line every few seconds elsewhere; yields ``show(step, metrics)``."""
     console = Console()
-    bar = Progress(
-        TextColumn("step"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-        disable=not (visible and console.is_terminal),
-    )
+    columns = ("step", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    disable = not (visible and console.is_terminal)
+    bar = Progress(*columns, "{task.description}", console=console, disable=disable)
     task = bar.add_task("", total=steps, completed=start)
     shown = -math.inf  # when the last line was
 
@@ -109,14 +102,12 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     curves = foremost(read_curves(metrics))
     if all(len(points) < 2 for lines in curves.values() for points in lines.values()):
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import
 
     columns = min(3, len(curves))
     rows = -(-len(curves) // columns)
     width, height = _PANEL[0] * columns, _PANEL[1] * rows
     figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
     # Margins in inches: matplotlib's own layouts draw everything once more to find them.
     figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.35 / height, wspace=0.27, hspace=0.5)
     for i, (name, lines) in enumerate(curves.items()):
