@@ -97,8 +97,10 @@ def _described(value: Any, name: str = "") -> Any:
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if name in ("data", "eval_data") and not (isinstance(value, Mapping) or _is_mixture(value)):
-        return type(value).__name__
+    if name in ("data", "eval_data"):
+        mixture = isinstance(value, list) and all(isinstance(part, str) or "path" in part for part in value)
+        if not (mixture or isinstance(value, Mapping)):
+            return type(value).__name__
     if isinstance(value, Mapping):
         return {_described(key): _described(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -107,10 +109,6 @@ def _described(value: Any, name: str = "") -> Any:
         return f"{type(value).__name__} {weights_digest(value)[:16]}"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"
-
-
-def _is_mixture(data: Any) -> bool:
-    return isinstance(data, list) and all(isinstance(part, str) or "path" in part for part in data)
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -74,8 +74,8 @@ def log_table(
     """Show rows of text in the trackers that have tables, or text: wandb, trackio, clearml, tensorboard."""
     for tracker in trackers:
         if tracker.name == "tensorboard":
-            cells = [columns, ["--"] * len(columns), *([_cell(value) for value in row] for row in rows)]
-            text = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in cells)
+            cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
+            text = "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["--"] * len(columns), *cells))
             tracker.writer.add_text(name, text, step)
         elif tracker.name == "trackio":
             import pandas
@@ -84,7 +84,3 @@ def log_table(
             tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=list(columns)))})
         elif hasattr(tracker, "log_table"):
             tracker.log_table(name, columns=list(columns), data=[list(map(str, row)) for row in rows])
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", "<br>")

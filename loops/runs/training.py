@@ -24,7 +24,7 @@ from . import checkpoint, stop
 from .directory import claimed
 from .feed import Feed, digest
 from .ranks import gloo_group, meet, watching
-from .report import Journal, draw_curves, progress, written
+from .report import draw_curves, journal, written
 
 if TYPE_CHECKING:
     from .context import RunContext
@@ -121,26 +121,20 @@ class Training:
                 watching(accelerator),
                 stop.signals(visible=main) as received,
                 claimed(config, context.description, accelerator),
-                closing(Journal(self.directory, self.start, accelerator, config, steps_per_epoch=epoch)) as journal,
+                journal(self.directory, self.start, steps, accelerator, config, steps_per_epoch=epoch) as log,
                 closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
-                progress(steps, self.start, visible=main) as show,
             ):
                 saved = monotonic()
                 if self.evaluation is not None and self.start == 0:
-                    held_out = self._evaluate(0)
-                    self._is_best(0, held_out)
-                    journal.write(0, held_out)
+                    self._evaluate(0)
+                    log(0, self.metrics)
                 for step in self._optimize():
                     self.metrics = {**step.metrics, **self.report()}
                     for observer in self.observers.values():
                         observer.observe(self.metrics)
                     to_save = self._due(step.number, config.save_every)
                     if self._due(step.number, config.eval_every):
-                        held_out = self._evaluate(step.number)
-                        self.metrics |= held_out
-                        if isinstance(parts["schedule"], optimizers.AtEvaluation):
-                            parts["schedule"].observe(held_out)
-                        to_save |= self._is_best(step.number, held_out)
+                        to_save |= self._evaluate(step.number)
                     left = False
                     try:
                         yield StepResult(step.number, self.metrics)
@@ -150,8 +144,7 @@ class Training:
                     clock = main and bool(config.save_minutes) and monotonic() - saved >= 60 * config.save_minutes
                     votes = {**received, "left": left, "clock": clock, "failed": saver.failed}
                     votes = sum_over_ranks(accelerator, votes)
-                    journal.write(step.number, self.metrics)
-                    show(step.number, self.metrics)
+                    log(step.number, self.metrics)
                     if votes["failed"]:
                         saver.wait()
                     signal = next((name for name in received if votes[name]), None)
@@ -195,15 +188,20 @@ class Training:
     def _due(self, step: int, every: int | None) -> bool:
         return step == self.feed.steps or (every is not None and step % every == 0)
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        metrics: Mapping[str, float] = {}
-        with optimizers.evaluated_weights(self.state["parts"]["optimizer"], self.context.model):
+    def _evaluate(self, step: int) -> bool:
+        """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
+        parts, metrics = self.state["parts"], {}
+        with optimizers.evaluated_weights(parts["optimizer"], self.context.model):
             if isinstance(self.evaluation, Feed):
                 batches, policy = self.evaluation(0), self.state["policy"]
                 metrics = evaluate(self.context.accelerator, policy, batches, self.objective, self.weightings)
             elif self.evaluation is not None:
-                metrics = self.evaluation(step)
-        return {f"eval/{name}": value for name, value in metrics.items()}
+                metrics = dict(self.evaluation(step))
+        held_out = {f"eval/{name}": value for name, value in metrics.items()}
+        self.metrics |= held_out
+        if step > 0 and isinstance(parts["schedule"], optimizers.AtEvaluation):
+            parts["schedule"].observe(held_out)
+        return self._is_best(step, held_out)
 
     def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """True if an evaluation after ``step`` has the lowest ``keep_best`` so far, or with ``max:`` the highest.
