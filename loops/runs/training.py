@@ -84,7 +84,7 @@ class Training:
         for line in map(json.loads, written(self.directory, self.start)):
             if line["step"] == 0 or checkpoint.path_of(self.checkpoints, line["step"]).exists():
                 self._is_best(line["step"], line)
-        self.unused = weakref.finalize(self, self.resources.__exit__, None, None, None)  # unless it is iterated over
+        self._unused = weakref.finalize(self, self.resources.__exit__, None, None, None)  # unless it is iterated over
 
     @property
     def model(self) -> Any:
@@ -110,13 +110,13 @@ class Training:
         """
         context, accelerator, config = self.context, self.context.accelerator, self.context.config
         steps, main, parts, signal = self.feed.steps, accelerator.is_main_process, self.state["parts"], None
-        if not self.unused.detach():
+        if not self._unused.detach():
             raise RuntimeError("training: its steps were taken; open a run with resume=True to go on with it")
-        gloo_group("checkpoint")  # made before training: the others would wait in vain for a rank that has died
         batch = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
         epoch = len(context.data) / batch
         AcceleratorState._shared_state.update(vars(accelerator.state))  # see `open_accelerator`
         with self.resources:
+            gloo_group("checkpoint")  # made before training: the others would wait in vain for a rank that has died
             with (
                 watching(accelerator),
                 stop.signals(visible=main) as received,
@@ -142,8 +142,8 @@ class Training:
                         left = True
                     AcceleratorState._shared_state.update(vars(accelerator.state))
                     clock = main and bool(config.save_minutes) and monotonic() - saved >= 60 * config.save_minutes
-                    votes = {**received, "left": left, "clock": clock, "failed": saver.failed}
-                    votes = sum_over_ranks(accelerator, votes)
+                    of_this_rank = {**received, "left": left, "clock": clock, "failed": saver.failed}
+                    votes = sum_over_ranks(accelerator, of_this_rank)
                     log(step.number, self.metrics)
                     if votes["failed"]:
                         saver.wait()
@@ -190,13 +190,14 @@ class Training:
 
     def _evaluate(self, step: int) -> bool:
         """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
-        parts, metrics = self.state["parts"], {}
+        parts = self.state["parts"]
+        metrics: Mapping[str, float] = {}
         with optimizers.evaluated_weights(parts["optimizer"], self.context.model):
             if isinstance(self.evaluation, Feed):
                 batches, policy = self.evaluation(0), self.state["policy"]
                 metrics = evaluate(self.context.accelerator, policy, batches, self.objective, self.weightings)
             elif self.evaluation is not None:
-                metrics = dict(self.evaluation(step))
+                metrics = self.evaluation(step)
         held_out = {f"eval/{name}": value for name, value in metrics.items()}
         self.metrics |= held_out
         if step > 0 and isinstance(parts["schedule"], optimizers.AtEvaluation):
