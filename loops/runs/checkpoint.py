@@ -11,14 +11,13 @@ The batches of a step are a function of its number, so the step is the data curs
 
 import errno
 import logging
-import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,57 +30,16 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..registry import nearest
-from .ranks import gloo_group
+from .ranks import from_main, gloo_group
 from .state import capture, dump, random_state, restore, set_random_state, trained_state
-from .storage import DirectoryWriter, damage, read_manifest, remove_partial
-
-T = TypeVar("T")
+from .storage import DirectoryWriter, damage, remove_partial
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves and loads alone
 
 
-class StepMemory(Protocol):
-    """State of a recipe beside its parameters, the same on every rank; it sees the metrics of every step."""
-
-    def observe(self, metrics: Mapping[str, float]) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
-
-
 class CheckpointError(RuntimeError):
     """A checkpoint, or the trained model, could not be written, or none could be read."""
-
-
-class Best:
-    """The saved step at which a metric was lowest, or with ``max:`` before its name highest.
-
-    Attributes:
-        step: None before there is one.
-    """
-
-    def __init__(self, metric: str | None) -> None:
-        self.name = metric and metric.removeprefix("max:")
-        self.sign = 1.0 if metric == self.name else -1.0
-        self.step: int | None = None
-        self.lowest = math.inf
-
-    def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """True if these metrics, of an evaluation after ``step``, are the best so far, which is to be saved.
-
-        Raises:
-            ValueError: before the first step, if the metric is not among them.
-        """
-        if self.name and step == 0 and self.name not in metrics:
-            raise ValueError(nearest("keep_best: no metric", self.name, metrics))
-        value = self.sign * metrics.get(self.name or "", math.nan)
-        if step == 0 or not value < self.lowest:
-            return False
-        self.step, self.lowest = step, value
-        return True
 
 
 @contextmanager
@@ -95,21 +53,22 @@ def writing(what: str, directory: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         cause, by = _cause(error)
-        full = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
+        reason, remedy = "", ""
+        if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
             sign in str(cause)
             for sign in ("No space left", "failed writing file")  # of safetensors, and of torch
-        )
-        lost = isinstance(cause, dist.DistError) or any(sign in str(cause) for sign in ("gloo", "Connection closed"))
-        parent = next(path for path in directory.parents if path.exists())
-        free = shutil.disk_usage(parent).free / 2**20
+        ):
+            free = shutil.disk_usage(next(path for path in directory.parents if path.exists())).free / 2**20
+            reason, remedy = f": the disk is full ({free:.0f} MiB free)", "make room and "
+        elif isinstance(cause, dist.DistError) or any(sign in str(cause) for sign in ("gloo", "Connection closed")):
+            reason = ": another rank ended"
+        elif isinstance(cause, FileNotFoundError):
+            reason = ": it must be on a file system that all ranks share"
         newest = [path.name for path in _all(directory)]
         raise CheckpointError(
-            f"{what} could not be written to {directory.parent}{by}"
-            + (f": the disk is full ({free:.0f} MiB free)" if full else ": another rank ended" if lost else "")
-            + (": it must be on a file system that all ranks share" if isinstance(cause, FileNotFoundError) else "")
-            + f". {newest[0] + ' is intact' if newest else 'There is no earlier checkpoint'}: "
-            + ("make room and " if full else "")
-            + f"start again with --resume true ({cause})"
+            f"{what} could not be written to {directory.parent}{by}{reason}. "
+            f"{newest[0] + ' is intact' if newest else 'There is no earlier checkpoint'}: {remedy}"
+            f"start again with --resume true ({cause})"
         ) from error
 
 
@@ -133,7 +92,8 @@ def save(
     data: str = "",
     keep: int = 2,
     best: int | None = None,
-) -> Path:
+    thread: ThreadPoolExecutor | None = None,
+) -> Any:
     """Write the checkpoint of ``step`` under ``directory``, and drop older ones. Every rank calls it.
 
     Args:
@@ -141,11 +101,39 @@ def save(
         data: digest of the data that the step is a cursor of.
         keep: how many of the newest stay.
         best: the step of one that stays as well.
+        thread: writes it, from copies in host memory, while training goes on.
+
+    Returns:
+        Its directory, or a future of it if a thread writes it.
 
     Raises:
         CheckpointError: if any rank could not write, or was lost; the checkpoints that were there stay as they were.
     """
-    return _writer(directory, step, accelerator, policy, parts, data, keep, best)()
+    tensors, rest = capture(accelerator.unwrap_model(policy), parts)
+    if thread is not None:
+        tensors = BlockingAsyncStager().stage(tensors)
+    files = {f"random-{accelerator.process_index}.pt": dump(random_state())}
+    if accelerator.is_main_process:
+        files["state.pt"] = dump({"step": step, "data": data, **rest})
+    final, group = path_of(directory, step), gloo_group("checkpoint")
+
+    def drop_older() -> None:
+        for old in _all(directory)[keep:]:
+            if best is None or old != path_of(directory, best):
+                shutil.rmtree(old)
+
+    def write() -> Path:
+        with writing(f"checkpoint of step {step}", directory):
+            try:
+                writer = DirectoryWriter(final, files, drop_older)
+                state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+            except CheckpointException:  # all ranks have stopped to write
+                if accelerator.is_main_process:
+                    remove_partial(directory)
+                raise
+        return final
+
+    return write() if thread is None else thread.submit(write)
 
 
 class Saver:
@@ -170,10 +158,8 @@ class Saver:
             CheckpointError: if the one before could not be written, or this one where it is not in the background.
         """
         self.wait()
-        if self._thread is None:
-            save(directory, step, **options)
-        else:
-            self._pending = self._thread.submit(_writer(directory, step, **options, stager=BlockingAsyncStager()))
+        saved = save(directory, step, **options, thread=self._thread)
+        self._pending = None if self._thread is None else saved
 
     def wait(self) -> None:
         """Return when the last one is there.
@@ -188,44 +174,6 @@ class Saver:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
-
-
-def _writer(
-    directory: Path,
-    step: int,
-    accelerator: Accelerator,
-    policy: nn.Module,
-    parts: Mapping[str, Stateful],
-    data: str = "",
-    keep: int = 2,
-    best: int | None = None,
-    stager: BlockingAsyncStager | None = None,
-) -> Callable[[], Path]:
-    """A function that writes the state as it is now; with a stager also after it has changed."""
-    tensors, rest = capture(accelerator.unwrap_model(policy), parts)
-    if stager is not None:
-        tensors = stager.stage(tensors)
-    files = {f"random-{accelerator.process_index}.pt": dump(random_state())}
-    if accelerator.is_main_process:
-        files["state.pt"] = dump({"step": step, "data": data, **rest})
-    final, ranks = path_of(directory, step), _ranks(accelerator)
-
-    def drop_older() -> None:
-        for old in _all(directory)[keep:]:
-            if best is None or old != path_of(directory, best):
-                shutil.rmtree(old)
-
-    def write() -> Path:
-        with writing(f"checkpoint of step {step}", directory):
-            try:
-                state_dict_saver.save(tensors, storage_writer=DirectoryWriter(final, files, drop_older), **ranks)
-            except CheckpointException:  # all ranks have stopped to write
-                if accelerator.is_main_process:
-                    remove_partial(directory)
-                raise
-        return final
-
-    return write
 
 
 def load_newest(
@@ -252,12 +200,13 @@ def load_newest(
             f"resume: the data is not what {path.name} was trained on, so its steps would be other examples; "
             "give it the data as it was, or begin in another directory"
         )
-    reader = HuggingFaceStorageReader(str(path))
+    reader, group = HuggingFaceStorageReader(str(path)), gloo_group("checkpoint")
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     plain = accelerator.unwrap_model(policy)
     _check(trained_state(plain), saved)
+    tensors = restore(plain, parts, state, saved)
     try:
-        state_dict_loader.load(restore(plain, parts, state, saved), storage_reader=reader, **_ranks(accelerator))
+        state_dict_loader.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         cause, by = _cause(error)
         raise CheckpointError(
@@ -268,26 +217,19 @@ def load_newest(
     if random_file.exists():
         set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
     else:
-        log.warning(
-            "checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators",
-            path.name,
-            accelerator.process_index,
-        )
+        rank = accelerator.process_index
+        log.warning("checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators", path.name, rank)
     return int(state["step"])
 
 
 def _newest_whole(directory: Path, accelerator: Accelerator) -> Path | None:
     """The same on every rank: each reads an equal share of the files to verify them."""
-    for name in _gather(accelerator, [path.name for path in _all(directory)])[0]:
-        manifest: dict[str, str] = {}
-        problem = None
-        try:
-            manifest = read_manifest(directory / name)
-        except (OSError, ValueError) as error:
-            problem = str(error)
-        manifest, problem = _gather(accelerator, (manifest, problem))[0]
-        share = sorted(manifest.items())[accelerator.process_index :: accelerator.num_processes]
-        problems = _gather(accelerator, problem or damage(directory / name, dict(share)))
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    for name in from_main(accelerator, lambda: [path.name for path in _all(directory)]):
+        problems: list[str | None] = [damage(directory / name, slice(rank, None, ranks))]
+        if ranks > 1:
+            problems *= ranks
+            dist.all_gather_object(problems, problems[rank], group=gloo_group("checkpoint"))
         if not any(problems):
             return directory / name
         if accelerator.is_main_process:
@@ -304,27 +246,6 @@ def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"checkpoint: holds {name!r} as {tuple(sizes[name])}, this model trains it as {tuple(tensor.shape)}"
             )
-
-
-def _ranks(accelerator: Accelerator) -> dict[str, Any]:
-    """Options of `torch.distributed.checkpoint` for these ranks."""
-    return {"no_dist": accelerator.num_processes == 1, "process_group": connect(accelerator)}
-
-
-def connect(accelerator: Accelerator) -> Any:
-    """The ranks over gloo, as a write of minutes is too long a wait for NCCL. Of the first call all return, or none: it
-    is made before training, as the others would wait in vain for a rank that has died.
-    """
-    return gloo_group("checkpoint") if accelerator.num_processes > 1 else None
-
-
-def _gather(accelerator: Accelerator, value: T) -> list[T]:
-    """The values of all ranks."""
-    if accelerator.num_processes == 1:
-        return [value]
-    values: list[Any] = [None] * accelerator.num_processes
-    dist.all_gather_object(values, value, group=connect(accelerator))
-    return values
 
 
 def path_of(directory: Path, step: int) -> Path:

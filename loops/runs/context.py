@@ -31,15 +31,13 @@ from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
 from ..registry import nearest
 from ..train import optimizers
-from ..train.losses import Losses, TensorReader, compose, weightings
+from ..train.losses import Losses, TensorReader
 from ..train.mix import STEP_COUPLED
-from ..train.step import prepare
-from . import checkpoint
 from .directory import check_directory, to_yaml
-from .feed import Feed, digest, stored_tokens
+from .feed import Feed, stored_tokens
 from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
-from .ranks import main_first, meet
+from .ranks import main_first
 from .reference import Reference, SyncedReference, check_reference, column, load_reference, make_reference
 from .training import Training
 
@@ -167,7 +165,7 @@ class RunContext(Generic[Model]):
         feed: Any = None,
         *,
         evaluation: Feed | Callable[[int], Mapping[str, float]] | None = None,
-        memory: checkpoint.StepMemory | None = None,
+        memory: Any = None,
         report: Callable[[], Mapping[str, float]] = dict,
         save: Callable[[], None] = lambda: None,
         resources: AbstractContextManager[Any] | None = None,
@@ -181,17 +179,18 @@ class RunContext(Generic[Model]):
             feed: ``feed(step)`` gives the micro-batches of each of so many ``feed.steps``; those of the data unless
                 given, evaluated on all held-out data, with the ``options`` of `RunContext.feed`.
             evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
-            memory: what is remembered from step to step, and in checkpoints.
+            memory: a state beside the parameters, the same on every rank, which is part of checkpoints: its
+                ``observe(metrics)`` is called after each step, see also `torch.distributed.checkpoint.stateful`.
             report: further metrics of the step that was just taken.
             save: writes what is left in the directory beside the model; every rank calls it.
-            resources: closed at the end of the run, however it ends.
+            resources: closed at the end of the run, however it ends, or when nothing refers to it any more.
 
         Raises:
             ValueError: if a loss couples all pairs of a step, which are split.
         """
-        config, accelerator = self.config, self.accelerator
+        config = self.config
         coupled = sorted(STEP_COUPLED & losses.keys())
-        if coupled and (config.micro_tokens is not None or accelerator.num_processes > 1):
+        if coupled and (config.micro_tokens is not None or self.accelerator.num_processes > 1):
             raise ValueError(
                 f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
                 "pass --micro_tokens null and run one process"
@@ -205,16 +204,7 @@ class RunContext(Generic[Model]):
             log.warning("eval_every: there is no eval_data, so nothing is evaluated")
         if config.warmup >= max(feed.steps, 1):
             log.warning("warmup: %d steps of %d, so the learning rate never arrives", config.warmup, feed.steps)
-        meet(accelerator)  # every rank has looked at the directory before the main process writes to it
-        optimizer: Any = optimizers.make_optimizer(config, self.model)
-        schedule = optimizers.make_schedule(config, optimizer, feed.steps)
-        policy, optimizer = prepare(accelerator, self.model, optimizer)
-        state: dict[str, Any] = {"accelerator": accelerator, "policy": policy, "data": digest(self.data)}
-        state["parts"] = {"optimizer": optimizer, "schedule": schedule} | ({} if memory is None else {"memory": memory})
-        state["parts"] |= {} if self.synced is None else {"reference": self.synced}
-        start = checkpoint.load_newest(self.directory / "checkpoints", **state) if config.resume else 0
-        objective, weighed, closed = compose(losses, read), weightings(losses), resources or nullcontext()
-        return Training(self, feed, objective, weighed, state, start, evaluation, memory, report, save, closed)
+        return Training(self, losses, read, feed, evaluation, memory, report, save, resources or nullcontext())
 
 
 def open_run(
@@ -238,7 +228,8 @@ def open_run(
         accelerator: of a run that is open already.
 
     Raises:
-        ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
+        ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false, or the data are
+            streamed, and the configuration does not say how many steps there are.
     """
     accelerator = accelerator or open_accelerator(config)
     description = "" if config.output is None else to_yaml(config)  # before training changes a model that was given
@@ -249,7 +240,14 @@ def open_run(
         accelerator.print(accounting)
         return data
 
-    stream = open_stream(config, partial(encode, **options), tokenizer) if config.streaming else None
+    stream = None
+    if config.streaming:
+        if config.steps is None:
+            raise ValueError("streaming: wanted steps, as an epoch has no known length")
+        by_step = replace(tokenization(config), cached=False)
+        encode_rows = partial(encode, tokenizer=tokenizer, options=by_step, **options)
+        order: dict[str, Any] = {name: getattr(config, name) for name in ("batch_size", "seed", "shuffle")}
+        stream = Stream(config.data, encode_rows, **order)
     if records is None:
         read = partial(load_data, config.data, config.eval_data, seed=config.seed, streaming=config.streaming)
         records = main_first(accelerator, read)
@@ -262,21 +260,6 @@ def open_run(
     make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
     wrapped = make(model, **({} if mesh is None else {"mesh": mesh}))
     return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream, description)
-
-
-def open_stream(
-    config: Common, encode: Callable[..., tuple[Dataset, Accounting]], tokenizer: PreTrainedTokenizerBase
-) -> Stream:
-    """The data, to be read and encoded step by step.
-
-    Raises:
-        ValueError: if the configuration does not say how many steps there are.
-    """
-    if config.steps is None:
-        raise ValueError("streaming: wanted steps, as an epoch has no known length")
-    encode = partial(encode, tokenizer=tokenizer, options=replace(tokenization(config), cached=False))
-    fields: Any = config  # of an `OfflineConfig`
-    return Stream(config.data, encode, batch_size=fields.batch_size, seed=config.seed, shuffle=config.shuffle)
 
 
 def tokenization(config: Common) -> Tokenization:
@@ -322,6 +305,8 @@ def open_accelerator(config: Common) -> Accelerator:
         # Cached casts of weights would add up to the whole model on each rank.
         kwargs_handlers=[AutocastKwargs(cache_enabled=config.parallel.dp_shard_size == 1)],
     )
+    # Its own: the shared one is changed by runs of another precision, and by the `TrainingArguments` of transformers.
+    accelerator.state.__dict__ = dict(vars(accelerator.state))
     check_ranks(config, accelerator)
     accelerator.gradient_state._set_sync_gradients(True)  # one that died between two micro-batches
     set_seed(config.seed)

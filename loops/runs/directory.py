@@ -5,16 +5,18 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from accelerate import Accelerator
 from torch import nn
 
 from ..config import Common
+from .ranks import from_main, meet
 
 log = logging.getLogger(__name__)
 
@@ -25,19 +27,21 @@ _FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc",
 
 
 @contextmanager
-def claimed(config: Common, description: str) -> Iterator[None]:
+def claimed(config: Common, description: str, accelerator: Accelerator) -> Iterator[None]:
     """Write the configuration, as it was described, and hold the lock of the directory, if there is one. The lock ends
-    with the process at the latest.
+    with the process at the latest. Every rank calls it.
 
     Raises:
         ValueError: if another process trains in the directory, or has begun to since it was looked at.
+        MainProcessError: on the other ranks, with its message.
     """
-    if config.output is None:
-        yield
-        return
-    directory = Path(config.output)
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as lock:
+
+    def claim() -> None:
+        if config.output is None:
+            return
+        directory = Path(config.output)
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = held.enter_context((directory / ".lock").open("w"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -46,6 +50,10 @@ def claimed(config: Common, description: str) -> Iterator[None]:
         if not config.resume:
             check_directory(config)
         (directory / "config.yaml").write_text(description)
+
+    with ExitStack() as held:
+        meet(accelerator)  # every rank has looked at the directory before the main process writes to it
+        from_main(accelerator, claim)
         yield
 
 
@@ -89,8 +97,10 @@ def _described(value: Any, name: str = "") -> Any:
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if name in ("data", "eval_data") and not (isinstance(value, Mapping) or _is_mixture(value)):
-        return type(value).__name__
+    if name in ("data", "eval_data"):
+        mixture = isinstance(value, list) and all(isinstance(part, str) or "path" in part for part in value)
+        if not (mixture or isinstance(value, Mapping)):
+            return type(value).__name__
     if isinstance(value, Mapping):
         return {_described(key): _described(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -99,10 +109,6 @@ def _described(value: Any, name: str = "") -> Any:
         return f"{type(value).__name__} {weights_digest(value)[:16]}"
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"
-
-
-def _is_mixture(data: Any) -> bool:
-    return isinstance(data, list) and all(isinstance(part, str) or "path" in part for part in data)
 
 
 def weights_digest(model: nn.Module) -> str:

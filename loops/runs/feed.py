@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -56,19 +55,17 @@ class Feed:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = self.dataset[list(indices or [0])]  # at once: one by one takes as long as a small model's step
-        columns = {name: _column(rows[name], indices) for name in self.columns}
-        for name, values in self.per_token.items():
-            columns[name] = torch.cat([values[i] for i in indices]) if indices else values[0][:0]
+        columns = {}
+        for name in self.columns:
+            values = [number for row in rows[name] for number in (row if isinstance(row, list) else [row])]
+            columns[name] = torch.tensor(values) if indices else torch.tensor(values)[:0]  # of its dtype elsewhere
+        for name, tensors in self.per_token.items():
+            columns[name] = torch.cat([tensors[i] for i in indices]) if indices else tensors[0][:0]
         examples = map(Example, rows["prompt"], rows["completions"], rows["trained"]) if indices else ()
         return collate([self.mark(example) for example in examples], columns, self.device)
 
     def example(self, index: int) -> Example:
         return self.mark(example(self.dataset, index))
-
-
-def _column(rows: Sequence[Any], indices: Sequence[int]) -> Tensor:
-    column = torch.tensor([number for row in rows for number in (row if isinstance(row, list) else [row])])
-    return column if indices else column[:0]  # of the dtype that it has elsewhere
 
 
 def digest(data: Dataset) -> str:

@@ -52,20 +52,14 @@ def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Calla
             result = function()
         except Exception as error:
             with suppress(RankLost):
-                _tell("error", f"{type(error).__name__}: {error}")
+                _broadcast(("error", f"{type(error).__name__}: {error}"))
             raise
-        _tell("result", result)
+        _broadcast(("result", result))
         return result
-    who = f"rank {accelerator.process_index}"
     while True:
-        message: list[Any] = [None, None]
-        try:
-            _broadcast(message)
-        except RuntimeError as error:
-            raise RankLost(f"{who}: another rank ended while this one waited for the main process ({error})") from error
-        kind, content = message
+        kind, content = _broadcast(None)
         if kind == "error":
-            raise MainProcessError(f"{who}: the main process failed: {content}")
+            raise MainProcessError(f"rank {accelerator.process_index}: the main process failed: {content}")
         if kind == "result":
             return cast(T, content)
         assert follow is not None
@@ -101,55 +95,55 @@ def meet(accelerator: Accelerator) -> None:
         RankLost: if one has ended.
     """
     if accelerator.num_processes > 1:
-        try:
+        with _connected(f"rank {accelerator.process_index}: another rank ended while this one waited for it"):
             dist.barrier(group=gloo_group("control"))
-        except RuntimeError as error:
-            who = f"rank {accelerator.process_index}"
-            raise RankLost(f"{who}: another rank ended while this one waited for it ({error})") from error
 
 
 @contextmanager
 def leading(accelerator: Accelerator, order: Any) -> Iterator[None]:
     """On the main process, in the function of a `from_main`: the other ranks follow this order, and are waited for."""
-    _tell("order", order)
+    _broadcast(("order", order))
     try:
         yield
     finally:
         meet(accelerator)
 
 
-def _tell(kind: str, content: Any) -> None:
-    try:
-        _broadcast([kind, content])
-    except RuntimeError as error:
-        raise RankLost(f"rank 0: another rank ended while it waited for the main process ({error})") from error
-
-
-def _broadcast(message: list[Any]) -> None:
-    dist.broadcast_object_list(message, src=0, group=gloo_group("control"), device=torch.device("cpu"))
+def _broadcast(message: tuple[str, Any] | None) -> tuple[str, Any]:
+    """The message of the main process, on every rank."""
+    messages: list[Any] = [message]
+    with _connected(f"rank {dist.get_rank()}: another rank ended while the main process was waited for"):
+        dist.broadcast_object_list(messages, src=0, group=gloo_group("control"), device=torch.device("cpu"))
+    return cast(tuple[str, Any], messages[0])
 
 
 def send(message: Any, rank: int, group: Any) -> None:
     """Send a rank of the group a message, which it is to `receive`."""
-    try:
+    with _connected(f"rank {rank} has ended"):
         dist.send_object_list([message], rank, group=group, device=torch.device("cpu"))
-    except RuntimeError as error:
-        raise RankLost(f"rank {rank} has ended ({error})") from error
 
 
 def receive(rank: int, group: Any) -> Any:
     """Wait for the next message of a rank, and return it."""
-    message = [None]
+    messages = [None]
+    with _connected(f"rank {rank} has ended"):
+        dist.recv_object_list(messages, rank, group=group, device=torch.device("cpu"))
+    return messages[0]
+
+
+@contextmanager
+def _connected(otherwise: str) -> Iterator[None]:
+    """Raise what gloo raises of a broken connection as `RankLost`, with this message."""
     try:
-        dist.recv_object_list(message, rank, group=group, device=torch.device("cpu"))
+        yield
     except RuntimeError as error:
-        raise RankLost(f"rank {rank} has ended ({error})") from error
-    return message[0]
+        raise RankLost(f"{otherwise} ({error})") from error
 
 
 def gloo_group(purpose: str) -> Any:
-    """All ranks, connected for this purpose alone. The first call of each purpose is for all ranks to make together."""
-    return _new_group(dist.group.WORLD, purpose)
+    """All ranks, connected for this purpose alone; None in a process alone. The first call of each purpose is for all
+    ranks to make together: it returns on all of them, or on none."""
+    return _new_group(dist.group.WORLD, purpose) if dist.is_initialized() else None
 
 
 @lru_cache(maxsize=8)
@@ -221,16 +215,14 @@ class _Watch:
             except RankLost:
                 ended = f"the process of rank {peer} has ended: it was killed, or failed; its own output may say why"
                 kind, news = "last", ended
-            if news is not None and not self.lost.is_set():
-                self._spread(news, peer)
-
-    def _spread(self, news: str, peer: int) -> None:
-        self.news = news
-        self.lost.set()
-        threading.Thread(target=self._end, daemon=True).start()
-        for other in self.peers:
-            if other != peer and not self.left.is_set():
-                self._send(("news", news), other)
+            if news is None or self.lost.is_set():
+                continue
+            self.news = news
+            self.lost.set()
+            threading.Thread(target=self._end, daemon=True).start()
+            for other in self.peers:
+                if other != peer and not self.left.is_set():
+                    self._send(("news", news), other)
 
     def _end(self) -> None:
         """End this process if it does not end by itself: it may wait for ever."""

@@ -5,7 +5,7 @@ configuration names, which may also have been computed before training.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ def load_reference(config: Any, tokenizer: Any, mesh: Any, device: torch.device)
 def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:
     """The reference of this kind that is computed while training; ``policy`` itself with ``config.ref_model``."""
     if config.ref_model is not None:
-        return torch.no_grad()(lambda batch: policy(batch, temperature=temperature).logprob)
+        return frozen(policy, temperature=temperature)
     if config.ref_model_sync_steps:
         interval, alpha = config.ref_model_sync_steps, config.ref_model_mixup_alpha
         return SyncedReference(policy, interval=interval, alpha=alpha, temperature=temperature)
@@ -76,7 +76,7 @@ def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
     """
-    return frozen(_frozen(policy), temperature=temperature)
+    return frozen(_copied(policy), temperature=temperature)
 
 
 def frozen(policy: Policy, *, temperature: float = 1.0) -> Reference:
@@ -143,17 +143,15 @@ class SyncedReference:
     """
 
     def __init__(self, policy: Policy, *, interval: int, alpha: float, temperature: float = 1.0) -> None:
-        self.policy, self.interval, self.alpha, self.temperature = policy, interval, alpha, temperature
-        self.frozen: Any = _frozen(policy)
+        self.policy, self.interval, self.alpha, self.copy = policy, interval, alpha, _copied(policy)
+        self.reference = frozen(self.copy, temperature=temperature)
         self.steps = 0
 
-    @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
-        logprob: Tensor = self.frozen(batch, temperature=self.temperature).logprob
-        return logprob
+        return self.reference(batch)
 
     @torch.no_grad()
-    def observe(self) -> None:
+    def observe(self, metrics: Mapping[str, float]) -> None:
         """Count a step of the policy, and follow it if it is time."""
         self.steps += 1
         if self.steps % self.interval == 0:
@@ -161,7 +159,7 @@ class SyncedReference:
                 followed.lerp_(self.policy.get_parameter(name).to(followed.dtype), self.alpha)
 
     def _followed(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.frozen.named_parameters():
+        for name, parameter in self.copy.named_parameters():
             if self.policy.get_parameter(name).requires_grad:
                 yield name, parameter
 
@@ -175,8 +173,8 @@ class SyncedReference:
             followed.copy_(state["weights"][name])
 
 
-def _frozen(policy: Policy) -> Any:
-    return copy.deepcopy(policy, {id(policy.critic): None}).requires_grad_(False).eval()  # without a critic
+def _copied(policy: Policy) -> Policy:
+    return copy.deepcopy(policy, {id(policy.critic): None})  # without a critic
 
 
 def column(name: str) -> Reference:

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from ..config import Common
 from .trackers import for_trackers, open_trackers
@@ -26,45 +26,46 @@ _PANELS = 12
 _PANEL = (4.0, 2.6)  # inches
 
 
-class Journal:
-    """``metrics.jsonl`` and the trackers. What was logged after the step that a run resumes from is taken back.
+@contextmanager
+def journal(
+    directory: Path | None, start: int, steps: int, accelerator: Accelerator, config: Common, *, steps_per_epoch: float
+) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
+    """Yield ``log(step, metrics)``: a line of ``metrics.jsonl``, the trackers, and a bar on a terminal, or elsewhere a
+    line every few seconds. What was logged after the step that a run resumes from is taken back.
 
     Args:
         directory: None for trackers alone.
         steps_per_epoch: for the share of the data that was seen.
     """
+    main, path = accelerator.is_main_process, None if directory is None else directory / "metrics.jsonl"
+    open_trackers(accelerator, config)
+    before = written(directory, start)
+    num_tokens = sum(json.loads(line).get("input_tokens", 0.0) for line in before)
+    if path is not None and main:
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(before))
+        partial.replace(path)
+    with progress(steps, start, visible=main) as show:
 
-    def __init__(
-        self,
-        directory: Path | None,
-        start: int,
-        accelerator: Accelerator,
-        config: Common,
-        *,
-        steps_per_epoch: float = 1.0,
-    ) -> None:
-        self.accelerator, self.path = accelerator, None if directory is None else directory / "metrics.jsonl"
-        self.steps_per_epoch, self.num_tokens = steps_per_epoch, 0.0
-        open_trackers(accelerator, config)
-        if self.path is not None and accelerator.is_main_process:
-            partial = self.path.with_suffix(".partial")
-            before = written(directory, start)
-            self.num_tokens = sum(json.loads(line).get("input_tokens", 0.0) for line in before)
-            partial.write_text("".join(before))
-            partial.replace(self.path)
+        def log(step: int, metrics: Mapping[str, float]) -> None:
+            nonlocal num_tokens
+            numbers = {
+                name: value if isinstance(value, int | float) else float(value) for name, value in metrics.items()
+            }
+            if path is not None and main:
+                with path.open("a") as file:
+                    file.write(json.dumps({"step": step, **numbers}) + "\n")
+            num_tokens += numbers.get("input_tokens", 0.0)
+            totals = {"epoch": step / steps_per_epoch, "num_tokens": num_tokens} if "loss" in numbers else {}
+            accelerator.log(for_trackers(step, {**numbers, **totals}), step=step)
+            if step:
+                show(step, numbers)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        metrics = {name: value if isinstance(value, int | float) else float(value) for name, value in metrics.items()}
-        if self.path is not None and self.accelerator.is_main_process:
-            with self.path.open("a") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self.num_tokens += metrics.get("input_tokens", 0.0)
-        totals = {"epoch": step / self.steps_per_epoch, "num_tokens": self.num_tokens} if "loss" in metrics else {}
-        self.accelerator.log(for_trackers(step, {**metrics, **totals}), step=step)
-
-    def close(self) -> None:
-        for tracker in self.accelerator.trackers:  # `end_training` would end the process group as well
-            tracker.finish()
+        try:
+            yield log
+        finally:
+            for tracker in accelerator.trackers:  # `end_training` would end the process group as well
+                tracker.finish()
 
 
 def written(directory: Path | None, start: int) -> list[str]:
@@ -79,16 +80,9 @@ def written(directory: Path | None, start: int) -> list[str]:
 def progress(steps: int, start: int, *, visible: bool) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
     """A bar on a terminal, a line every few seconds elsewhere; yields ``show(step, metrics)``."""
     console = Console()
-    bar = Progress(
-        TextColumn("step"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-        disable=not (visible and console.is_terminal),
-    )
+    columns = ("step", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    disable = not (visible and console.is_terminal)
+    bar = Progress(*columns, "{task.description}", console=console, disable=disable)
     task = bar.add_task("", total=steps, completed=start)
     shown = -math.inf  # when the last line was
 
@@ -109,14 +103,12 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     curves = foremost(read_curves(metrics))
     if all(len(points) < 2 for lines in curves.values() for points in lines.values()):
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import
 
     columns = min(3, len(curves))
     rows = -(-len(curves) // columns)
     width, height = _PANEL[0] * columns, _PANEL[1] * rows
     figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
     # Margins in inches: matplotlib's own layouts draw everything once more to find them.
     figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.35 / height, wspace=0.27, hspace=0.5)
     for i, (name, lines) in enumerate(curves.items()):

@@ -123,27 +123,18 @@ def remove_partial(parent: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def read_manifest(path: Path) -> dict[str, str]:
-    """The SHA-256 of each file of a directory, by name.
-
-    Raises:
-        OSError, ValueError: if there is none, or a shard that is not in it.
-    """
-    manifest = json.loads((path / "manifest.json").read_text())
-    if not isinstance(manifest, dict) or not all(isinstance(digest, str) for digest in manifest.values()):
-        raise ValueError("manifest.json is not one")
-    if stray := {shard.name for shard in path.glob("*.safetensors")} - manifest.keys():
-        raise ValueError(f"{min(stray)} is not in manifest.json")
-    return manifest
-
-
-def damage(path: Path, manifest: Mapping[str, str]) -> str | None:
-    """Describe what is wrong with these files; None if nothing is."""
+def damage(path: Path, share: slice) -> str | None:
+    """Describe what is wrong with this share of the files of a directory; None if nothing is."""
     try:
-        for name, digest in manifest.items():
+        manifest = json.loads((path / "manifest.json").read_text())
+        if not isinstance(manifest, dict) or not all(isinstance(digest, str) for digest in manifest.values()):
+            return "manifest.json is not one"
+        if stray := {shard.name for shard in path.glob("*.safetensors")} - manifest.keys():
+            return f"{min(stray)} is not in manifest.json"
+        for name, digest in sorted(manifest.items())[share]:
             if sha256_of(path / name) != digest:
                 return f"{name} has another sha256 than when it was written"
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return str(error)
     return None
 

@@ -49,23 +49,22 @@ def open_trackers(accelerator: Accelerator, config: Common) -> None:
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
     """Settings as one level of numbers and texts, groups by a dot, without what may be secret."""
-    out: dict[str, bool | int | float | str] = {}
+    levelled: dict[str, bool | int | float | str] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
-        if name == _PRIVATE:
-            continue
-        if isinstance(value, Mapping) and value:
-            out |= flat(value, f"{name}.")
-        else:
-            out[name] = value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
-    return out
+        if isinstance(value, Mapping) and value and name != _PRIVATE:
+            levelled |= flat(value, f"{name}.")
+        elif name != _PRIVATE:
+            levelled[name] = value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
+    return levelled
 
 
 def for_trackers(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics under the names of TRL: ``train/loss``, ``eval/loss``, ``train/clip_ratio/low_mean``."""
-    named = {f"train/{RENAMED.get(name, name)}": value for name, value in metrics.items() if name[:5] != "eval/"}
-    held_out = {name.removeprefix("eval/"): value for name, value in metrics.items() if name[:5] == "eval/"}
-    named |= {f"eval/{RENAMED.get(name, name)}": value for name, value in held_out.items()}
+    named = {}
+    for name, value in metrics.items():
+        kind, plain = ("eval", name.removeprefix("eval/")) if name.startswith("eval/") else ("train", name)
+        named[f"{kind}/{RENAMED.get(plain, plain)}"] = value
     return {**named, "train/global_step": step}
 
 
@@ -75,8 +74,8 @@ def log_table(
     """Show rows of text in the trackers that have tables, or text: wandb, trackio, clearml, tensorboard."""
     for tracker in trackers:
         if tracker.name == "tensorboard":
-            cells = [columns, ["--"] * len(columns), *([_cell(value) for value in row] for row in rows)]
-            text = "\n".join("| " + " | ".join(map(str, row)) + " |" for row in cells)
+            cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
+            text = "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["--"] * len(columns), *cells))
             tracker.writer.add_text(name, text, step)
         elif tracker.name == "trackio":
             import pandas
@@ -85,7 +84,3 @@ def log_table(
             tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=list(columns)))})
         elif hasattr(tracker, "log_table"):
             tracker.log_table(name, columns=list(columns), data=[list(map(str, row)) for row in rows])
-
-
-def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", "<br>")

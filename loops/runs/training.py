@@ -3,25 +3,28 @@
 import json
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from accelerate.state import AcceleratorState
 from transformers import PreTrainedTokenizerBase
 
 from ..models.io import save_model
+from ..registry import nearest
 from ..train import optimizers
-from ..train.step import Objective, StepResult, evaluate, optimize, sum_over_ranks
-from ..train.weighting import Weightings
+from ..train.losses import Losses, TensorReader, compose, weightings
+from ..train.step import StepResult, evaluate, optimize, prepare, sum_over_ranks
 from . import checkpoint, stop
 from .directory import claimed
-from .feed import Feed
-from .ranks import meet, watching
-from .report import Journal, draw_curves, progress, written
+from .feed import Feed, digest
+from .ranks import gloo_group, meet, watching
+from .report import draw_curves, journal, written
 
 if TYPE_CHECKING:
     from .context import RunContext
@@ -41,35 +44,47 @@ class Training:
     model as it is. Where there are several ranks, one that leaves its loop ends all of them after the same step. With
     ``resume`` a run goes on after the last step that was saved, whose body has run.
 
+    Its arguments are those of `RunContext.train`, which makes it.
+
     Attributes:
         context: what is trained, on which ranks, and its settings.
         state: what a checkpoint holds, as `checkpoint.save` takes it.
         start: steps that were taken before.
-        save: writes what is left beside the model; every rank calls it.
-        resources: closed at the end, however the run ends.
         metrics: of the last step.
+        best: the saved step whose ``keep_best`` is the best; None before there is one.
     """
 
     context: "RunContext[Any]"
+    losses: Losses
+    read: TensorReader
     feed: Any
-    objective: Objective
-    weightings: Weightings
-    state: dict[str, Any]
-    start: int
-    evaluation: Feed | Callable[[int], Mapping[str, float]] | None
-    memory: checkpoint.StepMemory | None
-    report: Callable[[], Mapping[str, float]]
-    save: Callable[[], None]
-    resources: AbstractContextManager[Any]
+    evaluation: Feed | Callable[[int], Mapping[str, float]] | None = None
+    memory: Any = None
+    report: Callable[[], Mapping[str, float]] = dict
+    save: Callable[[], None] = lambda: None
+    resources: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def __post_init__(self) -> None:
+        context, config = self.context, self.context.config
+        optimizer: Any = optimizers.make_optimizer(config, context.model)
+        schedule = optimizers.make_schedule(config, optimizer, self.feed.steps)
+        policy, optimizer = prepare(context.accelerator, context.model, optimizer)
+        observers = {"memory": self.memory, "reference": context.synced}
+        self.observers = {name: each for name, each in observers.items() if each is not None}
+        parts = {"optimizer": optimizer, "schedule": schedule, **self.observers}
+        self.state = {"accelerator": context.accelerator, "policy": policy, "parts": parts}
+        self.state["data"] = digest(context.data)
+        self.objective, self.weightings = compose(self.losses, self.read), weightings(self.losses)
+        self.directory = None if config.output is None else context.directory
+        self.checkpoints = context.file("checkpoints") or Path()
+        self.start = checkpoint.load_newest(self.checkpoints, **self.state) if config.resume else 0
         self.metrics: dict[str, float] = {}
-        self.directory = None if self.context.config.output is None else self.context.directory
-        self.checkpoints = self.context.file("checkpoints") or Path()
-        self.best, self.taken = checkpoint.Best(self.context.config.keep_best), False
+        self.best: int | None = None
+        self.lowest = math.inf  # or the negative of the highest
         for line in map(json.loads, written(self.directory, self.start)):
             if line["step"] == 0 or checkpoint.path_of(self.checkpoints, line["step"]).exists():
-                self.best.observe(line["step"], line)
+                self._is_best(line["step"], line)
+        self._unused = weakref.finalize(self, self.resources.__exit__, None, None, None)  # unless it is iterated over
 
     @property
     def model(self) -> Any:
@@ -93,78 +108,70 @@ class Training:
             CheckpointError: if a checkpoint, or the model, could not be written.
             Stopped: after the step in which SIGINT, SIGTERM or SIGUSR1 reached any rank, which is saved.
         """
-        accelerator, config, steps = self.context.accelerator, self.context.config, self.feed.steps
-        if self.taken:
+        context, accelerator, config = self.context, self.context.accelerator, self.context.config
+        steps, main, parts, signal = self.feed.steps, accelerator.is_main_process, self.state["parts"], None
+        if not self._unused.detach():
             raise RuntimeError("training: its steps were taken; open a run with resume=True to go on with it")
-        self.taken, signalled, parts = True, [], self.state["parts"]
-        checkpoint.connect(accelerator)
+        batch = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
+        epoch = len(context.data) / batch
+        AcceleratorState._shared_state.update(vars(accelerator.state))  # see `open_accelerator`
         with self.resources:
-            batch = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
-            epoch = len(self.context.data) / batch
+            gloo_group("checkpoint")  # made before training: the others would wait in vain for a rank that has died
             with (
                 watching(accelerator),
-                stop.signals(visible=accelerator.is_main_process) as self.received,
-                claimed(config, self.context.description) if accelerator.is_main_process else nullcontext(),
-                closing(Journal(self.directory, self.start, accelerator, config, steps_per_epoch=epoch)) as journal,
-                closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as self.saver,
-                progress(steps, self.start, visible=accelerator.is_main_process) as show,
+                stop.signals(visible=main) as received,
+                claimed(config, context.description, accelerator),
+                journal(self.directory, self.start, steps, accelerator, config, steps_per_epoch=epoch) as log,
+                closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
             ):
-                self.saved = monotonic()
+                saved = monotonic()
                 if self.evaluation is not None and self.start == 0:
-                    held_out = self._evaluate(0)
-                    self.best.observe(0, held_out)
-                    journal.write(0, held_out)
+                    self._evaluate(0)
+                    log(0, self.metrics)
                 for step in self._optimize():
-                    signalled = [name for name in self.received if step.metrics.pop(name)]
-                    if step.metrics.pop("unsaved"):
-                        self.saver.wait()
-                    to_save = step.metrics.pop("save") > 0 or self._due(step.number, config.save_every)
                     self.metrics = {**step.metrics, **self.report()}
-                    if self.memory is not None:
-                        self.memory.observe(self.metrics)
-                    if self.context.synced is not None:
-                        self.context.synced.observe()
+                    for observer in self.observers.values():
+                        observer.observe(self.metrics)
+                    to_save = self._due(step.number, config.save_every)
                     if self._due(step.number, config.eval_every):
-                        held_out = self._evaluate(step.number)
-                        self.metrics |= held_out
-                        if isinstance(parts["schedule"], optimizers.AtEvaluation):
-                            parts["schedule"].observe(held_out)
-                        to_save |= self.best.observe(step.number, held_out)
+                        to_save |= self._evaluate(step.number)
                     left = False
                     try:
                         yield StepResult(step.number, self.metrics)
                     except GeneratorExit:
                         left = True
-                    left = sum_over_ranks(accelerator, {"left": float(left)})["left"] > 0
-                    journal.write(step.number, self.metrics)
-                    show(step.number, self.metrics)
-                    if to_save or signalled or left:
-                        self._save(step.number)
-                    signalled = signalled if step.number < steps else []
-                    if left or signalled:
+                    AcceleratorState._shared_state.update(vars(accelerator.state))
+                    clock = main and bool(config.save_minutes) and monotonic() - saved >= 60 * config.save_minutes
+                    of_this_rank = {**received, "left": left, "clock": clock, "failed": saver.failed}
+                    votes = sum_over_ranks(accelerator, of_this_rank)
+                    log(step.number, self.metrics)
+                    if votes["failed"]:
+                        saver.wait()
+                    signal = next((name for name in received if votes[name]), None)
+                    if to_save or signal or votes["left"] or votes["clock"]:
+                        if self.directory is not None:
+                            kept = {"keep": config.keep, "best": self.best}
+                            saver.save(self.checkpoints, step.number, **self.state, **kept)
+                        saved = monotonic()
+                    signal = signal if step.number < steps else None
+                    if signal or votes["left"]:
                         break
-                self.saver.wait()
-                if not signalled:
+                saver.wait()
+                if signal is None:
                     parts["optimizer"].eval()  # a schedule-free one leaves the weights that are evaluated
                     self._save_model()
                 meet(accelerator)
-                if self.context.stream is not None:
-                    accelerator.print(self.context.stream.accounting)
-            if signalled:
+                if context.stream is not None:
+                    accelerator.print(context.stream.accounting)
+            if signal is not None:
                 advice = "" if self.directory is None else "; go on with --resume true"
-                stopped = stop.Stopped(f"stopped at step {step.number} of {steps}{advice}", stop.STATUS[signalled[0]])
-                if accelerator.is_main_process:
+                stopped = stop.Stopped(f"stopped at step {step.number} of {steps}{advice}", stop.STATUS[signal])
+                if main:
                     print(stopped, file=sys.stderr)
                 raise stopped
 
     def _optimize(self) -> Iterator[StepResult]:
         config, parts = self.context.config, self.state["parts"]
-
-        def votes() -> dict[str, float]:
-            by_clock = self.context.accelerator.is_main_process and bool(config.save_minutes)
-            save = by_clock and monotonic() - self.saved >= 60 * config.save_minutes
-            return {**self.received, "save": float(save), "unsaved": float(self.saver.failed)}
-
         return optimize(
             self.state["policy"],
             self.feed,
@@ -176,27 +183,42 @@ class Training:
             steps=self.feed.steps,
             start=self.start,
             max_grad_norm=config.max_grad_norm or math.inf,
-            votes=votes,
         )
 
     def _due(self, step: int, every: int | None) -> bool:
         return step == self.feed.steps or (every is not None and step % every == 0)
 
-    def _evaluate(self, step: int) -> dict[str, float]:
-        with optimizers.evaluated_weights(self.state["parts"]["optimizer"], self.context.model):
+    def _evaluate(self, step: int) -> bool:
+        """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
+        parts = self.state["parts"]
+        metrics: Mapping[str, float] = {}
+        with optimizers.evaluated_weights(parts["optimizer"], self.context.model):
             if isinstance(self.evaluation, Feed):
                 batches, policy = self.evaluation(0), self.state["policy"]
-                metrics: Mapping[str, float] = evaluate(
-                    self.context.accelerator, policy, batches, self.objective, self.weightings
-                )
-            else:
-                metrics = {} if self.evaluation is None else self.evaluation(step)
-        return {f"eval/{name}": value for name, value in metrics.items()}
+                metrics = evaluate(self.context.accelerator, policy, batches, self.objective, self.weightings)
+            elif self.evaluation is not None:
+                metrics = self.evaluation(step)
+        held_out = {f"eval/{name}": value for name, value in metrics.items()}
+        self.metrics |= held_out
+        if step > 0 and isinstance(parts["schedule"], optimizers.AtEvaluation):
+            parts["schedule"].observe(held_out)
+        return self._is_best(step, held_out)
 
-    def _save(self, step: int) -> None:
-        if self.directory is not None:
-            self.saver.save(self.checkpoints, step, **self.state, keep=self.context.config.keep, best=self.best.step)
-        self.saved = monotonic()
+    def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """True if an evaluation after ``step`` has the lowest ``keep_best`` so far, or with ``max:`` the highest.
+
+        Raises:
+            ValueError: before the first step, if there is no such metric.
+        """
+        setting = self.context.config.keep_best or ""
+        name = setting.removeprefix("max:")
+        if setting and step == 0 and name not in metrics:
+            raise ValueError(nearest("keep_best: no metric", name, metrics))
+        value = metrics.get(name, math.nan) * (1 if name == setting else -1)
+        better = step > 0 and value < self.lowest
+        if better:
+            self.best, self.lowest = step, value
+        return better
 
     def _save_model(self) -> None:
         if self.directory is None:

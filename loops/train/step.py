@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +25,8 @@ from ..models.sharding import whole
 from .weighting import Weightings
 
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
+
+Name = TypeVar("Name")
 
 PATIENCE = 5  # steps in a row without a finite gradient before training stops
 
@@ -62,19 +64,22 @@ class Sums:
                 if self.term.setdefault(metric, name) == name:
                     self.sums[metric] = self.sums.get(metric, 0.0) + (weight * value).sum()
 
-    def means(self) -> dict[str, float]:
-        """The metrics over all ranks; ``loss``, the weighted total, comes first. A stat is its weighted mean."""
-        totals = sum_over_ranks(self.accelerator, {metric: float(value) for metric, value in self.sums.items()})
-        # Σ w of each loss, which for `fixed_length` is not its denominator
-        local = {name: float(sum(weights[name].weight.sum() for weights in self.weights)) for name in self.weightings}
-        weights = sum_over_ranks(self.accelerator, local)
+    def means(self, **counts: float) -> tuple[dict[str, float], dict[str, float]]:
+        """The metrics over all ranks; ``loss``, the weighted total, comes first. A stat is its weighted mean. And the
+        sums of ``counts``: all of it takes one reduction."""
+        values = {("metric", metric): float(value) for metric, value in self.sums.items()}
+        for name in self.weightings:  # Σ w of each loss, which for `fixed_length` is not its denominator
+            values["weight", name] = float(sum(weights[name].weight.sum() for weights in self.weights))
+        values |= {("count", name): count for name, count in counts.items()}
+        total = sum_over_ranks(self.accelerator, values)
         means = {}
-        for metric, total in totals.items():
+        for metric in self.sums:
             name = self.term[metric]
             if self.weightings[name][0] or self.denominators[name]:  # not a term that is only measured and has no unit
-                means[metric] = total / ((self.denominators if metric in self.weightings else weights)[name] or 1.0)
+                weight = self.denominators[name] if metric in self.weightings else total["weight", name]
+                means[metric] = total["metric", metric] / (weight or 1.0)
         loss = sum(coefficient * means[name] for name, (coefficient, _) in self.weightings.items() if coefficient)
-        return {"loss": loss, **means}
+        return {"loss": loss, **means}, {name: total["count", name] for name in counts}
 
 
 def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -95,7 +100,6 @@ def train_step(
     weightings: Weightings,
     *,
     max_grad_norm: float,
-    votes: Callable[[], Mapping[str, float]] = dict,
 ) -> dict[str, float]:
     """Accumulate the gradient of one global batch and take one optimizer step.
 
@@ -106,7 +110,6 @@ def train_step(
         weightings: ``{name: (coefficient, weighting)}`` of the named losses to sum. A coefficient of 0 measures without
             training.
         max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
-        votes: asked at the end of the step for numbers whose sums over ranks are among the metrics.
 
     Returns:
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
@@ -138,11 +141,11 @@ def train_step(
     tokens = float(sum(len(batch.target) for batch in micro_batches))
     examples = [example for batch in micro_batches for example in batch.examples]
     read = float(sum(len(e.prompt) * len(e.completions) + sum(map(len, e.completions)) for e in examples))
-    counts = sum_over_ranks(accelerator, {"tokens": tokens, "input_tokens": read, **votes()})
-    return {**sums.means(), "grad_norm": grad_norm, **counts, "skipped": float(not taken)}
+    metrics, counts = sums.means(tokens=tokens, input_tokens=read)
+    return {**metrics, "grad_norm": grad_norm, **counts, "skipped": float(not taken)}
 
 
-def sum_over_ranks(accelerator: Accelerator, values: Mapping[str, float]) -> dict[str, float]:
+def sum_over_ranks(accelerator: Accelerator, values: Mapping[Name, float]) -> dict[Name, float]:
     packed = torch.tensor(list(values.values()), dtype=torch.float64, device=accelerator.device)
     total: Any = accelerator.reduce(packed, reduction="sum")
     return dict(zip(values, total.tolist(), strict=True))
@@ -160,7 +163,6 @@ def optimize(
     steps: int,
     start: int = 0,
     max_grad_norm: float = 1.0,
-    votes: Callable[[], Mapping[str, float]] = dict,
 ) -> Iterator[StepResult]:
     """Yield after each optimizer step. ``batches(k)`` gives this rank's micro-batches of step k, counted from 0.
 
@@ -179,7 +181,6 @@ def optimize(
             objective,
             weightings,
             max_grad_norm=max_grad_norm,
-            votes=votes,
         )
         with warnings.catch_warnings():
             # When the first step is skipped, torch complains about the order of the two calls.
@@ -210,4 +211,4 @@ def evaluate(
     for i, batch in enumerate(micro_batches):
         sums.add(i, objective(policy, batch))
     policy.train(training)
-    return sums.means()
+    return sums.means()[0]

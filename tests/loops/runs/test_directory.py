@@ -9,7 +9,9 @@ import pytest
 import torch
 from burnish.loops.recipes.settings import SFT
 from burnish.loops.recipes.sft import run_sft
-from burnish.loops.runs import context
+from burnish.loops.runs import checkpoint, context
+from forked import run_forked
+from online import prepare
 from safetensors.torch import load_file
 from tiny import save_model, sums, write_rows
 
@@ -24,14 +26,14 @@ def settings(tmp_path):
 
 def stopped_at(step, settings, monkeypatch):
     """A run that ends with the checkpoint of ``step``."""
-    save = context.checkpoint.save
+    save = checkpoint.save
 
     def then_die(directory, number, **parts):
         save(directory, number, **parts)
         if number == step:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(context.checkpoint, "save", then_die)
+    monkeypatch.setattr(checkpoint, "save", then_die)
     with pytest.raises(KeyboardInterrupt):
         run_sft(SFT(**settings))
     monkeypatch.undo()
@@ -45,7 +47,7 @@ def test_a_run_goes_on_with_its_own_data_only(settings, tmp_path, monkeypatch, c
     edited = lines[0].replace(json.loads(lines[0])["messages"][0]["content"], "9+9=", 1)
     changed = {"append": [*lines, lines[0]], "edit": [edited, *lines[1:]], "cut": lines[:1]}[change]
     path.write_text("".join(line + "\n" for line in changed))
-    with pytest.raises(context.checkpoint.CheckpointError, match="the data is not what step-00000002 was trained on"):
+    with pytest.raises(checkpoint.CheckpointError, match="the data is not what step-00000002 was trained on"):
         run_sft(SFT(**settings, resume=True))
 
 
@@ -124,3 +126,15 @@ def test_a_reader_of_the_output_may_go_away(settings, tmp_path):
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors
     assert (tmp_path / "run/model/model.safetensors").exists()
+
+
+def test_on_two_ranks_both_end_where_another_process_holds_the_directory(tmp_path):
+    fields = {**prepare(tmp_path), "output": str(tmp_path / "run")}
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        outcomes = run_forked(2, "online", fields)
+    notes = [(tmp_path / f"run-rank{rank}.txt").read_text() for rank in (0, 1)]
+    assert notes[0] == f"output: another process trains in {tmp_path}/run; wait for it, or name another directory"
+    assert notes[1] == f"rank 1: the main process failed: ValueError: {notes[0]}"
+    assert [status for status, _ in outcomes] == [1, 1]

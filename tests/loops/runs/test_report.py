@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from accelerate import Accelerator
 from burnish.loops.config import Common
-from burnish.loops.runs.report import Journal, draw_curves, foremost, read_curves
+from burnish.loops.runs.report import draw_curves, foremost, journal, read_curves
 from matplotlib.figure import Figure
 
 
@@ -56,9 +56,9 @@ def test_single_points_are_no_curve(tmp_path):
 def test_a_resumed_journal_takes_back_the_steps_after_and_half_a_line(tmp_path):
     lines = [json.dumps({"step": step, "loss": 0.5}) + "\n" for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join([*lines, '{"step": 4, "lo']))
-    journal = Journal(tmp_path, 2, Accelerator(), Common("model", "data", str(tmp_path)))
-    journal.write(3, {"loss": 0.4})
-    journal.close()
+    config = Common("model", "data", str(tmp_path))
+    with journal(tmp_path, 2, 3, Accelerator(), config, steps_per_epoch=1.0) as log:
+        log(3, {"loss": 0.4})
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2]) + '{"step": 3, "loss": 0.4}\n'
 
 
@@ -66,7 +66,8 @@ def test_ranks_can_still_meet_when_the_trackers_have_finished(tmp_path):
     accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        Journal(tmp_path, 0, accelerator, Common("model", "data", str(tmp_path))).close()
+        with journal(tmp_path, 0, 1, accelerator, Common("model", "data", str(tmp_path)), steps_per_epoch=1.0):
+            pass
         assert dist.is_initialized()
     finally:
         if dist.is_initialized():

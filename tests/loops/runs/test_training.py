@@ -1,0 +1,71 @@
+"""A run that is open: what happens beside it, or instead of its steps, does not change them."""
+
+import gc
+
+import pytest
+import torch
+from burnish.loops.config import Teacher
+from burnish.loops.recipes.distill import open_distill
+from burnish.loops.recipes.grpo import open_grpo
+from burnish.loops.recipes.settings import GRPO, SFT, Distill
+from burnish.loops.recipes.sft import open_sft
+from burnish.loops.rollouts.local.source import LocalSource
+from online import prepare
+from tiny import save_model, sums, write_rows
+from transformers import TrainingArguments
+
+
+@pytest.fixture
+def settings(tmp_path):
+    rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)]
+    data = write_rows(tmp_path / "messages.jsonl", rows)
+    return {"model": str(save_model(tmp_path / "start")), "data": str(data), "batch_size": 2, "learning_rate": 1e-2}
+
+
+def metrics_of(training, between=lambda: None):
+    metrics = []
+    for step in training:
+        between()
+        metrics.append({name: value for name, value in step.metrics.items() if name != "seconds"})
+    return metrics
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_arguments_of_transformers_do_not_change_an_open_run(settings, dtype, tmp_path):
+    """They reset the state that all objects of Accelerate share, the precision among it."""
+
+    def make_arguments():
+        TrainingArguments(output_dir=str(tmp_path / "trainer"), report_to="none")
+
+    undisturbed = metrics_of(open_sft(SFT(**settings, dtype=dtype)))
+    training = open_sft(SFT(**settings, dtype=dtype))
+    make_arguments()
+    assert metrics_of(training, make_arguments) == undisturbed
+
+
+def test_a_teacher_computes_in_the_precision_of_its_run_when_another_run_is_opened(settings, tmp_path):
+    default = torch.get_autocast_dtype("cpu")
+    teacher = Teacher(model=str(save_model(tmp_path / "teacher", seed=1)))
+    config = Distill(**settings, teacher=teacher, dtype="bfloat16")
+    torch.set_autocast_dtype("cpu", torch.float16)  # as on a GPU, where the state of the other run names no dtype
+    try:
+        alone = metrics_of(open_distill(config))
+        training, _ = open_distill(config), open_sft(SFT(**settings))
+        assert metrics_of(training) == alone
+    finally:
+        torch.set_autocast_dtype("cpu", default)
+
+
+def test_a_run_whose_steps_are_never_taken_closes_its_source(tmp_path, monkeypatch):
+    closed, close = [], LocalSource.close
+
+    async def then_close(source):
+        closed.append(source)
+        await close(source)
+
+    monkeypatch.setattr(LocalSource, "close", then_close)
+    training = open_grpo(GRPO(**prepare(tmp_path)))
+    assert not closed
+    del training
+    gc.collect()
+    assert len(closed) == 1
