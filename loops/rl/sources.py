@@ -57,13 +57,16 @@ def check_sampling(config: SamplingConfig) -> None:
     if config.quantize is not None:
         raise ValueError("source: a quantized policy has other log-probs than vLLM's plain model; set source to policy")
     if config.vllm.updates == "adapters":
-        if config.lora.r == 0:
+        if not config.lora.enabled:
             raise ValueError("vllm.updates: there are no adapters; set lora.r, or updates to files")
-        needed = max_lora_rank(config.lora.r)
+        adapter = vars(config.lora) | config.lora.kwargs
+        if config.lora.path is not None and (stored := Path(config.lora.path, "adapter_config.json")).exists():
+            adapter = json.loads(stored.read_text())
+        needed = max_lora_rank(adapter)
         largest = config.vllm.options.get("max_lora_rank", needed)
-        if largest < config.lora.r:
+        if largest < adapter["r"]:
             raise ValueError(
-                f"vllm.options: max_lora_rank={largest} has no room for lora.r={config.lora.r}; leave it out, or set "
+                f"vllm.options: max_lora_rank={largest} has no room for lora.r={adapter['r']}; leave it out, or set "
                 f"it to {needed}"
             )
     if config.source == "vllm_engine" and int(os.environ.get("WORLD_SIZE", 1)) > 1:

@@ -222,7 +222,7 @@ class Adapters:
 
     def __init__(self, directory: str | Path, config: Any) -> None:
         self.directory, self.config = Path(directory).resolve(), config
-        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(config.r)))
+        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(vars(config))))
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
 
@@ -296,19 +296,25 @@ def _parts(weights: NamedWeights) -> Iterator[tuple[dict[str, Tensor], bool]]:
     yield part, True
 
 
-def max_lora_rank(rank: int) -> int:
-    """The smallest of vLLM's ranks of adapters that one of this rank fits in.
+def max_lora_rank(adapter: Mapping[str, Any]) -> int:
+    """The smallest of vLLM's ranks of adapters that all of one with these fields of peft's ``LoraConfig`` fit in.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or vLLM can't load such adapters (``vllm.lora.peft_helper.PEFTHelper``).
     """
+    refused = {name: adapter.get(name) for name in ("use_dora", "modules_to_save", "lora_bias")}
+    refused |= {"bias": adapter.get("bias", "none") != "none"}
+    init = str(adapter.get("init_lora_weights")).lower()  # these change the weights that the server has
+    refused |= {"init_lora_weights": init.startswith(("pissa", "olora", "corda", "loftq"))}
+    remedy = "or set vllm.updates to files, which sends the merged weights"
+    for name in refused:
+        if refused[name]:
+            raise ValueError(f"lora.{name}: vLLM can't load adapters with {name}={adapter[name]}; leave it out, {remedy}")
+    rank = max(adapter["r"], *(adapter.get("rank_pattern") or {}).values(), 0)
     for known in _RANKS:
         if rank <= known:
             return known
-    raise ValueError(
-        f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, or set vllm.updates to files, "
-        "which sends the merged weights"
-    )
+    raise ValueError(f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, {remedy}")
 
 
 def free_port() -> int:
