@@ -13,25 +13,10 @@ from typing import TYPE_CHECKING
 from ...lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .replay import ReplaySource, read_samples, write_samples
-    from .sample import Request, Sample, SamplingParams, VersionSpan, check_sample
-    from .scheduler import Ledger, RolloutScheduler
-    from .source import RolloutSource, SourceError, SourceLost
-
-__all__ = [
-    "Ledger",
-    "ReplaySource",
-    "Request",
-    "RolloutScheduler",
-    "RolloutSource",
-    "Sample",
-    "SamplingParams",
-    "SourceError",
-    "SourceLost",
-    "VersionSpan",
-    "check_sample",
-    "read_samples",
-    "write_samples",
-]
+    from .replay import ReplaySource as ReplaySource, read_samples as read_samples, write_samples as write_samples
+    from .sample import Request as Request, Sample as Sample, SamplingParams as SamplingParams
+    from .sample import VersionSpan as VersionSpan, check_sample as check_sample
+    from .scheduler import Ledger as Ledger, RolloutScheduler as RolloutScheduler
+    from .source import RolloutSource as RolloutSource, SourceError as SourceError, SourceLost as SourceLost
 
 __getattr__ = lazy_exports(__name__)

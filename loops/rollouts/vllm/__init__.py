@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 from ....lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .engine import VLLMEngine, start_engine
-    from .server import VLLMServer
-    from .weights import Adapters, Files, Nccl
-
-__all__ = ["Adapters", "Files", "Nccl", "VLLMEngine", "VLLMServer", "start_engine"]
+    from .engine import VLLMEngine as VLLMEngine, start_engine as start_engine
+    from .server import VLLMServer as VLLMServer
+    from .weights import Adapters as Adapters, Files as Files, Nccl as Nccl
 
 __getattr__ = lazy_exports(__name__)

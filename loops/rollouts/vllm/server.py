@@ -30,7 +30,63 @@ FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort
 _SLACK = 30.0  # seconds; the wait for a server that starts ends first, and says better what is wrong
 
 
-class VLLMServer:
+def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """The arguments of vLLM's ``SamplingParams``."""
+    return {
+        **{name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
+        "stop_token_ids": list(sampling.stop),
+        "ignore_eos": True,  # only what the request calls a stop token is one
+        "seed": seed,
+        "logprobs": 0,  # of what was drawn, and of nothing else
+        "detokenize": False,
+    }
+
+
+class VLLMSource:
+    """A source of completions, each of which is a request of its own to vLLM."""
+
+    vocab: int
+    context: int
+    tokenizer: PreTrainedTokenizerBase
+
+    async def sample(self, request: Request) -> list[Sample]:
+        check_request(request, vocab=self.vocab, context=self.context)
+        samples = await gather_or_cancel(self._complete(request, index) for index in request.indices)
+        check_completions(samples, request, "vllm")
+        return samples
+
+    async def _complete(self, request: Request, index: int) -> Sample:
+        raise NotImplementedError
+
+    def _to_sample(
+        self,
+        request: Request,
+        index: int,
+        tokens: list[int],
+        drawn: list[tuple[int, float]],
+        finish: Finish,
+        spans: list[VersionSpan],
+    ) -> Sample:
+        """A sample from the parts of a completion, which ``drawn`` has the log-probs of, each with its token.
+
+        Raises:
+            SourceLost: if it is empty, since it was broken off.
+            SourceError: if the parts disagree with each other.
+        """
+        who = f"vllm: completion {index} of task {request.task}"
+        if [token for token, _ in drawn] != tokens:
+            raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
+        if not tokens:
+            raise SourceLost(f"{who}: it was broken off before its first token")
+        ends = [0, *(span.end for span in spans)]
+        if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
+            raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
+        text, trained = str(self.tokenizer.decode(tokens, skip_special_tokens=True)), [True] * len(tokens)
+        logprobs = [logprob for _, logprob in drawn]
+        return Sample(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
+
+
+class VLLMServer(VLLMSource):
     """A source that is a server, which may die and come back.
 
     Args:
@@ -82,12 +138,6 @@ class VLLMServer:
         except BaseException:
             end()
             raise
-
-    async def sample(self, request: Request) -> list[Sample]:
-        check_request(request, vocab=self.vocab, context=self.context)
-        samples = await gather_or_cancel(self._complete(request, index) for index in request.indices)
-        check_completions(samples, request, "vllm")
-        return samples
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         checked = self._check_weights(weights) if self.updates.merged else weights
@@ -177,58 +227,15 @@ class VLLMServer:
             self._note_heard()
             try:
                 choice = response["choices"][0]
-                tokens, finish = choice["token_ids"], FINISH[choice["finish_reason"]]
-                drawn = [(entry["token_id"], float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
+                finish, content = FINISH[choice["finish_reason"]], choice["logprobs"]["content"]
+                drawn = [(entry["token_id"], float(entry["logprob"])) for entry in content]
                 labels = [(label["version"], label["start"], label["end"]) for label in choice["weight_versions"] or []]
+                tokens = list(choice["token_ids"])
             except (LookupError, TypeError, ValueError) as error:
                 known = " or ".join(self._versions)
                 raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._client.url} vLLM "
                                   f"{known}? It says {str(response)[:200]}") from error  # fmt: skip
-            spans = self.updates.spans(labels, model)
-        return to_sample(request, index, tokens, drawn, finish, spans, self.tokenizer)
-
-
-def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """The arguments of vLLM's ``SamplingParams``."""
-    return {
-        **{name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
-        "stop_token_ids": list(sampling.stop),
-        "ignore_eos": True,  # only what the request calls a stop token is one
-        "seed": seed,
-        "logprobs": 0,  # of what was drawn, and of nothing else
-        "detokenize": False,
-    }
-
-
-def to_sample(
-    request: Request,
-    index: int,
-    tokens: list[int],
-    drawn: list[tuple[int, float]],
-    finish: Finish,
-    spans: list[VersionSpan],
-    tokenizer: PreTrainedTokenizerBase,
-) -> Sample:
-    """A sample from the parts of a completion.
-
-    Args:
-        drawn: vLLM's log-probs, each with the token that it is of.
-
-    Raises:
-        SourceLost: if it is empty, since it was broken off.
-        SourceError: if the parts disagree with each other.
-    """
-    who = f"vllm: completion {index} of task {request.task}"
-    if [token for token, _ in drawn] != tokens:
-        raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
-    if not tokens:
-        raise SourceLost(f"{who}: it was broken off before its first token")
-    ends = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
-        raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
-    text, trained = str(tokenizer.decode(tokens, skip_special_tokens=True)), [True] * len(tokens)
-    logprobs = [logprob for _, logprob in drawn]
-    return Sample(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
+            return self._to_sample(request, index, tokens, drawn, finish, self.updates.spans(labels, model))
 
 
 def _read(auto: Any, model: str, what: str) -> Any:
