@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING
 from ...lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .replay import ReplaySource as ReplaySource, read_samples as read_samples, write_samples as write_samples
-    from .sample import Request as Request, Sample as Sample, SamplingParams as SamplingParams
-    from .sample import VersionSpan as VersionSpan, check_sample as check_sample
-    from .scheduler import Ledger as Ledger, RolloutScheduler as RolloutScheduler
-    from .source import RolloutSource as RolloutSource, SourceError as SourceError, SourceLost as SourceLost
+    from .replay import ReplaySource as ReplaySource
+    from .replay import read_samples as read_samples
+    from .replay import write_samples as write_samples
+    from .sample import Request as Request
+    from .sample import Sample as Sample
+    from .sample import SamplingParams as SamplingParams
+    from .sample import VersionSpan as VersionSpan
+    from .sample import check_sample as check_sample
+    from .scheduler import Ledger as Ledger
+    from .scheduler import RolloutScheduler as RolloutScheduler
+    from .source import RolloutSource as RolloutSource
+    from .source import SourceError as SourceError
+    from .source import SourceLost as SourceLost
 
 __getattr__ = lazy_exports(__name__)

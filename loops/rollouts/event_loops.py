@@ -23,7 +23,7 @@ class EventLoop:
         self.closed = False
         self.runner = asyncio.Runner()
         self.thread: threading.Thread | None = None
-        if background or _in_a_loop():
+        if background or asyncio._get_running_loop() is not None:
             self.loop, self.stopped = self.runner.get_loop(), asyncio.Event()
             self.thread = threading.Thread(target=self._serve, name="burnish-scheduler", daemon=True)
             self.thread.start()
@@ -57,18 +57,10 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 def _close_dropped(runner: asyncio.Runner) -> None:
     """Close a loop that is collected as garbage, which may happen while another one runs in this thread."""
-    if _in_a_loop():
+    if asyncio._get_running_loop() is not None:
         runner.get_loop().close()
     else:
         runner.close()
-
-
-def _in_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

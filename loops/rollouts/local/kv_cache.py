@@ -77,29 +77,25 @@ class ContinuousBatch(Cache):
         shared = [(text, len(list(same))) for text, same in groupby(texts)]
         states = []
         while shared:
-            count = max(1, _READ // max(len(text) for text, _ in shared))
-            part, shared = shared[:count], shared[count:]
+            most = max(1, _READ // max(len(text) for text, _ in shared))
+            part, shared = shared[:most], shared[most:]
             ids = self.runner.ids([text for text, _ in part])
-            length, copies = torch.tensor([(len(text), copies) for text, copies in part], device=ids.device).T
+            length, copies = torch.tensor([(len(text), count) for text, count in part], device=ids.device).T
             read = DynamicCache()
             last, _ = self.runner.states(length - 1, input_ids=ids, past_key_values=read, use_cache=True)
-            self._append(_keys_and_values(read), [(len(text), copies) for text, copies in part])
             states.append(last.repeat_interleave(copies, dim=0))
+            row, self.length = len(self.length), torch.cat([self.length, length.repeat_interleave(copies)])
+            self.row = torch.arange(len(self.length), device=ids.device)
+            sources = _keys_and_values(read)
+            if not self.stores:
+                kinds = [(x.shape[1], x.shape[3], autocast_dtype(x) or x.dtype) for x in sources]
+                self.stores = [ids.new_zeros(0, heads, 0, size, dtype=dtype) for heads, size, dtype in kinds]
+            self._reserve(int(self.length.max()) + 1)
+            for i, (text, count) in enumerate(part):
+                for store, source in zip(self.stores, sources, strict=True):
+                    store[row : row + count, :, : len(text)] = source[i, :, : len(text)]
+                row += count
         return torch.cat(states)
-
-    def _append(self, read: Sequence[Tensor], parts: Sequence[tuple[int, int]]) -> None:
-        """Store for each row of what was read, and each (length, copies), the first columns in so many rows."""
-        if not self.stores:
-            self.stores = [x.new_zeros(0, x.shape[1], 0, x.shape[3], dtype=autocast_dtype(x) or x.dtype) for x in read]
-        added = [length for length, copies in parts for _ in range(copies)]
-        start, self.length = len(self.length), torch.cat([self.length, self.length.new_tensor(added)])
-        self.row = torch.arange(len(self.length), device=self.length.device)
-        self._reserve(int(self.length.max()) + 1)
-        for store, source in zip(self.stores, read, strict=True):
-            row = start
-            for i, (length, copies) in enumerate(parts):
-                store[row : row + copies, :, :length] = source[i, :, :length]
-                row += copies
 
     def step(self) -> Tensor:
         last = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=self.length.device)[:, None]

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 from ....lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .engine import VLLMEngine as VLLMEngine, start_engine as start_engine
+    from .engine import VLLMEngine as VLLMEngine
+    from .engine import start_engine as start_engine
     from .server import VLLMServer as VLLMServer
-    from .weights import Adapters as Adapters, Files as Files, Nccl as Nccl
+    from .weights import Adapters as Adapters
+    from .weights import Files as Files
+    from .weights import Nccl as Nccl
 
 __getattr__ = lazy_exports(__name__)

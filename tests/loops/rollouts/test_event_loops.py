@@ -78,5 +78,5 @@ def test_an_error_of_a_blocking_function_is_raised_whatever_it_is():
         async def body(fail=fail):
             await off_loop(fail)
 
-        with pytest.raises((RuntimeError, KeyError), match="StopIteration|gone"):
+        with pytest.raises((RuntimeError, KeyError), match=r"StopIteration|gone"):
             asyncio.run(asyncio.wait_for(body(), 10))
