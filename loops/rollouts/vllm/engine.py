@@ -15,7 +15,7 @@ from . import plugin
 from .client import Rejected
 from .launch import SHARE
 from .preflight import install_advice, parameter_check
-from .server import FINISH, VERSIONS, VLLMSource, sampling_params
+from .server import FINISH, VERSIONS, sample_each, sampling_params, to_sample
 from .weights import Files
 
 _REQUESTS = ("init_weight_transfer_engine", "update_weights")  # operations that take their arguments as one request
@@ -65,7 +65,7 @@ def start_engine(
     )
 
 
-class VLLMEngine(VLLMSource, InProcessSource):
+class VLLMEngine(InProcessSource):
     """vLLM's engine, which this process takes a step of at a time; weights change between two steps.
 
     Args:
@@ -101,6 +101,10 @@ class VLLMEngine(VLLMSource, InProcessSource):
         self._running = asyncio.Event()
         self._running.set()
         self._driver: asyncio.Task[None] | None = None
+
+    async def sample(self, request: Request) -> list[Sample]:
+        self._check_open()
+        return await sample_each(self._complete, request, vocab=self.vocab, context=self.context)
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
@@ -138,7 +142,6 @@ class VLLMEngine(VLLMSource, InProcessSource):
             raise Rejected(f"vllm: {operation}: {error}", 500) from error
 
     async def _complete(self, request: Request, index: int) -> Sample:
-        self._check_open()
         name = uuid.uuid4().hex
         completion = self._waiting[name] = asyncio.get_running_loop().create_future()
         params = self._params(**sampling_params(request.sampling, request.seed(index)))
@@ -155,7 +158,8 @@ class VLLMEngine(VLLMSource, InProcessSource):
                 self._engine.abort_request([name])
         drawn = [next((token, float(entry.logprob)) for token, entry in top.items()) for top in output.logprobs]
         spans = self._updates.spans([(span.version, span.start, span.end) for span in output.weight_versions], None)
-        return self._to_sample(request, index, list(output.token_ids), drawn, FINISH[output.finish_reason], spans)
+        finish = FINISH[output.finish_reason]
+        return to_sample(request, index, list(output.token_ids), drawn, finish, spans, self.tokenizer)
 
     async def _drive(self) -> None:
         """Take steps while a completion is waited for; other tasks of the event loop run in between."""

@@ -61,6 +61,23 @@ def test_a_server_that_runs_is_given_the_weights_of_each_step_and_its_answers_ar
     assert {logprob for sample in samples for logprob in sample["logprobs"]} == {-1.0}  # what the stand-in says
 
 
+@pytest.mark.parametrize("form", [",".join, list])
+def test_several_servers_share_the_requests_and_all_have_the_weights(form, fake, fields):
+    other = Fake(fake.tokenizer)
+    try:
+        other.root, other.config = fake.root, fake.config
+        asked, generate = [], other.do_inference_v1_generate
+        other.do_inference_v1_generate = lambda body: (asked.append(body), generate(body))[1]
+        run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=form([fake.url, other.url]))))
+        for server in (fake, other):
+            labels = [body["weight_version"].split("@")[0] for body in orders(server, "/finish_weight_update")]
+            assert labels == ["0", "1"]
+        assert sum(body["sampling_params"]["max_tokens"] > 1 for body in asked) == 2 * 2 * 4
+        assert len(stored(Path(fields["output"]))) == 2 * 4 * 4
+    finally:
+        other.close()
+
+
 def test_adapters_go_to_a_server_under_a_name_for_each_version(fake, fields):
     fake.config |= {"weight_transfer_config": None, "lora_config": {}}
     written = []
@@ -135,7 +152,7 @@ def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
 def test_nccl_is_given_the_trainers_address(url, given, address):
     vllm = VLLM(url=url, updates="nccl", trainer_address=given)
     config = GRPO(model="m", data="d", output="o", source="vllm", vllm=vllm)
-    assert open_updates(config, types.SimpleNamespace(directory=Path("o"))).address == address
+    assert open_updates(config, types.SimpleNamespace(directory=Path("o")), url or "").address == address
 
 
 def test_flags_are_written_as_vllm_reads_them():
