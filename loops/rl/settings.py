@@ -34,8 +34,9 @@ class VLLM(Settings):
 
     prefix = "vllm."
 
-    url: str | None = None
-    """Address of a server that runs, such as http://127.0.0.1:8000; null starts one, which ends with the run."""
+    url: str | list[str] | None = None
+    """Address of a server that runs, such as http://127.0.0.1:8000, or of several that share the requests, in a list or
+    with commas; null starts one, which ends with the run."""
     python: str | None = None
     """Interpreter of the environment that vLLM is installed in, for a server that is started; null is this one."""
     updates: Literal["files", "nccl", "adapters"] = "files"
@@ -56,6 +57,10 @@ class VLLM(Settings):
     """Completions that a server works on at once."""
     patience: PositiveFloat = 1200.0
     """Seconds in which a server must start, or answer any of its requests; then the run ends."""
+
+    @property
+    def urls(self) -> list[str]:
+        return self.url.split(",") if isinstance(self.url, str) else self.url or []
 
 
 @dataclass(frozen=True)

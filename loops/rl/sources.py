@@ -31,7 +31,7 @@ from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
 from ..rollouts.vllm.launch import launch
-from ..rollouts.vllm.server import VLLMServer
+from ..rollouts.vllm.server import VLLMServer, VLLMServers
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_lora_rank
 from ..runs.context import RunContext
 from ..runs.ranks import on_main
@@ -57,13 +57,16 @@ def check_sampling(config: SamplingConfig) -> None:
     if config.quantize is not None:
         raise ValueError("source: a quantized policy has other log-probs than vLLM's plain model; set source to policy")
     if config.vllm.updates == "adapters":
-        if config.lora.r == 0:
+        if not config.lora.enabled:
             raise ValueError("vllm.updates: there are no adapters; set lora.r, or updates to files")
-        needed = max_lora_rank(config.lora.r)
+        adapter = vars(config.lora) | config.lora.kwargs
+        if config.lora.path is not None and (stored := Path(config.lora.path, "adapter_config.json")).exists():
+            adapter = json.loads(stored.read_text())
+        needed = max_lora_rank(adapter)
         largest = config.vllm.options.get("max_lora_rank", needed)
-        if largest < config.lora.r:
+        if largest < adapter["r"]:
             raise ValueError(
-                f"vllm.options: max_lora_rank={largest} has no room for lora.r={config.lora.r}; leave it out, or set "
+                f"vllm.options: max_lora_rank={largest} has no room for lora.r={adapter['r']}; leave it out, or set "
                 f"it to {needed}"
             )
     if config.source == "vllm_engine" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -170,11 +173,12 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
         sleep = torch.cuda.is_available()  # the trainer needs the memory
         engine = start_engine(config.model, dtype=dtype, sleep=sleep, **config.vllm.options)
         return VLLMEngine(engine, directory=config.vllm.directory, sleep=sleep, **known)
-    updates = open_updates(config, run)
-    known |= {"updates": updates, "dtype": dtype, "patience": config.vllm.patience}
+    known |= {"dtype": dtype, "patience": config.vllm.patience}
     known |= {"timeout": config.vllm.timeout, "concurrency": config.vllm.concurrency}
-    if config.vllm.url is not None:
-        return VLLMServer(config.vllm.url, **known)
+    if urls := config.vllm.urls:
+        servers = [VLLMServer(url, updates=open_updates(config, run, url), **known) for url in urls]
+        return VLLMServers(servers) if len(servers) > 1 else servers[0]
+    updates = open_updates(config, run)
     server = launch(
         config.model,
         log=run.directory / "vllm.log",
@@ -186,17 +190,17 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
         environment=config.vllm.environment,
         patience=config.vllm.patience,
     )
-    return VLLMServer(server.url, revive=server.revive, end=server.close, **known)
+    return VLLMServer(server.url, updates=updates, revive=server.revive, end=server.close, **known)
 
 
-def open_updates(config: SamplingConfig, run: RunContext[Policy]) -> Files | Nccl | Adapters:
-    """How weights get to a server."""
+def open_updates(config: SamplingConfig, run: RunContext[Policy], url: str = "") -> Files | Nccl | Adapters:
+    """How weights get to the server at this address."""
     directory = Path(config.vllm.directory or run.directory / "weights")
     match config.vllm.updates:
         case "files":
             return Files(directory)
         case "nccl":
-            host = urlsplit(config.vllm.url or "").hostname or "127.0.0.1"
+            host = urlsplit(url).hostname or "127.0.0.1"
             return Nccl(config.vllm.trainer_address or address_towards(host))
         case "adapters":
             peft: Any = run.model.model

@@ -13,25 +13,18 @@ from typing import TYPE_CHECKING
 from ...lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .replay import ReplaySource, read_samples, write_samples
-    from .sample import Request, Sample, SamplingParams, VersionSpan, check_sample
-    from .scheduler import Ledger, RolloutScheduler
-    from .source import RolloutSource, SourceError, SourceLost
-
-__all__ = [
-    "Ledger",
-    "ReplaySource",
-    "Request",
-    "RolloutScheduler",
-    "RolloutSource",
-    "Sample",
-    "SamplingParams",
-    "SourceError",
-    "SourceLost",
-    "VersionSpan",
-    "check_sample",
-    "read_samples",
-    "write_samples",
-]
+    from .replay import ReplaySource as ReplaySource
+    from .replay import read_samples as read_samples
+    from .replay import write_samples as write_samples
+    from .sample import Request as Request
+    from .sample import Sample as Sample
+    from .sample import SamplingParams as SamplingParams
+    from .sample import VersionSpan as VersionSpan
+    from .sample import check_sample as check_sample
+    from .scheduler import Ledger as Ledger
+    from .scheduler import RolloutScheduler as RolloutScheduler
+    from .source import RolloutSource as RolloutSource
+    from .source import SourceError as SourceError
+    from .source import SourceLost as SourceLost
 
 __getattr__ = lazy_exports(__name__)

@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from contextlib import closing
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ class EventLoop:
         self.closed = False
         self.runner = asyncio.Runner()
         self.thread: threading.Thread | None = None
-        if background or _in_a_loop():
+        if background or asyncio._get_running_loop() is not None:
             self.loop, self.stopped = self.runner.get_loop(), asyncio.Event()
             self.thread = threading.Thread(target=self._serve, name="burnish-scheduler", daemon=True)
             self.thread.start()
@@ -56,18 +57,10 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 def _close_dropped(runner: asyncio.Runner) -> None:
     """Close a loop that is collected as garbage, which may happen while another one runs in this thread."""
-    if _in_a_loop():
+    if asyncio._get_running_loop() is not None:
         runner.get_loop().close()
     else:
         runner.close()
-
-
-def _in_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -81,24 +74,19 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 async def off_loop(function: Callable[[], T]) -> T:
-    """Return the function's result, from a daemon thread; a wait that is cancelled leaves the thread behind.
+    """Return the function's result, from a daemon thread; a wait that is cancelled leaves the call behind.
 
     An executor's threads would be waited for when Python exits, and to start one for each call is slow.
     """
-    loop = asyncio.get_running_loop()
-    arrived: asyncio.Future[tuple[bool, Any]] = loop.create_future()
+    outcome: Future[tuple[bool, Any]] = Future()
+    outcome.set_running_or_notify_cancel()  # from now on it can't be cancelled
     try:
         calls = _idle.pop()
     except IndexError:
         calls = SimpleQueue()
         threading.Thread(target=_work, args=(calls,), daemon=True, name="burnish-call").start()
-    calls.put((function, loop, arrived))
-    try:
-        succeeded, value = await arrived
-    except asyncio.CancelledError:
-        calls.put(None)  # should it ever come back, it ends
-        raise
-    _idle.append(calls)
+    calls.put((function, outcome))
+    succeeded, value = await asyncio.wrap_future(outcome)
     if not succeeded:
         raise value
     result: T = value
@@ -106,22 +94,15 @@ async def off_loop(function: Callable[[], T]) -> T:
 
 
 def _work(calls: SimpleQueue[Any]) -> None:
-    while (call := calls.get()) is not None:
-        function, loop, arrived = call
+    while True:
+        function, outcome = calls.get()
         try:
-            outcome = True, function()
+            result = True, function()
         except BaseException as error:
-            outcome = False, error
-        try:
-            loop.call_soon_threadsafe(_deliver, arrived, outcome)
-        except RuntimeError:  # the loop has ended, and nothing waits
-            return
-        del call, function, outcome
-
-
-def _deliver(arrived: "asyncio.Future[tuple[bool, Any]]", outcome: tuple[bool, Any]) -> None:
-    if not arrived.done():
-        arrived.set_result(outcome)
+            result = False, error
+        _idle.append(calls)  # before its caller goes on, whose next call it can take
+        outcome.set_result(result)
+        del function, outcome, result
 
 
 _idle: list[SimpleQueue[Any]] = []  # each the calls of a thread that has none

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet
 
 from .sample import Request, Sample, check_request, check_sample, from_record, to_record
-from .source import NamedWeights, SourceError
+from .source import InProcessSource
 
 _AS_TEXT = ("rewards", "info")  # their entries have types of their own, which columns can't
 
@@ -69,7 +69,7 @@ def _from_parquet(path: Path) -> Iterator[dict[str, Any]]:
                 yield record | {name: json.loads(record[name]) for name in _AS_TEXT if name in record}
 
 
-class ReplaySource:
+class ReplaySource(InProcessSource):
     """Stored samples, by task and index; draws nothing.
 
     The samples keep their stored versions and log-probs, whatever version is published: they are off-policy, and
@@ -80,12 +80,11 @@ class ReplaySource:
             run that was resumed.
     """
 
+    name = "replay"
     overlaps = stored = True
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self.samples = {(sample.task, sample.index): sample for sample in samples}
-        self._version: int | None = None
-        self._closed = False
 
     async def sample(self, request: Request) -> list[Sample]:
         self._check_open()
@@ -108,17 +107,3 @@ class ReplaySource:
                 f"set max_tokens >= {len(stored.tokens)}, got {request.sampling.max_tokens}"
             )
         return copy.deepcopy(stored)  # the caller may change it
-
-    async def publish(self, weights: NamedWeights, version: int) -> None:
-        self._check_open()
-        self._version = version
-
-    async def version(self) -> int | None:
-        return self._version
-
-    async def close(self) -> None:
-        self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SourceError("replay: the source is closed; make a new one")

@@ -127,13 +127,10 @@ def check_request(request: Request, *, vocab: int | None = None, context: int | 
         raise ValueError(f"{who}: its prompt is empty; begin it with the tokenizer's first token or a chat template")
     if not request.indices or len(set(request.indices)) < len(request.indices):
         raise ValueError(f"{who}: indices must be some, and distinct, got {list(request.indices)}")
-    for token in request.prompt:
-        if not 0 <= token < limit:
-            raise ValueError(f"{who}: token {token} of its prompt is outside the vocabulary of {vocab}; "
+    for kind, tokens in (("prompt", request.prompt), ("stop", request.sampling.stop)):
+        if unknown := [token for token in tokens if not 0 <= token < limit]:
+            raise ValueError(f"{who}: {kind} token {unknown[0]} is outside the vocabulary of {vocab}; "
                               "is its tokenizer that of the model?")  # fmt: skip
-    for token in request.sampling.stop:
-        if not 0 <= token < limit:
-            raise ValueError(f"{who}: stop token {token} is outside the vocabulary of {vocab}")
     if context is not None and longest > context:
         raise ValueError(
             f"{who}: a prompt of {len(request.prompt)} tokens and max_tokens={request.sampling.max_tokens} do not fit "

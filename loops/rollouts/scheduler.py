@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -236,44 +235,53 @@ class RolloutScheduler:
 
     # What follows runs in the event loop.
 
-    async def _publish(self, version: int) -> None:
-        self._newest = version
-        await self._send(version)
-        self._limit = self.ledger.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
-        if self.max_staleness:
-            self._admit(self._limit)
-
-    async def _send(self, version: int, *, only_if_lost: bool = False) -> None:
+    async def _publish(self, version: int, *, only_if_lost: bool = False) -> None:
         """Publish the trainer's weights, perhaps only if the source, restarted since, does not sample from them."""
-
-        async def once(attempt: int) -> None:
-            if attempt or only_if_lost:  # a request for its version brings it back
-                if await self.source.version() == version and only_if_lost:
-                    return
-                self.counts["republished"] += 1
-            await self.source.publish(self.weights(), version)
-            taken = await self.source.version()
-            if taken != version:
-                name = type(self.source).__name__
-                raise SourceLost(f"{name} was given the weights, and samples from version {taken}")
-
+        began, attempt = time.monotonic(), 0
         async with self._changed:
-            await self._again(f"version {version} could not be published", once)
+            self._newest = version
+            while True:
+                attempt += 1
+                try:
+                    if attempt > 1 or only_if_lost:  # a request for its version brings it back
+                        if await self.source.version() == version and only_if_lost:
+                            break
+                        self.counts["republished"] += 1
+                    await self.source.publish(self.weights(), version)
+                    if (taken := await self.source.version()) == version:
+                        break
+                    name = type(self.source).__name__
+                    raise SourceLost(f"{name} was given the weights, and samples from version {taken}")
+                except (SourceLost, OSError) as error:
+                    await self._failed(f"version {version} could not be published", error, attempt, began)
             self.version, self._lost = version, False
             self._changed.notify_all()
+        if not only_if_lost:
+            self._limit = self.ledger.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
+            if self.max_staleness:
+                self._admit(self._limit)
+
+    async def _failed(self, what: str, error: Exception, attempt: int, began: float) -> None:
+        """Log a failure that is worth another attempt, and wait until then; raise it if there were enough of them."""
+        log.warning("scheduler: %s in attempt %d of %d: %s", what, attempt, self.attempts, error)
+        if attempt == self.attempts:
+            raise SourceError(
+                f"{what} in {attempt} attempts over {time.monotonic() - began:.0f} s: {error}; see to the source, then "
+                "go on with --resume true"
+            ) from error
+        self.counts["retries"] += 1
+        await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))
 
     async def _take(self, step: int, count: int) -> list[list[Sample]]:
         wanted = range(self.ledger.tasks, self.ledger.tasks + count)
-        await self._send(step, only_if_lost=True)
+        await self._publish(step, only_if_lost=True)
         self._admit(max(self._limit, wanted.stop))
         arriving = asyncio.gather(*(self._begun[task] for task in wanted))
         attendant = asyncio.create_task(self._attend(step))
         both: list[asyncio.Future[Any]] = [arriving, attendant]
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not arriving.done():
-                attendant.result()  # why it has ended
-            groups = arriving.result()
+            groups: list[list[Sample]] = both[not arriving.done()].result()  # the attendant's is an error
         finally:
             arriving.cancel()
             attendant.cancel()
@@ -291,7 +299,7 @@ class RolloutScheduler:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._lost)
-            await self._send(version, only_if_lost=True)
+            await self._publish(version, only_if_lost=True)
 
     def _admit(self, limit: int) -> None:
         for task in range(self.ledger.tasks, limit):
@@ -299,9 +307,8 @@ class RolloutScheduler:
                 self._begun[task] = asyncio.create_task(self._begin(task))
 
     async def _begin(self, task: int) -> list[Sample]:
-        request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
         stored = self._stored.pop(task, [])
-        group = stored or await self._again(f"task {task} could not be sampled", partial(self._sample, request))
+        group = stored or await self._sample(task)
         if self._row is not None:
             for sample in group:
                 sample.row = self._row(task)
@@ -309,45 +316,37 @@ class RolloutScheduler:
             await self.score(group)
         return group
 
-    async def _sample(self, request: Request, attempt: int) -> list[Sample]:
-        """The requested group, from weights that the trainer has published.
+    async def _sample(self, task: int) -> list[Sample]:
+        """The group of a task, from weights that the trainer has published.
 
         After a failure, wait until the source samples from the trainer's; `_attend` gives it these.
         """
-        if attempt:
-            async with self._changed:
-                while await self.source.version() != self.version:
-                    self._lost = True
-                    self._changed.notify_all()
-                    await self._changed.wait()
-        since = self.version
-        group = await self.source.sample(request)
-        name = type(self.source).__name__
-        check_completions(group, request, name, conversations=True)
-        for versions in [[span.version for span in sample.spans] for sample in group if not self.source.stored]:
-            if since is None or not since <= min(versions) <= max(versions) <= self._newest:
-                raise SourceLost(
-                    f"{name}: task {request.task}: its completions come from versions {versions}, published are "
-                    f"{since} to {self._newest}"
-                )
-        return group
-
-    async def _again(self, what: str, once: Callable[[int], Awaitable[T]]) -> T:
-        """The result of the first attempt that succeeds, of those worth retrying."""
-        began = time.monotonic()
-        for attempt in range(self.attempts):
-            if attempt:
-                self.counts["retries"] += 1
-                await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))
+        request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
+        name, began, attempt = type(self.source).__name__, time.monotonic(), 0
+        while True:
+            attempt += 1
             try:
-                return await once(attempt)
+                if attempt > 1:
+                    async with self._changed:
+                        while await self.source.version() != self.version:
+                            self._lost = True
+                            self._changed.notify_all()
+                            await self._changed.wait()
+                since = self.version
+                group = await self.source.sample(request)
+                check_completions(group, request, name, conversations=True)
+                for versions in [[span.version for span in sample.spans] for sample in group]:
+                    if self.source.stored or (
+                        since is not None and since <= min(versions) <= max(versions) <= self._newest
+                    ):
+                        continue
+                    raise SourceLost(
+                        f"{name}: task {task}: its completions come from versions {versions}, published are {since} to "
+                        f"{self._newest}"
+                    )
+                return group
             except (SourceLost, OSError) as error:
-                last = error
-                log.warning("scheduler: %s in attempt %d of %d: %s", what, attempt + 1, self.attempts, error)
-        raise SourceError(
-            f"{what} in {self.attempts} attempts over {time.monotonic() - began:.0f} s: {last}; see to the source, "
-            "then go on with --resume true"
-        ) from last
+                await self._failed(f"task {task} could not be sampled", error, attempt, began)
 
     async def _ready(self) -> dict[int, list[dict[str, Any]]]:
         done = {task: begun.result() for task, begun in self._begun.items() if begun.done() and not begun.exception()}

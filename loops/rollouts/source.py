@@ -1,10 +1,9 @@
 """The contract of every source of completions: the trainer's own module, a server, or a store of old ones."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .sample import Request, Sample, check_sample
 
@@ -44,19 +43,14 @@ def check_completions(samples: Sequence[Sample], request: Request, who: str, *, 
             raise SourceError(f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}")
 
 
-def check_weights(
-    weights: NamedWeights, shapes: Mapping[str, torch.Size], required: Collection[str], who: str
-) -> NamedWeights:
-    """Yield the same weights.
-
-    Args:
-        shapes: of all parameters that may come.
-        required: names of those that must come.
+def check_weights(weights: NamedWeights, model: nn.Module, who: str) -> NamedWeights:
+    """Yield the same weights, all of which must be of this model; tied ones may come once.
 
     Raises:
         SourceError: if one is not the model's, or in the end if one is missing.
     """
-    missing = set(required)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    missing = {name for name, _ in model.named_parameters()}  # tied ones once
     for name, tensor in weights:
         if shapes.get(name) != tensor.shape:
             raise SourceError(
@@ -100,3 +94,25 @@ class RolloutSource(Protocol):
         """The version of the weights that the source draws from; None where it is unknown, as after a restart."""
 
     async def close(self) -> None: ...
+
+
+class InProcessSource:
+    """Parts of a `RolloutSource` that knows which version was published last, and refuses everything once closed."""
+
+    name: str  # for messages
+    _version: int | None = None
+    _closed = False
+
+    async def publish(self, weights: NamedWeights, version: int) -> None:
+        self._check_open()
+        self._version = version
+
+    async def version(self) -> int | None:
+        return self._version
+
+    async def close(self) -> None:
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SourceError(f"{self.name}: the source is closed; make a new one")

@@ -30,7 +30,9 @@ class DecodeSequence:
 
     def __init__(self, request: Request, index: int) -> None:
         self.request, self.index, self.sampling = request, index, request.sampling
-        self.uniform = uniforms(request.seed(index), self.sampling.max_tokens)
+        generator = torch.Generator().manual_seed(request.seed(index))
+        numbers = torch.rand(self.sampling.max_tokens, generator=generator, dtype=torch.float64)
+        self.uniform: list[float] = numbers.tolist()
         self.max_length = len(request.prompt) + self.sampling.max_tokens
         self.place = request.task, request.turn, sorted(request.indices), index
         self.tokens: list[int] = []
@@ -48,13 +50,6 @@ class DecodeSequence:
             self.finish = "stop"
         elif len(self.tokens) == self.sampling.max_tokens:
             self.finish = "length"
-
-
-def uniforms(seed: int, count: int) -> list[float]:
-    """The numbers in [0, 1) that decide the tokens of the completion with this seed."""
-    generator = torch.Generator().manual_seed(seed)
-    numbers: list[float] = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
-    return numbers
 
 
 @dataclass
@@ -83,6 +78,11 @@ class ModelRunner:
             for attributes in training:
                 attributes["training"] = True
 
+    def ids(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """[texts, longest], padded on the right, where nothing that is used looks."""
+        longest = max(map(len, texts))
+        return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.policy.device)
+
     def states(self, at: Tensor | None = None, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
         """The input of the head [rows, ...] at these columns, or at the last; and the caches by their names."""
         if self.policy.fused:
@@ -91,19 +91,13 @@ class ModelRunner:
         else:  # such a head is no known function of the hidden states: keep its logits instead
             output = self.policy.plain(**inputs)
             states = output.logits
-        row = torch.arange(len(states), device=states.device)
         caches = {name: output[name] for name in _CACHES if output.get(name) is not None}
-        return states[:, -1] if at is None else states[row, at], caches
+        return states[:, -1] if at is None else states[torch.arange(len(states), device=at.device), at], caches
 
     def logits(self, states: Tensor) -> Tensor:
         """[rows, V] in float32 where the head is fused, without the rows that only pad the head's weight."""
         logits = self.policy.logits(states) if self.policy.fused else states
         return logits[:, : self.vocab]
-
-    def ids(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """[texts, longest], padded on the right, where nothing that is used looks."""
-        longest = max(map(len, texts))
-        return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.policy.device)
 
 
 def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
@@ -119,25 +113,20 @@ def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingPa
         parts = [slice(i, i + rows) for i in range(0, len(logits), rows)]
         tokens, logprobs = zip(*(draw(logits[part], uniform[part], sampling[part]) for part in parts), strict=True)
         return torch.cat(tokens), torch.cat(logprobs)
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-
+    settings = [(u, row.temperature, row.top_k, row.top_p) for u, row in zip(uniform, sampling, strict=True)]
+    columns = torch.tensor(settings, dtype=torch.float64, device=logits.device)[:, :, None]
+    number, temperature, top_k, top_p = columns.unbind(1)  # [rows, 1]
+    kinds, greedy = set(sampling), temperature == 0
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    kinds = set(sampling)
     if any(kind.temperature not in (0.0, 1.0) for kind in kinds):
-        logits = logits / column([row.temperature or 1.0 for row in sampling]).to(logits.dtype)
+        logits = logits / temperature.masked_fill(greedy, 1.0).to(logits.dtype)
     if any(kind.temperature and (kind.top_k or kind.top_p < 1) for kind in kinds):
-        top_k = column([row.top_k * bool(row.temperature) for row in sampling])
-        top_p = column([row.top_p if row.temperature else 1.0 for row in sampling])
-        logits = _likeliest(logits, top_k, top_p)
+        logits = _likeliest(logits, top_k.masked_fill(greedy, 0.0), top_p.masked_fill(greedy, 1.0))
     highest = logits.amax(-1, keepdim=True)
     cumulative = (logits - highest).exp_().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    threshold = column(list(uniform)) * total
-    token = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[1] - 1)
+    token = torch.searchsorted(cumulative, number * total, right=True).clamp_(max=logits.shape[1] - 1)
     if any(kind.temperature == 0 for kind in kinds):
-        greedy = column([row.temperature for row in sampling]) == 0
         token = torch.where(greedy, logits.argmax(-1, keepdim=True), token)
     logprob = (logits.gather(1, token) - highest).double() - total.log()
     return token[:, 0], logprob[:, 0].to(logits.dtype)

@@ -1,6 +1,6 @@
 """Batches of sequences under way, and their keys and values, so that every token is read once.
 
-ContinuousBatch    every sequence has a row of one `KVCache`; sequences join and leave between two tokens
+ContinuousBatch    every sequence has a row of the cache; sequences join and leave between two tokens
 StaticBatch        sequences of one prompt at a time, with the cache that the model makes itself, or none: for
                    recurrences and windows, which count what they have seen in ways of their own
 
@@ -13,6 +13,7 @@ StaticBatch        sequences of one prompt at a time, with the cache that the mo
 `ModelRunner.inference`. A prompt is read once for all of its completions.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
@@ -28,24 +29,41 @@ _STEP = 64  # columns that are added at once
 _READ = 8192  # tokens of context that are read at once
 
 
-class ContinuousBatch:
-    """A row of one batch for every sequence.
+class ContinuousBatch(Cache):
+    """A row of one batch for every sequence, and the cache of `transformers` that holds their keys and values.
+
+    A row's tokens stand in its first columns, at the positions that they have in its text; what lies beyond is masked.
+    Keys and values are kept as attention multiplies them, which under autocast is in its precision, whatever they come
+    in: a rotary embedding of float32 states leaves float32 keys, beside values that a layer has cast.
 
     Args:
         fit: how many sequences may be cached at once, by the longest of them; one sequence is always admitted.
         window: the longest sequence that may join.
+
+    Attributes:
+        stores: keys and values of the first layer, of the second, ..., each [rows, heads, columns, d], of which the
+            first rows and columns are in use; none while there is nothing to hold.
+        length: int64 [rows], tokens that are cached for each row.
+        longest: columns beyond which none are added ahead of need.
+        unwritten: the values where no token is written; large ones find out a model that reads them anyway.
     """
 
-    def __init__(self, runner: ModelRunner, fit: Callable[[int], int], window: int | None = None) -> None:
+    def __init__(self, runner: ModelRunner, fit: Callable[[int], int], window: float = math.inf) -> None:
+        super().__init__(layers=[])
         self.runner, self.fit, self.window = runner, fit, window
         self.sequences: list[DecodeSequence] = []
-        self.cache = KVCache(runner.policy.device)
+        self.stores: list[Tensor] = []
+        self.length = torch.zeros(0, dtype=torch.int64, device=runner.policy.device)
+        self.row = self.length
+        self.width = 0  # columns that the next step reads
+        self.longest = 0
+        self.unwritten = 0.0
 
     def admit(self, waiting: Sequence[DecodeSequence]) -> int:
         longest = max((sequence.max_length for sequence in self.sequences), default=0)
         for count, sequence in enumerate(waiting):
             longest = max(longest, sequence.max_length)
-            if self.window is not None and longest > self.window:
+            if longest > self.window:
                 return count
             if len(self.sequences) + count + 1 > self.fit(longest):
                 return count if self.sequences else max(count, 1)
@@ -54,39 +72,89 @@ class ContinuousBatch:
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
         """Neighbors with the same text share a row until it is stored."""
         self.sequences += sequences
-        self.cache.longest = max(sequence.max_length for sequence in self.sequences)
+        self.longest = max(sequence.max_length for sequence in self.sequences)
         texts = [[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences]
         shared = [(text, len(list(same))) for text, same in groupby(texts)]
         states = []
         while shared:
-            count = max(1, _READ // max(len(text) for text, _ in shared))
-            part, shared = shared[:count], shared[count:]
-            lengths, copies = [len(text) for text, _ in part], [number for _, number in part]
+            most = max(1, _READ // max(len(text) for text, _ in shared))
+            part, shared = shared[:most], shared[most:]
             ids = self.runner.ids([text for text, _ in part])
-            at = torch.tensor(lengths, device=ids.device) - 1
-            cache = DynamicCache()
-            last, _ = self.runner.states(at, input_ids=ids, past_key_values=cache, use_cache=True)
-            self.cache.extend(cache, lengths, copies)
-            states.append(last.repeat_interleave(torch.tensor(copies, device=ids.device), dim=0))
+            length, copies = torch.tensor([(len(text), count) for text, count in part], device=ids.device).T
+            read = DynamicCache()
+            last, _ = self.runner.states(length - 1, input_ids=ids, past_key_values=read, use_cache=True)
+            states.append(last.repeat_interleave(copies, dim=0))
+            row, self.length = len(self.length), torch.cat([self.length, length.repeat_interleave(copies)])
+            self.row = torch.arange(len(self.length), device=ids.device)
+            sources = _keys_and_values(read)
+            if not self.stores:
+                kinds = [(x.shape[1], x.shape[3], autocast_dtype(x) or x.dtype) for x in sources]
+                self.stores = [ids.new_zeros(0, heads, 0, size, dtype=dtype) for heads, size, dtype in kinds]
+            self._reserve(int(self.length.max()) + 1)
+            for i, (text, count) in enumerate(part):
+                for store, source in zip(self.stores, sources, strict=True):
+                    store[row : row + count, :, : len(text)] = source[i, :, : len(text)]
+                row += count
         return torch.cat(states)
 
     def step(self) -> Tensor:
-        last = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=self.runner.policy.device)
-        positions, mask = self.cache.before_step()
-        states, _ = self.runner.states(
-            input_ids=last[:, None],
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.cache.length = self.cache.length + 1
+        last = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=self.length.device)[:, None]
+        positions, mask = self.before_step()
+        inputs = {"input_ids": last, "position_ids": positions, "attention_mask": mask}
+        states, _ = self.runner.states(**inputs, past_key_values=self, use_cache=True)
+        self.length = self.length + 1
         return states
 
+    def before_step(self) -> tuple[Tensor, Tensor]:
+        """Position ids and mask of one more token per row: [rows, 1] and [rows, 1, 1, width]."""
+        self.width = int(self.length.max()) + 1
+        self._reserve(self.width)
+        hidden = torch.arange(self.width, device=self.length.device) > self.length[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self.stores[0].dtype, device=hidden.device)
+        mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
+        return self.length[:, None], mask[:, None, None]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one token per row where the row ends; returns what has been written so far."""
+        keys, values = self.stores[2 * layer_idx : 2 * layer_idx + 2]
+        for store, states in ((keys, key_states), (values, value_states)):
+            store[self.row, :, self.length] = states[:, :, 0].to(store.dtype)
+        return keys[: len(self.row), :, : self.width], values[: len(self.row), :, : self.width]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.width - 1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.width, 0
+
     def drop_finished(self) -> None:
-        keep = [i for i, sequence in enumerate(self.sequences) if sequence.finish is None]
-        if len(keep) < len(self.sequences):
-            self.sequences = [self.sequences[i] for i in self.cache.drop(keep)]
+        """The last rows move into the gaps."""
+        kept = [row for row, sequence in enumerate(self.sequences) if sequence.finish is None]
+        if len(kept) == len(self.sequences):
+            return
+        order = list(range(len(kept)))
+        gaps, moved = sorted(set(order) - set(kept)), [row for row in kept if row >= len(kept)]
+        for gap, row in zip(gaps, moved, strict=True):
+            order[gap] = row
+        for store in self.stores if gaps else ():
+            store[gaps] = store[moved]
+        self.sequences = [self.sequences[row] for row in order]
+        self.length, self.row = self.length[order], self.row[: len(order)]
+        if not order:
+            self.stores = []
+
+    def _reserve(self, columns: int) -> None:
+        """Make space for these; what earlier rows and columns took beyond them is given back on the occasion."""
+        rows = len(self.length)
+        if rows <= self.stores[0].shape[0] and columns <= self.stores[0].shape[2]:
+            return
+        columns = max(columns, min(columns + _STEP, self.longest))
+        for i, old in enumerate(self.stores):  # one after the other, so that little is there twice
+            new = old.new_full((rows, old.shape[1], columns, old.shape[3]), self.unwritten if i % 2 else 0.0)
+            new[: len(old), :, : old.shape[2]] = old[:rows, :, :columns]
+            self.stores[i] = new
 
 
 class StaticBatch:
@@ -113,28 +181,27 @@ class StaticBatch:
         return self._read([[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences])
 
     def step(self) -> Tensor:
-        if not self.cached:
-            return self._read([[*sequence.request.prompt, *sequence.tokens] for sequence in self.sequences])
-        return self._read([sequence.tokens[-1:] for sequence in self.sequences])
+        if self.cached:
+            return self._read([sequence.tokens[-1:] for sequence in self.sequences])
+        return self._read([[*sequence.request.prompt, *sequence.tokens] for sequence in self.sequences])
 
     def _read(self, texts: list[list[int]]) -> Tensor:
         states, self.caches = self.runner.states(input_ids=self.runner.ids(texts), use_cache=self.cached, **self.caches)
         return states
 
     def drop_finished(self) -> None:
-        keep = [i for i, sequence in enumerate(self.sequences) if sequence.finish is None]
-        if len(keep) < len(self.sequences):
-            self.sequences = [self.sequences[i] for i in keep]
-            for cache in self.caches.values() if keep else ():
-                cache.reorder_cache(torch.tensor(keep, device=self.runner.policy.device))
+        kept = [row for row, sequence in enumerate(self.sequences) if sequence.finish is None]
+        if len(kept) < len(self.sequences):
+            self.sequences = [self.sequences[row] for row in kept]
+            for cache in self.caches.values() if kept else ():
+                cache.reorder_cache(torch.tensor(kept, device=self.runner.policy.device))
 
 
 def continuous_fit(runner: ModelRunner, cache_bytes: int) -> Callable[[int], int]:
     """The ``fit`` of a `ContinuousBatch`, by the bytes of this model's keys and values."""
-    cache = DynamicCache()
     with runner.inference():
-        runner.states(input_ids=runner.ids([[1]]), past_key_values=cache, use_cache=True)
-        token = sum(x.numel() * matmul_dtype(x).itemsize for x in _stores_of(cache))
+        runner.states(input_ids=runner.ids([[1]]), past_key_values=(cache := DynamicCache()), use_cache=True)
+        token = sum(x.numel() * (autocast_dtype(x) or x.dtype).itemsize for x in _keys_and_values(cache))
     return lambda longest: cache_bytes // (token * longest)
 
 
@@ -142,114 +209,16 @@ def static_fit(runner: ModelRunner, cache_bytes: int, *, cached: bool) -> Callab
     """The ``fit`` of the model's own cache, which keeps something of every token, one state, or both."""
     if not cached:
         return lambda longest: _READ // longest
-    with runner.inference():
-        one, two = (
-            sum(map(_bytes_of, runner.states(input_ids=runner.ids([[1] * length]), use_cache=True)[1].values()))
-            for length in (1, 2)
-        )
+    sizes = []
+    for length in (1, 2):
+        with runner.inference():
+            _, caches = runner.states(input_ids=runner.ids([[1] * length]), use_cache=True)
+        values = [x for cache in caches.values() for layer in cache.layers for x in vars(layer).values()]
+        tensors = [x for value in values for x in (value.values() if isinstance(value, dict) else [value])]
+        sizes.append(sum(x.nbytes for x in tensors if isinstance(x, Tensor)))
+    one, two = sizes
     return lambda longest: cache_bytes // (one + (two - one) * (longest - 1))
 
 
-def _bytes_of(cache: Any) -> int:
-    values = [value for layer in cache.layers for value in vars(layer).values()]
-    tensors = [x for value in values for x in (value.values() if isinstance(value, dict) else [value])]
-    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
-
-
-def _stores_of(cache: Any) -> list[Tensor]:
+def _keys_and_values(cache: Any) -> list[Tensor]:
     return [x for layer in cache.layers for x in (layer.keys, layer.values)]
-
-
-def matmul_dtype(states: Tensor) -> torch.dtype:
-    """The precision of products of such states: autocast's where it is on."""
-    return autocast_dtype(states) or states.dtype
-
-
-class KVCache(Cache):
-    """A cache whose rows are of different lengths, join at any time, and leave.
-
-    A row's tokens stand in its first columns, at the positions that they have in its text; what lies beyond is masked.
-    Keys and values are kept as attention multiplies them, which under autocast is in its precision, whatever they come
-    in: a rotary embedding of float32 states leaves float32 keys, beside values that a layer has cast.
-
-    Attributes:
-        stores: keys and values of the first layer, of the second, ..., each [rows, heads, columns, d], of which the
-            first rows and columns are in use; none while there is nothing to hold.
-        length: int64 [rows], tokens that are cached for each row.
-        longest: columns beyond which none are added ahead of need.
-        unwritten: the values where no token is written; large ones find out a model that reads them anyway.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(layers=[])
-        self.stores: list[Tensor] = []
-        self.length = torch.zeros(0, dtype=torch.int64, device=device)
-        self.row = self.length
-        self.width = 0  # columns that the next step reads
-        self.longest = 0
-        self.unwritten = 0.0
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write one token per row where the row ends; returns what has been written so far."""
-        keys, values = self.stores[2 * layer_idx : 2 * layer_idx + 2]
-        for store, states in ((keys, key_states), (values, value_states)):
-            store[self.row, :, self.length] = states[:, :, 0].to(store.dtype)
-        return keys[: len(self.row), :, : self.width], values[: len(self.row), :, : self.width]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.width - 1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.width, 0
-
-    def extend(self, filled: Any, lengths: Sequence[int], copies: Sequence[int]) -> None:
-        """Append ``copies[i]`` rows, each with the first ``lengths[i]`` columns of row i of another cache."""
-        sources = _stores_of(filled)
-        if not self.stores:
-            self.stores = [x.new_zeros(0, x.shape[1], 0, x.shape[3], dtype=matmul_dtype(x)) for x in sources]
-        start = len(self.length)
-        added = torch.tensor(lengths).repeat_interleave(torch.tensor(copies)).to(self.length.device)
-        self.length = torch.cat([self.length, added])
-        self.row = torch.arange(len(self.length), device=self.length.device)
-        self._reserve(int(self.length.max()) + 1)
-        for store, source in zip(self.stores, sources, strict=True):
-            row = start
-            for i, (length, count) in enumerate(zip(lengths, copies, strict=True)):
-                store[row : row + count, :, :length] = source[i, :, :length]
-                row += count
-
-    def drop(self, keep: Sequence[int]) -> list[int]:
-        """Keep only these rows; the last ones move into the gaps. Returns the former row of every row."""
-        order = list(range(len(keep)))
-        gaps = sorted(set(order) - set(keep))
-        moved = [row for row in keep if row >= len(order)]
-        for gap, row in zip(gaps, moved, strict=True):
-            order[gap] = row
-        for store in self.stores if gaps else ():
-            store[gaps] = store[moved]
-        self.length, self.row = self.length[order], self.row[: len(order)]
-        if not order:
-            self.stores = []
-        return order
-
-    def before_step(self) -> tuple[Tensor, Tensor]:
-        """Position ids and mask of one more token per row: [rows, 1] and [rows, 1, 1, width]."""
-        self.width = int(self.length.max()) + 1
-        self._reserve(self.width)
-        hidden = torch.arange(self.width, device=self.length.device) > self.length[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.stores[0].dtype, device=hidden.device)
-        mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
-        return self.length[:, None], mask[:, None, None]
-
-    def _reserve(self, columns: int) -> None:
-        """Make space for these; what earlier rows and columns took beyond them is given back on the occasion."""
-        rows = len(self.length)
-        if rows <= self.stores[0].shape[0] and columns <= self.stores[0].shape[2]:
-            return
-        columns = max(columns, min(columns + _STEP, self.longest))
-        for i, old in enumerate(self.stores):  # one after the other, so that little is there twice
-            new = old.new_full((rows, old.shape[1], columns, old.shape[3]), self.unwritten if i % 2 else 0.0)
-            new[: len(old), :, : old.shape[2]] = old[:rows, :, :columns]
-            self.stores[i] = new

@@ -13,13 +13,13 @@ from ...models.backbone import Backbone
 from ...models.io import detached_copy
 from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
-from ..source import NamedWeights, SourceError, check_weights
+from ..source import InProcessSource, NamedWeights, SourceError, check_weights
 from .decode import DecodeSequence, ModelRunner, draw
 from .kv_cache import ContinuousBatch, StaticBatch
 from .probe import choose_batch
 
 
-class LocalSource:
+class LocalSource(InProcessSource):
     """Draws from the weights that are being trained: `publish` moves nothing, it announces a new version.
 
     Nothing may train while completions are under way, as nothing does where `RolloutScheduler` is synchronous;
@@ -38,6 +38,7 @@ class LocalSource:
         version: of the weights at the start; None where they have none yet.
     """
 
+    name = "local"
     overlaps = stored = False
 
     def __init__(
@@ -57,11 +58,9 @@ class LocalSource:
         self.vocab: int = vocab or min(config.vocab_size, known)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.runner = ModelRunner(self.policy, self.vocab, context)
-        self._make_batch = choose_batch(
-            self.runner, free_share(self.policy.device) if cache_bytes is None else cache_bytes
-        )
+        cache_bytes = free_share(self.policy.device) if cache_bytes is None else cache_bytes
+        self._make_batch = choose_batch(self.runner, cache_bytes)
         self._version = version
-        self._closed = False
         self._arrived: list[DecodeSequence] = []
         self._awaited: dict[asyncio.Future[None], list[DecodeSequence]] = {}
         self._engine: asyncio.Task[None] | None = None
@@ -83,25 +82,20 @@ class LocalSource:
             del self._awaited[done]
             for sequence in sequences:  # of a request that was cancelled
                 sequence.finish = sequence.finish or "aborted"
-        return [self._sample(sequence) for sequence in sequences]
-
-    async def publish(self, weights: NamedWeights, version: int) -> None:
-        self._check_open()
-        self._version = version
-
-    async def version(self) -> int | None:
-        return self._version
+        samples = []
+        for sequence in sequences:
+            tokens, finish = sequence.tokens, sequence.finish or "aborted"
+            text = "" if self.tokenizer is None else str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            parts = tokens, [True] * len(tokens), sequence.logprobs, sequence.spans, finish, text
+            samples.append(Sample(request.task, sequence.index, list(request.prompt), *parts))
+        return samples
 
     async def close(self) -> None:
-        self._closed = True
+        await super().close()
         if self._engine is not None and not self._engine.done():
             self._engine.cancel()
             await asyncio.gather(self._engine, return_exceptions=True)
         self._fail(SourceError("local: the source was closed while completions were under way"))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SourceError("local: the source is closed; make a new one")
 
     async def _run(self) -> None:
         """Draw tokens until no request is left."""
@@ -158,13 +152,6 @@ class LocalSource:
             if not done.done():
                 done.set_exception(error)
 
-    def _sample(self, sequence: DecodeSequence) -> Sample:
-        assert sequence.finish is not None
-        text = "" if self.tokenizer is None else self.tokenizer.decode(sequence.tokens, skip_special_tokens=True)
-        request, tokens = sequence.request, sequence.tokens
-        return Sample(request.task, sequence.index, list(request.prompt), tokens, [True] * len(tokens),
-                      sequence.logprobs, sequence.spans, sequence.finish, str(text))  # fmt: skip
-
 
 class DetachedSource(LocalSource):
     """Draws from a copy of the policy, while the policy trains; `publish` copies the weights, between two tokens.
@@ -183,10 +170,8 @@ class DetachedSource(LocalSource):
     async def publish(self, weights: NamedWeights, version: int) -> None:
         self._check_open()
         plain: Any = self.policy.plain
-        parameters = dict(plain.named_parameters(remove_duplicate=False))
-        shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        required = [name for name, _ in plain.named_parameters()]  # tied ones once
-        for name, tensor in check_weights(weights, shapes, required, "detached"):
+        parameters = plain.state_dict()
+        for name, tensor in check_weights(weights, plain, "detached"):
             parameters[name].copy_(tensor)
         self._version = version
 

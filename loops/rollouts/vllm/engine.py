@@ -4,24 +4,20 @@ import asyncio
 import functools
 import os
 import uuid
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from ..event_loops import gather_or_cancel
-from ..sample import Request, Sample, check_request
-from ..source import NamedWeights, SourceError, check_completions
+from ..sample import Request, Sample
+from ..source import InProcessSource, NamedWeights, SourceError
 from . import plugin
 from .client import Rejected
 from .launch import SHARE
 from .preflight import install_advice, parameter_check
-from .server import FINISH, VERSIONS, sampling_params, to_sample
+from .server import FINISH, VERSIONS, sample_each, sampling_params, to_sample
 from .weights import Files
 
-T = TypeVar("T")
 _REQUESTS = ("init_weight_transfer_engine", "update_weights")  # operations that take their arguments as one request
 
 
@@ -69,7 +65,7 @@ def start_engine(
     )
 
 
-class VLLMEngine:
+class VLLMEngine(InProcessSource):
     """vLLM's engine, which this process takes a step of at a time; weights change between two steps.
 
     Args:
@@ -79,6 +75,7 @@ class VLLMEngine:
         sleep: give the memory back while there is nothing to complete; the engine must have been started so.
     """
 
+    name = "vllm"
     overlaps = stored = False  # trainer and engine share one device
 
     def __init__(
@@ -99,120 +96,93 @@ class VLLMEngine:
         self.tokenizer = tokenizer
         self.vocab = max(config.get_text_config().vocab_size, len(tokenizer))
         self.context: int = llm.model_config.max_model_len
-        self._sleep, self._asleep, self._closed = sleep, False, False
-        self._thread = ThreadPoolExecutor(1, "vllm-engine")  # all calls to vLLM, one after the other
+        self._sleep, self._asleep = sleep, False
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._running = asyncio.Event()
         self._running.set()
         self._driver: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
-        check_request(request, vocab=self.vocab, context=self.context)
-        samples = await gather_or_cancel(self._complete(request, index) for index in request.indices)
-        check_completions(samples, request, "vllm")
-        return samples
+        self._check_open()
+        return await sample_each(self._complete, request, vocab=self.vocab, context=self.context)
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
+        self._check_open()
         await self._updates.publish(self, self._check_weights(weights), version)
 
     async def version(self) -> int | None:
+        self._check_open()
         return await self._updates.version(self)
 
     async def close(self) -> None:
         """Give up what is under way. The engine stays, and may be given to another source."""
-        if self._closed:
-            return
-        self._closed = True
-        names = list(self._waiting)
-        for completion in self._waiting.values():
-            completion.cancel()
+        await super().close()
+        self._fail(SourceError("vllm: the source was closed while completions were under way"))
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.abort_request, names)
-        self._thread.shutdown(wait=False)
 
     async def weight_version(self) -> str:
         return str(await self.control("get_weight_version"))
 
     async def pause(self) -> None:
         self._running.clear()
-        await self._do(self._engine.reset_prefix_cache, True)  # of completions under way, too
+        self._engine.reset_prefix_cache(True)  # of completions under way, too
 
     async def resume(self) -> None:
         self._running.set()
 
     async def control(self, operation: str, **arguments: Any) -> Any:
         """An operation of weight updates by vLLM's name, such as ``update_weights``."""
-
-        def call() -> Any:
-            self._wake()
-            function = getattr(self._llm, operation)
-            try:
-                return function(arguments) if operation in _REQUESTS else function(**arguments)
-            except (RuntimeError, ValueError) as error:
-                raise Rejected(f"vllm: {operation}: {error}", 500) from error
-
-        return await self._do(call)
+        self._wake()
+        function = getattr(self._llm, operation)
+        try:
+            return function(arguments) if operation in _REQUESTS else function(**arguments)
+        except (RuntimeError, ValueError) as error:
+            raise Rejected(f"vllm: {operation}: {error}", 500) from error
 
     async def _complete(self, request: Request, index: int) -> Sample:
         name = uuid.uuid4().hex
         completion = self._waiting[name] = asyncio.get_running_loop().create_future()
         params = self._params(**sampling_params(request.sampling, request.seed(index)))
+        output = None
         try:
-            await self._do(self._add, name, list(request.prompt), params)
+            self._wake()
+            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
             if self._driver is None or self._driver.done():
                 self._driver = asyncio.create_task(self._drive())
             output = await completion
-        except asyncio.CancelledError:
-            self._check_open()
-            raise
         finally:
             del self._waiting[name]
-            if (completion.cancelled() or not completion.done()) and not self._closed:
-                await self._do(self._engine.abort_request, [name])
+            if output is None:
+                self._engine.abort_request([name])
         drawn = [next((token, float(entry.logprob)) for token, entry in top.items()) for top in output.logprobs]
         spans = self._updates.spans([(span.version, span.start, span.end) for span in output.weight_versions], None)
         finish = FINISH[output.finish_reason]
         return to_sample(request, index, list(output.token_ids), drawn, finish, spans, self.tokenizer)
 
-    def _add(self, name: str, prompt: list[int], params: Any) -> None:
-        self._wake()
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
-
     async def _drive(self) -> None:
-        """Take steps while a completion is waited for."""
+        """Take steps while a completion is waited for; other tasks of the event loop run in between."""
         try:
             while self._waiting:
                 await self._running.wait()
-                for output in await self._do(self._engine.step):
+                for output in self._engine.step():
                     completion = self._waiting.get(output.request_id)
                     if output.finished and completion is not None and not completion.done():
                         completion.set_result(output.outputs[0])
                 await asyncio.sleep(0)
-            if self._sleep:
-                await self._do(self._fall_asleep)
+            if self._sleep and not self._engine.has_unfinished_requests():
+                self._llm.sleep(level=1)
+                self._asleep = True
         except Exception as error:
-            for completion in self._waiting.values():
-                if not completion.done():
-                    completion.set_exception(error)
-
-    def _fall_asleep(self) -> None:
-        if not self._engine.has_unfinished_requests():
-            self._llm.sleep(level=1)
-            self._asleep = True
+            self._fail(error)
 
     def _wake(self) -> None:
         if self._asleep:
             self._llm.wake_up()
             self._asleep = False
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SourceError("vllm: the source is closed; make a new one")
-
-    async def _do(self, function: Callable[..., T], *arguments: Any) -> T:
-        self._check_open()
-        result = await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-        self._check_open()
-        return result
+    def _fail(self, error: Exception) -> None:
+        for completion in self._waiting.values():
+            if not completion.done():
+                completion.set_exception(error)

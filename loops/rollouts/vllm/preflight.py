@@ -1,6 +1,5 @@
 """Is a vLLM server the required one? Its version, flags, model and tokenizer."""
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +110,4 @@ def parameter_check(config: Any) -> Callable[[NamedWeights], NamedWeights]:
         return lambda weights: weights
     with torch.device("meta"):
         model = auto.from_config(config)
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    required = [name for name, _ in model.named_parameters()]  # tied ones once
-    return functools.partial(check_weights, shapes=shapes, required=required, who="vllm")
+    return lambda weights: check_weights(weights, model, "vllm")

@@ -7,7 +7,9 @@ make its log-probs differ from the trainer's is checked when the source is made,
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import compress, tee
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,6 +30,56 @@ T = TypeVar("T")
 VERSIONS = ("0.32",)
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 _SLACK = 30.0  # seconds; the wait for a server that starts ends first, and says better what is wrong
+
+
+def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
+    """The arguments of vLLM's ``SamplingParams``."""
+    return {
+        **{name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
+        "stop_token_ids": list(sampling.stop),
+        "ignore_eos": True,  # only what the request calls a stop token is one
+        "seed": seed,
+        "logprobs": 0,  # of what was drawn, and of nothing else
+        "detokenize": False,
+    }
+
+
+async def sample_each(
+    complete: Callable[[Request, int], Coroutine[Any, Any, Sample]], request: Request, *, vocab: int, context: int
+) -> list[Sample]:
+    """The completions of a request, each of which is a request of its own to vLLM."""
+    check_request(request, vocab=vocab, context=context)
+    samples = await gather_or_cancel(complete(request, index) for index in request.indices)
+    check_completions(samples, request, "vllm")
+    return samples
+
+
+def to_sample(
+    request: Request,
+    index: int,
+    tokens: list[int],
+    drawn: list[tuple[int, float]],
+    finish: Finish,
+    spans: list[VersionSpan],
+    tokenizer: PreTrainedTokenizerBase,
+) -> Sample:
+    """A sample from the parts of a completion, which ``drawn`` has the log-probs of, each with its token.
+
+    Raises:
+        SourceLost: if it is empty, since it was broken off.
+        SourceError: if the parts disagree with each other.
+    """
+    who = f"vllm: completion {index} of task {request.task}"
+    if [token for token, _ in drawn] != tokens:
+        raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
+    if not tokens:
+        raise SourceLost(f"{who}: it was broken off before its first token")
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
+        raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
+    text, trained = str(tokenizer.decode(tokens, skip_special_tokens=True)), [True] * len(tokens)
+    logprobs = [logprob for _, logprob in drawn]
+    return Sample(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
 
 
 class VLLMServer:
@@ -84,10 +136,7 @@ class VLLMServer:
             raise
 
     async def sample(self, request: Request) -> list[Sample]:
-        check_request(request, vocab=self.vocab, context=self.context)
-        samples = await gather_or_cancel(self._complete(request, index) for index in request.indices)
-        check_completions(samples, request, "vllm")
-        return samples
+        return await sample_each(self._complete, request, vocab=self.vocab, context=self.context)
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         checked = self._check_weights(weights) if self.updates.merged else weights
@@ -97,6 +146,9 @@ class VLLMServer:
     async def version(self) -> int | None:
         """Wait for a server that is down, or revive it. None after a restart, and then the server is checked anew."""
         return await self._within_patience(self._known_version(), _SLACK)
+
+    async def alive(self) -> bool:
+        return await self._client.alive()
 
     async def close(self) -> None:
         """Cancel all calls, which closes their connections."""
@@ -177,9 +229,10 @@ class VLLMServer:
             self._note_heard()
             try:
                 choice = response["choices"][0]
-                tokens, finish = choice["token_ids"], FINISH[choice["finish_reason"]]
-                drawn = [(entry["token_id"], float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
+                finish, content = FINISH[choice["finish_reason"]], choice["logprobs"]["content"]
+                drawn = [(entry["token_id"], float(entry["logprob"])) for entry in content]
                 labels = [(label["version"], label["start"], label["end"]) for label in choice["weight_versions"] or []]
+                tokens = list(choice["token_ids"])
             except (LookupError, TypeError, ValueError) as error:
                 known = " or ".join(self._versions)
                 raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._client.url} vLLM "
@@ -188,47 +241,72 @@ class VLLMServer:
         return to_sample(request, index, tokens, drawn, finish, spans, self.tokenizer)
 
 
-def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """The arguments of vLLM's ``SamplingParams``."""
-    return {
-        **{name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
-        "stop_token_ids": list(sampling.stop),
-        "ignore_eos": True,  # only what the request calls a stop token is one
-        "seed": seed,
-        "logprobs": 0,  # of what was drawn, and of nothing else
-        "detokenize": False,
-    }
+class VLLMServers:
+    """Servers of one model as one source: weights go to all, and requests to the one with the fewest under way.
 
-
-def to_sample(
-    request: Request,
-    index: int,
-    tokens: list[int],
-    drawn: list[tuple[int, float]],
-    finish: Finish,
-    spans: list[VersionSpan],
-    tokenizer: PreTrainedTokenizerBase,
-) -> Sample:
-    """A sample from the parts of a completion.
-
-    Args:
-        drawn: vLLM's log-probs, each with the token that it is of.
-
-    Raises:
-        SourceLost: if it is empty, since it was broken off.
-        SourceError: if the parts disagree with each other.
+    All that is asked for one task stays on one server, whose prefix cache holds its prompt. A server that is lost gets
+    no requests, and those that it had go to the others, until it takes new weights again.
     """
-    who = f"vllm: completion {index} of task {request.task}"
-    if [token for token, _ in drawn] != tokens:
-        raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
-    if not tokens:
-        raise SourceLost(f"{who}: it was broken off before its first token")
-    ends = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
-        raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
-    text, trained = str(tokenizer.decode(tokens, skip_special_tokens=True)), [True] * len(tokens)
-    logprobs = [logprob for _, logprob in drawn]
-    return Sample(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
+
+    overlaps, stored = True, False
+
+    def __init__(self, servers: Sequence[VLLMServer]) -> None:
+        first = servers[0]
+        self.servers, self.config, self.tokenizer, self.vocab = servers, first.config, first.tokenizer, first.vocab
+        self.context = min(server.context for server in servers)
+        self._ready: list[VLLMServer] = []  # with the weights that were published last
+        self._version: int | None = None
+        self._under_way: Counter[VLLMServer] = Counter()  # completions
+        self._home: dict[int, VLLMServer] = {}  # by task
+
+    async def sample(self, request: Request) -> list[Sample]:
+        error: SourceLost | None = None
+        while self._ready or error is None:
+            server = self._home.get(request.task)
+            if server not in self._ready:
+                server = min(self._ready or self.servers, key=self._under_way.__getitem__)
+                self._home[request.task] = server
+            self._under_way[server] += len(request.indices)
+            try:
+                return await server.sample(request)
+            except SourceLost as lost:
+                error = lost
+                self._drop(server, lost)
+            finally:
+                self._under_way[server] -= len(request.indices)
+        raise error
+
+    async def publish(self, weights: NamedWeights, version: int) -> None:
+        up = await self._up() or self.servers
+        publications = [server.publish(copy, version) for server, copy in zip(up, tee(weights, len(up)), strict=True)]
+        outcomes = await asyncio.gather(*publications, return_exceptions=True)
+        lost = [(server, error) for server, error in zip(up, outcomes, strict=True) if error is not None]
+        for _, error in lost:
+            if not isinstance(error, SourceLost) or len(lost) == len(up):
+                raise error
+        self._version, self._ready = version, list(up)
+        self._home.clear()  # the caches of prompts are empty
+        for server, error in lost:
+            self._drop(server, error)
+
+    async def version(self) -> int | None:
+        """That of the servers that are up; where none is, wait for the first."""
+        up = await self._up() or self.servers[:1]
+        versions = await asyncio.gather(*(server.version() for server in up))
+        self._ready = [server for server, version in zip(up, versions, strict=True) if version == self._version]
+        return self._version if self._ready else None
+
+    async def close(self) -> None:
+        await asyncio.gather(*(server.close() for server in self.servers))
+
+    async def _up(self) -> list[VLLMServer]:
+        alive = await asyncio.gather(*(server.alive() for server in self.servers))
+        return list(compress(self.servers, alive))
+
+    def _drop(self, server: VLLMServer, error: BaseException) -> None:
+        if server in self._ready:
+            self._ready.remove(server)
+            log.warning("%s; %d of %d servers go on without it", error, len(self._ready), len(self.servers))
 
 
 def _read(auto: Any, model: str, what: str) -> Any:

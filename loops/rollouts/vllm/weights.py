@@ -18,7 +18,7 @@ import socket
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .engine import VLLMEngine
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
+_CHANGING = ("pissa", "olora", "corda", "loftq")  # starts of adapters that change the weights which the server has
 _PART = 1 << 30  # bytes that are on their way at once
 
 
@@ -52,6 +53,8 @@ class _Whole:
     merged = True  # `publish` takes adapters merged into the weights that they adapt
     backend: str
     flags: Sequence[str]  # of a server that is updated so
+    connect: Callable[[Any], Awaitable[None]]  # to an engine that has just been started, or belonged to another trainer
+    send: Callable[[Any, dict[str, Tensor], bool], Awaitable[None]]  # a part of the weights; is it the last?
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
@@ -64,13 +67,6 @@ class _Whole:
         if transfer is None or transfer.get("backend") != self.backend:
             return f"has weight_transfer_config={transfer}, but weights are to come another way", shlex.join(self.flags)
         return None
-
-    async def connect(self, vllm: Any) -> None:
-        """Connect to an engine that has just been started, or belonged to another trainer."""
-        raise NotImplementedError
-
-    async def send(self, vllm: Any, part: dict[str, Tensor], last: bool) -> None:
-        raise NotImplementedError
 
     async def version(self, vllm: "VLLMClient | VLLMEngine") -> int | None:
         return self._version(await vllm.weight_version())
@@ -95,11 +91,7 @@ class _Whole:
         return contextlib.nullcontext()
 
     def spans(self, labels: Iterable[tuple[str, int, int]], model: str | None) -> list[VersionSpan]:
-        """The versions that a completion is from.
-
-        Args:
-            labels: vLLM's, each of the tokens [start, end).
-            model: the requested one.
+        """The versions that a completion is from, by vLLM's labels of the tokens [start, end) and the requested model.
 
         Raises:
             SourceLost: if it is from weights that were not published here.
@@ -222,7 +214,7 @@ class Adapters:
 
     def __init__(self, directory: str | Path, config: Any) -> None:
         self.directory, self.config = Path(directory).resolve(), config
-        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(config.r)))
+        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(vars(config))))
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
 
@@ -296,19 +288,22 @@ def _parts(weights: NamedWeights) -> Iterator[tuple[dict[str, Tensor], bool]]:
     yield part, True
 
 
-def max_lora_rank(rank: int) -> int:
-    """The smallest of vLLM's ranks of adapters that one of this rank fits in.
+def max_lora_rank(adapter: Mapping[str, Any]) -> int:
+    """The smallest of vLLM's ranks of adapters that all of one with these fields of peft's ``LoraConfig`` fit in.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or vLLM can't load such adapters (``vllm.lora.peft_helper.PEFTHelper``).
     """
-    for known in _RANKS:
-        if rank <= known:
-            return known
-    raise ValueError(
-        f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, or set vllm.updates to files, "
-        "which sends the merged weights"
-    )
+    init, remedy = adapter.get("init_lora_weights"), "or set vllm.updates to files, which sends the merged weights"
+    refused = {name: adapter.get(name) for name in ("use_dora", "modules_to_save", "lora_bias")}
+    refused["bias"] = adapter.get("bias", "none") != "none"
+    refused["init_lora_weights"] = str(init).lower().startswith(_CHANGING)
+    for name in (name for name, wrong in refused.items() if wrong):
+        raise ValueError(f"lora.{name}: vLLM can't load adapters with {name}={adapter[name]}; leave it out, {remedy}")
+    rank = max(adapter["r"], *(adapter.get("rank_pattern") or {}).values(), 0)
+    if rank > _RANKS[-1]:
+        raise ValueError(f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, {remedy}")
+    return next(known for known in _RANKS if rank <= known)
 
 
 def free_port() -> int:

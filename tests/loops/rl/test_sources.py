@@ -18,6 +18,7 @@ from burnish.loops.rl.sources import check_sampling, flags_of, open_updates
 from burnish.loops.rollouts.source import SourceError
 from burnish.loops.rollouts.vllm.server import VLLMServer
 from online import lines, prepare, stored
+from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny import write_rows
 from transformers import AutoTokenizer
@@ -58,6 +59,23 @@ def test_a_server_that_runs_is_given_the_weights_of_each_step_and_its_answers_ar
     assert labels == ["0", "1"]
     assert len(samples) == 2 * 4 * 4
     assert {logprob for sample in samples for logprob in sample["logprobs"]} == {-1.0}  # what the stand-in says
+
+
+@pytest.mark.parametrize("form", [",".join, list])
+def test_several_servers_share_the_requests_and_all_have_the_weights(form, fake, fields):
+    other = Fake(fake.tokenizer)
+    try:
+        other.root, other.config = fake.root, fake.config
+        asked, generate = [], other.do_inference_v1_generate
+        other.do_inference_v1_generate = lambda body: (asked.append(body), generate(body))[1]
+        run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=form([fake.url, other.url]))))
+        for server in (fake, other):
+            labels = [body["weight_version"].split("@")[0] for body in orders(server, "/finish_weight_update")]
+            assert labels == ["0", "1"]
+        assert sum(body["sampling_params"]["max_tokens"] > 1 for body in asked) == 2 * 2 * 4
+        assert len(stored(Path(fields["output"]))) == 2 * 4 * 4
+    finally:
+        other.close()
 
 
 def test_adapters_go_to_a_server_under_a_name_for_each_version(fake, fields):
@@ -134,7 +152,7 @@ def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
 def test_nccl_is_given_the_trainers_address(url, given, address):
     vllm = VLLM(url=url, updates="nccl", trainer_address=given)
     config = GRPO(model="m", data="d", output="o", source="vllm", vllm=vllm)
-    assert open_updates(config, types.SimpleNamespace(directory=Path("o"))).address == address
+    assert open_updates(config, types.SimpleNamespace(directory=Path("o")), url or "").address == address
 
 
 def test_flags_are_written_as_vllm_reads_them():
@@ -159,6 +177,20 @@ def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fi
             {"source": "vllm", "vllm": VLLM(updates="adapters", options={"max_lora_rank": 8}), "lora": Lora(r=9)},
             "max_lora_rank=8 has no room for lora.r=9; leave it out, or set it to 16",
         ),
+        *(
+            ({"source": "vllm", "vllm": VLLM(updates="adapters"), "lora": lora}, message)
+            for lora, message in (
+                (Lora(r=2, use_dora=True), "^lora.use_dora: vLLM can't load adapters with use_dora=True"),
+                (
+                    Lora(r=2, modules_to_save=["lm_head"]),
+                    r"^lora.modules_to_save: .*=\['lm_head'\]; leave it out, or set vllm",
+                ),
+                (Lora(r=2, init_lora_weights="pissa_niter_4"), "^lora.init_lora_weights: .*=pissa_niter_4"),
+                (Lora(r=2, kwargs={"lora_bias": True}), "^lora.lora_bias: .* with lora_bias=True"),
+                (Lora(r=2, kwargs={"bias": "all"}), "^lora.bias: .* with bias=all"),
+                (Lora(r=2, kwargs={"rank_pattern": {"q": 600}}), "up to rank 512, got 600; lower"),
+            )
+        ),
         ({"source": "vllm", "vllm": VLLM(trainer_address="10.0.0.5")}, "set vllm.updates to nccl, or leave it out"),
         ({"source": "vllm_engine", "vllm": VLLM(url="http://a:1")}, "no other settings than options and directory"),
         ({"source": "vllm", "vllm": VLLM(url="http://a:1", python="p")}, "leave out python, options"),
@@ -167,6 +199,16 @@ def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fi
 def test_settings_that_contradict_each_other_are_refused_before_anything_is_loaded(changed, message):
     with pytest.raises(ValueError, match=message):
         check_sampling(GRPO(model="m", data="d", output="o", **changed))
+
+
+def test_an_adapter_to_go_on_from_is_one_that_vllm_can_load(tmp_path):
+    vllm = VLLM(updates="adapters")
+    config = GRPO(model="m", data="d", output="o", source="vllm", vllm=vllm, lora=Lora(path=str(tmp_path)))
+    LoraConfig(r=2).save_pretrained(str(tmp_path))
+    check_sampling(config)
+    LoraConfig(r=2, use_dora=True).save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match=r"lora\.use_dora: vLLM can't load"):
+        check_sampling(config)
 
 
 def test_an_engine_is_refused_beside_other_ranks(monkeypatch):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from burnish.loops.rollouts.local import decode as module
-from burnish.loops.rollouts.local.decode import draw, uniforms
-from burnish.loops.rollouts.sample import SamplingParams
+from burnish.loops.rollouts.local.decode import DecodeSequence, draw
+from burnish.loops.rollouts.sample import Request, SamplingParams
 
 ALL = SamplingParams(max_tokens=1)
 P = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4], dtype=torch.float64)
@@ -75,7 +75,9 @@ def test_half_precision_is_normalized_in_float32():
 
 
 def test_a_longer_completion_begins_with_the_same_numbers():
-    assert uniforms(2**63 - 1, 100)[:10] == uniforms(2**63 - 1, 10)
-    assert uniforms(1, 10) != uniforms(2, 10)
-    numbers = torch.tensor(uniforms(3, 20_000))
+    def uniforms(count, index=0):
+        return DecodeSequence(Request(0, [1], [0, 1], SamplingParams(max_tokens=count), key=7), index).uniform
+
+    assert uniforms(100)[:10] == uniforms(10) != uniforms(10, index=1)
+    numbers = torch.tensor(uniforms(20_000))
     assert numbers.min() >= 0 and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.01

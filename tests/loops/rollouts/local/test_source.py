@@ -14,7 +14,7 @@ from burnish.loops.batch import collate
 from burnish.loops.models.io import named_weights
 from burnish.loops.models.policy import Policy
 from burnish.loops.rollouts.local.decode import ModelRunner
-from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, KVCache, StaticBatch, static_fit
+from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, StaticBatch, static_fit
 from burnish.loops.rollouts.local.source import DetachedSource, LocalSource, free_share
 from burnish.loops.rollouts.source import SourceError
 from conformance import Conformance, Subject, ask
@@ -300,14 +300,14 @@ def test_answers_that_join_cost_one_forward_pass_more(precision):
 def test_keys_values_and_mask_are_held_in_what_attention_multiplies(precision, attention, monkeypatch):
     dtype, context = PRECISIONS[precision]
     held = []
-    before_step = KVCache.before_step
+    before_step = ContinuousBatch.before_step
 
     def watched(self):
         positions, mask = before_step(self)
         held.append({store.dtype for store in self.stores} | {mask.dtype})
         return positions, mask
 
-    monkeypatch.setattr(KVCache, "before_step", watched)
+    monkeypatch.setattr(ContinuousBatch, "before_step", watched)
     policy = Policy(make_model(dtype=dtype, attention=attention))
     completions_of(LocalSource(policy, version=0, context=context), requests())
     assert set.union(*held) == {torch.float32 if precision == "float32" else torch.bfloat16}
@@ -383,9 +383,9 @@ def as_the_longest(positions, mask):
 def test_a_mask_or_position_that_is_wrong_is_found_out(wrong, family, precision, monkeypatch, caplog):
     """Some change the states by 1 %, less than 16 bits do in a deep model."""
     dtype, context = PRECISIONS[precision]
-    before_step = KVCache.before_step
+    before_step = ContinuousBatch.before_step
     policy = Policy(make_wide(family).to(dtype))
-    monkeypatch.setattr(KVCache, "before_step", lambda self: wrong(*before_step(self)))
+    monkeypatch.setattr(ContinuousBatch, "before_step", lambda self: wrong(*before_step(self)))
     source = LocalSource(policy, version=0, context=context)
     assert isinstance(source._make_batch(20), StaticBatch)
     assert "one prompt at a time, with its own cache: its states " in caplog.text
@@ -431,7 +431,7 @@ def test_what_is_cached_never_takes_more_than_cache_bytes(family, precision, mon
     """Short answers leave wide batches, and long ones long rows: neither may stay when the others come."""
     dtype, context = PRECISIONS[precision]
     held = []
-    reserve = KVCache._reserve
+    reserve = ContinuousBatch._reserve
 
     def watched(self, columns):
         reserve(self, columns)
@@ -442,7 +442,7 @@ def test_what_is_cached_never_takes_more_than_cache_bytes(family, precision, mon
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     token = 2 * 2 * heads * (32 // config.num_attention_heads) * (4 if precision == "float32" else 2)
     source = LocalSource(policy, version=0, context=context, cache_bytes=400 * token)
-    monkeypatch.setattr(KVCache, "_reserve", watched)
+    monkeypatch.setattr(ContinuousBatch, "_reserve", watched)
     lengths = [3] * 17 + [20] + [90] * 2 + [4] * 80 + [60] * 2
     completions_of(source, [ask(i, prompt=[5, 3 + i % 9], indices=[0], max_tokens=n) for i, n in enumerate(lengths)])
     assert 300 * token < max(held) <= 400 * token

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -15,7 +16,7 @@ import torch
 from burnish.loops.rollouts.sample import Request, SamplingParams, VersionSpan
 from burnish.loops.rollouts.source import SourceError, SourceLost
 from burnish.loops.rollouts.vllm.client import Rejected
-from burnish.loops.rollouts.vllm.server import VLLMServer
+from burnish.loops.rollouts.vllm.server import VLLMServer, VLLMServers
 from burnish.loops.rollouts.vllm.weights import Adapters, Files, Nccl, address_towards
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -772,6 +773,100 @@ class TestAdapters:
         fake.odd["/v1/load_lora_adapter"] = lambda body: error(400, "LoRA rank 2 is greater than max_lora_rank 1")
         with pytest.raises(SourceError, match=r"LoRA rank 2 .*--max-lora-rank be at least 2"):
             asyncio.run(source.publish(weights(), 1))
+
+
+class TestServers:
+    @pytest.fixture
+    def pair(self, model, fake):
+        """Two servers, each with the first tokens of the seeds that it was asked for."""
+        fakes = [fake, Fake(model.tokenizer)]
+        for each in fakes:
+            each.asked, usual = [], each.do_inference_v1_generate
+            each.do_inference_v1_generate = lambda body, each=each, usual=usual: (
+                each.asked.append(body["token_ids"]),
+                time.sleep(0.02),
+                usual(body),
+            )[-1]
+        yield fakes
+        fakes[1].close()
+
+    @pytest.fixture
+    def source(self, connect, pair):
+        source = VLLMServers([connect(url=each.url) for each in pair])
+        for each in pair:
+            each.asked.clear()  # as it was met
+        return source
+
+    def group(self, task):
+        return Request(task, [5, task], range(4), SamplingParams(3), key=1)
+
+    def test_each_prompt_stays_on_one_server_and_both_have_as_much_to_do(self, source, pair):
+        async def run():
+            await source.publish(iter(weights(3.0)), 1)
+            groups = await asyncio.gather(*(source.sample(self.group(task)) for task in range(10)))
+            again = await source.sample(replace(self.group(3), turn=1))
+            return [*groups, again]
+
+        groups = asyncio.run(run())
+        assert all(sample.spans == [VersionSpan(1, 0, 3)] for group in groups for sample in group)
+        first, second = ({prompt[1] for prompt in each.asked} for each in pair)
+        assert len(first) == len(second) == 5 and not first & second
+        assert sum(prompt[1] == 3 for each in pair for prompt in each.asked) == 8
+
+    def test_weights_go_to_both(self, source, pair):
+        got = [[], []]
+        for each, tensors in zip(pair, got, strict=True):
+            each.odd["/update_weights"] = lambda body, tensors=tensors: (
+                tensors.append(load_file(body["update_info"]["path"])),
+                (200, {}),
+            )[1]
+        assert asyncio.run(source.version()) is None
+        asyncio.run(source.publish(iter(weights(3.0)), 4))
+        assert asyncio.run(source.version()) == 4
+        for (tensors,) in got:
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in weights(3.0))
+
+    def test_the_other_takes_over_from_one_that_dies_until_it_is_back(self, source, pair, model, caplog):
+        revived = []
+
+        async def run():
+            await source.publish(weights(), 1)
+            pair[0].odd["/inference/v1/generate"] = lambda body: (None, 0)  # drops the connection
+            samples = await asyncio.gather(*(source.sample(self.group(task)) for task in range(4)))
+            assert [len(group) for group in samples] == [4] * 4 and {prompt[1] for prompt in pair[1].asked} == {
+                0,
+                1,
+                2,
+                3,
+            }
+            (line,) = [record.getMessage() for record in caplog.records if "go on without it" in record.getMessage()]
+            assert pair[0].url in line and "1 of 2 servers go on without it" in line
+            pair[0].close()
+            assert await source.version() == 1
+            await source.publish(weights(), 2)
+            await source.sample(self.group(5))
+            revived.append(Fake(model.tokenizer, pair[0].port))
+            assert await source.version() == 2
+            await source.publish(weights(), 3)
+            await asyncio.gather(*(source.sample(self.group(task)) for task in range(4)))
+            assert all(label.startswith("3@") for label in (revived[0].label, pair[1].label))
+
+        try:
+            asyncio.run(run())
+            assert len([path for path, _ in revived[0].calls if path == "/finish_weight_update"]) == 1
+        finally:
+            revived[0].close()
+
+    def test_without_any_server_they_are_lost_and_what_none_will_do_is_not_tried_on_the_other(self, source, pair):
+        asyncio.run(source.publish(weights(), 1))
+        for each in pair:
+            each.odd["/inference/v1/generate"] = lambda body: error(400, "it is cursed")
+        with pytest.raises(Rejected, match="answered 400: it is cursed"):
+            asyncio.run(source.sample(self.group(0)))
+        for each in pair:
+            each.odd["/inference/v1/generate"] = lambda body: (None, 0)
+        with pytest.raises(SourceLost, match="can't be reached, or died"):
+            asyncio.run(source.sample(self.group(0)))
 
 
 def test_everything_works_in_one_event_loop_after_another(connect):

@@ -176,6 +176,19 @@ def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, mon
 
 
 def test_an_adapter_of_a_rank_that_vllm_does_not_know_has_room_in_the_next_or_is_refused(tmp_path):
-    assert [max_lora_rank(rank) for rank in (1, 8, 9, 257, 512)] == [1, 8, 16, 320, 512]
+    assert [max_lora_rank({"r": rank}) for rank in (1, 8, 9, 257, 512)] == [1, 8, 16, 320, 512]
+    assert max_lora_rank({"r": 4, "rank_pattern": {"q_proj": 9}}) == 16
     with pytest.raises(ValueError, match=r"lora\.r: vLLM takes adapters up to rank 512, got 513; lower lora\.r, or"):
         Adapters(tmp_path, LoraConfig(r=513))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"use_dora": True}, r"lora\.use_dora: vLLM can't load adapters with use_dora=True; leave it out, or"),
+        ({"modules_to_save": ["lm_head"]}, r"lora\.modules_to_save: .* with modules_to_save=\['lm_head'\]"),
+    ],
+)
+def test_an_adapter_that_vllm_cannot_load_is_refused(fields, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        Adapters(tmp_path, LoraConfig(r=2, **fields))
