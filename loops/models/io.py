@@ -23,7 +23,7 @@ from ..config import Common
 from ..registry import blaming, build
 from .activations import add_noise, checkpoint_activations
 from .backbone import Backbone
-from .sharding import whole
+from .sharding import left_in_files, whole
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     if config.chat_template is not None:
         tokenizer = tokenizer if loaded else copy.deepcopy(tokenizer)
         tokenizer.chat_template = read_chat_template(config.chat_template)
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def load_model(config: Common) -> nn.Module:
@@ -127,7 +127,8 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         with blaming(f"model: {config.model}"):
             stored = transformers.AutoConfig.from_pretrained(config.model).dtype
         options |= {"attn_implementation": config.attention, "quantization_config": _quantization(config)}
-        with blaming(f"model: {config.model}" + (f" with attention {config.attention}" if config.attention else "")):
+        blamed = f"model: {config.model}" + (f" with attention {config.attention}" if config.attention else "")
+        with blaming(blamed), left_in_files(_may_stay_in_files(config, task)):
             model = auto.from_pretrained(config.model, dtype=dtype, **options)
     without_dropout(model)
     if config.dtype != "float64":
@@ -139,6 +140,16 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     if adapters:
         model = _with_adapters(model, config, task)
     return model.train()  # type: ignore[no-any-return]
+
+
+def _may_stay_in_files(config: Common, task: str) -> bool:
+    """Can the model be sharded before its weights are read? Making some adapters reads weights, or copies them."""
+    lora, sharded = config.lora, config.parallel.dp_shard_size > 1
+    made = not lora.adds_nothing or lora.use_dora or lora.kwargs or lora.target_parameters or lora.modules_to_save
+    read = lora.enabled and bool(made or task != "CAUSAL_LM")  # those of a classifier copy its head
+    if sharded and read:
+        log.warning("lora: these adapters are made of the model's weights, so every rank reads all of them")
+    return sharded and not read
 
 
 def _with_adapters(model: Any, config: Common, task: str) -> Any:
@@ -166,7 +177,8 @@ def _with_adapters(model: Any, config: Common, task: str) -> Any:
     except (TypeError, ValueError) as error:
         field, names = "lora", lora.target_modules
         if "arget modules" in str(error):
-            listed = f" (a list is written [{', '.join(names.split(','))}])" if "," in names else ""
+            several = isinstance(names, str) and "," in names
+            listed = f" (a list is written [{', '.join(str(names).split(','))}])" if several else ""
             field = f"lora.target_modules: {names}{listed}"
         raise ValueError(f"{field}: {error}") from error
 

@@ -198,12 +198,11 @@ def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None =
     parts, shard = _parts(head), None
     if hidden is not None and (isinstance(parts.weight, DTensor) or isinstance(hidden, DTensor)):
         shard = _shard(head, parts.weight, hidden)
-    down, up, scaling = parts.adapter or (None, None, 1.0)
-    weight, bias, down, up = [
+    factors: list[Any] = [
         (tensor.full_tensor() if whole else tensor.to_local()) if isinstance(tensor, DTensor) else tensor
-        for tensor in (parts.weight, parts.bias, down, up)
+        for tensor in (parts.weight, parts.bias, *(parts.adapter or ()))
     ]
-    adapter = None if parts.adapter is None else (down, up, scaling)
+    weight, bias, adapter = *factors[:2], tuple(factors[2:]) or None
     return Head(weight, bias, transform.scale, transform.softcap, adapter, None if whole else shard)
 
 
