@@ -250,7 +250,8 @@ def wording(hint: Any) -> str:
     words = []
     for kind in _kinds(hint):
         if get_origin(kind) is Literal:
-            words.append(f"one of {', '.join(map(str, get_args(kind)))}")
+            choices = (str(each).lower() if isinstance(each, bool) else str(each) for each in get_args(kind))
+            words.append(f"one of {', '.join(choices)}")
         elif hasattr(kind, "_expression"):
             words.append(f"{simple[kind._type]} {readable_range(kind._expression)}")
         elif get_origin(kind) is dict:
