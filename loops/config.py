@@ -101,7 +101,8 @@ def wording(hint: Any) -> str:
     words = []
     for kind in kinds(hint):
         if get_origin(kind) is Literal:
-            words.append(f"one of {', '.join(map(str, get_args(kind)))}")
+            choices = (str(each).lower() if isinstance(each, bool) else str(each) for each in get_args(kind))
+            words.append(f"one of {', '.join(choices)}")
         elif hasattr(kind, "_expression"):
             words.append(f"{simple[kind._type]} {_readable_range(kind)}")
         elif get_origin(kind) is dict:

@@ -18,7 +18,7 @@ _LISTED = 30  # names at most that a message lists
 def nearest(complaint: str, name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """``complaint 'name'``, and the known name that begins with it or is nearest; all of them, unless they are many, if
     none is near."""
-    names = sorted(known)
+    names = sorted(map(str, known))
     near = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, 3, cutoff)
     if near:  # of names that are as near, a typing error seldom is in the first letter
         return f"{complaint} {name!r}, did you mean {max(near, key=lambda each: each[:1] == name[:1])!r}?"

@@ -144,31 +144,34 @@ def arrange(
     # An empty batch still runs forward and backward: other ranks wait for it.
     segments = [_segment(example, read) for example in examples] or [([0], [0], [0], [])]
     lengths = [len(tokens) for tokens, *_ in segments]
-    width = sum(lengths) if one_row else max(lengths)
-    places = [(i, 0) for i in range(len(lengths))] if layout == "padded" else _packed(lengths, width)
+    width, every = sum(lengths) if one_row else max(lengths), range(len(lengths))
+    rows = [[i] for i in every] if layout == "padded" else first_fit(every, lengths, width)
 
-    shape = 1 + max(row for row, _ in places), width
     # Slots that no segment covers have position 0, and so are sequences of their own, which are never read.
-    input_ids, position_ids, branch = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-    owner = torch.full(shape, -1)
-    position: list[int] = []
-    for i, ((tokens, positions, branches, read_at), (row, offset)) in enumerate(zip(segments, places, strict=True)):
-        span = slice(offset, offset + len(tokens))
-        input_ids[row, span] = torch.tensor(tokens)
-        position_ids[row, span] = torch.tensor(positions)
-        branch[row, span] = torch.tensor(branches)
-        owner[row, span] = i
-        position += [row * width + offset + p for p in read_at]
+    input_ids, position_ids, branch = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
+    owner = torch.full((len(rows), width), -1)
+    positions_read: dict[int, list[int]] = {}  # of each segment, into the flattened rows
+    for row, members in enumerate(rows):
+        offset = 0
+        for i in members:
+            tokens, positions, branches, read_at = segments[i]
+            span = slice(offset, offset + len(tokens))
+            input_ids[row, span] = torch.tensor(tokens)
+            position_ids[row, span] = torch.tensor(positions)
+            branch[row, span] = torch.tensor(branches)
+            owner[row, span] = i
+            positions_read[i] = [row * width + offset + p for p in read_at]
+            offset += len(tokens)
+    position = torch.tensor([p for i in every for p in positions_read[i]], dtype=torch.int64)
     mask: Tensor | BlockMask | None = None
     if layout == "padded":
         mask = (owner >= 0).to(device, torch.int64)
     elif layout == "shared":
-        mask = _block_mask(owner.to(device), branch.to(device)) if blocks else _visible(owner, branch).to(device)
-    read_positions = torch.tensor(position, dtype=torch.int64, device=device)
-    return Rows(input_ids.to(device), position_ids.to(device), mask, read_positions)
+        mask = (_block_mask if blocks else _dense_mask)(owner.to(device), branch.to(device))
+    return Rows(input_ids.to(device), position_ids.to(device), mask, position.to(device))
 
 
-def _visible(owner: Tensor, branch: Tensor, queries: slice = slice(None)) -> Tensor:
+def _dense_mask(owner: Tensor, branch: Tensor, queries: slice = slice(None)) -> Tensor:
     """The keys that each of these queries sees, bool [rows, 1, queries, width]: those before it, and itself, of the
     prompt and of its own completion."""
     place = torch.arange(owner.shape[1], device=owner.device)
@@ -178,12 +181,12 @@ def _visible(owner: Tensor, branch: Tensor, queries: slice = slice(None)) -> Ten
 
 
 def _block_mask(owner: Tensor, branch: Tensor) -> BlockMask:
-    """`_visible` for FlexAttention, block by block of queries: nothing of the width squared is ever held."""
+    """`_dense_mask` for FlexAttention, block by block of queries: nothing of the width squared is ever held."""
     rows, width = owner.shape
     count = -(-width // _BLOCK)
     seen = torch.zeros(rows, 1, count, count, dtype=torch.int64, device=owner.device)  # pairs of each two blocks
     for i in range(count):
-        keys = _visible(owner, branch, slice(i * _BLOCK, (i + 1) * _BLOCK)).sum(2)
+        keys = _dense_mask(owner, branch, slice(i * _BLOCK, (i + 1) * _BLOCK)).sum(2)
         seen[:, :, i] = nn.functional.pad(keys, (0, count * _BLOCK - width)).view(rows, 1, count, _BLOCK).sum(-1)
 
     def blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,14 +221,3 @@ def _segment(example: Example, read: Literal["before", "at"]) -> tuple[list[int]
         positions += range(start, start + end)
         branches += [branch] * end
     return tokens, positions, branches, read_at
-
-
-def _packed(lengths: list[int], width: int) -> list[tuple[int, int]]:
-    """(row, offset) of each segment."""
-    places = [(0, 0)] * len(lengths)
-    for row, members in enumerate(first_fit(range(len(lengths)), lengths, width)):
-        offset = 0
-        for i in members:
-            places[i] = (row, offset)
-            offset += lengths[i]
-    return places

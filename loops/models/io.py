@@ -4,7 +4,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from ..config import Common
 from ..registry import blaming, build
 from .activations import add_noise, checkpoint_activations
 from .backbone import Backbone
-from .sharding import whole
+from .sharding import left_in_files, whole
 
 log = logging.getLogger(__name__)
 
@@ -49,16 +49,16 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     if adapter.is_file() and not adapter.with_name("config.json").exists():
         base = json.loads(adapter.read_text()).get("base_model_name_or_path")
         raise ValueError(f"model: {name} holds an adapter of {base}; pass --model {base} --lora.path {name}")
-    tokenizer: transformers.PreTrainedTokenizerBase
+    loaded = isinstance(name, str | Path)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name) if isinstance(name, str | Path) else name
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name) if loaded else name
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{field}: {name} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
             f"that can be reached; check the name. {error}"
         ) from error
     if config.chat_template is not None:
-        tokenizer = tokenizer if isinstance(name, str | Path) else copy.deepcopy(tokenizer)
+        tokenizer = tokenizer if loaded else copy.deepcopy(tokenizer)
         tokenizer.chat_template = read_chat_template(config.chat_template)
     return tokenizer
 
@@ -74,7 +74,6 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
     An architecture for which `transformers` has no such class gets one made of its parts. Such a model can only be
     loaded by `burnish` once it is saved, and a warning says so.
     """
-    names = dict(labels) if len(labels) > 1 else {0: labels[0]}
     auto: Any = (
         transformers.AutoModelForSequenceClassification
         if task == "SEQ_CLS"
@@ -88,7 +87,7 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.ERROR)  # no warnings that the head is new
     try:
-        return load(config, auto, task, num_labels=len(names), id2label=names)
+        return load(config, auto, task, num_labels=len(labels), id2label=dict(labels))
     finally:
         transformers.logging.set_verbosity(verbosity)
 
@@ -118,21 +117,19 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     precision = config.weights_dtype if config.dtype == "bfloat16" and not adapters else config.dtype
     dtype = getattr(torch, precision)
     model: Any = config.model
-    stored = getattr(model, "dtype", None)
-    if not in_memory:
-        stored = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)(config.model).dtype
-        attention = "" if config.attention is None else f" with attention {config.attention}"
-        model = blaming(f"model: {config.model}{attention}")(auto.from_pretrained)(
-            config.model,
-            **options,
-            dtype=dtype,
-            attn_implementation=config.attention,
-            quantization_config=_quantization(config),
-        )
-    elif not (quantized or isinstance(model, PeftModel)):
-        model.to(dtype)
-    if in_memory and config.attention is not None:
-        model.set_attn_implementation(config.attention)
+    if in_memory:
+        stored = getattr(model, "dtype", None)
+        if not (quantized or isinstance(model, PeftModel)):
+            model.to(dtype)
+        if config.attention is not None:
+            model.set_attn_implementation(config.attention)
+    else:
+        with blaming(f"model: {config.model}"):
+            stored = transformers.AutoConfig.from_pretrained(config.model).dtype
+        options |= {"attn_implementation": config.attention, "quantization_config": _quantization(config)}
+        blamed = f"model: {config.model}" + (f" with attention {config.attention}" if config.attention else "")
+        with blaming(blamed), left_in_files(_may_stay_in_files(config, task)):
+            model = auto.from_pretrained(config.model, dtype=dtype, **options)
     without_dropout(model)
     if config.dtype != "float64":
         model.stored_dtype = torch.bfloat16 if config.weights_dtype == "bfloat16" else stored
@@ -143,6 +140,16 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     if adapters:
         model = _with_adapters(model, config, task)
     return model.train()  # type: ignore[no-any-return]
+
+
+def _may_stay_in_files(config: Common, task: str) -> bool:
+    """Can the model be sharded before its weights are read? Making some adapters reads weights, or copies them."""
+    lora, sharded = config.lora, config.parallel.dp_shard_size > 1
+    made = not lora.adds_nothing or lora.use_dora or lora.kwargs or lora.target_parameters or lora.modules_to_save
+    read = lora.enabled and bool(made or task != "CAUSAL_LM")  # those of a classifier copy its head
+    if sharded and read:
+        log.warning("lora: these adapters are made of the model's weights, so every rank reads all of them")
+    return sharded and not read
 
 
 def _with_adapters(model: Any, config: Common, task: str) -> Any:
@@ -168,14 +175,12 @@ def _with_adapters(model: Any, config: Common, task: str) -> Any:
     try:
         return get_peft_model(model, build("lora.kwargs", LoraConfig, lora.kwargs, **fields), **options)
     except (TypeError, ValueError) as error:
-        field = f"lora.target_modules: {_example(lora.target_modules)}" if "arget modules" in str(error) else "lora"
+        field, names = "lora", lora.target_modules
+        if "arget modules" in str(error):
+            several = isinstance(names, str) and "," in names
+            listed = f" (a list is written [{', '.join(str(names).split(','))}])" if several else ""
+            field = f"lora.target_modules: {names}{listed}"
         raise ValueError(f"{field}: {error}") from error
-
-
-def _example(modules: Any) -> str:
-    """The names as they were given, and how a list of them is written where they have a comma."""
-    listed = f" (a list is written [{', '.join(modules.split(','))}])" if "," in modules else ""
-    return f"{modules}{listed}"
 
 
 def _classifier_of(architecture: Any, task: str) -> Any:
@@ -228,9 +233,8 @@ def save_model(
     model, dtype, target = policy.model, getattr(policy.plain, "stored_dtype", None), directory / "model"
     weights = {name: weight.detach().cpu() for name, weight in named_weights(policy, dtype) if write}
     if isinstance(model, PeftModel):
-        adapters = {
-            n: whole(t) for n, t in model.state_dict().items() if "lora_" in n or "_to_save" in n or "token_ad" in n
-        }
+        kept = re.compile("lora_|_to_save|token_ad")
+        adapters = {name: whole(tensor) for name, tensor in model.state_dict().items() if kept.search(name)}
         if write:
             options: Any = {"selected_adapters": ["default"], "save_embedding_layers": False}  # the reference's not
             model.save_pretrained(str(directory / "adapter"), state_dict=adapters, **options)
@@ -306,21 +310,18 @@ def named_weights(policy: Any, dtype: torch.dtype | None = None) -> Iterator[tup
         if isinstance(module, FSDPModule):
             module.reshard()  # the last forward pass may have left it whole
     weights = _merged_weights(model) if isinstance(model, PeftModel) else model.state_dict().items()
-    for name, tensor in weights:
-        yield name, _whole(tensor, dtype)
+    yield from _gathered(weights, dtype)
 
 
 def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy's adapter alone, under peft's names; see `named_weights`."""
-    for name, tensor in get_peft_model_state_dict(policy.model).items():
-        yield name, _whole(tensor, dtype)
+    yield from _gathered(get_peft_model_state_dict(policy.model).items(), dtype)
 
 
 @torch.no_grad()
-def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)  # before it is gathered
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _gathered(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:  # rounded before they are gathered
+        yield name, whole(tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype))
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -334,11 +335,7 @@ def detached_copy(policy: Backbone) -> nn.Module:
     if not is_sharded(policy):
         copied: Any = copy.deepcopy(policy.model)
         return copied.merge_and_unload() if isinstance(copied, PeftModel) else copied  # type: ignore[no-any-return]
-    weights = {name: tensor.clone() for name, tensor in named_weights(policy)}
-    with torch.device("meta"):
-        copied = type(policy.plain)(policy.plain.config)
-    copied.load_state_dict({name: weights[name] for name in copied.state_dict()}, assign=True)
-    copied.tie_weights()
+    copied = _assembled(policy.plain, {name: tensor.clone() for name, tensor in named_weights(policy)})
     for name, module in policy.plain.named_modules():  # what no state_dict holds, such as rotary frequencies
         for kind, value in {**vars(module), **module._buffers}.items():
             if isinstance(value, Tensor):

@@ -11,6 +11,7 @@ only within the call.
 
 import functools
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,9 +39,8 @@ from ...objectives import generalized_jsd, with_tail
 log = logging.getLogger(__name__)
 
 
-# Factors that Hugging Face architectures apply to the logits, by the name in their config: logits * c or logits / c.
+# Factors that Hugging Face architectures multiply the logits by, by the name in their config; logits_scaling divides.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-_DIVISORS = ("logits_scaling",)
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")  # others that derive from these compute something else
@@ -55,11 +55,8 @@ def logit_transform(config: Any) -> LogitTransform:
 
     `Policy` checks the result on a probe.
     """
-    scale = 1.0
-    for name in _MULTIPLIERS:
-        scale *= getattr(config, name, None) or 1.0
-    for name in _DIVISORS:
-        scale /= getattr(config, name, None) or 1.0
+    scale = math.prod(getattr(config, name, None) or 1.0 for name in _MULTIPLIERS)
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
     return LogitTransform(scale, getattr(config, "final_logit_softcapping", None) or None)
 
 
@@ -125,10 +122,11 @@ def fuse(head: nn.Module, transform: LogitTransform, backend: Backend, keep_byte
         CannotFuse: if the head is not a linear layer, plain or wrapped by peft or bitsandbytes.
     """
     _parts(head)
-    original = vars(head).get("forward")  # set by hooks of accelerate and tensor parallelism of transformers
+    # Set by hooks of accelerate and tensor parallelism of transformers. Partials, not closures, so that a copied or
+    # unpickled head calls itself.
+    original = vars(head).get("forward", functools.partial(type(head).forward, head))
     if isinstance(original, functools.partial) and original.func is _forward:  # fused before
         original = original.args[-1]
-    # A partial, not a closure, so that a copied or unpickled head calls itself.
     kernel = {"backend": backend, "keep_bytes": keep_bytes}
     head.forward = functools.partial(_forward, head, transform, kernel, original)
 
@@ -137,7 +135,7 @@ def _forward(
     head: nn.Module,
     transform: LogitTransform,
     kernel: dict[str, Any],
-    original: Callable[..., Tensor] | None,
+    original: Callable[..., Tensor],
     hidden: Tensor,
     *args: Any,
     target: Tensor | None = None,
@@ -146,29 +144,22 @@ def _forward(
     teacher: TeacherOutputs | None = None,
     exact_logits: bool = False,
 ) -> Any:
-    def logits() -> Tensor:
-        computed: Tensor = type(head).forward(head, hidden, *args) if original is None else original(hidden, *args)
-        return computed
-
     if target is None and teacher is None and not exact_logits:
-        return logits()
+        return original(hidden, *args)
     options: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
     try:
-        parts = _parts(head)
+        whole = exact_logits or (teacher is not None and teacher.top_k is None)
+        weights = operands(head, transform, hidden, whole=whole)
     except CannotFuse as reason:  # peft has switched to another adapter since the head was fused
         _warn(str(reason))
-        full = transform(logits())
+        logits = transform(original(hidden, *args))
         if exact_logits:
-            return full
+            return logits
         if teacher is not None:
-            return Divergence(teacher.divergence(full))
+            return Divergence(teacher.divergence(logits))
         assert target is not None
-        return logits_logprob(full, target, **options)
-    # transformers' tensor parallelism marks its modules so: their plain hidden states are the same on all ranks.
-    shard = _shard(parts.weight, hidden, parallel=any(hasattr(part, "_is_hooked") for part in head.modules()))
+        return logits_logprob(logits, target, **options)
     states = hidden.to_local() if isinstance(hidden, DTensor) else hidden
-    whole = exact_logits or (teacher is not None and teacher.top_k is None)
-    weights = _gathered(parts, transform, whole=whole)._replace(shard=None if whole else shard)
     if exact_logits:
         return linear_logits(states, weights)
     result: Divergence | Logprobs
@@ -193,46 +184,37 @@ def _warn(reason: str) -> None:
     log.warning("log-probs are taken from full logits: %s", reason)
 
 
-def operands(head: nn.Module, transform: LogitTransform) -> Head:
-    """The head as the kernels take it, gathered from all ranks if it is split over them.
+def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None = None, *, whole: bool = True) -> Head:
+    """The head as the kernels take it.
+
+    Args:
+        hidden: the states that it is applied to, which are checked to fit the way in which it is split over ranks.
+        whole: gather from all ranks what is split over them, or take this rank's part.
 
     Raises:
         CannotFuse: if the head is no linear map now.
-    """
-    return _gathered(_parts(head), transform, whole=True)
-
-
-def _gathered(parts: Head, transform: LogitTransform, *, whole: bool) -> Head:
-    """The head as the kernels take it: of what is split over ranks the ``whole``, or this rank's part."""
-
-    def get(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        return tensor.full_tensor() if whole else tensor.to_local()
-
-    bias, adapter = None if parts.bias is None else get(parts.bias), None
-    if parts.adapter is not None:
-        down, up, scaling = parts.adapter
-        adapter = get(down), get(up), scaling
-    return Head(get(parts.weight), bias, transform.scale, transform.softcap, adapter)
-
-
-def _shard(weight: Tensor, hidden: Tensor, *, parallel: bool) -> Shard | None:
-    """This rank's part of a vocabulary that is split; None if it is not.
-
-    Args:
-        parallel: plain hidden states are the same on all ranks.
-
-    Raises:
         ValueError: if the weight is split and ranks may have different hidden states, or the other way round.
     """
+    parts, shard = _parts(head), None
+    if hidden is not None and (isinstance(parts.weight, DTensor) or isinstance(hidden, DTensor)):
+        shard = _shard(head, parts.weight, hidden)
+    factors: list[Any] = [
+        (tensor.full_tensor() if whole else tensor.to_local()) if isinstance(tensor, DTensor) else tensor
+        for tensor in (parts.weight, parts.bias, *(parts.adapter or ()))
+    ]
+    weight, bias, adapter = *factors[:2], tuple(factors[2:]) or None
+    return Head(weight, bias, transform.scale, transform.softcap, adapter, None if whole else shard)
+
+
+def _shard(head: nn.Module, weight: Tensor, hidden: Tensor) -> Shard | None:
+    """This rank's part of a vocabulary that is split; None if it is not."""
     split = weight.placements if isinstance(weight, DTensor) else ()
     whole = all(placement.is_replicate() for placement in split)
     if isinstance(hidden, DTensor):
         meshes = {tensor.device_mesh for tensor in (weight, hidden) if isinstance(tensor, DTensor)}
         same = len(meshes) == 1 and all(placement.is_replicate() for placement in hidden.placements)
-    else:
-        same = whole or parallel
+    else:  # transformers' tensor parallelism marks its modules so: their hidden states are the same on all ranks
+        same = whole or any(hasattr(part, "_is_hooked") for part in head.modules())
     if not same or not (whole or split == (Split(0),)):
         weights, states = (getattr(tensor, "placements", "plain") for tensor in (weight, hidden))
         raise ValueError(

@@ -77,9 +77,8 @@ class Policy(Backbone):
             log.warning("%s: log-probs are taken from full logits: %s", type(self.plain).__name__, reason)
         self.fused = reason is None
         if value_head is not None and not self.fused:
-            raise ValueError(
-                f"policy: the head of {type(self.plain).__name__} can't be fused, and so no value head added"
-            )
+            name = type(self.plain).__name__
+            raise ValueError(f"policy: the head of {name} can't be fused, and so no value head added")
         self.layout: Layout = choose_layout(self, layout, self.hidden if self.fused else self.model_output)
 
     @property
@@ -109,12 +108,11 @@ class Policy(Backbone):
             teacher: a teacher's outputs for these tokens, which give the divergence from it.
         """
         rows = self.arranged(batch.examples, self.layout)
-        options: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
         value = None if self.critic is None else self.critic(batch).score
         divergence = None
         if self.fused:
             hidden = super().hidden(rows)  # its shards are gathered here already, and would be let go after it
-            logprobs = self.head(hidden, target=batch.target, **options)
+            logprobs = self.head(hidden, target=batch.target, temperature=temperature, outputs=outputs)
             if self.value_head is not None:
                 value = self.value_head(hidden)[:, 0].clone()  # FSDP warns of views
             if teacher is not None and teacher.logits is None:
@@ -123,9 +121,8 @@ class Policy(Backbone):
                 divergence = teacher.divergence(self.transform(self.head(hidden)))
         else:
             logits = super().model_output(rows)
-            logprobs = logits_logprob(logits, batch.target, **options)
-            if teacher is not None:
-                divergence = teacher.divergence(logits)
+            logprobs = logits_logprob(logits, batch.target, temperature=temperature, outputs=outputs)
+            divergence = None if teacher is None else teacher.divergence(logits)
         return Outputs(**logprobs._asdict(), value=value, divergence=divergence)
 
     @torch.no_grad()
@@ -137,10 +134,9 @@ class Policy(Backbone):
             dense: give logits, for a student whose head is not fused.
         """
         rows = self.arranged(batch.examples, self.layout)
-        if not self.fused:
-            return TeacherOutputs(beta, temperature, logits=self.model_output(rows))
-        if dense:
-            return TeacherOutputs(beta, temperature, logits=self.logits(self.hidden(rows)))
+        if dense or not self.fused:
+            logits = self.logits(self.hidden(rows)) if self.fused else self.model_output(rows)
+            return TeacherOutputs(beta, temperature, logits=logits)
         return TeacherOutputs(beta, temperature, hidden=self.hidden(rows), head=operands(self.head, self.transform))
 
     @torch.no_grad()

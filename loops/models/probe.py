@@ -5,7 +5,7 @@ Of a deep model the first layers are probed: layers of one kind treat masks, pos
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -35,13 +35,9 @@ def objection(plain: nn.Module, probe: Callable[[], str | None]) -> str | None:
 
     A model may refuse to run without its other layers, so only the whole model's refusal counts.
     """
-    with shortened(plain) as cut:
-        if cut:
-            try:
-                if probe() is None:
-                    return None
-            except REFUSALS:
-                pass
+    with shortened(plain) as cut, suppress(*REFUSALS):
+        if cut and probe() is None:
+            return None
     return probe()
 
 
@@ -53,38 +49,31 @@ def shortened(plain: Any) -> Iterator[bool]:
     layers is not found, and under FSDP, which notes at the first pass what there is to gather.
     """
     text_config = plain.config.get_text_config()
-    lists = [
-        (path, module)
-        for path, module in plain.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == getattr(text_config, "num_hidden_layers", None)
-    ]
-    outermost = [path for path, _ in lists if not any(path.startswith(f"{other}.") for other, _ in lists)]
+    depth = getattr(text_config, "num_hidden_layers", None)
+    lists = [p for p, each in plain.named_modules() if isinstance(each, nn.ModuleList) and len(each) == depth]
+    outermost = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     if len(outermost) != 1 or any(isinstance(parameter, DTensor) for parameter in plain.parameters()):
         yield False
         return
-    path, _, name = outermost[0].rpartition(".")
-    parent = plain.get_submodule(path)
-    layers: Any = parent._modules[name]
-    # The number of first layers that hold one of every kind.
+    layers = plain.get_submodule(outermost[0])
     types = getattr(text_config, "layer_types", None) or [None] * len(layers)
     kinds = [(kind, _kind(layer)) for kind, layer in zip(types, layers, strict=True)]
-    count = min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))
-    parent._modules[name] = layers[:count]
+    count = min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))  # first layers with every kind
+    plain.set_submodule(outermost[0], layers[:count])
     try:
         yield count < len(layers)
     finally:
-        parent._modules[name] = layers
+        plain.set_submodule(outermost[0], layers)
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     """Equal for layers that compute the same function of their input, but for the values of their weights."""
     modules = []
     for path, module in layer.named_modules():
-        values = sorted((name, value) for name, value in vars(module).items() if name != "layer_idx")
-        settings = ((name, value if isinstance(value, _SIMPLE) else type(value)) for name, value in values)
-        modules.append((path, type(module), tuple(settings)))
-    shapes = [(path, tuple(tensor.shape), tensor.dtype) for path, tensor in layer.named_parameters()]
-    return tuple(modules), tuple(shapes)
+        values = ((name, value) for name, value in vars(module).items() if name != "layer_idx")
+        settings = frozenset((name, value if isinstance(value, _SIMPLE) else type(value)) for name, value in values)
+        modules.append((path, type(module), settings))
+    return *modules, *((path, tensor.shape, tensor.dtype) for path, tensor in layer.named_parameters())
 
 
 def choose_layout(backbone: Backbone, wanted: Layout | Literal["auto"], output: Callable[[Rows], Tensor]) -> Layout:
@@ -101,10 +90,8 @@ def choose_layout(backbone: Backbone, wanted: Layout | Literal["auto"], output: 
     may_try = {"shared": full_attention, "packed": kinds <= {"full_attention", "sliding_attention"}}
     candidates: Sequence[Layout] = ("shared", "packed", "padded") if wanted == "auto" else (wanted,)
     for layout in candidates:
-        apart = (
-            may_try.get(layout) and objection(backbone.plain, partial(_find_mixing, backbone, layout, output)) is None
-        )
-        if layout == "padded" or apart:
+        mixing = partial(_find_mixing, backbone, layout, output)
+        if layout == "padded" or (may_try.get(layout) and objection(backbone.plain, mixing) is None):
             return layout
         log.info("%s: %s rows would mix sequences", name, layout)
     raise ValueError(f"policy: layout {wanted!r} lets the sequences of {name} see each other; use 'auto'")
@@ -116,13 +103,13 @@ def _find_mixing(backbone: Backbone, layout: Layout, output: Callable[[Rows], Te
 
     Other tokens in one sequence must not change a single bit of another, and all must agree with the padded run.
     """
-    changed = [PROBE[0], PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]])]
-    changed[0] = changed[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]])
+    changed = [
+        PROBE[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]]),
+        PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]]),
+    ]
     with evaluating(backbone.model):
         try:
-            before, after = (
-                output(backbone.arranged(examples, layout, one_row=layout != "padded")) for examples in (PROBE, changed)
-            )
+            before, after = (output(backbone.arranged(examples, layout, one_row=True)) for examples in (PROBE, changed))
             expected = output(backbone.arranged(PROBE, "padded"))
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:  # the model refuses such input
             log.info("%s refuses %s rows: %s", type(backbone.plain).__name__, layout, error)

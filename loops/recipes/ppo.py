@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ...objectives import gae, kl_estimate, kl_penalized_reward, value_loss, whiten
+from ..config import Parallel
 from ..models.io import load_classifier, load_tokenizer, save_model
 from ..models.policy import Policy
 from ..models.scorer import Scorer
@@ -97,7 +98,7 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
 def open_critic(config: PPO) -> Scorer:
     """The model for the values; where its head is new, it begins at 0."""
     assert config.value_model is not None
-    settings = replace(config, model=config.value_model)
+    settings = replace(config, model=config.value_model, parallel=Parallel())  # it is tried out before it is sharded
     critic = Scorer(load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout, read="before")
     if critic.plain.config.pad_token_id is None:
         critic.plain.config.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise

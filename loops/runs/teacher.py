@@ -18,6 +18,7 @@ from ..batch import Batch
 from ..config import Teacher
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
+from ..models.sharding import left_in_files
 from ..registry import blaming
 from .context import RunContext, TokenColumns
 from .feed import digest, stored_tokens
@@ -100,7 +101,8 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     else:
         named = blaming(f"teacher.model: {model}")
         check_same_vocabulary(context.tokenizer, named(AutoTokenizer.from_pretrained)(model))
-        model = named(AutoModelForCausalLM.from_pretrained)(model, dtype=getattr(torch, student.dtype))
+        with left_in_files(student.parallel.dp_shard_size > 1):
+            model = named(AutoModelForCausalLM.from_pretrained)(model, dtype=getattr(torch, student.dtype))
     model, mesh = model.requires_grad_(False), context.model.mesh
     if mesh is None:
         model = model.to(accelerator.device)

@@ -60,23 +60,28 @@ class Term:
 
     @cached_property
     def weigh(self) -> weights.Weighting:
-        if self.weighting is not None or self.unit not in ("tokens", "sequences"):
-            return self.weighting or weights.pair_mean
-        return partial(weights.token_mean if self.unit == "tokens" else weights.completion_mean, of=self.of)
+        means = {"tokens": weights.token_mean, "sequences": weights.completion_mean}
+        mean = partial(means[self.unit], of=self.of) if self.unit in means else weights.pair_mean
+        return self.weighting or mean
 
     @cached_property
-    def _inputs(self) -> list[tuple[str, str, bool]]:
-        """Name and unit of each tensor that the loss takes, and whether it can do without."""
-        return [(p.name, _unit(p.annotation), p.default is not p.empty) for p in tensor_parameters(self.function)]
+    def _inputs(self) -> list[tuple[inspect.Parameter, str]]:
+        """The tensors that the loss takes, and the unit of each."""
+        return [(parameter, _unit(parameter.annotation)) for parameter in tensor_parameters(self.function)]
 
     def __call__(self, tensors: Tensors, batch: Batch) -> tuple[Tensor, Stats]:
         arguments = {}
-        for name, unit, optional in self._inputs:
+        for parameter, unit in self._inputs:
+            name = parameter.name
             value = tensors.get((unit, name), batch.columns.get(name))
+            if value is None and parameter.default is not parameter.empty:
+                continue
             if value is None:
-                if optional:
-                    continue
-                raise ValueError(_lacks(self.function, name, unit))
+                loss = getattr(self.function, "func", self.function).__name__
+                named = "a column of the data of that name"
+                source = next((source for source, names in _SOURCES.items() if name in names), named)
+                missing = f"{name} per {unit.removesuffix('s') or 'step'}"
+                raise ValueError(f"{loss}: there is no tensor {missing}; {source} would give it")
             if unit == "sequences" and len(value) != batch.sequences:
                 value = value[batch.example]  # a column with one entry per example
             if self.of is not None and unit in ("tokens", "sequences"):
@@ -170,7 +175,7 @@ def policy_tensors(
             "sequence": batch.sequence,
         }
         tensors: Tensors = {("tokens", name): value for name, value in of_tokens.items() if value is not None}
-        ids = batch.sequence, batch.sequences
+        ids = batch.sequence, len(batch.completion)
         for name in ("logp", "ref_logp") if reference is not None else ("logp",):
             of_token = tensors["tokens", name]
             tensors["sequences", name] = sequence_sum(of_token, *ids) if reduce is None else reduce(of_token, batch)
@@ -228,13 +233,6 @@ def _unit(annotation: Any) -> str:
         if hasattr(kind, "dim_str"):
             return _UNITS.get(name := str(kind.dim_str).strip(" *"), name)
     return ""
-
-
-def _lacks(function: Any, name: str, unit: str) -> str:
-    sources = [source for source, names in _SOURCES.items() if name in names]
-    source = sources[0] if sources else "a column of the data of that name"
-    missing = f"{name} per {unit.removesuffix('s') or 'step'}"
-    return f"{getattr(function, 'func', function).__name__}: there is no tensor {missing}; {source} would give it"
 
 
 _SOURCES = {  # what gives the tensors that a loss may lack

@@ -58,9 +58,8 @@ def parse_losses(
             raise ValueError(f"loss: {name}: wanted a number for its coefficient, got {coefficient!r}")
         if coefficient < 0:
             log.warning("loss: %s has the coefficient %s, so it is raised instead of lowered", name, coefficient)
-        applies_to = settings.pop("of", None)
         completions: CompletionSelector = of if Term(function).unit == "tokens" else None
-        if applies_to is not None:
+        if (applies_to := settings.pop("of", None)) is not None:
             completions = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}.get(applies_to, applies_to)
         weigh = _weighting(name, Term(function, of=completions), settings, by, weighting)
         columns = tuple(column for column in (by, completions) if isinstance(column, str))
@@ -68,11 +67,9 @@ def parse_losses(
             columns += tuple(units_of(function).keys() - TENSORS)
         losses[name] = Term(_bind(name, function, shared, settings), coefficient, weigh, completions, columns)
     known_parameters = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in losses.values()))
-    for name in given:
-        if name not in known_parameters:
-            raise ValueError(
-                f"loss_kwargs: no loss of this mix has {name!r}; they have {', '.join(sorted(known_parameters))}"
-            )
+    for name in sorted(set(given) - known_parameters):
+        listed = ", ".join(sorted(known_parameters))
+        raise ValueError(f"loss_kwargs: no loss of this mix has {name!r}; they have {listed}")
     return losses
 
 
@@ -89,10 +86,8 @@ def _function(loss: Any, known: Mapping[str, Loss]) -> Loss:
         ValueError: if there is none, or it has another form.
     """
     if isinstance(loss, str) and loss.startswith("{"):
-        raise ValueError(
-            f"loss: {loss} is no mapping: YAML wants a space after each colon, and then there is a number, as in "
-            "{dpo: 1, nll: 0.2}"
-        )
+        wanted = "YAML wants a space after each colon, and then there is a number, as in {dpo: 1, nll: 0.2}"
+        raise ValueError(f"loss: {loss} is no mapping: {wanted}")
     if isinstance(loss, str) and ":" not in loss:
         if loss not in known:
             near = nearest("", loss, known).partition(", did")
@@ -141,7 +136,7 @@ def _bind(name: str, function: Loss, shared: Mapping[str, Any], settings: Mappin
             wanted = ", ".join(sorted(parameters)) or "none"
             raise ValueError(f"loss: {name} has no {parameter!r}; it has {wanted}")
     bound = {parameter: value for parameter, value in {**shared, **settings}.items() if parameter in parameters}
-    values = {parameter.name: bound.get(parameter.name, parameter.default) for parameter in parameters.values()}
+    values = {name: parameter.default for name, parameter in parameters.items()} | bound
     if missing := sorted(parameter for parameter, value in values.items() if value is inspect.Parameter.empty):
         example = f"{{{', '.join(f'{parameter}: ...' for parameter in missing)}}}"
         raise ValueError(f"loss: {name} needs {', '.join(missing)}; give it with --loss_kwargs '{example}'")

@@ -48,7 +48,6 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"fused": True},
     "adafactor": {"scale_parameter": False, "relative_step": False},  # the learning rate comes from the schedule
 }
-_SET_ELSEWHERE = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 
 # The parameters that transformers' Trainer decays: not those of norms, and no biases.
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -86,39 +85,36 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
             raise ValueError(f"{who}: needs {package}, which is not installed; pip install {package}")
         kind = find("optimizer", name, _OPTIMIZERS, __package__)
     kwargs = {key: tuple(value) if isinstance(value, list) else value for key, value in config.optimizer_kwargs.items()}
-    for key in _SET_ELSEWHERE.keys() & kwargs.keys():
-        raise ValueError(f"optimizer_kwargs: {key} is --{_SET_ELSEWHERE[key]}")
+    for key, flag in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        if key in kwargs:
+            raise ValueError(f"optimizer_kwargs: {key} is --{flag}")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if package == "bitsandbytes" and any(isinstance(parameter, DTensor) for parameter in trained.values()):
         raise ValueError(f"{who}: bitsandbytes can't update sharded weights; adamw_torch_8bit, of torchao, can")
-    params: Any = _groups(model, trained, config.weight_decay)
-    if not isinstance(kind, type) and not config.weight_decay:
-        params = list(trained.values())  # a function may look for some of them
-    options = {"params": params, "lr": config.learning_rate}
-    options |= {"weight_decay": config.weight_decay, "matrices": _matrices(model), **_PRESETS.get(name, {})}
-    if any(parameter.dtype == torch.bfloat16 for parameter in trained.values()):
-        if hasattr(kind, "eval"):
-            raise ValueError(f"{who}: averages weights, which bfloat16 is too coarse for; leave weights_dtype float32")
-        kind = in_float32(kind, config.rounding, config.seed)
+    decay, params = config.weight_decay, list(trained.values())
+    if decay:
+        decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))  # type: ignore[no-untyped-call]
+        spared = [parameter for name, parameter in trained.items() if name not in decays]
+        rest = [parameter for name, parameter in trained.items() if name in decays]
+        groups: Any = [{"params": rest, "weight_decay": decay}, {"params": spared, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+    else:  # a function may look for some of them
+        groups = [{"params": params}] if isinstance(kind, type) else params
+    options = {"params": groups, "lr": config.learning_rate, "weight_decay": decay, **_PRESETS.get(name, {})}
+    halves = any(parameter.dtype == torch.bfloat16 for parameter in params)
+    if halves and hasattr(kind, "eval"):
+        raise ValueError(f"{who}: averages weights, which bfloat16 is too coarse for; leave weights_dtype float32")
     try:
-        optimizer: Optimizer = build("optimizer_kwargs", kind, kwargs, factory=True, **options)
+        if halves:
+            kind = type(f"{name}InFloat32", (InFloat32, kind), {"rounding": config.rounding, "seed": config.seed})
+        optimizer: Optimizer = build(
+            "optimizer_kwargs", kind, kwargs, factory=True, matrices=_matrices(model), **options
+        )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{who}: {error}") from error
     if hasattr(optimizer, "train"):
         optimizer.train()
     return optimizer
-
-
-def _groups(model: nn.Module, trained: Mapping[str, Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """One group; with weight decay, another one for what is spared from it."""
-    if not weight_decay:
-        return [{"params": list(trained.values())}]
-    decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))  # type: ignore[no-untyped-call]
-    groups: list[dict[str, Any]] = [
-        {"params": [parameter for name, parameter in trained.items() if (name in decays) == decayed], "weight_decay": w}
-        for decayed, w in ((True, weight_decay), (False, 0.0))
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def _matrices(model: nn.Module) -> set[Tensor]:
@@ -177,11 +173,6 @@ class MuonWithAdamW(Optimizer):
             part.step()
 
 
-def in_float32(kind: Any, rounding: str, seed: int) -> Any:
-    """The class of an optimizer, with the steps of `InFloat32` for bfloat16 parameters."""
-    return type(f"{kind.__name__}InFloat32", (InFloat32, kind), {"rounding": rounding, "seed": seed})
-
-
 class InFloat32(Optimizer):
     """Mixed into the class of an optimizer: it sees each bfloat16 parameter, one at a time, as a float32 tensor w.
 
@@ -203,10 +194,10 @@ class InFloat32(Optimizer):
         groups, generators = self.param_groups, {}
         for index, group in enumerate(groups):
             group["updates"] = group.get("updates", 0) + 1
-            halves = [p for p in group["params"] if p.dtype == torch.bfloat16]
             others = [p for p in group["params"] if p.dtype != torch.bfloat16]
+            halves = [[p] for p in group["params"] if p.dtype == torch.bfloat16 and p.grad is not None]
             last = group
-            for parameters in ([others] if others else []) + [[half] for half in halves if half.grad is not None]:
+            for parameters in ([others] if others else []) + halves:
                 shadows = [self._shadow(p) for p in parameters]
                 # A fresh copy: some optimizers count their steps in the group.
                 last = {**group, "params": shadows}
@@ -214,8 +205,7 @@ class InFloat32(Optimizer):
                 super().step()
                 for parameter, shadow in zip(parameters, shadows, strict=True):
                     if shadow is not parameter:
-                        key = (self.seed, group["updates"], index, _shard(parameter))
-                        device = local(parameter).device
+                        key, device = (self.seed, group["updates"], index, _shard(parameter)), parameter.device
                         if (key, device) not in generators:
                             generators[key, device] = torch.Generator(device).manual_seed(_mixed(key))
                         self._store(parameter, shadow, generators[key, device])
@@ -323,26 +313,13 @@ def evaluated_weights(optimizer: Any, model: nn.Module) -> Iterator[None]:
                 parameter.copy_(weight)
 
 
-class AtEvaluation(LRScheduler):
-    """A schedule that follows the loss of evaluations, whenever there is one, and no steps."""
-
-    def __init__(self, schedule: Any) -> None:
-        self.schedule = schedule
+class AtEvaluation:
+    """Mixed into the class of a schedule: it follows the loss of evaluations, whenever there is one, and no steps."""
 
     def step(self, epoch: Any = None) -> None: ...
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        self.schedule.step(metrics["eval/loss"])
-
-    def get_last_lr(self) -> list[float | Tensor]:
-        return [group["lr"] for group in self.schedule.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.schedule.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.schedule.load_state_dict(state_dict)
+        super().step(metrics["eval/loss"])  # type: ignore[misc]
 
 
 # Classes, whose parameters have names, for what are functions of any keywords in transformers.
@@ -362,7 +339,9 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
     functions: dict[str, Any] = {
         kind.value: function for kind, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
     }
-    functions |= {kind: _BY_EVALUATION[kind] for kind in _BY_EVALUATION if kind in functions}
+    for by_evaluation in functions.keys() & _BY_EVALUATION.keys():
+        kind: Any = _BY_EVALUATION[by_evaluation]
+        functions[by_evaluation] = type(kind.__name__, (AtEvaluation, kind), {})
     if name not in functions:
         raise ValueError(nearest("schedule: this version of transformers has no", name, functions))
     if name == "constant" and warmup:
@@ -374,4 +353,4 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
         schedule: Any = build("schedule_kwargs", functions[name], config.schedule_kwargs, factory=True, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{who}: {error}") from error
-    return AtEvaluation(schedule) if name in _BY_EVALUATION else schedule
+    return schedule  # type: ignore[no-any-return]

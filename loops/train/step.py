@@ -18,10 +18,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ...objectives import Stats
 from ..batch import Batch
-from ..models.sharding import whole
+from ..models.backbone import evaluating
 from .weighting import Weightings
 
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
@@ -55,14 +56,19 @@ class Sums:
         self.sums: dict[str, Tensor | float] = {}  # metric -> Σ w·x of this rank
         self.term: dict[str, str] = {}  # metric -> the loss whose weights it shares
 
-    def add(self, i: int, losses: Mapping[str, tuple[Tensor, Stats]]) -> None:
-        """Add the losses of micro-batch ``i``."""
-        for name, (weight, _) in self.weights[i].items():
-            loss, stats = losses[name]
+    def add(self, i: int, losses: Mapping[str, tuple[Tensor, Stats]]) -> Tensor | float:
+        """Add the losses of micro-batch ``i``; returns its part of the total to train on."""
+        total: Tensor | float = 0.0
+        for name, (coefficient, _) in self.weightings.items():
+            weight, (loss, stats) = self.weights[i][name].weight, losses[name]
+            if coefficient:
+                share = coefficient / (self.denominators[name] or 1.0)
+                total = total + share * (weight.to(loss.dtype) * loss).sum()
             for metric, value in {name: loss.detach(), **stats}.items():
                 # The same stat of two losses is the same number (both log rewards, say): the first one is kept.
                 if self.term.setdefault(metric, name) == name:
                     self.sums[metric] = self.sums.get(metric, 0.0) + (weight * value).sum()
+        return total
 
     def means(self, **counts: float) -> tuple[dict[str, float], dict[str, float]]:
         """The metrics over all ranks; ``loss``, the weighted total, comes first. A stat is its weighted mean. And the
@@ -124,16 +130,9 @@ def train_step(
     for i, batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         with nullcontext() if last or sharded else accelerator.no_sync(policy):
-            losses = objective(policy, batch)
-            total: Tensor | float = 0.0
-            for name, (coefficient, _) in weightings.items():
-                if coefficient:
-                    loss, _ = losses[name]
-                    share = coefficient / (sums.denominators[name] or 1.0)
-                    total = total + share * (sums.weights[i][name].weight.to(loss.dtype) * loss).sum()
-            sums.add(i, losses)
-            accelerator.backward(total * scale)
-    grad_norm = float(whole(accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm)))
+            accelerator.backward(sums.add(i, objective(policy, batch)) * scale)
+    norm: Any = accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm)
+    grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     taken = math.isfinite(grad_norm) and grad_norm > 0  # at 0, momentum alone would move the weights
     if taken:
         optimizer.step()
@@ -173,15 +172,8 @@ def optimize(
     for number in range(start + 1, steps + 1):
         began = time.perf_counter()
         learning_rate = float(schedule.get_last_lr()[0])
-        metrics = train_step(
-            accelerator,
-            policy,
-            optimizer,
-            batches(number - 1),
-            objective,
-            weightings,
-            max_grad_norm=max_grad_norm,
-        )
+        step = accelerator, policy, optimizer, batches(number - 1), objective, weightings
+        metrics = train_step(*step, max_grad_norm=max_grad_norm)
         with warnings.catch_warnings():
             # When the first step is skipped, torch complains about the order of the two calls.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
@@ -206,9 +198,7 @@ def evaluate(
 ) -> dict[str, float]:
     """The metrics of `train_step` over these batches, without training."""
     sums = Sums(accelerator, micro_batches, weightings)
-    training = policy.training
-    policy.eval()
-    for i, batch in enumerate(micro_batches):
-        sums.add(i, objective(policy, batch))
-    policy.train(training)
+    with evaluating(policy):
+        for i, batch in enumerate(micro_batches):
+            sums.add(i, objective(policy, batch))
     return sums.means()[0]

@@ -98,6 +98,11 @@ EARLY = [
     ("dpo", ["--epochs", "-1"], "epochs: must be > 0, got -1"),
     ("dpo", ["--schedule", "cosin"], "schedule: .*did you mean 'cosine'"),
     ("dpo", ["--dtype", "fp16"], "dtype: must be one of float32, bfloat16"),
+    (
+        "sft",
+        ["--gradient_checkpointing", "maybe"],
+        "gradient_checkpointing: must be one of false, true, selective, offload, got 'maybe'",
+    ),
     ("dpo", ["--dtype", "bf16"], "dtype: .*did you mean 'bfloat16'"),
     ("dpo", ["--shuffle", "maybe"], "shuffle: wanted true or false, got 'maybe'"),
     ("dpo", ["--learning_rate", "-1"], "learning_rate: must be >= 0, got -1"),
