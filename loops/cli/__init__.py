@@ -3,10 +3,11 @@
 import io
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from ... import __version__
 from ..registry import nearest
@@ -56,12 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Output(io.FileIO):
-    """Standard output whose reader may go away, such as ``| head``, and leave the run to itself."""
+    """Standard output that leaves the run to itself where its reader goes away, as ``| head`` does, or its disk is
+    full. A pipe that is full is waited for, also where its reader has set it not to block."""
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data)
-        except BrokenPipeError:
+            while (written := cast(int | None, super().write(data))) is None:
+                select.select([], [self], [])
+            return written
+        except OSError:
             return len(data)
 
 
@@ -136,6 +140,10 @@ def _run(
         if name == "demo":
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         recipe = _load(*path.split(":"))
+        models: Any = import_module("transformers.dynamic_module_utils")
+        models.TIME_OUT_REMOTE_CODE = (
+            0  # code that comes with a model is refused without a question that nobody answers
+        )
         if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
             import datasets
             import transformers
