@@ -4,13 +4,15 @@ import difflib
 import importlib
 import inspect
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-_REFUSALS = (ValueError, OSError, RuntimeError, ImportError)  # by which libraries refuse a value
+# By which libraries refuse a value.
+_REFUSALS = (ValueError, OSError, RuntimeError, ImportError, pickle.UnpicklingError)
 _LIBRARIES = (__name__.partition(".")[0], "torch", "transformers", "peft", "bitsandbytes", "torchao", "schedulefree")
 _LISTED = 30  # names at most that a message lists
 
@@ -39,6 +41,13 @@ def blaming(setting: str, *kinds: type[Exception]) -> Iterator[None]:
         if not isinstance(error, kinds or _REFUSALS) or type(error).__name__ == "OutOfMemoryError":
             raise
         text = " ".join(line.strip() for line in str(error).strip().splitlines()[:3]) or type(error).__name__
+        if "trust_remote_code" in str(error):
+            text = (
+                "needs code that comes with it, which is not run; read that code, load model and tokenizer in Python "
+                "with trust_remote_code=True, and pass these instead of the name"
+            )
+        elif isinstance(error, pickle.UnpicklingError):
+            text = "is pickled with more than tensors, which could run code, and is not loaded; save it as safetensors"
         if Exception in kinds:
             last = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{last.filename} line {last.lineno}: {type(error).__name__}: {text}"

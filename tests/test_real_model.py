@@ -52,9 +52,9 @@ def test_two_steps_of_sft_lower_the_held_out_loss_and_the_model_reloads_with_it(
 
 @pytest.mark.slow
 def test_sft_lowers_the_held_out_loss(model, tmp_path):
-    flags = ["--steps", "8", "--batch_size", "8", "--learning_rate", "5e-5"]
-    before, after = train("sft", tmp_path, model, conversations, (160, 48), *flags)
-    assert after["eval/nll"] < 0.8 * before["eval/nll"]
+    flags = ["--steps", "2", "--batch_size", "8", "--learning_rate", "1e-4", "--schedule", "constant"]
+    before, after = train("sft", tmp_path, model, conversations, (160, 24), *flags)
+    assert after["eval/nll"] < 0.7 * before["eval/nll"]  # 0.55 of it was measured
 
 
 @pytest.mark.slow

@@ -3,10 +3,11 @@
 import io
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 from ... import __version__
 from ..registry import nearest
@@ -37,12 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Output(io.FileIO):
-    """Standard output whose reader may go away, such as ``| head``, and leave the run to itself."""
+    """Standard output that leaves the run to itself where its reader goes away, as ``| head`` does, or its disk is
+    full. A pipe that is full is waited for, also where its reader has set it not to block."""
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data)
-        except BrokenPipeError:
+            while (written := cast(int | None, super().write(data))) is None:
+                select.select([], [self], [])
+            return written
+        except OSError:
             return len(data)
 
 
@@ -163,6 +167,8 @@ def _run(
         if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
             logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         recipe = _load(*_RECIPES[name][1].split(":"))
+        models: Any = import_module("transformers.dynamic_module_utils")
+        models.TIME_OUT_REMOTE_CODE = 0  # a model's own code is refused, without a question that nobody answers
         if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
             import datasets
             import transformers

@@ -53,6 +53,9 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name) if loaded else name
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            with blaming(f"{field}: {name}"):
+                raise
         raise ValueError(
             f"{field}: {name} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
             f"that can be reached; check the name. {error}"

@@ -4,7 +4,8 @@ import gc
 import itertools
 import json
 import os
-from contextlib import contextmanager
+import signal
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -15,11 +16,13 @@ from accelerate import Accelerator
 from burnish.loops.config import Lora, Parallel, Teacher
 from burnish.loops.recipes.distill import run_distill
 from burnish.loops.recipes.kto import run_kto
-from burnish.loops.recipes.preference import run_dpo, run_orpo
+from burnish.loops.recipes.preference import run_cpo, run_dpo, run_orpo
 from burnish.loops.recipes.prm import run_prm
 from burnish.loops.recipes.reward import run_reward
-from burnish.loops.recipes.settings import DPO, KTO, ORPO, PRM, SFT, Distill, Reward
+from burnish.loops.recipes.settings import CPO, DPO, KTO, ORPO, PRM, SFT, Distill, Reward
 from burnish.loops.recipes.sft import run_sft
+from burnish.loops.runs import ranks
+from signalled import in_step
 from tiny import save_model, sums, write_rows
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +40,7 @@ RUNS = {
     "dpo_tied": (run_dpo, DPO, "pairs", {"model": "tied"}),
     "kto": (run_kto, KTO, "feedback", {}),
     "orpo": (run_orpo, ORPO, "pairs", {}),
+    "cpo": (run_cpo, CPO, "pairs", {"loss": "alpha_po"}),
     "reward": (run_reward, Reward, "pairs", {}),
     "reward_adapters": (run_reward, Reward, "pairs", {"lora": Lora(r=4)}),
     "prm": (run_prm, PRM, "steps", {}),
@@ -65,31 +69,44 @@ def prepare(directory):
     write_rows(directory / "steps.jsonl", steps)
 
 
-def be_rank(start, output, shards, names):
-    """Run these of `RUNS` one after another, in shards over so many ranks; each leaves its directory."""
-    directory, output = Path(start), Path(output)
-    for name in names:
-        recipe, settings, data, fields = RUNS[name]
-        fields = {**_COMMON, "model": "start", **fields, "parallel": Parallel(shards)}
-        fields |= {"data": str(directory / f"{data}.jsonl"), "output": str(output / name)}
-        fields["model"] = str(directory / fields["model"])
-        if teacher := fields.get("teacher"):
-            fields["teacher"] = replace(teacher, model=str(directory / teacher.model))
-        norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
-        with patch.object(norm, "forward", _in_full_precision), measured() as most:
-            recipe(settings(**fields))
+def be_rank(start, shards, runs):
+    """Run these of `RUNS` one after another, each a name, a directory and its orders, in shards over so many ranks."""
+    for name, output, orders in runs:
+        with measured() as most:
+            train(start, shards, name, output, **orders)
         if int(os.environ.get("RANK", 0)) == 0:
-            (output / name / "most.json").write_text(json.dumps(most))
+            Path(output, "most.json").write_text(json.dumps(most))
+
+
+def train(start, shards, name, output, mortal=None, **fields):
+    """Train, to the end unless one rank is mortal: (rank, step) is where it dies by SIGKILL."""
+    recipe, settings, data, differences = RUNS[name]
+    directory = Path(start)
+    fields = {**_COMMON, "model": "start", **differences, **fields, "parallel": Parallel(shards), "output": output}
+    fields |= {"data": str(directory / f"{data}.jsonl"), "model": str(directory / fields["model"])}
+    if teacher := fields.get("teacher"):
+        fields["teacher"] = replace(teacher, model=str(directory / teacher.model))
+    norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(norm, "forward", _in_full_precision))
+        patches.enter_context(patch("burnish.loops.runs.training.draw_curves"))  # it takes longer than the run
+        if mortal is not None:
+            patches.enter_context(patch.object(ranks, "GRACE", 1.0))
+        if mortal is not None and mortal[0] == int(os.environ.get("RANK", 0)):
+            patches.enter_context(in_step(mortal[1], lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        recipe(settings(**fields))
 
 
 @contextmanager
 def measured():
     """Yield the most bytes that this rank holds after a backward pass: weights and gradients of all models."""
     most, backward, calls = [0], Accelerator.backward, itertools.count()
+    gc.collect()
+    gc.freeze()  # what was there before is not looked at, of which there is a million
 
     def measure(*arguments):
         backward(*arguments)
-        if next(calls) % 3:  # it takes longer than the pass
+        if next(calls) % 3:
             return
         gc.collect()
         tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]

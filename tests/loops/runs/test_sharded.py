@@ -31,7 +31,8 @@ def trained(tmp_path_factory):
         start = made_once(tmp_path_factory, "sharded-start", prepare)
 
         def make(folder):
-            outcomes = run_forked(ranks, "sharded", str(start), str(folder), shards, names)
+            runs = [(name, str(folder / name), {}) for name in names]
+            outcomes = run_forked(ranks, "sharded", str(start), shards, runs)
             for status, printed in outcomes:
                 assert status == 0, printed[-3000:]
             (folder / "printed.txt").write_text(outcomes[0][1])

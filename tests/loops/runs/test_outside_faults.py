@@ -1,0 +1,163 @@
+"""Faults from outside: clocks that jump, outputs that are full, numbers that are none, models that bring code."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from burnish.loops.cli import main
+from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.settings import GRPO, SFT
+from burnish.loops.recipes.sft import run_sft
+from killed import assert_undisturbed
+from online import prepare
+from safetensors.torch import load_file, save_file
+from signalled import in_step
+from tiny import save_model, sums, write_rows
+
+
+@pytest.fixture
+def settings(tmp_path):
+    rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)]
+    fields = {"model": str(save_model(tmp_path / "start")), "data": str(write_rows(tmp_path / "rows.jsonl", rows))}
+    return {**fields, "output": str(tmp_path / "run"), "batch_size": 2, "steps": 3, "learning_rate": 1e-2}
+
+
+def command(settings):
+    return [sys.executable, "-m", "burnish", "sft", *(f"--{name}={value}" for name, value in settings.items())]
+
+
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+def test_a_clock_that_jumps_back_and_forth_changes_nothing(recipe, settings, tmp_path, monkeypatch):
+    run, kind = {"sft": (run_sft, SFT), "grpo": (run_grpo, GRPO)}[recipe]
+    config = settings if recipe == "sft" else {**prepare(tmp_path), "output": settings["output"]}
+    config["save_minutes"] = 15.0
+    run(kind(**{**config, "output": config["output"] + "-undisturbed"}))
+    now, calls = time.time, iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: now() + (-1) ** next(calls) * 3e8)
+    run(kind(**config))
+    assert next(calls) > 0
+    assert_undisturbed(config)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_of_the_output_leaves_the_run_to_itself(settings):
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command(settings), stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
+    assert run.returncode == 0 and "No space left" not in run.stderr, run.stderr
+    assert (Path(settings["output"]) / "model/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_pipe_that_is_full_and_does_not_block_is_waited_for(settings):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    filled = 0
+    while True:
+        try:
+            filled += os.write(writer, b"x" * 4096)
+        except BlockingIOError:
+            break
+    run = subprocess.Popen(command(settings), stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    time.sleep(1)
+    with os.fdopen(reader, "rb") as output:
+        printed = output.read()[filled:].decode()  # until the run ends
+    assert run.wait(200) == 0, run.stderr.read()
+    run.stderr.close()
+    assert printed.startswith("rows.jsonl: 8 rows read, 8 kept") and printed.count("\nstep ") == 2
+
+
+def test_weights_that_are_no_numbers_end_the_run_in_one_line(settings, capsys):
+    path = Path(settings["model"], "model.safetensors")
+    weights = load_file(path)
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    flags = [f"--{name}={value}" for name, value in {**settings, "steps": 9}.items()]
+    assert main(["sft", *flags]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(
+        "burnish sft: optimize: the gradient was not finite in 5 steps in a row, the last one step 5:"
+    )
+    assert not (Path(settings["output"]) / "model").exists()
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_step_whose_gradient_is_no_number_is_skipped_and_the_run_goes_on(step, settings, monkeypatch):
+    usual = Accelerator.backward
+
+    def backward(accelerator, loss, **options):
+        Accelerator.backward = usual
+        usual(accelerator, loss * float("nan"), **options)
+
+    with in_step(step, lambda: monkeypatch.setattr(Accelerator, "backward", backward)):
+        run_sft(SFT(**settings))
+    lines = [json.loads(line) for line in (Path(settings["output"]) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines] == [float(line["step"] == step) for line in lines]
+    assert all(
+        weight.isfinite().all() for weight in load_file(Path(settings["output"]) / "model/model.safetensors").values()
+    )
+
+
+class Code:
+    """Pickled, it would leave a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def pickled(model, ran):
+    weights = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    torch.save({**weights, "more": Code(str(ran))}, model / "pytorch_model.bin")
+
+
+def with_code(*parts):
+    """The model, or its tokenizer, is of a class in a file beside it."""
+
+    def change(model, ran):
+        (model / "odd.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
+        for name, change in {
+            "config.json": {"model_type": "odd", "auto_map": {part: "odd.Odd" for part in parts}},
+            "tokenizer_config.json": {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}},
+        }.items():
+            if ("AutoTokenizer" in parts) == (name == "tokenizer_config.json"):
+                path = model / name
+                path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (pickled, "is pickled with more than tensors, which could run code, and is not loaded; save it as safetensors"),
+        (with_code("AutoConfig", "AutoModelForCausalLM"), "needs code that comes with it, which is not run; read that"),
+        (with_code("AutoTokenizer"), "needs code that comes with it, which is not run; read that code, load model and"),
+    ],
+    ids=["pickled weights", "code of a model", "code of a tokenizer"],
+)
+@pytest.mark.parametrize("role", ["model", "teacher"])
+def test_a_model_that_brings_code_is_refused_in_one_line_and_none_is_run(
+    role, change, message, settings, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr("builtins.input", lambda *question: pytest.fail("it asks"))
+    ran = tmp_path / "ran"
+    odd = save_model(tmp_path / "odd")
+    change(odd, ran)
+    flags = {name: value for name, value in settings.items() if name != "model" or role == "teacher"}
+    flags["model" if role == "model" else "teacher.model"] = odd
+    recipe = "sft" if role == "model" else "distill"
+    assert main([recipe, *(f"--{name}={value}" for name, value in flags.items())]) == 1
+    last = capfd.readouterr().err.splitlines()[-1]
+    named = f"burnish {recipe}: {'model' if role == 'model' else 'teacher.model'}: {odd}"
+    assert last.startswith(named) and message in last
+    assert not ran.exists()
