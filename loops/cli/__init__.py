@@ -46,8 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given[0] == "completion":
         return _completion(given[1:])
+    if given[0] == "plan" or (given[0] in _RECIPES and "--dry_run" in given):
+        return _plan(given[1:] if given[0] == "plan" else given)
     if given[0] not in _RECIPES:
-        kind, known = "recipe", [*_RECIPES, "bench", "completion", "data", "env", "translate"]
+        kind, known = "recipe", [*_RECIPES, "bench", "completion", "data", "env", "plan", "translate"]
         if given[0].startswith("-"):
             kind, known = "flag", ["--help", "--version"]
         print(f"{nearest(f'burnish: no {kind}', given[0], known)}\n\n{_usage()}", file=sys.stderr)
@@ -88,6 +90,7 @@ _TRANSLATE = "Print a configuration of TRL as burnish's: burnish translate dpo t
 _DATA = "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3."
 _ENV = "Print versions and devices for a report of a bug: burnish env config.yaml."
 _COMPLETION = 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'
+_PLAN = "Check a run, and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB."
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 
 
@@ -95,7 +98,8 @@ def _usage() -> str:
     purposes = {
         name: _load("settings", settings).__doc__.partition("\n")[0] for name, (settings, _) in _RECIPES.items()
     }
-    others = {"bench": _BENCH, "completion": _COMPLETION, "data": _DATA, "env": _ENV, "translate": _TRANSLATE}
+    others = {"bench": _BENCH, "completion": _COMPLETION, "data": _DATA, "env": _ENV, "plan": _PLAN}
+    others["translate"] = _TRANSLATE
     lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in {**purposes, **others}.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
@@ -124,6 +128,18 @@ def _data(arguments: list[str]) -> int:
     return _run(recipe, words, show)
 
 
+def _plan(arguments: list[str]) -> int:
+    from .plan import options_of, print_plan
+
+    options, words = options_of(arguments)
+    recipe, *words = words or [""]
+    if recipe not in _RECIPES or recipe == "demo":
+        print(nearest("burnish plan: no recipe", recipe, _RECIPES.keys() - {"demo"}), file=sys.stderr)
+        return 2
+    file = ["--config"] if words and not words[0].startswith("--") else []
+    return _run(recipe, [*file, *words], lambda opened, config: print_plan(opened, config, options))
+
+
 def _run(
     name: str, arguments: list[str], perform: Callable[[Any, Any], Any] = lambda recipe, config: recipe(config)
 ) -> int:
@@ -142,7 +158,7 @@ def _run(
 
             datasets.disable_progress_bars()
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        perform(recipe, config)
+        done = perform(recipe, config)
     except KeyboardInterrupt:
         print(f"burnish {name}: interrupted before the first step; nothing is lost", file=sys.stderr)
         return 130
@@ -152,7 +168,7 @@ def _run(
             raise
         print(f"burnish {name}: {message}", file=sys.stderr)
         return 1
-    return 0
+    return int(done is False)
 
 
 def _translate(arguments: list[str]) -> int:
