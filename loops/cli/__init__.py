@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     if name in _RECIPES:
-        return _run(name, words)
+        return _plan([name, *words]) if "--dry_run" in words else _run(name, words)
     if name in _COMMANDS:
         return _COMMANDS[name][0](words)
     if name in ("", "-h", "--help"):
@@ -125,6 +125,18 @@ def _env(arguments: list[str]) -> int:
     return 0
 
 
+def _plan(arguments: list[str]) -> int:
+    from .plan import options_of, print_plan
+
+    options, words = options_of(arguments)
+    recipe, *words = words or [""]
+    if recipe not in _RECIPES or recipe == "demo":
+        print(nearest("burnish plan: no recipe", recipe, _RECIPES.keys() - {"demo"}), file=sys.stderr)
+        return 2
+    words = _with_file(words) if words else words
+    return _run(recipe, words, lambda opened, config: print_plan(opened, config, options))
+
+
 def _translate(arguments: list[str]) -> int:
     recipe, *words = arguments or [""]
     if recipe not in _RECIPES or not words:
@@ -145,6 +157,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "completion": (_completion, 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'),
     "data": (_data, "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3."),
     "env": (_env, "Print versions and devices for a report of a bug: burnish env config.yaml."),
+    "plan": (_plan, "Check a run and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB."),
     "translate": (_translate, "Print a configuration of TRL as burnish's: burnish translate dpo trl.yaml."),
 }
 
@@ -175,7 +188,7 @@ def _run(
 
             datasets.disable_progress_bars()
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        perform(recipe, config)
+        done = perform(recipe, config)
     except KeyboardInterrupt:
         print(f"burnish {name}: interrupted before the first step; nothing is lost", file=sys.stderr)
         return 130
@@ -190,7 +203,7 @@ def _run(
             raise
         print(f"burnish {name}: {message}", file=sys.stderr)
         return 1
-    return 0
+    return int(done is False)
 
 
 def _settings(recipe: str) -> Any:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Split
 
@@ -241,7 +242,7 @@ def _parts(head: Any) -> Head:
     if forward.__module__ == "bitsandbytes.nn.modules" and forward.__qualname__ == "Linear4bit.forward":
         return Head(_dequantized(head), head.bias)
     # A subclass, or another kind of tensor, may compute something else.
-    if forward is not nn.Linear.forward or type(head.weight) not in (Tensor, nn.Parameter, DTensor):
+    if forward is not nn.Linear.forward or type(head.weight) not in (Tensor, nn.Parameter, DTensor, FakeTensor):
         raise CannotFuse(f"output head is {type(head).__name__}")
     if head.weight.dtype not in _FLOATS or head.weight.is_meta:
         raise CannotFuse(f"weights of the output head are {head.weight.dtype} on {head.weight.device}")

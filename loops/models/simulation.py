@@ -1,0 +1,231 @@
+"""Run the library's own code on tensors that have a shape and no values, and count the bytes that live at its peak.
+
+    with Simulation() as simulation:
+        open_dpo(config)                the recipe as it is: its models, probes, losses, optimizer
+
+Nothing is estimated: what a run would allocate, the simulation allocates without memory behind it. Two things it can't
+see: what an operator allocates for itself and frees before it returns, and the fragments between allocations.
+"""
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+_FACTORIES = (aten.empty, aten.ones, aten.zeros, aten.full)
+_INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._unsafe_index_put)
+_LARGE = 1 << 24  # elements of a tensor of the data, such as a mask, that is not worth computing
+_LABELS = {"fsdp": "gathered weights", "c10d": "gathered weights"}  # of what operators of other packages return
+
+
+class Simulation(TorchDispatchMode):
+    """Within, floating-point tensors that a factory makes are fake, as weights are, and all that is computed with them.
+
+    Integers and small masks of the data stay real: batches are laid out, and tensors cut, as in a run. Where a fake
+    value decides what to do next, it is the ordinary one: comparisons hold, nothing is infinite, all weights differ
+    from 0. Models of transformers have the shapes of their configuration; no weights are read.
+
+    Attributes:
+        label: of what is allocated from now on; `labeled` changes it for a while.
+        live: bytes of all tensors by label.
+        peak: a copy of it when their sum was highest.
+        flops: floating-point operations of matrix products, attention and heads so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.label, self.flops = "others", 0
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._storages: dict[int, tuple[Any, int, str]] = {}  # by address: a weak reference, bytes, label
+        self._patches = ExitStack()
+
+    def __enter__(self) -> "Simulation":
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            """FSDP lets go of gathered weights so."""
+            address = storage._cdata
+            resize(storage, size)
+            if address in self._storages:
+                reference, before, label = self._storages[address]
+                self._storages[address] = reference, size, "gathered weights"
+                self._add(label, -before)
+                self._add("gathered weights", size)
+            return storage
+
+        for patched in (
+            patch.object(transformers.PreTrainedModel, "from_pretrained", classmethod(self._without_weights)),
+            patch.object(nn.Module, "_apply", _replace_tensors),
+            patch.object(torch.UntypedStorage, "resize_", resized),
+        ):
+            self._patches.enter_context(patched)
+        self._patches.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which a copy of a model does
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    @contextmanager
+    def labeled(self, label: str) -> Iterator[None]:
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    def relabel(self, tensor: Tensor, label: str) -> None:
+        """Count a tensor that exists already under another label."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        self._relabel(local.untyped_storage()._cdata, label)
+
+    def rename(self, before: str, label: str) -> None:
+        """Count all that is counted under one label under another."""
+        for address, (_, _, labeled) in self._storages.items():
+            if labeled == before:
+                self._relabel(address, label)
+
+    def _relabel(self, address: int, label: str) -> None:
+        if address in self._storages:
+            reference, size, before = self._storages[address]
+            self._storages[address] = reference, size, label
+            self.live[before] -= size
+            self.live[label] += size
+
+    def forget_peak(self) -> None:
+        """Begin anew to look for the highest sum."""
+        self.peak = self.live.copy()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet, kwargs = func._overloadpacket, kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the local tensors
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if packet is aten._local_scalar_dense:
+                return _ordinary(args[0].dtype)
+            if packet is aten.equal:
+                return True
+            if packet in (aten.any, aten.all) and len(args) == 1:
+                return torch.tensor(packet is aten.all)
+            if func.namespace == "bitsandbytes" and not func._schema.returns:  # an optimizer's update, in place
+                return None
+            if packet in _INDEXING:
+                args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
+            result = func(*args, **kwargs)
+            self.flops += _flops(packet, args, kwargs, result)
+        elif _makes_weights(packet, args, kwargs) or _elements(packet, args, tensors) > _LARGE:
+            with self._fake:
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        head = func.namespace == "burnish" and not str(packet).endswith("_backward")
+        label = "logits" if head else _LABELS.get(func.namespace, self.label)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf, label)
+        return result
+
+    def _count(self, tensor: Tensor, label: str) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._storages or tensor.device.type == "meta":
+            return
+
+        def freed(_: Any) -> None:
+            _, size, label = self._storages.pop(address)
+            self._add(label, -size)
+
+        self._storages[address] = weakref.ref(storage, freed), storage.nbytes(), label
+        self._add(label, storage.nbytes())
+
+    def _add(self, label: str, size: int) -> None:
+        self.live[label] += size
+        if size > 0 and self.live.total() > self.peak.total():
+            self.peak = self.live.copy()
+
+    def _without_weights(
+        self, kind: Any, /, name: Any, *args: Any, config: Any = None, dtype: Any = None, **options: Any
+    ) -> Any:
+        """In place of ``from_pretrained``: a model of these shapes."""
+        attention = {key: options.pop(key) for key in ("attn_implementation",) if key in options}
+        options.pop("quantization_config", None)
+        if config is None:
+            config = transformers.AutoConfig.from_pretrained(name, **options)
+        with self.labeled(f"weights of {name}"):
+            return kind._from_config(config, dtype=dtype or config.dtype or torch.float32, **attention)
+
+
+def _replace_tensors(module: Any, function: Any, recurse: bool = True) -> Any:
+    """``Module._apply``, which ``to`` calls; torch's own swaps fake tensors with others, and refuses where its memo of
+    them refers to one."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    with torch.no_grad():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (changed := function(parameter)) is not parameter:
+                module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else function(buffer)
+    return module
+
+
+def _ordinary(dtype: torch.dtype) -> bool | int | float:
+    """A value that passes for a true comparison, a count, or a small difference that is not 0."""
+    return True if dtype is torch.bool else 1e-9 if dtype.is_floating_point else 1
+
+
+def _places(index: Tensor | None) -> list[Tensor | None]:
+    """An index by a mask as indices by positions; of a mask without values, all."""
+    if index is None or index.dtype is not torch.bool:
+        return [index]
+    mask = torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index
+    return list(mask.nonzero().unbind(1))
+
+
+def _makes_weights(packet: Any, args: Any, kwargs: Any) -> bool:
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return packet in _FACTORIES and (dtype.is_floating_point or prod(args[0]) > _LARGE)
+
+
+def _elements(packet: Any, args: Any, tensors: list[Tensor]) -> int:
+    """Of what real tensors broadcast to, such as the mask of a row."""
+    if len(tensors) < 2 or packet in _INDEXING:
+        return 0
+    try:
+        shape: Any = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
+        return prod(shape)
+    except RuntimeError:
+        return 0
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    if not str(packet).startswith("burnish.linear_"):
+        return 0
+    # A head: one product forward; backward two, and the first once more where its logits were not kept.
+    backward = str(packet).endswith("_backward")
+    hidden, weight = args[4:6] if backward else args[:2]
+    product = 2 * len(hidden) * weight.numel()
+    kept = sum(tensor.numel() for tensor in args[2][:1]) if backward else 0
+    return int(product * 3 - 2 * kept * weight.shape[1] if backward else product)
