@@ -57,14 +57,12 @@ def check_sampling(config: SamplingConfig) -> None:
     if config.quantize is not None:
         raise ValueError("source: a quantized policy has other log-probs than vLLM's plain model; set source to policy")
     if config.vllm.updates == "adapters":
-        if config.lora.r == 0:
+        if (rank := config.lora.r) == 0:
             raise ValueError("vllm.updates: there are no adapters; set lora.r, or updates to files")
-        needed = max_lora_rank(config.lora.r)
-        largest = config.vllm.options.get("max_lora_rank", needed)
-        if largest < config.lora.r:
+        needed = max_lora_rank(rank)
+        if (most := config.vllm.options.get("max_lora_rank", needed)) < rank:
             raise ValueError(
-                f"vllm.options: max_lora_rank={largest} has no room for lora.r={config.lora.r}; leave it out, or set "
-                f"it to {needed}"
+                f"vllm.options: max_lora_rank={most} has no room for lora.r={rank}; leave it out, or set it to {needed}"
             )
     if config.source == "vllm_engine" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("source: an engine in this process takes its device alone; with several ranks set it to vllm")
