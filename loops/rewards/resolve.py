@@ -70,10 +70,8 @@ def _resolved(spec: RewardMix, given: Mapping[str, Any] | None) -> list[RewardFu
     if not spec:
         raise ValueError(f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function")
     rewards: dict[str, RewardFunction] = {}
-    alone = callable(spec) or isinstance(spec, str)
-    each: Any = [spec] if alone else spec
-    mix = spec if isinstance(spec, Mapping) else dict.fromkeys(each, 1.0)
-    for key, value in mix.items():
+    each: Any = [spec] if callable(spec) or isinstance(spec, str) else spec
+    for key, value in (spec if isinstance(spec, Mapping) else dict.fromkeys(each, 1.0)).items():
         if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
             raise ValueError(f"reward {key}: wanted its weight, or a mapping of settings, got {value!r}")
         settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
@@ -82,8 +80,7 @@ def _resolved(spec: RewardMix, given: Mapping[str, Any] | None) -> list[RewardFu
         name = key.rpartition(":")[2] if isinstance(key, str) else name_of(key)
         isolate = settings.pop("isolate", what in _ISOLATED)
         function = _not_here if given is None else _function(what, settings, given)
-        if isolate and given is not None:
-            function = isolated(function)
+        function = isolated(function) if isolate and given is not None else function
         if name in rewards:
             raise ValueError(f"rewards: two are called {name}; rename one, as in {{other: {{function: {name}}}}}")
         rewards[name] = RewardFunction(name, function, weight, timeout)
@@ -102,8 +99,7 @@ def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> 
         settings["correct"] = _function(inner, {}, given)
     factory = find("reward", name, SHIPPED, __package__) if isinstance(name, str) else name
     name = name if isinstance(name, str) else name_of(name)
-    is_factory = name in ("reward_model", "prm")
-    function = build(f"reward {name}", factory, settings, factory=is_factory, **given)
+    function = build(f"reward {name}", factory, settings, factory=name in ("reward_model", "prm"), **given)
     if not callable(function):
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
     return adapted(function)
