@@ -261,8 +261,16 @@ def _name(recipe: str, name: str) -> str:
 def _value(name: str, values: Sequence[str]) -> Any:
     if not values:
         return not name.startswith("no_")
-    parsed = [_number(yaml.safe_load(value)) for value in values]
+    parsed = [loaded(value) for value in values]
     return parsed[0] if len(parsed) == 1 else parsed
+
+
+def loaded(text: str) -> Any:
+    """The value of a flag in YAML; the text itself if it is none, such as that of a template."""
+    try:
+        return _number(yaml.safe_load(text))
+    except yaml.YAMLError:
+        return text
 
 
 def _number(value: Any) -> Any:
