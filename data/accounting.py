@@ -70,7 +70,7 @@ class Accounting:
         of = "" if self.available is None else f" of {self.available:,}"
         lines = [
             f"{self.source}: {self.read:,} rows read{of}, {self.kept:,} kept{examples}; "
-            f"{self.total_tokens:,} tokens, {self.trained_tokens:,} of them trained"
+            f"{self.total_tokens:,} tokens" + f", {self.trained_tokens:,} of them trained" * bool(self.trained_tokens)
         ]
         if self.parts:
             return "\n  ".join([*lines, *"\n".join(map(str, self.parts)).split("\n")])

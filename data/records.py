@@ -219,7 +219,7 @@ def _problem_of_line(line: bytes) -> str | None:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        return f"not JSON: {error.msg} at column {error.colno}"
+        return f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
     except UnicodeDecodeError:
         return "not UTF-8 text"
     return None if isinstance(value, dict) else f"wanted a JSON object with named columns, got {type(value).__name__}"

@@ -80,7 +80,7 @@ def range_complaint(value: Any, hint: Any) -> str | None:
             kind._type(str(value))  # it is a number
             return f"must be {_readable_range(kind)}, got {value}"
     verb = "must be" if any(get_origin(kind) is Literal for kind in kinds(hint)) else "wanted"
-    return f"{verb} {wording(hint)}, got {str(value)!r}"
+    return f"{verb} {wording(hint)}, got {value!r}"
 
 
 def _takes(kind: Any, value: Any) -> bool:

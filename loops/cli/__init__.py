@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = io.TextIOWrapper(output, usual.encoding, usual.errors, line_buffering=True)
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     if name in _RECIPES:
         return _plan([name, *words]) if "--dry_run" in words else _run(name, words)
     if name in _COMMANDS:

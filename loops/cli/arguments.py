@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from ..config import Common, OfflineConfig, kinds, range_complaint, wording
 from ..registry import nearest
-from .trl import flattened, messages, read, read_files, split_flags
+from .trl import flattened, loaded, messages, read, read_files, split_flags
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def _mistakes(parser: Any, translated: Mapping[str, Any], arguments: Sequence[st
         in_files = flattened(translated or read_files(files))
         settings = [(name, [_flag(name, value)]) for name, value in in_files.items()]
     for name, values, tokens in flags:
-        group = flattened({name: _loaded(" ".join(values))})
+        group = flattened({name: loaded(" ".join(values))})
         settings += [(key, tokens if key == name else [_flag(key, value)]) for key, value in group.items()]
     for name, tokens in settings:
         if complaint := _complaint(parser, name.rstrip("+"), tokens):
@@ -136,13 +136,6 @@ def _mistakes(parser: Any, translated: Mapping[str, Any], arguments: Sequence[st
 
 def _flag(name: str, value: Any) -> str:
     return f"--{name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
-
-
-def _loaded(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
 
 
 def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
@@ -162,13 +155,13 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
         if MEANT.get(name) in fields:
             return f"no field {name!r}, did you mean {MEANT[name]!r}?"
         return nearest("no field", name, fields)
-    text = " ".join([*tokens[0].split("=", 1)[1:], *tokens[1:]])
-    if complaint := range_complaint(_loaded(text), hint):
+    text = " ".join([*tokens[0].split("=", 1)[1:], *tokens[1:]]) or "nothing"
+    if complaint := range_complaint(text, hint):
         choices = {str(choice) for kind in kinds(hint) if get_origin(kind) is Literal for choice in get_args(kind)}
         near = nearest("", text, choices).partition(", did") if choices else ()
         return f"{name}: {complaint}" + "".join(near[1:])
     inner = re.search(r"(?:Given|Got) value: ([^\n]*)", message)
-    return f"{name}: wanted {wording(hint)}, got {(inner[1] if inner else text) or 'nothing'!r}"
+    return f"{name}: wanted {wording(hint)}, got {inner[1] if inner and inner[1] else text!r}"
 
 
 class _Parser(ArgumentParser):

@@ -58,7 +58,8 @@ def _texts(example: data.Example, tokenizer: Any, recipe: str, *, color: bool) -
     """Prompt and completions; without color, trained tokens stand in ⟦ ⟧."""
     tokens = len(example.prompt) + sum(map(len, example.completions))
     trained = sum(map(sum, example.trained))
-    yield Text(f"{tokens:,} tokens, {trained:,} of them trained", style="dim")
+    is_prompt = not example.completions
+    yield Text(f"{tokens:,} tokens" + (" of a prompt" if is_prompt else f", {trained:,} of them trained"), style="dim")
     yield Text(tokenizer.decode(example.prompt), style="dim")
     pair = recipe in ("dpo", "orpo", "cpo", "reward") and len(example.completions) == 2
     for number, (ids, mask) in enumerate(zip(example.completions, example.trained, strict=True)):

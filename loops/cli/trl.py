@@ -160,20 +160,14 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     defaults = [file.pop("defaults", None), *(" ".join(values) for name, values, _ in flags if name == "defaults")][-1]
     words = dict.fromkeys([*file, *(name for name, *_ in flags)])
     foreign = [name for name in words if name.rstrip("+").partition(".")[0] not in {*own, *_OURS}]
-    if not foreign and defaults is None:
+    if defaults is None and not any(_name(recipe, name) not in {"", *own} for name in foreign):
         return {}, list(arguments), out
 
     names = {name: _name(recipe, name) for name in words}
-    is_trl = any(names[name] not in {"", *own} for name in foreign)
-    unknown = {}
-    for name in foreign:
-        if not names[name] and (name in file or is_trl):
-            unknown[name] = nearest("no field", name, {*own, *entries(recipe)} if is_trl else own)
+    candidates = {*own, *entries(recipe)}
+    unknown = {name: nearest("no field", name, candidates) for name in foreign if not names[name]}
     if defaults not in (None, "trl"):
         unknown["defaults"] = f"defaults: wanted trl, or nothing for burnish's own, got {defaults}"
-    if not is_trl and defaults is None:
-        out.refused = unknown
-        return {}, list(arguments), out
 
     from_file = {names[name]: _number(value) for name, value in file.items() if names[name]}
     from_flags = {names[name]: _value(name, values) for name, values, _ in flags if names[name]}
@@ -261,8 +255,16 @@ def _name(recipe: str, name: str) -> str:
 def _value(name: str, values: Sequence[str]) -> Any:
     if not values:
         return not name.startswith("no_")
-    parsed = [_number(yaml.safe_load(value)) for value in values]
+    parsed = [loaded(value) for value in values]
     return parsed[0] if len(parsed) == 1 else parsed
+
+
+def loaded(text: str) -> Any:
+    """The value of a flag in YAML; the text itself if it is none, such as that of a template."""
+    try:
+        return _number(yaml.safe_load(text))
+    except yaml.YAMLError:
+        return text
 
 
 def _number(value: Any) -> Any:

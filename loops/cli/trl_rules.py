@@ -60,10 +60,6 @@ def duration(trl: "Translation") -> dict[str, Any]:
     return {"epochs": int(float(trl["num_train_epochs"]))}
 
 
-def warmup(trl: "Translation") -> dict[str, Any]:
-    return {"warmup": float(trl["warmup_steps"] or trl["warmup_ratio"] or 0)}
-
-
 def precision(trl: "Translation") -> dict[str, Any]:
     loaded = {name: str(trl[name]).removeprefix("torch.") for name in ("torch_dtype", "dtype") if name in trl.given}
     half = [name for name, dtype in loaded.items() if dtype == "float16"] + ["fp16"] * bool(trl["fp16"])
@@ -175,18 +171,19 @@ def contrast(trl: "Translation") -> dict[str, Any]:
 
 
 def policy_loss(trl: "Translation") -> dict[str, Any]:
-    kind, level, weightings = trl["loss_type"], trl["importance_sampling_level"], table()["weightings"]
-    kinds, clips = (*weightings, "cispo", "sapo", "vespo"), clipping(trl)["loss_kwargs"]
-    if kind not in kinds:
-        return trl.refuse("loss_type", nearest("there is no", str(kind), kinds))
-    if level != "token" and kind != "grpo":
+    kind, level, clips = trl["loss_type"], trl["importance_sampling_level"], clipping(trl)["loss_kwargs"]
+    losses, levels = table()["policy_losses"], table()["importance_sampling_levels"]
+    if kind not in losses:
+        return trl.refuse("loss_type", nearest("there is no", str(kind), losses))
+    if level != "token" and (kind != "grpo" or level not in levels):
         return trl.refuse("importance_sampling_level", f"{level!r} goes with loss_type grpo, not with {kind}")
     if kind == "cispo" and clips["clip_high"] < 1:
         complaint = f"cispo's epsilon_high is the ratio's bound, wanted >= 1, got {clips['clip_high']}"
         return trl.refuse("loss_type", complaint)
     fields: dict[str, Any] = {}
+    clipped = losses[kind]["variant"] == "grpo"
     kwargs = {"clip_high": clips["clip_high"] - 1} if kind == "cispo" else {}
-    if kind in weightings and (level != "token" or {"epsilon", "epsilon_high"} & trl.given.keys()):
+    if clipped and (level != "token" or {"epsilon", "epsilon_high"} & trl.given.keys()):
         kwargs = clips
     for name, parameter in table()["hyper_parameters"].items():
         if trl.given.get(name) is not None and (name == "delta" or name.startswith(kind)):
@@ -194,12 +191,9 @@ def policy_loss(trl: "Translation") -> dict[str, Any]:
     if kwargs:
         fields["loss_kwargs"] = kwargs
     if {"loss_type", "importance_sampling_level"} & trl.given.keys():
-        variant = {"sequence": "gspo", "sequence_token": "gspo_token"}.get(level)
-        fields["variant"] = variant or ("grpo" if kind in weightings else kind)
-        if kind in weightings and variant != "gspo":
-            fields["weighting"] = weightings[kind]
+        fields |= levels.get(level, losses[kind])
     if entropy := float(trl["entropy_coef"] or 0):
-        if kind not in weightings or level != "token":
+        if not clipped or level != "token":
             trl.refuse("entropy_coef", f"of {kind} there is no mix here", instead="loss")
         bonus = {"coefficient": entropy, "weighting": "token_mean"}
         fields["loss"] = {"clipped_surrogate": 1.0, "entropy_bonus": bonus}

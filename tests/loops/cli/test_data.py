@@ -62,6 +62,11 @@ def test_rows_of_every_kind_are_shown(recipe, row, flags, shown):
     assert "data.jsonl: 1 rows read, 1 kept" in out
 
 
+def test_prompts_alone_are_no_completions_of_which_nothing_is_trained(shown):
+    _, out, _ = shown("grpo", [{"prompt": "1 + 2", "answer": "3"}])
+    assert "tokens of a prompt" in out and "trained" not in out
+
+
 def test_each_part_of_a_mixture_and_the_held_out_rows_are_shown(shown, tmp_path):
     write_rows(tmp_path / "more.jsonl", [{"prompt": f"{i} + 2 =", "completion": " 3"} for i in range(8)])
     data = {str(tmp_path / "data.jsonl"): 2, str(tmp_path / "more.jsonl"): 0.5}

@@ -267,6 +267,42 @@ def test_a_difference_is_told_unless_its_field_is_set(burnish, caplog):
     assert "train_on: of messages only the assistants' tokens are trained" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("recipe", "given", "told"),
+    [
+        ("dpo", {"use_peft": True}, "lora.dropout: TRL's 0.05"),
+        ("dpo", {"use_peft": True}, "lora.target_modules: all linear layers"),
+        ("orpo", {"beta": 0.1}, "beta: it is odds_ratio here"),
+        ("grpo", {"rewards": {"math": 1}}, "variant: grpo, where every completion counts the same"),
+        ("grpo", {"rewards": {"math": 1}}, "max_tokens 256 (512)"),
+        ("reward", {}, "learning_rate 1e-05 (0.0001)"),
+        ("dpo", {}, "seed 0 (42)"),
+        ("dpo", {}, "dtype float32 (bfloat16)"),
+    ],
+)
+def test_what_trains_otherwise_without_a_word_of_the_file_is_told_at_the_start(burnish, caplog, recipe, given, told):
+    shown(burnish, recipe, {**MINIMAL, **given})
+    assert told in caplog.text
+
+
+def test_what_is_set_is_not_told(burnish, caplog):
+    lora = {"use_peft": True, "lora_dropout": 0.1, "lora_target_modules": ["q_proj"], "seed": 42, "bf16": True}
+    shown(burnish, "grpo", {**MINIMAL, **lora, "rewards": {"math": 1}, "loss_type": "dapo", "dataset_mixer": {"a": 1}})
+    for field in ("lora.dropout", "lora.target_modules", "variant", "seed", "dtype"):
+        assert f"{field}: " not in caplog.text and f" {field} " not in caplog.text
+
+
+def test_held_out_data_of_other_data_is_no_default_that_differs(burnish, caplog):
+    mixer = {"dataset_mixer": {"a": 1}, "dataset_splits": ["train", "test"]}
+    shown(burnish, "dpo", {**MINIMAL, **mixer}, "--data", "mine.jsonl")
+    assert "eval_data None" not in caplog.text
+
+
+def test_a_template_among_trls_flags_is_text(burnish):
+    template = "{% for message in messages %}{{ message }}{% endfor %}"
+    assert shown(burnish, "sft", MINIMAL, "--chat_template", template)["chat_template"] == template
+
+
 def test_other_ranks_say_nothing(burnish, caplog, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     shown(burnish, "sft", MINIMAL)
