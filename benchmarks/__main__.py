@@ -11,6 +11,7 @@ BENCHMARKS = {  # name -> module, help
     "objectives": ("peer.objectives", "our objectives against the peer's own loss code on the same tensors"),
     "gpu": ("gpu.run", "all of these on a GPU, as many as fit into minutes, and the figures that they are to meet"),
     "loops": ("peer.trainers", "our recipe against the peer's trainer: losses, time and memory of a step"),
+    "tokens": ("experiments.tokens", "processor seconds and memory to encode preference pairs, by processes"),
     "startup": ("experiments.startup", "seconds until the command line answers, a one-step run, and the demo"),
 }
 
