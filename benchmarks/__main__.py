@@ -13,6 +13,7 @@ BENCHMARKS = {  # name -> module, help
     "loops": ("peer.trainers", "our recipe against the peer's trainer: losses, time and memory of a step"),
     "memory": ("experiments.memory", "the peak of memory that `burnish plan` predicts, against that of the run"),
     "ranks": ("experiments.ranks", "what planning, data and messages cost one of 64 ranks"),
+    "tokens": ("experiments.tokens", "processor seconds and memory to encode preference pairs, by processes"),
     "startup": ("experiments.startup", "seconds until the command line answers, a one-step run, and the demo"),
 }
 

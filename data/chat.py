@@ -135,7 +135,7 @@ class Encoder:
         return examples
 
     def plain(self, text: str) -> list[int]:
-        return list(self.tokenizer(text=text, verbose=False)["input_ids"])
+        return self.bare(text, add_special_tokens=True)
 
     def with_eos(self, text: str) -> str:
         eos = self.tokenizer.eos_token
@@ -166,9 +166,10 @@ class Encoder:
     ) -> list[int]:
         return self.bare(self._render(messages, generation_prompt, options=options))
 
-    def bare(self, text: str) -> list[int]:
+    def bare(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Tokens of a text without those that the tokenizer adds; a template writes its own BOS."""
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        settings: dict[str, Any] = {"add_special_tokens": add_special_tokens, "return_attention_mask": False}
+        return list(self.tokenizer(text, verbose=False, **settings)["input_ids"])
 
     def _render(
         self, messages: list[Message], generation_prompt: bool = False, *, options: Mapping[str, Any], **mode: Any

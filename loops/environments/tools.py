@@ -1,6 +1,6 @@
-"""Tools: plain Python functions that the policy calls by writing JSON.
+"""Tools: plain Python functions that the policy calls by writing JSON, or in the format of its family.
 
-    <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>
+    <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>     others: `tool_formats`
 
 A completion without a call is the last one. A tool's result is returned in the role "tool"; so is what was wrong with a
 call, which the policy can mend, and which is counted.
@@ -24,6 +24,7 @@ from ...data.columns import Message
 from ..rewards.scoring import OutOfTime, call, within
 from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
+from .tool_formats import ParsedCall, parse_arguments, parse_keyed, parse_untagged
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -83,6 +84,10 @@ class Tools:
             problem = f"no tool {name!r}, {hint}"
         if problem:
             return False, f"error: {problem}"
+        schema = next(schema["function"] for schema in self.schemas if schema["function"]["name"] == name)
+        arguments = {
+            key: _typed(value, schema["parameters"]["properties"].get(key)) for key, value in arguments.items()
+        }
         try:
             inspect.signature(self.tools[name]).bind(**arguments)
         except TypeError as error:
@@ -97,9 +102,10 @@ class Tools:
         return True, text if len(text) <= self.longest else f"{text[: self.longest]}... (cut)"
 
 
-def parse_calls(text: str) -> list[tuple[str, dict[str, Any], str]]:
+def parse_calls(text: str) -> list[ParsedCall]:
     """The calls in a text, in order: (name, arguments, what is wrong with it if it only begins like a call)."""
-    return [_parse(piece) for piece in re.findall(f"{OPEN}(.*?)(?={OPEN}|$)", text, re.DOTALL)]
+    pieces = re.findall(f"{OPEN}(.*?)(?={OPEN}|$)", text, re.DOTALL)
+    return [_parse(piece) for piece in pieces] if pieces else parse_untagged(text)
 
 
 def check_tool_tags(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -121,22 +127,29 @@ def tool_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return metrics | ({"tools/failure_frequency": failures / calls} if calls else {})
 
 
-def _parse(piece: str) -> tuple[str, dict[str, Any], str]:
+def _parse(piece: str) -> ParsedCall:
     content, closed, _ = piece.partition(CLOSE)
     if not closed:
         return "", {}, f"a call must end with {CLOSE}"
+    if keyed := parse_keyed(content):
+        return keyed
     try:
         request = json.loads(content)
     except (ValueError, RecursionError) as error:
         return "", {}, f"the call is not JSON: {error}"
     if not isinstance(request, dict) or not isinstance(name := request.get("name"), str):
         return "", {}, 'a call is an object with "name" and "arguments"'
-    arguments = request.get("arguments", {})
+    return parse_arguments(name, request.get("arguments", {}))  # some write JSON within JSON
+
+
+def _typed(value: Any, schema: Any) -> Any:
+    """An argument that a format without types gives as text, such as XML, by its JSON schema."""
+    if not isinstance(value, str) or not schema or schema.get("type", "string") == "string":
+        return value
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments  # some write JSON within JSON
-    except ValueError as error:
-        return name, {}, f"the arguments are not JSON: {error}"
-    return (name, arguments, "") if isinstance(arguments, dict) else (name, {}, '"arguments" must be an object')
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 # The calculator walks the syntax tree: nothing is evaluated that is not listed here.

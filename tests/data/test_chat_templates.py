@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from burnish.data.chat import Encoder
 from burnish.data.columns import BadRow, read_row
+from burnish.loops.environments.tools import parse_calls
 from transformers import PreTrainedTokenizerFast
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -285,6 +286,19 @@ def test_a_tool_call_is_trained_as_it_is_rendered_and_its_result_is_not(stock, n
         sampled = prompt(tokenizer, string_arguments[:number], **options, **template.get("mode", {}))
         assert before == sampled[: len(before)]
         assert tokenizer.decode(sampled[len(before) :]) in ("", template.get("cut", ""))
+
+
+@pytest.mark.parametrize("name", [name for name, (call, _, _) in CALLS.items() if call != GEMMA_CALL[0]])
+def test_calls_that_are_read_from_a_completion_are_rendered_as_they_were_written(stock, name) -> None:
+    names = ["weather"] if CALLS[name][1] is None else ["weather", "time"]
+    tokenizer, messages = stock(name), calling(*names)
+    completion = runs(tokenizer, Encoder(tokenizer).assistant(messages, tools_of(name)))[0][1]
+    ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    calls = parse_calls(tokenizer.decode(ids, skip_special_tokens=True))
+    assert calls == [(n, {"city": "Rome"}, "") for n in names]
+    for made, (n, arguments, _) in zip(messages[1]["tool_calls"], calls, strict=True):
+        made["function"] = {"name": n, "arguments": arguments}
+    assert runs(tokenizer, Encoder(tokenizer).assistant(messages, tools_of(name)))[0][1] == completion
 
 
 @pytest.mark.parametrize(

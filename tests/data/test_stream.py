@@ -1,9 +1,21 @@
 import json
+import random
 from collections import Counter
 from functools import partial
 
 import pytest
-from burnish.data import DataError, Stream, StreamBatches, Tokenization, encode_supervised, stream, token_cost
+from burnish.data import (
+    Batches,
+    DataError,
+    Stream,
+    StreamBatches,
+    Tokenization,
+    encode_supervised,
+    example,
+    load_data,
+    stream,
+    token_cost,
+)
 from datasets import Dataset, DatasetDict, IterableDataset
 
 ROWS = [[{"text": f"{p}:{i}"} for i in range(5 + p % 7)] for p in range(25)]
@@ -65,6 +77,32 @@ def test_a_step_is_the_same_wherever_the_stream_was_opened(mixture, open_stream)
     assert [open_stream.texts(resumed, step) for step in range(31, 40)] == steps[31:]
     assert open_stream.texts(undisturbed, 3) == steps[3]  # backwards
     assert [open_stream.texts(open_stream(mixture, seed=1), step) for step in range(5)] != steps[:5]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_mixture_of_25_parts_goes_on_as_it_would_have_wherever_it_is_cut(streaming, mixture, byte_tokenizer) -> None:
+    tokenizer, tokenization, plan = byte_tokenizer(), Tokenization(cached=False), {"micro_tokens": 40, "ranks": 2}
+
+    def steps(first: int) -> list[list]:
+        """What the steps from this one on train on, and its plan, in a process that took none before."""
+        encode = partial(encode_supervised, tokenizer=tokenizer, options=tokenization)
+        if streaming:
+            examples = Stream(mixture, encode, batch_size=9, seed=3, shuffle=True)
+            batches = StreamBatches(examples, steps=12, shared_prompt=False, **plan)
+        else:
+            examples, accounting = encode(load_data(mixture, seed=3)[0])
+            assert len(accounting.parts) == 25
+            cost = token_cost(examples, shared_prompt=False)
+            batches = Batches(cost, batch_size=9, seed=3, steps=12, **plan)
+        return [
+            [[[example(examples, i) for i in micro] for micro in rank] for rank in batches.plan(step)]
+            for step in range(first, 12)
+        ]
+
+    undisturbed = steps(0)
+    assert len({str(step) for step in undisturbed}) == 12
+    for cut in random.Random(0).sample(range(1, 12), 3):
+        assert steps(cut) == undisturbed[cut:]
 
 
 def test_an_epoch_has_each_row_once_and_the_next_one_has_them_in_another_order(write, open_stream) -> None:

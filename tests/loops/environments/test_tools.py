@@ -119,6 +119,44 @@ def test_arguments_may_be_json_within_json():
     assert parse_calls('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>') == [("f", {"x": 1}, "")]
 
 
+SLEEP_3 = "<function=sleep>\n<parameter=seconds>\n0.03\n</parameter>\n</function>"
+
+
+def test_arguments_without_types_take_those_of_the_schema(tools, said):
+    found = step(tools, said, f"<tool_call>\n{SLEEP_3}\n</tool_call>")
+    assert found.observation == [{"role": "tool", "name": "sleep", "content": '{"slept": 0.03}'}]
+    found = step(
+        tools, said, "<tool_call>calculator\n<arg_key>expression</arg_key><arg_value>7</arg_value></tool_call>"
+    )
+    assert found.observation[0]["content"] == "7"  # text, as the schema says
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "f", "parameters": {"x": 1}}', [("f", {"x": 1}, "")]),
+        ('{"name": "f", "parameters": 3}', [("f", {}, '"arguments" must be an object')]),
+        ('{"name": "f", "age": 3}', []),  # an answer in JSON
+        ("[f(x=1), g(y='a, b()')]", [("f", {"x": 1}, ""), ("g", {"y": "a, b()"}, "")]),
+        ("[f(1)]", [("f", {}, "every argument must be given by its name")]),
+        ("[f(x=y)]", [("f", {}, "the arguments are not Python literals")]),
+        ("[f(x=1]", []),
+        ("[1, 2]", []),
+        (' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>', [("f", {"x": 1}, "")]),
+        (' to=functions.fcommentary json{"x": }', [("f", {}, "the arguments are not JSON")]),
+        ("<tool_call><function=f></function></tool_call>", [("f", {}, "")]),
+        ("<tool_call><function=f></tool_call>", [("", {}, "the call is not JSON")]),
+    ],
+)
+def test_calls_in_the_formats_of_other_families(text, calls):
+    found = parse_calls(text)
+    assert [(name, arguments) for name, arguments, _ in found] == [(name, arguments) for name, arguments, _ in calls]
+    assert all(
+        problem.startswith(start) and bool(problem) == bool(start)
+        for (*_, problem), (*_, start) in zip(found, calls, strict=True)
+    )
+
+
 def test_an_unclosed_call_does_not_swallow_the_next():
     first, second = parse_calls('<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call> and so on')
     assert first == ("", {}, "a call must end with </tool_call>") and second == ("g", {}, "")

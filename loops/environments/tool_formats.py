@@ -1,0 +1,85 @@
+"""Tool calls as families of models write them, beside JSON between ``<tool_call>`` tags (Hermes, Qwen2.5, Qwen3).
+
+    Qwen3.5, Qwen3-Coder, Nemotron 3   <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
+    GLM-4.5       <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
+    Muse          <atem:invoke name="NAME"><atem:parameter name="KEY">VALUE</atem:parameter></atem:invoke>
+    DeepSeek-V3   <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME ```json ARGUMENTS ```<｜tool▁call▁end｜>
+    gpt-oss       to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS
+    Llama 3.1     {"name": NAME, "parameters": ARGUMENTS}, and nothing else
+    LFM2          [NAME(KEY=VALUE), ...], and nothing else
+
+Tags that are special tokens are missing from the text of a completion, so they may be left out.
+"""
+
+import ast
+import json
+import re
+from typing import Any
+
+ParsedCall = tuple[str, dict[str, Any], str]  # name, arguments, and what is wrong
+
+_KEYED = (  # a call, and one of its arguments
+    (r"\s*<function=([^>\n]+)>(.*)</function>\s*", r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"),
+    (r"\s*([\w.-]+)\s*((?:<arg_key>.*</arg_value>)?)\s*", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"),
+)
+_MUSE = r'<atem:invoke name="([^"]+)">(.*?)</atem:invoke>', r'<atem:parameter name="([^"]+)">(.*?)</atem:parameter>'
+_WITH_JSON = (
+    r"<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n```",
+    r"to=functions\.([\w.-]+?)(?:<\|channel\|>)?commentary json(?:<\|message\|>)?(\{.*\})",
+)
+
+
+def parse_keyed(content: str) -> ParsedCall | None:
+    """The call between ``<tool_call>`` tags whose arguments stand between tags of their own, if it is one."""
+    for call, argument in _KEYED:
+        if match := re.fullmatch(call, content, re.DOTALL):
+            return match[1], dict(re.findall(argument, match[2], re.DOTALL)), ""
+    return None
+
+
+def parse_untagged(text: str) -> list[ParsedCall]:
+    """The calls in a text without ``<tool_call>``."""
+    call, argument = _MUSE
+    if calls := re.findall(call, text, re.DOTALL):
+        return [(name, dict(re.findall(argument, body, re.DOTALL)), "") for name, body in calls]
+    for pattern in _WITH_JSON:
+        if calls := re.findall(pattern, text, re.DOTALL):
+            return [parse_arguments(name, arguments) for name, arguments in calls]
+    if text.lstrip().startswith("{"):
+        try:
+            request = json.loads(text)
+        except (ValueError, RecursionError):
+            return []
+        is_call = request.keys() == {"name", "parameters"} and isinstance(request["name"], str)
+        return [parse_arguments(request["name"], request["parameters"])] if is_call else []
+    match = re.fullmatch(r"\s*(?:<\|tool_call_start\|>)?(\[\w+\(.*\)\])(?:<\|tool_call_end\|>)?\s*", text, re.DOTALL)
+    return _python_calls(match[1]) if match else []
+
+
+def parse_arguments(name: str, arguments: Any) -> ParsedCall:
+    """Arguments by name, or the JSON of them."""
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        return name, {}, f"the arguments are not JSON: {error}"
+    return (name, arguments, "") if isinstance(arguments, dict) else (name, {}, '"arguments" must be an object')
+
+
+def _python_calls(text: str) -> list[ParsedCall]:
+    try:
+        body = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    if not isinstance(body, ast.List) or not all(isinstance(call, ast.Call) for call in body.elts):
+        return []
+    return [_python_call(call) for call in body.elts if isinstance(call, ast.Call)]
+
+
+def _python_call(call: ast.Call) -> ParsedCall:
+    name = ast.unparse(call.func)
+    if call.args or not all(keyword.arg for keyword in call.keywords):
+        return name, {}, "every argument must be given by its name"
+    try:
+        return name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}, ""
+    except ValueError as error:
+        return name, {}, f"the arguments are not Python literals: {error}"
