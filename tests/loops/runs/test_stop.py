@@ -14,7 +14,7 @@ import online
 import pytest
 from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.settings import GRPO, SFT
-from burnish.loops.recipes.sft import run_sft
+from burnish.loops.recipes.sft import open_sft, run_sft
 from burnish.loops.rollouts.local.source import LocalSource
 from burnish.loops.runs import checkpoint, storage, training
 from burnish.loops.runs.checkpoint import Saver
@@ -120,6 +120,14 @@ def test_a_signal_in_the_last_step_lets_the_run_end(settings):
     with in_step(5, lambda: send("SIGTERM")):
         run_sft(SFT(**settings))
     assert kept(settings) == [5] and (Path(settings["output"]) / "model").exists()
+
+
+def test_a_signal_in_the_body_of_the_loop_stops_after_its_step(settings):
+    with pytest.raises(Stopped):
+        for step in open_sft(SFT(**settings)):
+            if step.number == 2:
+                send("SIGTERM")
+    assert kept(settings) == [2]
 
 
 def test_a_handler_that_the_program_has_set_stays(settings):

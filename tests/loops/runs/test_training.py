@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from accelerate import Accelerator
 from burnish.loops.config import Teacher
 from burnish.loops.recipes.distill import open_distill
 from burnish.loops.recipes.grpo import open_grpo
@@ -41,6 +42,18 @@ def test_training_arguments_of_transformers_do_not_change_an_open_run(settings, 
     training = open_sft(SFT(**settings, dtype=dtype))
     make_arguments()
     assert metrics_of(training, make_arguments) == undisturbed
+
+
+def test_a_step_takes_three_reductions_over_ranks(settings, monkeypatch):
+    """The denominators of its losses, all of its metrics, and what may end the run or save it."""
+    reduced, reduce = [], Accelerator.reduce
+
+    def then_reduce(accelerator, *arguments, **options):
+        reduced.append(arguments)
+        return reduce(accelerator, *arguments, **options)
+
+    monkeypatch.setattr(Accelerator, "reduce", then_reduce)
+    assert len(metrics_of(open_sft(SFT(**settings, steps=5)))) == 5 and len(reduced) == 3 * 5
 
 
 def test_a_teacher_computes_in_the_precision_of_its_run_when_another_run_is_opened(settings, tmp_path):
