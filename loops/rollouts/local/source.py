@@ -1,7 +1,7 @@
 """Completions from the trainer's own module: no server, no copy of the weights, on a CPU too."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -98,7 +98,7 @@ class LocalSource(InProcessSource):
         self._fail(SourceError("local: the source was closed while completions were under way"))
 
     async def _run(self) -> None:
-        """Draw tokens until no request is left."""
+        """Draw a token of every sequence of the batch, again and again, until no request is left."""
         queue: list[DecodeSequence] = []
         batch: ContinuousBatch | StaticBatch | None = None
         read_version = self._version
@@ -122,7 +122,18 @@ class LocalSource(InProcessSource):
                 joining, queue = queue[:count], queue[count:]
                 read_version = self._version
                 assert read_version is not None
-                self._advance(batch, joining, read_version)
+                with self.runner.inference():
+                    states = [batch.step()] if batch.sequences else []
+                    states += [batch.join(joining)] if joining else []
+                    uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
+                    sampling = [sequence.sampling for sequence in batch.sequences]
+                    tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
+                for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+                    if not logprob > float("-inf"):
+                        raise SourceError(
+                            f"generate: the weights of version {read_version} give log-probs of {logprob}; look for NaN"
+                        )
+                    sequence.append(token, logprob, read_version)
                 for done, sequences in self._awaited.items():
                     if not done.done() and all(sequence.finish is not None for sequence in sequences):
                         done.set_result(None)
@@ -130,21 +141,6 @@ class LocalSource(InProcessSource):
             self._fail(SourceError(f"local: too many sequences at once for this device; lower cache_bytes ({error})"))
         except Exception as error:
             self._fail(error)
-
-    def _advance(self, batch: ContinuousBatch | StaticBatch, joining: Sequence[DecodeSequence], version: int) -> None:
-        """Append a token to every sequence of the batch, and the first one to those that join."""
-        with self.runner.inference():
-            states = [batch.step()] if batch.sequences else []
-            states += [batch.join(joining)] if joining else []
-            uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
-            sampling = [sequence.sampling for sequence in batch.sequences]
-            tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
-        for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            if not logprob > float("-inf"):
-                raise SourceError(
-                    f"generate: the weights of version {version} give log-probs of {logprob}; look for NaN"
-                )
-            sequence.append(token, logprob, version)
 
     def _fail(self, error: Exception) -> None:
         self._arrived.clear()
