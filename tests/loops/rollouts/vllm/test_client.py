@@ -859,10 +859,12 @@ class TestServers:
 
     def test_without_any_server_they_are_lost_and_what_none_will_do_is_not_tried_on_the_other(self, source, pair):
         asyncio.run(source.publish(weights(), 1))
+        asked = set()
         for each in pair:
-            each.odd["/inference/v1/generate"] = lambda body: error(400, "it is cursed")
-        with pytest.raises(Rejected, match="answered 400: it is cursed"):
+            each.odd["/inference/v1/generate"] = lambda body, url=each.url: (asked.add(url), error(400, "cursed"))[1]
+        with pytest.raises(Rejected, match="answered 400: cursed"):
             asyncio.run(source.sample(self.group(0)))
+        assert len(asked) == 1
         for each in pair:
             each.odd["/inference/v1/generate"] = lambda body: (None, 0)
         with pytest.raises(SourceLost, match="can't be reached, or died"):
