@@ -13,13 +13,13 @@ from ...models.backbone import Backbone
 from ...models.io import detached_copy
 from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
-from ..source import InProcessSource, NamedWeights, SourceError, check_weights
+from ..source import NamedWeights, SourceError, check_weights, refuse_closed
 from .decode import DecodeSequence, ModelRunner, draw
 from .kv_cache import ContinuousBatch, StaticBatch
 from .probe import choose_batch
 
 
-class LocalSource(InProcessSource):
+class LocalSource:
     """Draws from the weights that are being trained: `publish` moves nothing, it announces a new version.
 
     Nothing may train while completions are under way, as nothing does where `RolloutScheduler` is synchronous;
@@ -38,7 +38,6 @@ class LocalSource(InProcessSource):
         version: of the weights at the start; None where they have none yet.
     """
 
-    name = "local"
     overlaps = stored = False
 
     def __init__(
@@ -60,13 +59,13 @@ class LocalSource(InProcessSource):
         self.runner = ModelRunner(self.policy, self.vocab, context)
         cache_bytes = free_share(self.policy.device) if cache_bytes is None else cache_bytes
         self._make_batch = choose_batch(self.runner, cache_bytes)
-        self._version = version
+        self._version, self._closed = version, False
         self._arrived: list[DecodeSequence] = []
         self._awaited: dict[asyncio.Future[None], list[DecodeSequence]] = {}
         self._engine: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
-        self._check_open()
+        refuse_closed(self._closed, "local")
         check_request(request, vocab=self.vocab, context=self.context)
         if self._version is None:
             raise SourceError("local: it has no weights yet; publish a version before asking for completions")
@@ -90,8 +89,15 @@ class LocalSource(InProcessSource):
             samples.append(Sample(request.task, sequence.index, list(request.prompt), *parts))
         return samples
 
+    async def publish(self, weights: NamedWeights, version: int) -> None:
+        refuse_closed(self._closed, "local")
+        self._version = version
+
+    async def version(self) -> int | None:
+        return self._version
+
     async def close(self) -> None:
-        await super().close()
+        self._closed = True
         if self._engine is not None and not self._engine.done():
             self._engine.cancel()
             await asyncio.gather(self._engine, return_exceptions=True)
@@ -164,7 +170,7 @@ class DetachedSource(LocalSource):
 
     @torch.no_grad()
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        self._check_open()
+        refuse_closed(self._closed, "local")
         plain: Any = self.policy.plain
         parameters = plain.state_dict()
         for name, tensor in check_weights(weights, plain, "detached"):
