@@ -794,7 +794,7 @@ class TestServers:
 
     @pytest.fixture
     def source(self, connect, pair):
-        source = VLLMServers([connect(url=each.url) for each in pair])
+        source = VLLMServers([connect(url=each.url, patience=30.0) for each in pair])
         for each in pair:
             each.asked.clear()  # as it was met
         return source
