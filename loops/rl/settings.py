@@ -60,7 +60,7 @@ class VLLM(Settings):
 
     @property
     def urls(self) -> list[str]:
-        return self.url.split(",") if isinstance(self.url, str) else self.url or []
+        return list(map(str.strip, self.url.split(","))) if isinstance(self.url, str) else self.url or []
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet
 
 from .sample import Request, Sample, check_request, check_sample, from_record, to_record
-from .source import InProcessSource
+from .source import NamedWeights, refuse_closed
 
 _AS_TEXT = ("rewards", "info")  # their entries have types of their own, which columns can't
 
@@ -69,7 +69,7 @@ def _from_parquet(path: Path) -> Iterator[dict[str, Any]]:
                 yield record | {name: json.loads(record[name]) for name in _AS_TEXT if name in record}
 
 
-class ReplaySource(InProcessSource):
+class ReplaySource:
     """Stored samples, by task and index; draws nothing.
 
     The samples keep their stored versions and log-probs, whatever version is published: they are off-policy, and
@@ -80,14 +80,15 @@ class ReplaySource(InProcessSource):
             run that was resumed.
     """
 
-    name = "replay"
     overlaps = stored = True
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self.samples = {(sample.task, sample.index): sample for sample in samples}
+        self._version: int | None = None
+        self._closed = False
 
     async def sample(self, request: Request) -> list[Sample]:
-        self._check_open()
+        refuse_closed(self._closed, "replay")
         check_request(request)
         return [self._find(request, index) for index in request.indices]
 
@@ -107,3 +108,13 @@ class ReplaySource(InProcessSource):
                 f"set max_tokens >= {len(stored.tokens)}, got {request.sampling.max_tokens}"
             )
         return copy.deepcopy(stored)  # the caller may change it
+
+    async def publish(self, weights: NamedWeights, version: int) -> None:
+        refuse_closed(self._closed, "replay")
+        self._version = version
+
+    async def version(self) -> int | None:
+        return self._version
+
+    async def close(self) -> None:
+        self._closed = True

@@ -18,6 +18,11 @@ class SourceLost(SourceError):
     """The source is gone, or has lost its weights: ask for its `version`, publish, and repeat the same requests."""
 
 
+def refuse_closed(closed: bool, who: str) -> None:
+    if closed:
+        raise SourceError(f"{who}: the source is closed; make a new one")
+
+
 def check_completions(samples: Sequence[Sample], request: Request, who: str, *, conversations: bool = False) -> None:
     """Raise unless these are the requested completions, in order, each one whole.
 
@@ -94,25 +99,3 @@ class RolloutSource(Protocol):
         """The version of the weights that the source draws from; None where it is unknown, as after a restart."""
 
     async def close(self) -> None: ...
-
-
-class InProcessSource:
-    """Parts of a `RolloutSource` that knows which version was published last, and refuses everything once closed."""
-
-    name: str  # for messages
-    _version: int | None = None
-    _closed = False
-
-    async def publish(self, weights: NamedWeights, version: int) -> None:
-        self._check_open()
-        self._version = version
-
-    async def version(self) -> int | None:
-        return self._version
-
-    async def close(self) -> None:
-        self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SourceError(f"{self.name}: the source is closed; make a new one")

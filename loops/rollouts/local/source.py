@@ -1,7 +1,7 @@
 """Completions from the trainer's own module: no server, no copy of the weights, on a CPU too."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,13 +13,13 @@ from ...models.backbone import Backbone
 from ...models.io import detached_copy
 from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
-from ..source import InProcessSource, NamedWeights, SourceError, check_weights
+from ..source import NamedWeights, SourceError, check_weights, refuse_closed
 from .decode import DecodeSequence, ModelRunner, draw
 from .kv_cache import ContinuousBatch, StaticBatch
 from .probe import choose_batch
 
 
-class LocalSource(InProcessSource):
+class LocalSource:
     """Draws from the weights that are being trained: `publish` moves nothing, it announces a new version.
 
     Nothing may train while completions are under way, as nothing does where `RolloutScheduler` is synchronous;
@@ -38,7 +38,6 @@ class LocalSource(InProcessSource):
         version: of the weights at the start; None where they have none yet.
     """
 
-    name = "local"
     overlaps = stored = False
 
     def __init__(
@@ -60,13 +59,13 @@ class LocalSource(InProcessSource):
         self.runner = ModelRunner(self.policy, self.vocab, context)
         cache_bytes = free_share(self.policy.device) if cache_bytes is None else cache_bytes
         self._make_batch = choose_batch(self.runner, cache_bytes)
-        self._version = version
+        self._version, self._closed = version, False
         self._arrived: list[DecodeSequence] = []
         self._awaited: dict[asyncio.Future[None], list[DecodeSequence]] = {}
         self._engine: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
-        self._check_open()
+        refuse_closed(self._closed, "local")
         check_request(request, vocab=self.vocab, context=self.context)
         if self._version is None:
             raise SourceError("local: it has no weights yet; publish a version before asking for completions")
@@ -90,15 +89,22 @@ class LocalSource(InProcessSource):
             samples.append(Sample(request.task, sequence.index, list(request.prompt), *parts))
         return samples
 
+    async def publish(self, weights: NamedWeights, version: int) -> None:
+        refuse_closed(self._closed, "local")
+        self._version = version
+
+    async def version(self) -> int | None:
+        return self._version
+
     async def close(self) -> None:
-        await super().close()
+        self._closed = True
         if self._engine is not None and not self._engine.done():
             self._engine.cancel()
             await asyncio.gather(self._engine, return_exceptions=True)
         self._fail(SourceError("local: the source was closed while completions were under way"))
 
     async def _run(self) -> None:
-        """Draw tokens until no request is left."""
+        """Draw a token of every sequence of the batch, again and again, until no request is left."""
         queue: list[DecodeSequence] = []
         batch: ContinuousBatch | StaticBatch | None = None
         read_version = self._version
@@ -122,7 +128,18 @@ class LocalSource(InProcessSource):
                 joining, queue = queue[:count], queue[count:]
                 read_version = self._version
                 assert read_version is not None
-                self._advance(batch, joining, read_version)
+                with self.runner.inference():
+                    states = [batch.step()] if batch.sequences else []
+                    states += [batch.join(joining)] if joining else []
+                    uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
+                    sampling = [sequence.sampling for sequence in batch.sequences]
+                    tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
+                for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+                    if not logprob > float("-inf"):
+                        raise SourceError(
+                            f"generate: the weights of version {read_version} give log-probs of {logprob}; look for NaN"
+                        )
+                    sequence.append(token, logprob, read_version)
                 for done, sequences in self._awaited.items():
                     if not done.done() and all(sequence.finish is not None for sequence in sequences):
                         done.set_result(None)
@@ -130,21 +147,6 @@ class LocalSource(InProcessSource):
             self._fail(SourceError(f"local: too many sequences at once for this device; lower cache_bytes ({error})"))
         except Exception as error:
             self._fail(error)
-
-    def _advance(self, batch: ContinuousBatch | StaticBatch, joining: Sequence[DecodeSequence], version: int) -> None:
-        """Append a token to every sequence of the batch, and the first one to those that join."""
-        with self.runner.inference():
-            states = [batch.step()] if batch.sequences else []
-            states += [batch.join(joining)] if joining else []
-            uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
-            sampling = [sequence.sampling for sequence in batch.sequences]
-            tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
-        for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            if not logprob > float("-inf"):
-                raise SourceError(
-                    f"generate: the weights of version {version} give log-probs of {logprob}; look for NaN"
-                )
-            sequence.append(token, logprob, version)
 
     def _fail(self, error: Exception) -> None:
         self._arrived.clear()
@@ -168,7 +170,7 @@ class DetachedSource(LocalSource):
 
     @torch.no_grad()
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        self._check_open()
+        refuse_closed(self._closed, "local")
         plain: Any = self.policy.plain
         parameters = plain.state_dict()
         for name, tensor in check_weights(weights, plain, "detached"):

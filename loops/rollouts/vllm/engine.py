@@ -10,7 +10,7 @@ from typing import Any, Literal
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..sample import Request, Sample
-from ..source import InProcessSource, NamedWeights, SourceError
+from ..source import NamedWeights, SourceError, refuse_closed
 from . import plugin
 from .client import Rejected
 from .launch import SHARE
@@ -65,7 +65,7 @@ def start_engine(
     )
 
 
-class VLLMEngine(InProcessSource):
+class VLLMEngine:
     """vLLM's engine, which this process takes a step of at a time; weights change between two steps.
 
     Args:
@@ -75,7 +75,6 @@ class VLLMEngine(InProcessSource):
         sleep: give the memory back while there is nothing to complete; the engine must have been started so.
     """
 
-    name = "vllm"
     overlaps = stored = False  # trainer and engine share one device
 
     def __init__(
@@ -96,27 +95,27 @@ class VLLMEngine(InProcessSource):
         self.tokenizer = tokenizer
         self.vocab = max(config.get_text_config().vocab_size, len(tokenizer))
         self.context: int = llm.model_config.max_model_len
-        self._sleep, self._asleep = sleep, False
+        self._sleep, self._asleep, self._closed = sleep, False, False
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._running = asyncio.Event()
         self._running.set()
         self._driver: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
-        self._check_open()
+        refuse_closed(self._closed, "vllm")
         return await sample_each(self._complete, request, vocab=self.vocab, context=self.context)
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        self._check_open()
+        refuse_closed(self._closed, "vllm")
         await self._updates.publish(self, self._check_weights(weights), version)
 
     async def version(self) -> int | None:
-        self._check_open()
+        refuse_closed(self._closed, "vllm")
         return await self._updates.version(self)
 
     async def close(self) -> None:
         """Give up what is under way. The engine stays, and may be given to another source."""
-        await super().close()
+        self._closed = True
         self._fail(SourceError("vllm: the source was closed while completions were under way"))
         if self._driver is not None:
             self._driver.cancel()

@@ -61,7 +61,7 @@ def test_a_server_that_runs_is_given_the_weights_of_each_step_and_its_answers_ar
     assert {logprob for sample in samples for logprob in sample["logprobs"]} == {-1.0}  # what the stand-in says
 
 
-@pytest.mark.parametrize("form", [",".join, list])
+@pytest.mark.parametrize("form", [", ".join, list], ids=["with commas", "a list"])
 def test_several_servers_share_the_requests_and_all_have_the_weights(form, fake, fields):
     other = Fake(fake.tokenizer)
     try:

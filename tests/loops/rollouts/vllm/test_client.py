@@ -778,21 +778,23 @@ class TestAdapters:
 class TestServers:
     @pytest.fixture
     def pair(self, model, fake):
-        """Two servers, each with the first tokens of the seeds that it was asked for."""
-        fakes = [fake, Fake(model.tokenizer)]
-        for each in fakes:
-            each.asked, usual = [], each.do_inference_v1_generate
-            each.do_inference_v1_generate = lambda body, each=each, usual=usual: (
-                each.asked.append(body["token_ids"]),
-                time.sleep(0.02),
-                usual(body),
-            )[-1]
+        """Two servers, each with the prompts that it was asked to continue."""
+        fakes = [self.counting(fake), self.counting(Fake(model.tokenizer))]
         yield fakes
         fakes[1].close()
 
+    def counting(self, fake):
+        fake.asked, usual = [], fake.do_inference_v1_generate
+        fake.do_inference_v1_generate = lambda body: (
+            fake.asked.append(body["token_ids"]),
+            time.sleep(0.02),
+            usual(body),
+        )[-1]
+        return fake
+
     @pytest.fixture
     def source(self, connect, pair):
-        source = VLLMServers([connect(url=each.url) for each in pair])
+        source = VLLMServers([connect(url=each.url, patience=30.0) for each in pair])
         for each in pair:
             each.asked.clear()  # as it was met
         return source
@@ -833,36 +835,36 @@ class TestServers:
             await source.publish(weights(), 1)
             pair[0].odd["/inference/v1/generate"] = lambda body: (None, 0)  # drops the connection
             samples = await asyncio.gather(*(source.sample(self.group(task)) for task in range(4)))
-            assert [len(group) for group in samples] == [4] * 4 and {prompt[1] for prompt in pair[1].asked} == {
-                0,
-                1,
-                2,
-                3,
-            }
+            assert [len(group) for group in samples] == [4] * 4
+            assert {prompt[1] for prompt in pair[1].asked} == set(range(4))
             (line,) = [record.getMessage() for record in caplog.records if "go on without it" in record.getMessage()]
             assert pair[0].url in line and "1 of 2 servers go on without it" in line
             pair[0].close()
             assert await source.version() == 1
             await source.publish(weights(), 2)
             await source.sample(self.group(5))
-            revived.append(Fake(model.tokenizer, pair[0].port))
+            revived.append(self.counting(Fake(model.tokenizer, pair[0].port)))
             assert await source.version() == 2
             await source.publish(weights(), 3)
             await asyncio.gather(*(source.sample(self.group(task)) for task in range(4)))
             assert all(label.startswith("3@") for label in (revived[0].label, pair[1].label))
+            assert [5, 0] in revived[0].asked
 
         try:
             asyncio.run(run())
             assert len([path for path, _ in revived[0].calls if path == "/finish_weight_update"]) == 1
         finally:
-            revived[0].close()
+            for server in revived:
+                server.close()
 
     def test_without_any_server_they_are_lost_and_what_none_will_do_is_not_tried_on_the_other(self, source, pair):
         asyncio.run(source.publish(weights(), 1))
+        asked = set()
         for each in pair:
-            each.odd["/inference/v1/generate"] = lambda body: error(400, "it is cursed")
-        with pytest.raises(Rejected, match="answered 400: it is cursed"):
+            each.odd["/inference/v1/generate"] = lambda body, url=each.url: (asked.add(url), error(400, "cursed"))[1]
+        with pytest.raises(Rejected, match="answered 400: cursed"):
             asyncio.run(source.sample(self.group(0)))
+        assert len(asked) == 1
         for each in pair:
             each.odd["/inference/v1/generate"] = lambda body: (None, 0)
         with pytest.raises(SourceLost, match="can't be reached, or died"):
