@@ -103,6 +103,8 @@ def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = Non
                     merged = dict(named_weights(model))
                 del merged
     memory = Counter({label: size for label, size in simulation.peak.items() if size > 0})
+    if config.quantize is not None:
+        _count_quantized(memory, model.plain, config.quantize)
     if ranks > 1 and model.mesh is None:
         memory["DDP buckets"] = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     return Rehearsal(
@@ -164,6 +166,19 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
             with simulation.labeled("sampling"):
                 draw(source.runner.logits(batch.step()), [0.5] * count, [sampling] * count)
         del others
+
+
+def _count_quantized(memory: Counter[str], plain: Any, quantize: str) -> None:
+    """Weights of the linear layers, which were simulated whole, as bitsandbytes holds them: 4 bits and a float32 for
+    each 64, or 8 bits and a float32 for each row; the one that computes is whole."""
+    layers = [each for each in plain.modules() if isinstance(each, torch.nn.Linear)]
+    frozen = [
+        each.weight for each in layers if not each.weight.requires_grad and each is not plain.get_output_embeddings()
+    ]
+    for weight in frozen:
+        kept = weight.numel() * (1 / 2 + 4 / 64) if quantize == "4bit" else weight.numel() + 4 * len(weight)
+        memory["weights, frozen"] -= weight.numel() * weight.element_size() - int(kept)
+    memory["dequantized weight"] = max((weight.numel() * weight.element_size() for weight in frozen), default=0)
 
 
 def _completion(config: Any) -> int:

@@ -39,6 +39,7 @@ MORE = {
     "sft, selective": ("sft", "texts", {"gradient_checkpointing": "selective"}),
     "dpo, precomputed, padded": ("dpo", "pairs", {"reference": "precompute", "layout": "padded"}),
     "dpo, LoRA": ("dpo", "pairs", {**BFLOAT16, "lora": {"r": 8}}),
+    "sft, QLoRA": ("sft", "texts", {**BFLOAT16, "lora": {"r": 8}, "quantize": "4bit"}),
     "kto": ("kto", "marked", {}),
     "reward": ("reward", "pairs", {}),
     "grpo, ahead": ("grpo", "prompts", {**ONLINE, "group_size": 4, "max_staleness": 1}),
