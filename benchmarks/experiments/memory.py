@@ -113,8 +113,7 @@ def compare(recipe: str, values: dict[str, Any]) -> dict[str, float]:
         "predicted": float(planned.total),
         "measured": float(measured),
         "error": planned.total / measured - 1,
-        "bytes per parameter": (2 * trained + frozen + state)
-        / (planned.parameters - planned.trained * (frozen > trained)),
+        "bytes per parameter": (2 * trained + frozen + state) / parameters,
         **parts,
     }
 

@@ -1,7 +1,6 @@
 """`burnish plan`: the memory of a run is known without a weight, and nothing of it is left behind."""
 
 import dataclasses
-import json
 import os
 
 import pytest
@@ -109,19 +108,13 @@ def test_the_predicted_peak_is_within_15_percent_of_what_the_allocator_counts(ru
     assert within_15_percent(*RUNS[run], settings)
 
 
-def be_rank(recipe, fields):
-    """On one of two ranks."""
-    measured = measured_peak(*configured(recipe, fields))
-    print("measured", json.dumps(measured))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("run", SHARDED)
 def test_the_predicted_peak_of_a_rank_is_within_15_percent_where_the_model_is_in_shards(run, values):
     recipe, kind, fields = SHARDED[run]
     fields = values(kind, **fields, parallel={"dp_shard_size": 2})
     predicted = plan(*configured(recipe, fields)).total
-    for status, printed in run_forked(2, __name__, recipe, fields):
+    for status, printed in run_forked(2, "measured", recipe, fields):
         assert status == 0, printed
         measured = int(printed.rpartition("measured ")[2].split()[0])
         assert predicted == pytest.approx(measured, rel=0.15)
