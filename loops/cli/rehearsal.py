@@ -139,7 +139,8 @@ def _begin(simulation: Simulation, training: Training, trained: Sequence[Any]) -
 def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int) -> None:
     """Draw the last token of as many completions as are read together, those to so many prompts at most."""
     config, source = feed.config, vars(feed.scheduler)["source"]
-    source = source if hasattr(source, "runner") else getattr(source, "source", None)  # that of conversations
+    if not hasattr(source, "runner"):  # of conversations, or a server
+        source = vars(source).get("source")
     if not hasattr(source, "runner"):
         return
     if source.policy is not feed.context.model:
