@@ -11,6 +11,8 @@ end. The runs that are measured take all prompts in each rollout, sample at a te
 ends, and have a reward that differs from completion to completion: where it does not, there is no gradient, so no step
 is taken, and AdamW has no state.
 
+``bytes per parameter`` of the model are those of its weights, their gradients and the optimizer's state.
+
 Every run is a process of its own: the model, or a random one of --width and --layers with its tokenizer.
 """
 
@@ -48,6 +50,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft, gradient checkpointing": ("sft", _RECOMPUTED),
     "sft, bfloat16": ("sft", _BFLOAT16),
     "sft, bfloat16 weights, 8-bit AdamW": ("sft", _BFLOAT16 | {"weights_dtype": "bfloat16"} | _SMALL),
+    "sft, QLoRA, bfloat16, gradient checkpointing": ("sft", _LORA | _BFLOAT16 | _RECOMPUTED | {"quantize": "4bit"}),
     "sft, LoRA, bfloat16, gradient checkpointing": ("sft", _LORA | _BFLOAT16 | _RECOMPUTED),
     "dpo": ("dpo", {}),
     "dpo, bfloat16, gradient checkpointing": ("dpo", _BFLOAT16 | _RECOMPUTED),
@@ -103,8 +106,16 @@ def compare(recipe: str, values: dict[str, Any]) -> dict[str, float]:
     planned = plan(function, config)
     measured = measured_peak(function, config)
     parts = {f"predicted {label}": float(size) for label, size in planned.memory.most_common()}
-    error = planned.total / measured - 1
-    return {"predicted": float(planned.total), "measured": float(measured), "error": error, **parts}
+    trained, frozen, state = (planned.memory[label] for label in ("weights, trained", "weights, frozen", "optimizer"))
+    # Adapters are no parameters of the model.
+    parameters = planned.parameters - (planned.trained if frozen > trained else 0)
+    return {
+        "predicted": float(planned.total),
+        "measured": float(measured),
+        "error": planned.total / measured - 1,
+        "bytes per parameter": (2 * trained + frozen + state) / parameters,
+        **parts,
+    }
 
 
 def random_model(directory: Path, tokenizer: str, width: int, layers: int) -> Path:

@@ -13,19 +13,9 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Do everything of a run that comes before its first step, but on models without weights: read the configuration and the
 data, encode it, find rewards, teacher and environment. Then simulate a step from shapes alone, and print the memory of
-each rank at its peak, tokens, and time. Nothing is left in the run directory; encoded data stays in the cache of
+each rank at its peak. Nothing is left in the run directory; encoded data stays in the cache of
 datasets, where the run finds it. `burnish <recipe> --dry_run` is the same."""
 
-# Bytes, and dense bfloat16 operations per second, of the makers' data sheets.
-GPUS = {
-    "A100-40GB": (40e9, 312e12),
-    "A100": (80e9, 312e12),
-    "L40S": (48e9, 362e12),
-    "H100": (80e9, 989e12),
-    "H200": (141e9, 989e12),
-    "B200": (180e9, 2250e12),
-    "MI300X": (192e9, 1307e12),
-}
 CONTEXT = 1_000_000_000  # bytes that CUDA, its libraries and NCCL take on a GPU before any tensor is there
 USABLE = 0.95  # of the rest; fragments between allocations take some
 _KEPT = 4 << 30  # logits that the head keeps on a GPU: a thirty-second of its memory, at most these
@@ -33,33 +23,23 @@ _KEPT = 4 << 30  # logits that the head keeps on a GPU: a thirty-second of its m
 
 @dataclasses.dataclass(frozen=True)
 class Gpus:
-    """Number and kind of the GPUs of a run.
-
-    Attributes:
-        capacity: bytes of each.
-        flops: operations per second of each; None where they are unknown.
-    """
+    """Number of the GPUs of a run, and bytes of each."""
 
     count: int
     capacity: int
-    flops: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Gpus":
-        """Read ``8x80GB``, ``8xH100`` or ``H100``.
+        """Read ``8x80GB``, ``24GiB``.
 
         Raises:
-            ValueError: with what can be written.
+            ValueError: if it is something else.
         """
-        count, _, kind = text.rpartition("x") if re.match(r"\d+x", text) else ("1", "", text)
-        known = {name.upper(): values for name, values in GPUS.items()}
-        size = re.fullmatch(r"(\d+(?:\.\d+)?)(GB|GIB|G)", kind.upper())
-        if int(count) < 1 or (kind.upper() not in known and (size is None or not float(size[1]))):
-            raise ValueError(f"gpus: wanted such as 8x80GB or 8xH100, with one of {', '.join(GPUS)}; got {text!r}")
+        size = re.fullmatch(r"(?:([1-9]\d*)x)?(\d*[1-9]\d*(?:\.\d+)?)(GB|GiB)", text, re.IGNORECASE)
         if size is None:
-            capacity, flops = known[kind.upper()]
-            return cls(int(count), int(capacity), flops)
-        return cls(int(count), int(float(size[1]) * (1 << 30 if size[2] == "GIB" else 10**9)))
+            raise ValueError(f"gpus: wanted number and memory, such as 8x80GB, got {text!r}")
+        unit = 1 << 30 if size[3].lower() == "gib" else 10**9
+        return cls(int(size[1] or 1), int(float(size[2]) * unit))
 
     @property
     def usable(self) -> float:
@@ -69,16 +49,10 @@ class Gpus:
 
 def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of a plan, and the arguments that are the recipe's."""
-    parser = argparse.ArgumentParser(
-        prog="burnish plan",
-        usage="burnish plan <recipe> [--config file.yaml] [--any.field value] [--gpus 8x80GB]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--gpus", help="number and kind, such as 8x80GB or 8xH100; those there are, unless given")
-    parser.add_argument("--flops", type=float, help="operations per second of a GPU at its best; known for some kinds")
-    parser.add_argument("--utilization", type=float, default=0.4, help="share of them that training reaches (0.4)")
+    usage = "burnish plan <recipe> [--config file.yaml] [--any.field value] [--gpus 8x80GB]"
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("burnish plan", usage, _DESCRIPTION, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("--gpus", help="number and memory, such as 8x80GB; those there are, unless given")
     parser.add_argument("--dry_run", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_known_args(arguments)
 
@@ -97,17 +71,20 @@ def print_plan(recipe: Callable[[Any], Any], config: Any, options: argparse.Name
     if gpus is None and torch.cuda.is_available():
         gpus = Gpus(_started(config), torch.cuda.get_device_properties(0).total_memory)
     planned = plan(recipe, config, gpus)
-    flops = options.flops or (gpus.flops if gpus else None)
-    print(table(planned, flops and flops * options.utilization))
-    if gpus is None or planned.total <= gpus.usable:
-        print("" if gpus is None else f"It fits: {_gb(gpus.usable)} GB of {_gb(gpus.capacity)} can be used.")
+    print(table(planned))
+    if gpus is None:
         return True
-    print(f"It does NOT FIT: {_gb(gpus.usable)} GB of {_gb(gpus.capacity)} can be used. Each of these would change it:")
-    for setting, changed in alternatives(config, gpus):
-        other = plan(recipe, changed, gpus)
-        verdict = "fits" if other.total <= gpus.usable else "does not fit"
-        print(f"  --{setting:30} {_gb(planned.total - other.total)} GB less, {_gb(other.total)} GB: {verdict}")
-    return False
+    fits, room = planned.total <= gpus.usable, f"{_gb(gpus.usable)} GB of {_gb(gpus.capacity)} can be used."
+    print(f"It fits: {room}" if fits else f"It does NOT FIT: {room} Each of these would change it:")
+    for setting, changed in () if fits else alternatives(config, gpus):
+        try:
+            total = plan(recipe, changed, gpus).total
+        except ValueError as error:
+            print(f"  --{setting:30} {error}")
+        else:
+            verdict = "fits" if total <= gpus.usable else "does not fit"
+            print(f"  --{setting:30} {_gb(planned.total - total)} GB less, {_gb(total)} GB: {verdict}")
+    return fits
 
 
 def plan(recipe: Callable[[Any], Any], config: Any, gpus: Gpus | None = None) -> "Rehearsal":
@@ -160,24 +137,14 @@ def alternatives(config: Any, gpus: Gpus) -> Iterator[tuple[str, Any]]:
         yield f"{name} {str(value).lower() if value is True else value}", changed
 
 
-def table(planned: "Rehearsal", flops: float | None) -> str:
-    """Plain text: the run, and the memory of a rank by what it is for.
-
-    Args:
-        flops: operations per second that training reaches.
-    """
+def table(planned: "Rehearsal") -> str:
+    """Plain text: the run, and the memory of a rank by what it is for."""
     batches = f"{planned.micro_batches} micro-batches" if planned.micro_batches > 1 else "one micro-batch"
     lines = [
         f"parameters     {planned.parameters:,}, {planned.trained:,} of them trained; rows are {planned.layout}",
         f"steps          {planned.steps:,} of {planned.tokens:,.0f} tokens, on {planned.ranks} "
         f"rank{'s' * (planned.ranks > 1)}, {batches} each of at most {planned.largest:,} tokens",
     ]
-    if flops:
-        seconds = planned.flops / flops
-        lines.append(
-            f"time           {seconds:.3g} s a step, {seconds * planned.steps / 3600:.3g} h in all, without sampling, "
-            f"at {flops / 1e12:.4g} TFLOP/s"
-        )
     lines += ["", "memory of a rank at its peak, GB"]
     lines += [f"  {label:30}{_gb(size):>9}" for label, size in planned.memory.most_common() if size >= 5e5]
     return "\n".join([*lines, f"  {'total':30}{_gb(planned.total):>9}"])

@@ -1,8 +1,8 @@
 """A dry run: everything up to the first step is done, on models without values, and one step of one rank is simulated.
 
-The library's own code does it, but for a few functions (`_STAND_INS`) that need values, a server or other ranks.
+The library's own code does it, but for a few functions (`_stand_ins`) that need values, a server or other ranks.
 
-    DDP        `prepare` leaves it out; its buckets are as large as the gradient, which is copied into them to be summed
+    DDP        its buckets are as large as the gradient, which is copied into them to be summed
     sharding   is what it is in a run, in a process group whose other ranks are not there
 """
 
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,11 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ..batch import Batch
 from ..models.io import named_weights
 from ..models.simulation import Simulation
-from ..rl import sources
 from ..rl.feed import RolloutFeed
 from ..rollouts.local.decode import DecodeSequence, draw
 from ..rollouts.sample import Request, Sample, VersionSpan
-from ..runs.feed import Feed
 from ..runs.training import Training
 from ..train.step import train_step
 
@@ -41,14 +40,12 @@ class Rehearsal:
 
     Attributes:
         memory: bytes at the peak of training, by what they are for.
-        flops: of one step, on one rank.
         tokens: that a step computes over all ranks, prompts that are read once counted once.
         micro_batches: of one rank in a step, the most of those that were looked at.
         largest: tokens of the micro-batch that was simulated.
     """
 
     memory: Counter[str]
-    flops: float
     tokens: float
     micro_batches: int
     largest: int
@@ -63,8 +60,8 @@ class Rehearsal:
         return self.memory.total()
 
 
-def rehearse(recipe: Callable[[Any], Any], config: Any, *, ranks: int = 1, capacity: int | None = None) -> Rehearsal:
-    """Open a run without reading weights, and simulate its largest step among the first ones.
+def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = None) -> Rehearsal:
+    """Open a run without reading weights, and simulate the largest of its first steps.
 
     Args:
         recipe: such as `run_dpo`, with its configuration.
@@ -74,65 +71,47 @@ def rehearse(recipe: Callable[[Any], Any], config: Any, *, ranks: int = 1, capac
     Raises:
         ValueError: what the recipe raises before its first step.
     """
-    fewer = _fewer_prompts(config, ranks)
-    with _ranks(ranks), Simulation() as simulation, _stand_ins(simulation, capacity) as opened:
-        training: Training = recipe.__wrapped__(fewer)  # type: ignore[attr-defined]
-        rehearsal = _simulate(simulation, training, opened, config)
-    scale = getattr(config, "prompts_per_rollout", 1) / getattr(fewer, "prompts_per_rollout", 1)
-    return replace(rehearsal, tokens=rehearsal.tokens * scale, flops=rehearsal.flops * scale)
-
-
-def _simulate(simulation: Simulation, training: Training, opened: "list[LongestCompletions]", config: Any) -> Rehearsal:
-    context, feed = training.context, training.feed
-    accelerator, model, ranks = context.accelerator, context.model, context.accelerator.num_processes
-    policy, optimizer = training.state["policy"], training.state["parts"]["optimizer"]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for tensor in [*model.parameters(), *model.buffers()]:
-        simulation.relabel(tensor, "weights, trained" if tensor.requires_grad else "weights, frozen")
-    for label in ("others", f"weights of {context.config.model}"):  # a copy; where it is sharded, read once more
-        simulation.rename(label, "reference")
-    simulation.forget_peak()
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(lambda leaf: simulation.relabel(leaf.grad, "gradients"))
-    with simulation.labeled("optimizer"):  # its state is there from the second step on
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-    simulation.forget_peak()
-    rollouts = getattr(feed, "rollouts", feed)
-    if isinstance(rollouts, RolloutFeed):
-        prompts = sorted(context.data["prompt"], key=len, reverse=True)
-        scheduler: Any = rollouts.scheduler
-        scheduler.prompts = lambda task: prompts[task % len(prompts)]
-        for source in opened:
-            source.sample_last_tokens(simulation, prompts[0], -(-config.prompts_per_rollout // ranks))
-    before = simulation.flops
-    with simulation.labeled("activations"):
-        tokens, micro_batches, batch = _largest(feed, model)
-        largest, simulated = _tokens(batch, model.layout), min(micro_batches, 2)
-        train_step(
-            accelerator,
-            policy,
-            optimizer,
-            [batch] * simulated,  # the second one meets the gradient of the first
-            training.objective,
-            training.weightings,
-            max_grad_norm=context.config.max_grad_norm or torch.inf,
-        )
-    if hasattr(model.model, "disable_adapter"):
-        with simulation.labeled("merged weights, to be saved"):
-            merged = dict(named_weights(model))
-        del merged
+    fewer, share = config, 1.0
+    if hasattr(config, "prompts_per_rollout") and config.micro_tokens is not None:
+        # As many prompts as fill two micro-batches of every rank: more of the same follow.
+        of_rank = 2 * -(-config.micro_tokens // (config.group_size * config.max_tokens)) + 1
+        prompts = min(config.prompts_per_rollout, ranks * of_rank * config.minibatches)
+        fewer, share = replace(config, prompts_per_rollout=prompts), prompts / config.prompts_per_rollout
+    with _ranks(ranks), Simulation() as simulation, _stand_ins(simulation, capacity):
+        training: Training = recipe.__wrapped__(fewer)  # a recipe opens a run, and takes its steps
+        with training.resources:
+            context, feed, model = training.context, training.feed, training.context.model
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            _begin(simulation, training, trained)
+            rollouts = getattr(feed, "rollouts", feed)
+            if isinstance(rollouts, RolloutFeed):
+                _sample_last_tokens(simulation, rollouts, -(-config.prompts_per_rollout // ranks))
+            with simulation.labeled("activations"):
+                tokens, micro_batches, batch = _largest(feed, model)
+                simulated = [batch] * min(micro_batches, 2)  # the second one meets the gradient of the first
+                train_step(
+                    context.accelerator,
+                    training.state["policy"],
+                    training.state["parts"]["optimizer"],
+                    simulated,
+                    training.objective,
+                    training.weightings,
+                    max_grad_norm=config.max_grad_norm or torch.inf,
+                )
+            if hasattr(model.model, "disable_adapter"):
+                with simulation.labeled("merged weights, to be saved"):
+                    merged = dict(named_weights(model))
+                del merged
     memory = Counter({label: size for label, size in simulation.peak.items() if size > 0})
+    if config.quantize is not None:
+        _count_quantized(memory, model.plain, config.quantize)
     if ranks > 1 and model.mesh is None:
         memory["DDP buckets"] = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     return Rehearsal(
         memory=memory,
-        flops=(simulation.flops - before) / (simulated * max(largest, 1)) * tokens / ranks,
-        tokens=tokens,
+        tokens=tokens / share,
         micro_batches=micro_batches,
-        largest=largest,
+        largest=_tokens(batch, model),
         steps=feed.steps,
         ranks=ranks,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -141,159 +120,159 @@ def _simulate(simulation: Simulation, training: Training, opened: "list[LongestC
     )
 
 
+def _begin(simulation: Simulation, training: Training, trained: Sequence[Any]) -> None:
+    """Name what is there when training begins, and what the first step leaves to all others."""
+    context, optimizer = training.context, training.state["parts"]["optimizer"]
+    for tensor in [*context.model.parameters(), *context.model.buffers()]:
+        simulation.relabel(tensor, "weights, trained" if tensor.requires_grad else "weights, frozen")
+    for label in ("others", f"weights of {context.config.model}"):  # a copy; where it is sharded, read once more
+        simulation.rename(label, "reference")
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(lambda leaf: simulation.relabel(leaf.grad, "gradients"))
+        parameter.grad = torch.zeros_like(parameter)
+    with simulation.labeled("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+    simulation.peak = simulation.live.copy()
+
+
+def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int) -> None:
+    """Draw the last token of as many completions as are read together, those to so many prompts at most."""
+    config, source = feed.config, vars(feed.scheduler)["source"]
+    if not hasattr(source, "runner"):  # of conversations, or a server
+        source = vars(source).get("source")
+    if not hasattr(source, "runner"):
+        return
+    if source.policy is not feed.context.model:
+        for tensor in source.policy.parameters():
+            simulation.relabel(tensor, "copy that samples")
+    prompt, sampling = (
+        max(feed.context.data["prompt"], key=len),
+        replace(config.sampling, max_tokens=_completion(config)),
+    )
+    longest = len(prompt) + sampling.max_tokens
+    with simulation.labeled("keys and values"):
+        batch = source._make_batch(longest)
+        together = max(1, min(batch.fit(longest), prompts * config.group_size))
+        some = range(max(1, min(together, _READ // longest)))
+        sequences = [DecodeSequence(Request(task, tuple(prompt), [0], sampling, key=0), 0) for task in some]
+        for sequence in sequences:
+            sequence.tokens = [0] * (sampling.max_tokens - 1)
+        before = simulation.live["keys and values"]
+        with source.runner.inference():
+            batch.join(sequences[: batch.admit(sequences)])
+            count = len(batch.sequences)
+            one = (simulation.live["keys and values"] - before) // count
+            others = torch.empty((together - count) * one, dtype=torch.uint8)
+            with simulation.labeled("sampling"):
+                draw(source.runner.logits(batch.step()), [0.5] * count, [sampling] * count)
+        del others
+
+
+def _count_quantized(memory: Counter[str], plain: Any, quantize: str) -> None:
+    """Weights of the linear layers, which were simulated whole, as bitsandbytes holds them: 4 bits and a float32 for
+    each 64, or 8 bits and a float32 for each row; the one that computes is whole."""
+    layers = [each for each in plain.modules() if isinstance(each, torch.nn.Linear)]
+    frozen = [
+        each.weight for each in layers if not each.weight.requires_grad and each is not plain.get_output_embeddings()
+    ]
+    for weight in frozen:
+        kept = weight.numel() * (1 / 2 + 4 / 64) if quantize == "4bit" else weight.numel() + 4 * len(weight)
+        memory["weights, frozen"] -= weight.numel() * weight.element_size() - int(kept)
+    memory["dequantized weight"] = max((weight.numel() * weight.element_size() for weight in frozen), default=0)
+
+
+def _completion(config: Any) -> int:
+    """Tokens of the longest completion, or conversation."""
+    return int(config.max_tokens if config.environment is None else config.limits.tokens)
+
+
 def _largest(feed: Any, model: Any) -> tuple[float, int, Batch]:
     """Tokens of a step over all ranks, micro-batches of a rank, and the micro-batch that needs most memory."""
-    if not isinstance(feed, Feed) or not hasattr(feed.batches, "lengths"):
-        # Of distillation some steps train on completions of the student, the others on the data.
-        steps = sorted({0, *list(getattr(feed, "rollout_of", ()))[:1]})
-        of_steps = [feed(step) for step in steps]
-        batch = max((batch for batches in of_steps for batch in batches), key=lambda b: _tokens(b, model.layout))
-        tokens = sum(_tokens(batch, model.layout) for batch in of_steps[-1])
-        return float(tokens * PartialState().num_processes), max(map(len, of_steps)), batch
-    lengths, width = feed.batches.lengths, model.plain.config.get_text_config().hidden_size
+    if hasattr(getattr(feed, "batches", None), "lengths"):
+        lengths, width = feed.batches.lengths, model.plain.config.get_text_config().hidden_size
 
-    def memory(indices: Sequence[int]) -> int:  # some 20 values of hidden size per token and layer, and a mask
-        tokens, longest = int(lengths[indices].sum()), int(lengths[indices].max(initial=0))
-        return tokens * (20 * int(width) + longest)
+        def memory(indices: Sequence[int]) -> int:  # some 20 values of hidden size per token and layer, and a mask
+            return int(lengths[indices].sum()) * (20 * int(width) + int(lengths[indices].max(initial=0)))
 
-    some = range(0, feed.steps, -(-feed.steps // _STEPS))
-    plans = {step: feed.batches.plan(step) for step in some}
-    of_all = ((memory(micro), step, rank) for step in some for rank, part in enumerate(plans[step]) for micro in part)
-    _, step, feed.rank = max(of_all)
-    batch = max(feed(step), key=lambda batch: _tokens(batch, model.layout))
-    mean = sum(int(lengths[feed.batches.indices(step)].sum()) for step in some) / len(some)
-    return mean, max(len(plan[0]) for plan in plans.values()), batch
+        some = range(0, feed.steps, -(-feed.steps // _STEPS))
+        plans = {step: feed.batches.plan(step) for step in some}
+        _, step, feed.rank = max(
+            (max(map(memory, part)), step, r) for step in some for r, part in enumerate(plans[step])
+        )
+        mean = sum(int(lengths[feed.batches.indices(step)].sum()) for step in some) / len(some)
+        return mean, max(len(plan[0]) for plan in plans.values()), max(feed(step), key=lambda b: _tokens(b, model))
+    # Of distillation some steps train on completions of the student, the others on the data.
+    of_steps = [feed(step) for step in sorted({0, *list(getattr(feed, "rollout_of", ()))[:1]})]
+    batch = max((batch for batches in of_steps for batch in batches), key=lambda b: _tokens(b, model))
+    tokens = sum(_tokens(batch, model) for batch in of_steps[-1])
+    return float(tokens * PartialState().num_processes), max(map(len, of_steps)), batch
 
 
-def _tokens(batch: Batch, layout: str) -> int:
-    return sum(
-        len(example.prompt) * (1 if layout == "shared" else len(example.completions))
-        + sum(map(len, example.completions))
-        for example in batch.examples
-    )
-
-
-def _fewer_prompts(config: Any, ranks: int) -> Any:
-    """With as many prompts as fill two micro-batches of every rank: of a rollout, more of the same follow."""
-    if not hasattr(config, "prompts_per_rollout") or config.micro_tokens is None:
-        return config
-    of_rank = 2 * -(-config.micro_tokens // (config.group_size * config.max_tokens)) + 1
-    return replace(config, prompts_per_rollout=min(config.prompts_per_rollout, ranks * of_rank * config.minibatches))
-
-
-class LongestCompletions:
-    """A `RolloutSource` of completions that never end by themselves.
-
-    Args:
-        source: that would sample, if it is in this process.
-    """
-
-    overlaps, stored = True, False
-
-    def __init__(self, config: Any, run: Any, source: Any = None) -> None:
-        self.config, self.source = config, source
-        self.context = getattr(run.model.plain.config.get_text_config(), "max_position_embeddings", None)
-        self._version: int | None = None
-
-    async def sample(self, request: Request) -> list[Sample]:
-        assert self._version is not None
-        length = request.sampling.max_tokens if self.config.environment is None else self.config.limits.tokens
-        spans, prompt = [VersionSpan(self._version, 0, length)], list(request.prompt)
-        tokens, trained, logprobs = [0] * length, [True] * length, [0.0] * length
-        return [
-            Sample(request.task, i, prompt, tokens, trained, logprobs, spans, "stop", text=" ") for i in request.indices
-        ]
-
-    async def publish(self, weights: Any, version: int) -> None:
-        self._version = version
-
-    async def version(self) -> int | None:
-        return self._version
-
-    async def close(self) -> None: ...
-
-    def sample_last_tokens(self, simulation: Simulation, prompt: Sequence[int], prompts: int) -> None:
-        """Draw the last token of as many completions as are read together, those to so many prompts at most."""
-        if self.source is None:
-            return
-        sampling, runner = self.config.sampling, self.source.runner
-        if self.config.environment is not None:
-            sampling = replace(sampling, max_tokens=self.config.limits.tokens)
-        longest = len(prompt) + sampling.max_tokens
-        with simulation.labeled("keys and values"):
-            batch = self.source._make_batch(longest)
-            together = max(1, min(batch.fit(longest), prompts * self.config.group_size))
-            sequences = [
-                DecodeSequence(Request(task, tuple(prompt), [0], sampling, key=0), 0)
-                for task in range(max(1, min(together, _READ // longest)))
-            ]
-            for sequence in sequences:
-                sequence.tokens = [0] * (sampling.max_tokens - 1)
-            before = simulation.live["keys and values"]
-            with runner.inference():
-                batch.join(sequences[: batch.admit(sequences)])
-                one = (simulation.live["keys and values"] - before) // len(batch.sequences)
-                others = torch.empty((together - len(batch.sequences)) * one, dtype=torch.uint8)
-                with simulation.labeled("sampling"):
-                    uniform = [0.5] * len(batch.sequences)
-                    draw(runner.logits(batch.step()), uniform, [sampling] * len(batch.sequences))
-            del others
+def _tokens(batch: Batch, model: Any) -> int:
+    reads = [(1 if model.layout == "shared" else len(e.completions), e) for e in batch.examples]
+    return sum(len(e.prompt) * count + sum(map(len, e.completions)) for count, e in reads)
 
 
 @contextmanager
-def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[list[LongestCompletions]]:
-    """Within, a few functions of the library are others; yields the sources that are opened."""
-    opened: list[LongestCompletions] = []
-    open_local = sources.open_local
+def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
+    """Within, a few functions of the library are others."""
 
-    def open_longest(config: Any, run: Any, **options: Any) -> LongestCompletions:
-        with simulation.labeled("copy that samples"):
-            source = open_local(config, run, **options) if config.source == "policy" else None
-        opened.append(LongestCompletions(config, run, source))
-        return opened[-1]
+    def without_server(config: Any, run: Any) -> Any:
+        limit = getattr(run.model.plain.config.get_text_config(), "max_position_embeddings", None)
+        return SimpleNamespace(overlaps=True, stored=False, context=limit, close=_closed)
 
-    def share(device: torch.device) -> int:
-        return (capacity - simulation.live.total()) // 4 if capacity else 2 << 30
-
-    async def score(rewards: Sequence[Any], rows: Sequence[Any], group: list[Sample]) -> None:
-        for sample in group:  # differ within each group, so that every group is trained on
-            sample.rewards = {reward.name: float(sample.index % 2) for reward in rewards}
-
-    stand_ins = {
+    stand_ins: dict[str, Callable[..., Any]] = {
         "runs.ranks._new_group": lambda world, purpose: world,
         "runs.checkpoint.load_newest": lambda *_, **__: 0,
-        "runs.context.stored_tokens": _tokens_to_store,
-        "runs.teacher.stored_tokens": _tokens_to_store,
-        "rollouts.local.source.free_share": share,
-        "rl.sources.open_local": open_longest,
-        "rl.sources.open_source": open_longest,
+        "runs.context.stored_tokens": _store_tokens,
+        "runs.teacher.stored_tokens": _store_tokens,
+        "rollouts.local.source.free_share": lambda device: (
+            (capacity - simulation.live.total()) // 4 if capacity else 2 << 30
+        ),
+        "rollouts.local.probe.objection": lambda plain, probe: None,  # compares values
+        "rl.sources.open_source": without_server,
         "rl.sources.distributed": lambda accelerator, source, *_, **__: (source, None),
-        "rl.context.score_samples": score,
-        "rl.context.MultiTurnSource": lambda source, **_: source,
-        "rl.context.open_sample_log": lambda *_: None,
-        "recipes.distill.open_sample_log": lambda *_: None,
+        "rl.feed.RolloutFeed._take": _take_longest,
         "rl.feed.RolloutFeed._measure": _measure_largest,
     }
     with ExitStack() as stack:
         for name, function in stand_ins.items():
             stack.enter_context(patch(f"{__package__.removesuffix('.cli')}.{name}", function))
-        yield opened
+        yield
 
 
-def _tokens_to_store(path: Any, feed: Feed, compute: Any, accelerator: Any, metadata: Any = None) -> Any:
-    """In place of `stored_tokens`: one micro-batch is computed."""
-    computed = compute(max((feed.batch(indices) for indices in feed.plan(0)[:1]), key=lambda b: len(b.target)))
+async def _closed() -> None: ...
+
+
+def _store_tokens(path: Any, feed: Any, compute: Any, accelerator: Any, metadata: Any = None) -> Any:
+    """In place of `stored_tokens`: its shapes, of what is computed of one micro-batch."""
+    computed = compute(feed.batch(feed.plan(0)[0]))
     lengths = [sum(map(sum, trained)) for trained in feed.dataset["trained"]]
-    zeros = {name: [x.new_zeros(n, *x.shape[1:]) for n in lengths] for name, x in computed.items()}
-    return zeros, metadata or {}
+    return {name: [x.new_zeros(n, *x.shape[1:]) for n in lengths] for name, x in computed.items()}, metadata or {}
+
+
+def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
+    """In place of `RolloutFeed._take`: the longest prompts, and completions that never end by themselves. Their rewards
+    differ within each group, so that every group is trained on."""
+    config, length = feed.config, _completion(feed.config)
+    prompts, spans = sorted(feed.context.data["prompt"], key=len, reverse=True), [VersionSpan(number, 0, length)]
+    tokens, trained, logprobs = [0] * length, [True] * length, [0.0] * length
+
+    def sample(task: int, index: int) -> Sample:
+        rewards = {reward.name: float(index % 2) for reward in feed.context.rewards}
+        prompt = prompts[task % len(prompts)]
+        return Sample(task, index, prompt, tokens, trained, logprobs, spans, "stop", " ", dict(rewards))
+
+    groups = range(config.prompts_per_rollout)
+    return [[sample(task, index) for index in range(config.group_size)] for task in groups], {}
 
 
 def _measure_largest(feed: RolloutFeed, rollout: Any, measure: Callable[[Batch], Any]) -> None:
     """In place of `RolloutFeed._measure`: the largest micro-batch is computed."""
-    model, accelerator = feed.context.model, feed.context.accelerator
-    batches = rollout.micro_batches(feed.config.micro_tokens, **feed.batching)
-    with torch.no_grad(), accelerator.autocast():
-        columns = measure(max(batches, key=lambda batch: _tokens(batch, model.layout)))
+    model, batches = feed.context.model, rollout.micro_batches(feed.config.micro_tokens, **feed.batching)
+    with torch.no_grad(), feed.context.accelerator.autocast():
+        columns = measure(max(batches, key=lambda batch: _tokens(batch, model)))
     for name, column in columns.items():
         rollout[name] = column.new_zeros(len(rollout.sequence), *column.shape[1:])
 
@@ -305,7 +284,7 @@ def _ranks(count: int) -> Iterator[None]:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             os.environ.pop(name, None)
         AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState(cpu=True).num_processes = count
+        PartialState(cpu=True).num_processes = count  # no distributed type, so Accelerate wraps and sends nothing
         os.environ |= {"RANK": "0", "WORLD_SIZE": str(count), "LOCAL_RANK": "0"}
         if count > 1:
             dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())

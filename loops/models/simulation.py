@@ -23,7 +23,6 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
@@ -44,12 +43,11 @@ class Simulation(TorchDispatchMode):
         label: of what is allocated from now on; `labeled` changes it for a while.
         live: bytes of all tensors by label.
         peak: a copy of it when their sum was highest.
-        flops: floating-point operations of matrix products, attention and heads so far.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.label, self.flops = "others", 0
+        self.label = "others"
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -60,23 +58,18 @@ class Simulation(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
-            """FSDP lets go of gathered weights so."""
-            address = storage._cdata
             resize(storage, size)
-            if address in self._storages:
-                reference, before, label = self._storages[address]
-                self._storages[address] = reference, size, "gathered weights"
-                self._add(label, -before)
-                self._add("gathered weights", size)
+            if storage._cdata in self._storages:  # FSDP lets go of gathered weights so
+                self._set(storage._cdata, "gathered weights", size)
             return storage
 
         for patched in (
             patch.object(transformers.PreTrainedModel, "from_pretrained", classmethod(self._without_weights)),
             patch.object(nn.Module, "_apply", _replace_tensors),
             patch.object(torch.UntypedStorage, "resize_", resized),
+            warnings.catch_warnings(),
         ):
             self._patches.enter_context(patched)
-        self._patches.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which a copy of a model does
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -96,24 +89,14 @@ class Simulation(TorchDispatchMode):
     def relabel(self, tensor: Tensor, label: str) -> None:
         """Count a tensor that exists already under another label."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        self._relabel(local.untyped_storage()._cdata, label)
+        if (address := local.untyped_storage()._cdata) in self._storages:
+            self._set(address, label)
 
     def rename(self, before: str, label: str) -> None:
         """Count all that is counted under one label under another."""
         for address, (_, _, labeled) in self._storages.items():
             if labeled == before:
-                self._relabel(address, label)
-
-    def _relabel(self, address: int, label: str) -> None:
-        if address in self._storages:
-            reference, size, before = self._storages[address]
-            self._storages[address] = reference, size, label
-            self.live[before] -= size
-            self.live[label] += size
-
-    def forget_peak(self) -> None:
-        """Begin anew to look for the highest sum."""
-        self.peak = self.live.copy()
+                self._set(address, label)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet, kwargs = func._overloadpacket, kwargs or {}
@@ -132,7 +115,6 @@ class Simulation(TorchDispatchMode):
             if packet in _INDEXING:
                 args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
             result = func(*args, **kwargs)
-            self.flops += _flops(packet, args, kwargs, result)
         elif _makes_weights(packet, args, kwargs) or _elements(packet, args, tensors) > _LARGE:
             with self._fake:
                 result = func(*args, **kwargs)
@@ -152,15 +134,19 @@ class Simulation(TorchDispatchMode):
             return
 
         def freed(_: Any) -> None:
-            _, size, label = self._storages.pop(address)
-            self._add(label, -size)
+            self._set(address, label, 0)
+            del self._storages[address]
 
-        self._storages[address] = weakref.ref(storage, freed), storage.nbytes(), label
-        self._add(label, storage.nbytes())
+        self._storages[address] = weakref.ref(storage, freed), 0, label
+        self._set(address, label, storage.nbytes())
 
-    def _add(self, label: str, size: int) -> None:
+    def _set(self, address: int, label: str, size: int | None = None) -> None:
+        reference, size_before, before = self._storages[address]
+        size = size_before if size is None else size
+        self._storages[address] = reference, size, label
+        self.live[before] -= size_before
         self.live[label] += size
-        if size > 0 and self.live.total() > self.peak.total():
+        if size > size_before and self.live.total() > self.peak.total():
             self.peak = self.live.copy()
 
     def _without_weights(
@@ -216,16 +202,3 @@ def _elements(packet: Any, args: Any, tensors: list[Tensor]) -> int:
         return prod(shape)
     except RuntimeError:
         return 0
-
-
-def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    if not str(packet).startswith("burnish.linear_"):
-        return 0
-    # A head: one product forward; backward two, and the first once more where its logits were not kept.
-    backward = str(packet).endswith("_backward")
-    hidden, weight = args[4:6] if backward else args[:2]
-    product = 2 * len(hidden) * weight.numel()
-    kept = sum(tensor.numel() for tensor in args[2][:1]) if backward else 0
-    return int(product * 3 - 2 * kept * weight.shape[1] if backward else product)

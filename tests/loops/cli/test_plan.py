@@ -1,7 +1,6 @@
 """`burnish plan`: the memory of a run is known without a weight, and nothing of it is left behind."""
 
 import dataclasses
-import json
 import os
 
 import pytest
@@ -39,6 +38,7 @@ MORE = {
     "sft, selective": ("sft", "texts", {"gradient_checkpointing": "selective"}),
     "dpo, precomputed, padded": ("dpo", "pairs", {"reference": "precompute", "layout": "padded"}),
     "dpo, LoRA": ("dpo", "pairs", {**BFLOAT16, "lora": {"r": 8}}),
+    "sft, QLoRA": ("sft", "texts", {**BFLOAT16, "lora": {"r": 8}, "quantize": "4bit"}),
     "kto": ("kto", "marked", {}),
     "reward": ("reward", "pairs", {}),
     "grpo, ahead": ("grpo", "prompts", {**ONLINE, "group_size": 4, "max_staleness": 1}),
@@ -108,19 +108,13 @@ def test_the_predicted_peak_is_within_15_percent_of_what_the_allocator_counts(ru
     assert within_15_percent(*RUNS[run], settings)
 
 
-def be_rank(recipe, fields):
-    """On one of two ranks."""
-    measured = measured_peak(*configured(recipe, fields))
-    print("measured", json.dumps(measured))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("run", SHARDED)
 def test_the_predicted_peak_of_a_rank_is_within_15_percent_where_the_model_is_in_shards(run, values):
     recipe, kind, fields = SHARDED[run]
     fields = values(kind, **fields, parallel={"dp_shard_size": 2})
     predicted = plan(*configured(recipe, fields)).total
-    for status, printed in run_forked(2, __name__, recipe, fields):
+    for status, printed in run_forked(2, "measured", recipe, fields):
         assert status == 0, printed
         measured = int(printed.rpartition("measured ")[2].split()[0])
         assert predicted == pytest.approx(measured, rel=0.15)
@@ -169,11 +163,7 @@ def test_ranks_share_a_step_and_each_has_buckets_for_the_gradient(settings):
     one, four = plan(function, config, Gpus.parse("1x80GB")), plan(function, config, Gpus.parse("4x80GB"))
     assert four.ranks == 4 and four.tokens == one.tokens
     assert four.micro_batches < one.micro_batches
-    assert four.flops == pytest.approx(one.flops / 4, rel=0.15)
     assert four.memory["DDP buckets"] == 4 * four.trained and "DDP buckets" not in one.memory
-    # Forward and backward of a matrix product take six operations per parameter and token; attention adds a little.
-    dense = 6 * (one.parameters - 258 * 256) * one.tokens
-    assert 0.9 * dense < one.flops < 1.2 * dense
 
 
 def test_sampling_counts_keys_and_values_of_all_that_are_read_together(settings):
@@ -196,7 +186,7 @@ def test_a_run_that_does_not_fit_is_told_what_would_make_it_smaller(flags, capsy
 
 
 def test_alternatives_are_settings_of_the_recipe_that_are_not_set_already(settings):
-    gpus = Gpus.parse("8xH100")
+    gpus = Gpus.parse("8x80GB")
     fields = {"lora": {"r": 8}, "gradient_checkpointing": True, "micro_tokens": 512, "quantize": "4bit", **BFLOAT16}
     assert list(alternatives(settings("sft", "texts", **fields, parallel={"dp_shard_size": 8})[1], gpus)) == []
     _, config = settings("sft", "texts")
@@ -205,13 +195,13 @@ def test_alternatives_are_settings_of_the_recipe_that_are_not_set_already(settin
     assert "parallel.dp_shard_size 8" in dict(alternatives(config, gpus))
 
 
-@pytest.mark.parametrize("words", [["plan", "grpo"], ["grpo", "--dry_run", "--gpus", "H100"]])
+@pytest.mark.parametrize("words", [["plan", "grpo"], ["grpo", "--dry_run", "--gpus", "80GB"]])
 def test_a_dry_run_ends_with_the_account_and_no_directory(words, flags, tmp_path, capsys):
     assert main([*words, *flags("grpo", "prompts"), "--rewards", "{exact_match: 1.0}", "--max_tokens", "8"]) == 0
     printed = capsys.readouterr().out
     assert "24 rows read, 24 kept" in printed and "total" in printed
     assert not (tmp_path / "run").exists()
-    assert ("It fits" in printed) == ("H100" in words)
+    assert ("It fits" in printed) == ("80GB" in words)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +209,7 @@ def test_a_dry_run_ends_with_the_account_and_no_directory(words, flags, tmp_path
     [
         (["--rewards", "{exact_mach: 1.0}"], "exact_match"),
         (["--rewards", "{exact_match: 1.0}", "--max_tokens", "600"], "do not fit the model's context of 512"),
-        (["--rewards", "{exact_match: 1.0}", "--gpus", "many"], "wanted such as 8x80GB"),
+        (["--rewards", "{exact_match: 1.0}", "--gpus", "many"], "wanted number and memory, such as 8x80GB"),
         (["--rewards", "{exact_match: 1.0}", "--gpus", "3x80GB", "--parallel.dp_shard_size", "2"], "must divide"),
         (["--rewards", "{exact_match: 1.0}", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
@@ -233,9 +223,8 @@ def test_a_dry_run_finds_the_mistake_that_would_end_the_run(more, message, flags
 def test_gpus_are_read_with_their_number_and_kind():
     assert Gpus.parse("8x80GB") == Gpus(8, 80 * 10**9)
     assert Gpus.parse("24GiB") == Gpus(1, 24 << 30)
-    assert Gpus.parse("2xh100").flops == 989e12
-    for wrong in ("8x", "0x80GB", "x80GB", "8xT1000", "80", "0xH100"):
-        with pytest.raises(ValueError, match="wanted such as 8x80GB"):
+    for wrong in ("8x", "0x80GB", "x80GB", "8xT1000", "80", "0GB"):
+        with pytest.raises(ValueError, match="such as 8x80GB"):
             Gpus.parse(wrong)
 
 
