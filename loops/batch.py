@@ -57,20 +57,18 @@ def collate(
     examples: Sequence[Example], columns: Mapping[str, Tensor] | None = None, device: torch.device | str = "cpu"
 ) -> Batch:
     """The batch of these examples, with its tensors on ``device``; without examples, an empty batch, which trains."""
-    target: list[int] = []
-    lengths: list[int] = []
-    completion: list[int] = []
-    for example in examples:
-        for index, (tokens, trained) in enumerate(zip(example.completions, example.trained, strict=True)):
-            kept = [token for token, train in zip(tokens, trained, strict=True) if train]
-            target += kept
-            lengths.append(len(kept))
-            completion.append(index)
-    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    completions = [
+        [token for token, train in zip(tokens, trained, strict=True) if train]
+        for example in examples
+        for tokens, trained in zip(example.completions, example.trained, strict=True)
+    ]
+    target = [token for tokens in completions for token in tokens]
+    sequence = [index for index, tokens in enumerate(completions) for _ in tokens]
+    completion = [index for example in examples for index in range(len(example.completions))]
     return Batch(
         examples=examples,
         target=torch.tensor(target, dtype=torch.int64, device=device),
-        sequence=ids.to(device),
+        sequence=torch.tensor(sequence, dtype=torch.int64, device=device),
         completion=torch.tensor(completion, dtype=torch.int64, device=device),
         columns={name: column.to(device) for name, column in (columns or {}).items()},
     )

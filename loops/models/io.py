@@ -77,11 +77,8 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
     An architecture for which `transformers` has no such class gets one made of its parts. Such a model can only be
     loaded by `burnish` once it is saved, and a warning says so.
     """
-    auto: Any = (
-        transformers.AutoModelForSequenceClassification
-        if task == "SEQ_CLS"
-        else transformers.AutoModelForTokenClassification
-    )
+    kind = "Sequence" if task == "SEQ_CLS" else "Token"
+    auto: Any = getattr(transformers, f"AutoModelFor{kind}Classification")
     if isinstance(config.model, nn.Module):
         return load(config, auto, task)
     architecture = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)(config.model)
@@ -212,9 +209,8 @@ def _quantization(config: Common) -> Any:
     if find_spec("bitsandbytes") is None:
         raise ValueError("quantize: needs bitsandbytes, which is not installed; pip install bitsandbytes")
     compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    fields: dict[str, Any] = {"load_in_8bit": True}
-    if config.quantize == "4bit":
-        fields = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
+    fields: dict[str, Any] = four if config.quantize == "4bit" else {"load_in_8bit": True}
     return build("quantize_kwargs", transformers.BitsAndBytesConfig, config.quantize_kwargs, **fields)
 
 
@@ -249,8 +245,7 @@ def save_model(
 def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:
     """A plain model of the same architecture with these weights."""
     config = copy.deepcopy(like.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         model: Any = type(like)(config)
     model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)

@@ -102,7 +102,7 @@ def ends_marked(example: Example, pad: int | None) -> Example:
     for completion in example.completions:
         end = max((t for t, token in enumerate(completion) if token != pad), default=len(completion) - 1)
         marks.append([t == end for t in range(len(completion))])
-    return Example(example.prompt, example.completions, marks)
+    return example._replace(trained=marks)
 
 
 @torch.no_grad()

@@ -210,10 +210,8 @@ def score_tensors(policy: nn.Module, batch: Batch) -> Tensors:
 
 def pair_tensors(value: Tensor, batch: Batch, prefix: str = "") -> Tensors:
     """A value per completion as the two values of each pair."""
-    return {
-        ("pairs", f"{prefix}chosen"): value[batch.completion == CHOSEN],
-        ("pairs", f"{prefix}rejected"): value[batch.completion == REJECTED],
-    }
+    sides = {"chosen": CHOSEN, "rejected": REJECTED}
+    return {("pairs", f"{prefix}{side}"): value[batch.completion == index] for side, index in sides.items()}
 
 
 def tensor_parameters(function: Any) -> list[inspect.Parameter]:

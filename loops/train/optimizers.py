@@ -218,8 +218,8 @@ class InFloat32(Optimizer):
             return parameter
         state = self.state.pop(parameter, {})
         shadow = parameter.detach().float()
-        if (remainder := state.pop("remainder", None)) is not None:
-            local(shadow).copy_(join(local(parameter), local(remainder)))
+        if "remainder" in state:
+            local(shadow).copy_(join(local(parameter), local(state.pop("remainder"))))
         assert parameter.grad is not None
         shadow.grad = parameter.grad.float()
         if state:
