@@ -141,9 +141,7 @@ def _run(
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         recipe = _load(*path.split(":"))
         models: Any = import_module("transformers.dynamic_module_utils")
-        models.TIME_OUT_REMOTE_CODE = (
-            0  # code that comes with a model is refused without a question that nobody answers
-        )
+        models.TIME_OUT_REMOTE_CODE = 0  # code that comes with a model is refused, and nothing is asked
         if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
             import datasets
             import transformers
