@@ -1,6 +1,7 @@
 """Faults of the disk, of processes and of files, one at a time: after each, a run goes on to the same weights.
 
-The run is that of `resharded`: six steps, in a world of so many ranks of a kind, with checkpoints of steps 2 and 3.
+The run is that of `resharded`: six steps, in a world of so many ranks of a kind, with checkpoints of steps 2 and 3;
+where ranks die in collectives, it is one of `sharded`.
 """
 
 import errno
@@ -18,10 +19,13 @@ from unittest.mock import patch
 
 import forked
 import resharded
+import sharded
 import torch
 from accelerate import PartialState
 from burnish.loops.runs import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
+COLLECTIVES = 10  # in which ranks die, of all that there are
 PATIENCE = 50.0  # seconds in which a rank that lost another one should have ended
 
 
@@ -213,6 +217,66 @@ def be_resumed(kind, places, output):
         Path(output).write_text(json.dumps(begins))
 
 
+class Collectives(TorchDispatchMode):
+    """Do this before the number-th collective.
+
+    Attributes:
+        names: of all.
+    """
+
+    def __init__(self, number, action):
+        super().__init__()
+        self.number, self.action, self.names = number, action, []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.namespace == "c10d":
+            self.names.append(function.__name__.partition(".")[0].strip("_"))
+            if len(self.names) == self.number:
+                self.action()
+        return function(*arguments, **(options or {}))
+
+
+def be_killed_in_collective(start, shards, rank, number, output):
+    """Die before this collective of a run of DPO, or write down all of this rank for 0."""
+    here = int(os.environ["RANK"])
+    with Collectives(number if here == rank else 0, lambda: os.kill(os.getpid(), signal.SIGKILL)) as collectives:
+        sharded.train(start, shards, "dpo", output, save_every=1)
+    if number == 0 and here == rank:
+        Path(output, "collectives.json").write_text(json.dumps(collectives.names))
+
+
+def kill_in_collectives(ranks, shards, rank, directory):
+    """kill -9 of one rank in collectives from the first to the last; resumed, one after the other, in another group."""
+    start = Path(directory, "start")
+    start.mkdir()
+    sharded.prepare(start)
+
+    def die(number):
+        output = Path(directory, str(number))
+        return output, launch(ranks, be_killed_in_collective, str(start), shards, rank, number, str(output))
+
+    whole, statuses = die(0)
+    assert all(status == 0 for status, _ in statuses), statuses
+    names = json.loads((whole / "collectives.json").read_text())
+    outcomes, places = [], []
+    for number in range(1, len(names) + 1, len(names) // (COLLECTIVES - 1)):
+        place, statuses = die(number)
+        assert statuses[rank][0] == -signal.SIGKILL, statuses
+        others = [status for other, (status, _) in enumerate(statuses) if other != rank]
+        ended = (place / "model/model.safetensors").exists()  # where the last one is that all are there
+        assert set(others) <= ({0, 1} if ended else {1}), statuses
+        places.append(place)
+        newest = checkpoint._all(place / "checkpoints")
+        outcomes.append([names[number - 1], int(newest[0].name.removeprefix("step-")) if newest else 0])
+    runs = [("dpo", str(place), {"save_every": 1, "resume": True}) for place in places]
+    for status, printed in launch(ranks, sharded.be_rank, str(start), shards, runs):
+        assert status == 0, printed[-5000:]
+    for place in places:
+        file = "model/model.safetensors"
+        assert (place / file).read_bytes() == (whole / file).read_bytes(), place
+    return outcomes
+
+
 def launch(ranks, function, *arguments):
     with tempfile.TemporaryDirectory() as logs:
         return forked.run(ranks, function, arguments, logs)
@@ -281,11 +345,8 @@ def be_rank(action, *arguments):
     """Print the outcomes as JSON: what each fault was, and the step that was gone on from."""
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     random.seed(0)
-    if action == "kill":
-        outcomes = kill_at_each_call(*arguments)
-    else:
-        outcomes = {"fail": be_failing, "damage": be_damaged}[action](*arguments)
-    print(json.dumps(outcomes))
+    actions = {"fail": be_failing, "damage": be_damaged, "kill": kill_at_each_call, "collective": kill_in_collectives}
+    print(json.dumps(actions[action](*arguments)))
 
 
 # The processes that the fault suite starts, and what it does in them.
@@ -301,6 +362,8 @@ FAULTS = {
     "kill -9, rank 0 of 2": (1, "kill", 2, "fsdp", 0),
     "kill -9, rank 1 of 2": (1, "kill", 2, "fsdp", 1),
     "damaged files, two ranks": (2, "damage", "fsdp"),
+    "kill -9 in collectives of shards, rank 1 of 2": (1, "collective", 2, 2, 1),
+    "kill -9 in collectives of copies, rank 0 of 2": (1, "collective", 2, 1, 0),
 }
 
 

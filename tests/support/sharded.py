@@ -90,8 +90,7 @@ def train(start, shards, name, output, mortal=None, **fields):
     with ExitStack() as patches:
         patches.enter_context(patch.object(norm, "forward", _in_full_precision))
         patches.enter_context(patch("burnish.loops.runs.training.draw_curves"))  # it takes longer than the run
-        if mortal is not None:
-            patches.enter_context(patch.object(ranks, "GRACE", 1.0))
+        patches.enter_context(patch.object(ranks, "GRACE", 1.0))
         if mortal is not None and mortal[0] == int(os.environ.get("RANK", 0)):
             patches.enter_context(in_step(mortal[1], lambda: os.kill(os.getpid(), signal.SIGKILL)))
         recipe(settings(**fields))

@@ -29,6 +29,24 @@ class Rejected(SourceError):
         self.may_pass = status >= 500 or status in (404, 408, 429)
 
 
+class _Reply(dict[str, Any]):
+    """The JSON object that a server answered; to look for what it lacks, or what a page has, is an error that shows it.
+
+    Raises:
+        SourceError: names what was looked for.
+    """
+
+    def __init__(self, who: str, reply: Any) -> None:
+        super().__init__(reply if isinstance(reply, dict) else {})
+        self.who, self.reply = who, reply
+
+    def __str__(self) -> str:
+        return str(self.reply)
+
+    def __missing__(self, name: str) -> Any:
+        raise SourceError(f"{self.who}: its answer has no {name!r}; is it vLLM? It says {str(self)[:200]}")
+
+
 class VLLMClient:
     """Calls to a server; every method may raise what `get` raises.
 
@@ -56,16 +74,18 @@ class VLLMClient:
         )
 
     async def get(self, path: str) -> Any:
-        """The JSON of the response; its text if it is no JSON.
+        """The JSON of the response.
 
         Raises:
             SourceLost: if there is no server, it dies meanwhile, or it takes too long (from `httpx2.TimeoutException`).
             Rejected: if it refuses.
         """
-        return await self._call(self._controlling, path, None, min(self._timeout, _LOOK))
+        reply = await self._call(self._controlling, path, None, min(self._timeout, _LOOK))
+        return _Reply(f"vllm: {self.url}{path.partition('?')[0]}", reply)
 
     async def post(self, path: str, body: Any) -> Any:
-        return await self._call(self._controlling, path, body, self._patience)
+        reply = await self._call(self._controlling, path, body, self._patience)
+        return _Reply(f"vllm: {self.url}{path.partition('?')[0]}", reply)
 
     async def generate(self, body: Any) -> Any:
         return await self._call(self._completing, "/inference/v1/generate", body, self._timeout)
