@@ -5,10 +5,10 @@ command ends with an error. With ``--record`` the rows of these kinds take the p
 """
 
 import argparse
-import contextlib
-import io
 import json
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import faulty
 import forked
-import pytest
 
 HERE = Path(__file__).parent
 HEADER = """# Faults that runs were put to
@@ -116,24 +115,14 @@ def of_servers(name):
     return endings.total(), ", ".join(f"{ended}: {count}" for ended, count in endings.items())
 
 
-class Passed:
-    """Counts the tests that passed."""
-
-    def __init__(self):
-        self.count = 0
-
-    def pytest_runtest_logreport(self, report):
-        self.count += report.when == "call" and report.passed
-
-
 def of_tests(name):
     ending, tests = TESTS[name]
-    passed, output = Passed(), io.StringIO()
     places = [os.path.normpath(HERE / "loops" / test) for test in tests]
-    with contextlib.redirect_stdout(output):
-        status = pytest.main(["-q", "-x", "-n0", "-m", "", "-p", "no:cacheprovider", *places], plugins=[passed])
-    assert status == 0 and passed.count, output.getvalue()[-5000:]
-    return passed.count, ending
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-m", "", "-p", "no:cacheprovider", *places]
+    ended = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
+    passed = re.search(r"^(\d+) passed", ended.stdout, re.MULTILINE)
+    assert ended.returncode == 0 and passed, ended.stdout[-5000:]
+    return int(passed[1]), ending
 
 
 KINDS = {
