@@ -316,10 +316,14 @@ def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Itera
     yield from _gathered(get_peft_model_state_dict(policy.model).items(), dtype)
 
 
-@torch.no_grad()
 def _gathered(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:  # rounded before they are gathered
-        yield name, whole(tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype))
+    for name, tensor in weights:
+        yield name, _whole(tensor, dtype)
+
+
+@torch.no_grad()  # of `_gathered`, it would hold a weight while the next one is gathered
+def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return whole(tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype))
 
 
 def is_sharded(module: nn.Module) -> bool:

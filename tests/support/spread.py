@@ -74,19 +74,19 @@ class Held:
         self.patches = ExitStack()
 
     def __enter__(self):
-        gather, save = io._whole, training.save_model
+        gather, save = io.whole, training.save_model
 
-        def whole(tensor, dtype):
-            gathered = gather(tensor, dtype)
+        def whole(tensor):
+            gathered = gather(tensor)
             self.alive = [each for each in self.alive if each() is not None] + [weakref.ref(gathered)]
             self.most = max(self.most, len(self.alive))
             return gathered
 
         def save_model(*arguments, **options):
-            with patch.object(io, "_whole", gather):
+            with patch.object(io, "whole", gather):
                 save(*arguments, **options)
 
-        self.patches.enter_context(patch.object(io, "_whole", whole))
+        self.patches.enter_context(patch.object(io, "whole", whole))
         self.patches.enter_context(patch.object(training, "save_model", save_model))
         return self
 
