@@ -151,6 +151,7 @@ def passes(tests: list[str], target: Path, tree: Path, *, plugins: bool = True) 
         os.chdir(tree)
         sys.path.insert(0, str(tree))
         try:
+            os.environ["PYTHONPATH"] = str(tree)  # of the processes that tests start
             os.environ |= {} if plugins else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
             status = int(pytest.main([*QUIET, *(TYPED if plugins else UNTYPED), *tests]))
         finally:

@@ -108,6 +108,8 @@ class Simulation(TorchDispatchMode):
                 return _ordinary(args[0].dtype)
             if packet is aten.equal:
                 return True
+            if packet is aten._unique2:  # as of equal values
+                return args[0][:1], torch.zeros_like(args[0]), args[0][:1]
             if packet in (aten.any, aten.all) and len(args) == 1:
                 return torch.tensor(packet is aten.all)
             if func.namespace == "bitsandbytes" and not func._schema.returns:  # an optimizer's update, in place

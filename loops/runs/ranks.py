@@ -7,6 +7,7 @@ take.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -184,12 +185,14 @@ class _Watch:
 
     Attributes:
         lost: set when there is ``news``: that a rank has been lost.
+        left: set when this rank leaves; ``gone`` when it has told the others.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.group = rank, gloo_group("watch")
         self.peers = range(1, ranks) if rank == 0 else [0]
-        self.lost, self.left, self.sending = threading.Event(), threading.Event(), threading.Lock()
+        self.lost, self.left, self.gone = threading.Event(), threading.Event(), threading.Event()
+        self.sending = threading.Lock()
         self.news = ""
         self.listeners = [threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in self.peers]
         for thread in self.listeners:
@@ -200,8 +203,10 @@ class _Watch:
         self.left.set()
         for peer in self.peers:
             self._send(("last", why), peer)
+        end = time.monotonic() + (GRACE if why is None else _NEWS)
         for thread in self.listeners:  # a thread that waits in gloo when its process ends aborts it
-            thread.join(GRACE if why is None else _NEWS)
+            thread.join(max(0.0, end - time.monotonic()))
+        self.gone.set()
 
     def _send(self, message: tuple[str, str | None], peer: int) -> None:
         with self.sending, suppress(RankLost):
@@ -226,8 +231,7 @@ class _Watch:
 
     def _end(self) -> None:
         """End this process if it does not end by itself: it may wait for ever."""
-        if self.left.wait(_NEWS):
-            return
-        log.critical("rank %d: %s; this one ends, too", self.rank, self.news)
-        if not self.left.wait(GRACE):
+        if not self.left.wait(_NEWS):
+            log.critical("rank %d: %s; this one ends, too", self.rank, self.news)
+        if not self.gone.wait(GRACE):  # telling a rank that is dead may wait, too
             os._exit(1)

@@ -141,6 +141,7 @@ class VLLMEngine:
             raise Rejected(f"vllm: {operation}: {error}", 500) from error
 
     async def _complete(self, request: Request, index: int) -> Sample:
+        refuse_closed(self._closed, "vllm")  # since the request came
         name = uuid.uuid4().hex
         completion = self._waiting[name] = asyncio.get_running_loop().create_future()
         params = self._params(**sampling_params(request.sampling, request.seed(index)))

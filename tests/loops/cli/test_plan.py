@@ -48,7 +48,8 @@ MORE = {
 SHARDED = {
     "sft": ("sft", "texts", {}),
     "dpo, bfloat16, recomputed": ("dpo", "pairs", {**BFLOAT16, "gradient_checkpointing": True}),
-    "grpo": ("grpo", "prompts", {**ONLINE, "group_size": 4, "beta": 0.1}),
+    # As many groups on each rank: of three, one rank would have fewer, and its peak would be lower.
+    "grpo": ("grpo", "prompts", {**ONLINE, "prompts_per_rollout": 4, "group_size": 4, "beta": 0.1}),
 }
 
 

@@ -19,11 +19,10 @@ QUICK = ("ENOSPC, one process", "damaged files, one process")
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in FAULTS])
 def test_a_run_goes_on_to_the_same_weights_after_every_fault(name, tmp_path):
     begins = [begin for _, begin in outcomes(name, tmp_path)]
-    assert len(begins) >= COUNTS[name.split(", ")[1]]
     if "collectives" in name:
-        assert {0, 1, 2} <= set(begins)
+        assert len(begins) >= 10 and {0, 1, 2} <= set(begins)
     else:
-        assert begins.count(2) > len(begins) / 2
+        assert len(begins) >= COUNTS[name.split(", ")[1]] and begins.count(2) > len(begins) / 2
 
 
 @pytest.mark.parametrize("recipe", [slow("sft"), slow("dpo"), slow("grpo"), slow("ppo")])
