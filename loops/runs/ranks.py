@@ -170,11 +170,13 @@ def watching(accelerator: Accelerator) -> Iterator[None]:
         yield
     except BaseException as error:
         all_failed = isinstance(error, MainProcessError)
-        watch.leave(None if all_failed else f"rank {watch.rank} failed with {type(error).__name__}: {error}")
-        # A failed collective says that a connection broke, and not whose it was.
+        # A failed collective says that a connection broke, and not whose it was, which is waited for.
         cause = error.__cause__ or error
         by_collective = type(cause) is RuntimeError or isinstance(cause, RankLost | dist.DistError)
-        if by_collective and watch.lost.wait(_NEWS):
+        lost = by_collective and watch.lost.wait(_NEWS)
+        why = watch.news if lost else f"rank {watch.rank} failed with {type(error).__name__}: {error}"
+        watch.leave(None if all_failed else why)
+        if lost:
             raise RankLost(f"rank {watch.rank}: {watch.news}") from error
         raise
     watch.leave(None)
@@ -233,5 +235,7 @@ class _Watch:
         """End this process if it does not end by itself: it may wait for ever."""
         if not self.left.wait(_NEWS):
             log.critical("rank %d: %s; this one ends, too", self.rank, self.news)
-        if not self.gone.wait(GRACE):  # telling a rank that is dead may wait, too
+            if not self.left.wait(GRACE):
+                os._exit(1)
+        if not self.gone.wait(GRACE + _NEWS):  # telling a rank that is dead may wait, too
             os._exit(1)
