@@ -460,10 +460,14 @@ def test_a_failed_conversation_ends_the_others_of_its_group(tokenizer, turns, sc
 
     class Loses(scripted):
         async def sample(self, request):
-            if request.indices == [1] and request.turn == 1:
-                raise SourceLost("the server died")
+            if request.turn == 1:  # the others wait for the one that fails, however busy the machine is
+                if request.indices == [1]:
+                    lost.set()
+                    raise SourceLost("the server died")
+                await lost.wait()
             return await super().sample(request)
 
+    lost = asyncio.Event()
     source = Loses(tokenizer, lambda index, turn: "a")
     conversations = MultiTurnSource(source, lambda: Echo(50), lambda task: ROW, turns, Limits(60, tokens=10**6))
 
@@ -472,6 +476,6 @@ def test_a_failed_conversation_ends_the_others_of_its_group(tokenizer, turns, sc
             await conversations.sample(request_for(0, 1, 2))
         asked = len(source.asked)
         await asyncio.sleep(0.2)
-        assert len(source.asked) == asked < 50  # of 100 turns of the two others; a busy machine may have begun some
+        assert len(source.asked) == asked < 10
 
     asyncio.run(run())
