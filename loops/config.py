@@ -92,7 +92,7 @@ def _takes(kind: Any, value: Any) -> bool:
             kind(value)
             return True
         return False
-    return value is None if kind is type(None) else True
+    return isinstance(value, kind) if kind in (bool, type(None)) or is_dataclass(kind) else True
 
 
 def wording(hint: Any) -> str:

@@ -21,7 +21,8 @@ def nearest(complaint: str, name: str, known: Iterable[str], *, cutoff: float = 
     """``complaint 'name'``, and the known name that begins with it or is nearest; all of them, unless they are many, if
     none is near."""
     names = sorted(map(str, known))
-    near = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, 3, cutoff)
+    near = [each for each in names if name and each.startswith(name)]
+    near = near or difflib.get_close_matches(name, names, 3, cutoff)
     if near:  # of names that are as near, a typing error seldom is in the first letter
         return f"{complaint} {name!r}, did you mean {max(near, key=lambda each: each[:1] == name[:1])!r}?"
     return f"{complaint} {name!r}" + (f"; there are {', '.join(names)}" if len(names) <= _LISTED else "")
@@ -49,7 +50,8 @@ def blaming(setting: str, *kinds: type[Exception]) -> Iterator[None]:
         elif isinstance(error, pickle.UnpicklingError):
             text = "is pickled with more than tensors, which could run code, and is not loaded; save it as safetensors"
         if Exception in kinds:
-            last = traceback.extract_tb(error.__traceback__)[-1]
+            last: Any = traceback.extract_tb(error.__traceback__)[-1]
+            last, text = (error, error.msg) if isinstance(error, SyntaxError) else (last, text)
             text = f"{last.filename} line {last.lineno}: {type(error).__name__}: {text}"
         raise ValueError(f"{setting}: {text}") from error
 
@@ -105,6 +107,7 @@ def build(who: str, found: Any, settings: Mapping[str, Any], *, factory: bool = 
     needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     missing = [name for name in needed if name not in values and parameters[name].kind not in (2, 4)]  # *args, **kwargs
     if missing:
-        raise ValueError(f"{who}: needs {', '.join(missing)}, such as {{{who.split()[-1]}: {{{missing[0]}: ...}}}}")
+        example = f", such as {{{who.split()[-1]}: {{{missing[0]}: ...}}}}" if " " in who else ""
+        raise ValueError(f"{who}: needs {', '.join(missing)}{example}")
     with blaming(who, *[] if found.__module__.partition(".")[0] in _LIBRARIES else [Exception]):
         return found(**values)

@@ -5,6 +5,7 @@ import logging
 import os
 import select
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, cast
@@ -178,6 +179,7 @@ def _run(
         # Threads that spin while they wait take the cores from each other: read when torch is first imported.
         if name == "demo":
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft's use of transformers
         if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
             logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         recipe = _load(*_RECIPES[name][1].split(":"))

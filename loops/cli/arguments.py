@@ -131,7 +131,7 @@ def _mistakes(parser: Any, translated: Mapping[str, Any], arguments: Sequence[st
         if field.default is field.default_factory is dataclasses.MISSING or (field.name, field.default) == _NEEDED
     ]
     if missing := [f"--{name}" for name in needed if name not in dict(settings)]:
-        yield "", f"needed as well: {', '.join(missing)}"
+        yield "config", f"needed as well: {', '.join(missing)}"  # unless the file, which may have them, can't be read
 
 
 def _flag(name: str, value: Any) -> str:
@@ -154,6 +154,8 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
         fields = list(parser.get_defaults().keys())
         if MEANT.get(name) in fields:
             return f"no field {name!r}, did you mean {MEANT[name]!r}?"
+        if name.endswith((".yaml", ".yml")):
+            return f"no field {name!r}, did you mean --config {name}?"
         return nearest("no field", name, fields)
     text = " ".join([*tokens[0].split("=", 1)[1:], *tokens[1:]]) or "nothing"
     if complaint := range_complaint(text, hint):

@@ -17,10 +17,10 @@ the working directory, my_games.py:
             return Step(f"And {self.wanted}?", done=not right or not self.left, reward=float(right))
 
 and in the configuration: ``environment: {my_games:Doubling: {turns: 2}}``. Each conversation has an environment of its
-own. ``reset(row)`` gives the first messages of a row of the data; ``step(completion)`` the reply to the policy's latest
-turn, as text, messages or token ids, whether the conversation is over, and a reward, summed over the turns. Both may be
-async, and ``close()`` is called at the end if there is one. What raises, or takes longer than ``limits.seconds``, ends
-the conversation and masks it. See `Environment`, `Step`, `Limits`.
+own. ``reset(row)`` gives the prompt of a row of the data; ``step(completion)`` the reply to the policy's latest turn,
+whether the conversation is over, and a reward, summed over the turns. Prompt and reply are text, messages or token ids.
+Both may be async, and ``close()`` is called at the end if there is one. A conversation whose ``step`` raises, or takes
+longer than ``limits.seconds``, ends and is masked. See `Environment`, `Step`, `Limits`.
 
 multi_turn, chat_turns    one loop, tokens in, tokens out; the tokens between turns under a chat template
 tools                     functions that the policy calls; a calculator

@@ -54,8 +54,8 @@ class Environment(Protocol):
     ``step`` that took too long goes on in its thread, and the environment is closed when it returns.
     """
 
-    def reset(self, row: Row) -> Sequence[Message] | Sequence[int] | Awaitable[Sequence[Message] | Sequence[int]]:
-        """The prompt, which depends on the row alone: the conversations of a group share it."""
+    def reset(self, row: Row) -> str | Sequence[Message] | Sequence[int] | Awaitable[Any]:
+        """The prompt, as messages, a text (a user's) or token ids. It depends on the row alone: a group shares it."""
         ...
 
     def step(self, completion: Sample) -> Step | Awaitable[Step]:
@@ -190,10 +190,10 @@ class MultiTurnSource:
             opening = await within(self.limits.seconds, environment.call("reset", self.row(request.task)))
         except Exception as error:
             raise ValueError(f"environment: reset failed at the row of task {request.task}: {error!r}") from error
-        prompt = list(opening) if _is_tokens(opening) else self._turns().prompt(opening)
-        context = getattr(self.source, "context", None)
-        if not prompt:
+        if not opening:
             raise ValueError(f"environment: reset gave task {request.task} an empty prompt; say something first")
+        prompt = list(opening) if _is_tokens(opening) else self._turns().prompt(_messages(opening))
+        context = getattr(self.source, "context", None)
         if context is None:
             return prompt, self.limits.tokens
         if len(prompt) >= context:
@@ -211,6 +211,8 @@ class MultiTurnSource:
             what = f"{place}; the conversation is aborted and has no reward, as are further ones, which are counted"
             self._failed("timeout" if isinstance(error, OutOfTime) else "error", what, error)
             return None
+        if not hasattr(step, "observation"):
+            raise ValueError(f"environment: step returned {step!r:.200}; wanted a Step(observation, done, reward)")
         return step
 
     async def _close(self, environment: "_Played") -> None:
@@ -246,7 +248,7 @@ class MultiTurnSource:
             raise ValueError("environment: step observed nothing and is not done; return an observation, or done=True")
         if _is_tokens(observation):
             return [], [int(token) for token in observation]
-        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+        messages = _messages(observation)
         suffix = self._turns().suffix(messages)
         # Any sampled end token stands for the template's; a completion without one is ended by the template's.
         last = completion.tokens[-1:]
@@ -287,6 +289,10 @@ class _Played:
             await close(self.environment)
         else:  # in its thread, when the call returns
             self.latest.add_done_callback(lambda _: run(close(self.environment)))
+
+
+def _messages(observation: Any) -> list[Message]:
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
 
 
 def _is_tokens(observation: Any) -> bool:

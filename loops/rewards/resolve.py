@@ -9,6 +9,7 @@ rewards:
 From Python a function itself may stand for its name; and one alone, or a list of them, for a mapping with weights of 1.
 """
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -102,4 +103,14 @@ def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> 
     function = build(f"reward {name}", factory, settings, factory=name in ("reward_model", "prm"), **given)
     if not callable(function):
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
-    return adapted(function)
+    function = adapted(function)
+    try:
+        parameters = inspect.signature(function)
+    except ValueError:  # a built-in function has none that can be read
+        return function
+    try:
+        parameters.bind(None, None)
+    except TypeError as error:
+        wanted = "wanted the parameters (completion, and columns of the data), or (row, sample)"
+        raise ValueError(f"reward {name}: {wanted}, got {parameters}") from error
+    return function

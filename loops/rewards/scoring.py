@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PACKAGE = f"{__name__.partition('.')[0]}.loops."
 _LARGEST = 3.4e38  # what float32 holds, so that neither sums nor squares overflow in float64
 
 ADVICE = {
@@ -247,8 +248,8 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
         failure, detail = "timeout", str(late)
     except Exception as error:
         where = error.__traceback__
-        while where and where.tb_next and where.tb_frame.f_code.co_filename == __file__:  # tells its author nothing
-            where = where.tb_next
+        while where and where.tb_next and where.tb_frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+            where = where.tb_next  # our own frames tell its author nothing
         failure, detail = "error", "".join(traceback.format_exception(error.with_traceback(where))).strip()
         if isinstance(error, KeyError):
             detail += f"\nthe row has the columns ({', '.join(map(str, rows[0]))})"

@@ -59,7 +59,9 @@ def score(
     Raises:
         ValueError: if a function needs a column that a row does not have, or two functions have the same name.
     """
-    functions = [f if isinstance(f, RewardFunction) else RewardFunction(name_of(f), adapted(f)) for f in rewards]
+    functions = [f if isinstance(f, RewardFunction) else RewardFunction(name_of(f), f) for f in rewards]
+    for each in functions:
+        each.function = adapted(each.function)
     rows = [sample.row or {} for sample in samples] if rows is None else rows
     pending = [i for i, sample in enumerate(samples) if any(f.name not in sample.rewards for f in functions)]
     if pending:

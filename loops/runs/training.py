@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
-@dataclass
+@dataclass(repr=False)
 class Training:
     """A run that is ready. Its steps are taken while it is iterated over, or all of them by `train`.
 
@@ -85,6 +85,9 @@ class Training:
             if line["step"] == 0 or checkpoint.path_of(self.checkpoints, line["step"]).exists():
                 self._is_best(line["step"], line)
         self._unused = weakref.finalize(self, self.resources.__exit__, None, None, None)  # unless it is iterated over
+
+    def __repr__(self) -> str:
+        return f"<Training at step {self.start} of {self.feed.steps}: iterate over it, or call its train()>"
 
     @property
     def model(self) -> Any:
@@ -229,6 +232,8 @@ class Training:
             self.save()
         if main:
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
+            finished = "no steps were left; " if self.start == self.feed.steps else ""
+            print(f"{finished}the model is in {self.directory / 'model'}")
 
 
 def to_the_end(open_recipe: Callable[P, Training]) -> Callable[P, dict[str, float]]:

@@ -104,6 +104,8 @@ def test_without_a_directory_no_file_is_written(model, data, tokenizer, tmp_path
         ({"betta": 1.0}, "dpo: no setting 'betta', did you mean 'beta'?"),
         ({"beta": -1.0}, "beta: must be > 0, got -1.0"),
         ({"lora": {"rank": 1}}, "dpo: lora: no setting 'rank'"),
+        ({"lora": 8}, r"dpo: lora: wanted a mapping of r, alpha, dropout, ..., got 8"),
+        ({"shuffle": "no"}, "dpo: shuffle: wanted true or false, got 'no'"),
         ({"quantize": "4bit"}, "quantize: the model is loaded already"),
         ({"teacher": {"model": "the student"}, "loss": {"dpo": 1, "distillation": 1}}, "it is the student"),
     ],
@@ -123,7 +125,9 @@ def test_a_model_made_in_memory_wants_its_tokenizer(model):
         burnish.dpo(model, PAIRS)
 
 
-def test_a_loop_that_is_left_ends_the_run_in_order_and_another_goes_on_to_the_same_weights(saved, tokenizer, tmp_path):
+def test_a_loop_that_is_left_ends_the_run_in_order_and_another_goes_on_to_the_same_weights(
+    saved, tokenizer, tmp_path, capsys
+):
     output = str(tmp_path / "run")
 
     def opened(**settings):
@@ -147,8 +151,12 @@ def test_a_loop_that_is_left_ends_the_run_in_order_and_another_goes_on_to_the_sa
     with pytest.raises(RuntimeError, match="its steps were taken; open a run with resume=True"):
         next(iter(run))
     run = opened(resume=True)
+    assert repr(run) == "<Training at step 2 of 3: iterate over it, or call its train()>"
     assert [step.number for step in run] == [3]
     assert_same(undisturbed(), weights(run.model))
+    assert capsys.readouterr().out.splitlines()[-1] == f"the model is in {output}/model"
+    opened(resume=True).train()
+    assert capsys.readouterr().out.splitlines()[-1] == f"no steps were left; the model is in {output}/model"
 
 
 def test_an_error_in_the_loop_leaves_a_checkpoint_and_the_error(model, tokenizer, tmp_path):

@@ -262,6 +262,8 @@ def test_a_mistake_is_named_with_what_to_do(burnish, recipe, flags, rows, wanted
         (["grpo", "--steps", "many", "--output=o"], "steps: wanted a whole number > 0 or null, got 'many'"),
         (["sft", "--config", "broken.yaml"], "broken.yaml line 2: not YAML"),
         (["kto", "--model", "m"], "needed as well: --data, --output"),
+        (["kto", "run.yaml"], "no field 'run.yaml', did you mean --config run.yaml?"),
+        (["plan"], "no recipe ''; there are cpo, distill"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -324,6 +326,11 @@ def test_required_fields_that_are_missing_are_told_together(capsys):
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert "2 mistakes" in said and "steps: must be > 0" in said and "needed as well: --model, --data, --output" in said
+
+
+def test_fields_that_a_broken_file_may_have_are_not_called_missing(burnish):
+    status, printed, *_ = burnish("dpo", [], yaml="steps: [1, 2")
+    assert status == 2 and "not YAML" in printed and "needed" not in printed
 
 
 def test_flags_may_have_hyphens_and_switches_no_value(burnish):

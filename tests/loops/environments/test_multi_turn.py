@@ -308,6 +308,11 @@ def test_conversations_of_one_task_must_begin_alike(tokenizer, scripted, request
     [
         (lambda: type("Silent", (Echo,), {"step": lambda self, answer: Step()})(), "observed nothing and is not done"),
         (lambda: type("Blank", (Echo,), {"reset": lambda self, row: []})(), "gave task 0 an empty prompt"),
+        (lambda: type("Mute", (Echo,), {"reset": lambda self, row: ""})(), "gave task 0 an empty prompt"),
+        (
+            lambda: type("Gym", (Echo,), {"step": lambda self, answer: ("lower", 0.5)})(),
+            r"step returned \('lower', 0.5\)",
+        ),
     ],
 )
 def test_an_environment_must_say_something(make, message, tokenizer, scripted, request_for, talk):

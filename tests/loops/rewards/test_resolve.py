@@ -30,6 +30,9 @@ class Teller:
     def __call__(self, row, sample):
         return self.offset
 
+def of_text(text):
+    return 1.0
+
 number = 3
 """
 
@@ -105,7 +108,8 @@ def test_own_functions_classes_and_those_written_for_trl(own, answer, judging):
         ({"my_rewards_here:shortest": 1}, "my_rewards_here has no 'shortest', did you mean 'shorter'"),
         ({"my_rewards_here:number": 1}, "wanted a function or a class with __call__, got int"),
         ({"my_rewards_here:shorter": {"by": 3}}, "a function has no settings, got by; make it a class"),
-        ({"my_rewards_here:Scaled": 1}, "needs factor"),
+        ({"my_rewards_here:Scaled": 1}, r"needs factor, such as \{my_rewards_here:Scaled: \{factor: ...\}\}"),
+        ({"my_rewards_here:of_text": 1}, r"reward my_rewards_here:of_text: wanted .*\(row, sample\), got \(text\)"),
         ({"format": 1, "other:format": 1}, "no module 'other'"),
     ],
 )
@@ -124,6 +128,13 @@ def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"needs_pepper.py line 1: ModuleNotFoundError.*pepper_that_is_not_there"):
         resolve_rewards({"needs_pepper:f": 1})
+
+
+def test_a_module_that_is_not_python_says_where(tmp_path, monkeypatch):
+    (tmp_path / "half_a_reward.py").write_text("import math\ndef right(:\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"half_a_reward.py line 2: SyntaxError: invalid syntax"):
+        resolve_rewards({"half_a_reward:right": 1})
 
 
 def test_an_environments_reward_needs_an_environment(answer, judging, caplog):

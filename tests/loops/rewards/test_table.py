@@ -42,11 +42,13 @@ def test_functions_of_every_form_are_columns_of_one_table(samples):
     async def of_prompt(prompt, completion, answer=None, scale=2.0):
         return scale * (prompt + completion == "2+2=4") if answer else None
 
-    table = score([of_text, RewardFunction("rows", of_rows, 0.5), of_trl, of_prompt], samples)
-    assert table.names == ["of_text", "rows", "of_trl", "of_prompt"]
+    table = score(
+        [RewardFunction("right", of_text, 3.0), RewardFunction("rows", of_rows, 0.5), of_trl, of_prompt], samples
+    )
+    assert table.names == ["right", "rows", "of_trl", "of_prompt"]
     assert table.reward.tolist() == [[1, 1, 1, 2], [0, 0, 4, 0]]
-    assert table.weight.tolist() == [1, 0.5, 1, 1]
-    assert table.total.tolist() == [1 + 0.5 + 1 + 2, 4]
+    assert table.weight.tolist() == [3, 0.5, 1, 1]
+    assert table.total.tolist() == [3 + 0.5 + 1 + 2, 4]
 
 
 def test_a_marked_function_keeps_its_name(samples):
