@@ -6,32 +6,30 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from ..config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from ..rollouts.sample import Row, Sample
 from .math import MathEquivalence
 from .scoring import as_score, is_async
 
 
 @dataclass(frozen=True)
-class LengthTarget:
+class LengthTarget(Settings):
     """How far the length is from ``target``, n*: r = −α |n − n*|, with the ``coefficient`` α > 0.
 
     Paper: Aggarwal and Welleck 2025 (L1), arXiv:2503.04697; α = 0.0003 there, beside a reward of 1 for a right answer.
     """
 
-    target: int
-    coefficient: float = 0.0003
+    prefix = "length."
 
-    def __post_init__(self) -> None:
-        if self.target < 0 or not self.coefficient > 0:
-            got = f"{self.target} and {self.coefficient}"
-            raise ValueError(f"length: target must be >= 0 and coefficient > 0, got {got}")
+    target: NonNegativeInt
+    coefficient: PositiveFloat = 0.0003
 
     def __call__(self, row: Row, sample: Sample) -> float:
         return -self.coefficient * abs(sum(sample.trained) - self.target)
 
 
 @dataclass(frozen=True)
-class SoftOverlong:
+class SoftOverlong(Settings):
     """Soft over-long punishment: nothing up to a length, then linearly down to −1 at the limit, and −1 beyond.
 
         r = 0                      n ≤ L − C
@@ -45,13 +43,15 @@ class SoftOverlong:
     Paper: Yu et al. 2025 (DAPO), arXiv:2503.14476, Eq. 13; L = 20480 and C = 4096 there.
     """
 
-    limit: int
-    buffer: int
+    prefix = "soft_overlong."
+
+    limit: PositiveInt
+    buffer: NonNegativeInt
 
     def __post_init__(self) -> None:
-        if not 0 <= self.buffer <= self.limit or self.limit < 1:
-            got = f"buffer {self.buffer} and limit {self.limit}"
-            raise ValueError(f"soft_overlong: wanted 0 <= buffer <= limit and limit >= 1, got {got}")
+        super().__post_init__()
+        if self.buffer > self.limit:
+            raise ValueError(f"soft_overlong: wanted buffer <= limit, got {self.buffer} and {self.limit}")
 
     def __call__(self, row: Row, sample: Sample) -> float:
         over = sum(sample.trained) - (self.limit - self.buffer)
@@ -61,7 +61,7 @@ class SoftOverlong:
 
 
 @dataclass(frozen=True)
-class Repetition:
+class Repetition(Settings):
     """The share of n-grams that are repeats of others: r = −p (1 − unique/all), 0 for less than n tokens.
 
     N-grams are of sampled tokens side by side: none spans a tool's or a user's turn. ``penalty`` is p ≥ 0. It is TRL's
@@ -70,12 +70,15 @@ class Repetition:
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.2.
     """
 
-    n: int = 3
-    penalty: float = 1.0
+    prefix = "repetition."
+
+    n: PositiveInt = 3
+    penalty: NonNegativeFloat = 1.0
 
     def __post_init__(self) -> None:
-        if self.n < 1 or not 0 <= self.penalty < math.inf:
-            raise ValueError(f"repetition: wanted n >= 1 and penalty >= 0, got {self.n} and {self.penalty}")
+        super().__post_init__()
+        if self.penalty == math.inf:
+            raise ValueError("repetition.penalty: must be finite, got inf")
 
     def __call__(self, row: Row, sample: Sample) -> float:
         ngrams = []
@@ -87,7 +90,7 @@ class Repetition:
 
 
 @dataclass(frozen=True)
-class CosineLength:
+class CosineLength(Settings):
     """A right completion is worth more the shorter it is, a wrong one costs less the longer it tried.
 
         r = b + ½(a − b)(1 + cos(π min(n/L, 1)))
@@ -104,14 +107,15 @@ class CosineLength:
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.1.
     """
 
-    limit: int
+    prefix = "cosine."
+
+    limit: PositiveInt
     right: tuple[float, float] = (1.0, 0.5)
     wrong: tuple[float, float] = (-1.0, -0.5)
     correct: Callable[[Row, Sample], Any] = field(default_factory=MathEquivalence)
 
     def __post_init__(self) -> None:
-        if self.limit < 1:
-            raise ValueError(f"cosine: limit must be >= 1 token, got {self.limit}")
+        super().__post_init__()
         if is_async(self.correct):
             raise ValueError("cosine: correct must be a plain function; isolate the whole, not what is inside it")
 

@@ -257,19 +257,14 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
         returned = returned.tolist() if hasattr(returned, "tolist") and not single else returned
         values = [returned] if single else returned
         if not isinstance(values, list | tuple) or len(values) != len(samples):
-            count = len(values) if isinstance(values, list | tuple) else _shown(returned)
+            count = len(values) if isinstance(values, list | tuple) else f"{returned!r:.200}"
             failure, detail = "wrong length", f"returned {count} for {len(samples)} completions"
     for i, sample in enumerate(samples):
         score = sample.rewards[reward.name] = failure or as_score(values[i])
         if isinstance(score, str) and score not in reward.reported:
-            reward.reported[score] = detail or _shown(values[i])
+            reward.reported[score] = detail or f"{values[i]!r:.200}"
             masks = "it is masked, and" if reward.weight else "at weight 0 nothing is masked;"
             log.warning(
                 "reward %s: completion %d of task %d has no score (%s: %s); %s further ones are counted. %s",
                 *(reward.name, sample.index, sample.task, score, reward.reported[score], masks, ADVICE[score]),
             )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."

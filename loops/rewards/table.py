@@ -145,24 +145,31 @@ class RewardMonitor:
     def __call__(self, table: RewardTable, samples: Sequence[Sample]) -> list[str]:
         """The new problems of this step; they are logged as well."""
         problems: dict[str, str] = {}  # by kind
-        lasting = [  # a problem once it lasts, what to do about it, and whether it is so in this step
-            (
-                "rewards: all completions of a prompt were worth the same",
-                "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier "
-                "prompts, a reward that tells more completions apart, a higher temperature or a larger group_size",
-                len(set(table.group.tolist())) < len(table.group)  # else each is alone in its group
-                and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1,
-            ),
-            (
-                "max_tokens: every completion was cut before its end",
-                "so none is whole; allow more tokens, and see that the tokenizer's end token is the one that the model "
-                "was made to end with",
-                len(samples) > 0 and all(sample.finish == "length" for sample in samples),
-            ),
-        ]
-        silent = "so it teaches nothing; the metrics rewards/<name>/unscored/... say why, and the first time was logged"
-        for (name, numbers), weight in zip(table.numbers.items(), table.weight.tolist(), strict=True):
-            lasting.append((f"reward {name}: gave no score", silent, len(numbers) == 0 < len(samples)))
+
+        def lasting(problem: str, now: bool, advice: str) -> None:
+            self._lasting[problem] = self._lasting[problem] + 1 if now else 0
+            if self._lasting[problem] >= self.patience:
+                problems[problem] = f"{problem} in {self.patience} steps in a row, {advice}"
+
+        lasting(
+            "rewards: all completions of a prompt were worth the same",
+            len(set(table.group.tolist())) < len(table.group)  # else each is alone in its group
+            and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1,
+            "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier prompts, "
+            "a reward that tells more completions apart, a higher temperature or a larger group_size",
+        )
+        lasting(
+            "max_tokens: every completion was cut before its end",
+            len(samples) > 0 and all(sample.finish == "length" for sample in samples),
+            "so none is whole; allow more tokens, and see that the tokenizer's end token is the one that the model was "
+            "made to end with",
+        )
+        for i, ((name, numbers), weight) in enumerate(zip(table.numbers.items(), table.weight.tolist(), strict=True)):
+            why = "the metrics rewards/<name>/unscored/... say why, and the first time was logged"
+            if all(row[i] is None for row in table.scores):
+                why = "it returned None each time, as a function without a return statement does"
+            silent = len(numbers) == 0 < len(samples)
+            lasting(f"reward {name}: gave no score", silent, f"so it teaches nothing; {why}")
             if len(numbers):
                 largest, before = numbers.abs().max().item(), self._largest[name][-100:]
                 usual = statistics.median(before) if len(before) >= self.patience else 0.0
@@ -186,10 +193,6 @@ class RewardMonitor:
                 f"included, so that {loud} decides alone; change the weights, or normalize each reward before summing "
                 "(reward_aggregation: normalize; in code, gdpo_advantage)"
             )
-        for problem, advice, now in lasting:
-            self._lasting[problem] = self._lasting[problem] + 1 if now else 0
-            if self._lasting[problem] >= self.patience:
-                problems[problem] = f"{problem} in {self.patience} steps in a row, {advice}"
         new = {kind: problem for kind, problem in problems.items() if kind not in self.reported}
         self.reported |= new.keys()
         for problem in new.values():

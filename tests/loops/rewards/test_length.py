@@ -83,12 +83,16 @@ def test_cosine_is_a_plain_function_of_a_plain_function():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: LengthTarget(-1), "length: target must be >= 0"),
-        (lambda: LengthTarget(1, coefficient=0), "coefficient > 0, got 1 and 0"),
-        (lambda: SoftOverlong(4, 5), "soft_overlong: wanted 0 <= buffer <= limit"),
-        (lambda: Repetition(0), "repetition: wanted n >= 1"),
-        (lambda: Repetition(3, penalty=-1.0), "penalty >= 0, got 3 and -1.0"),
-        (lambda: CosineLength(0), "cosine: limit must be >= 1 token, got 0"),
+        (lambda: LengthTarget(-1), r"length\.target: must be >= 0, got -1"),
+        (lambda: LengthTarget("far"), r"length\.target: wanted a whole number >= 0, got 'far'"),
+        (lambda: LengthTarget(1, coefficient=0), r"length\.coefficient: must be > 0, got 0"),
+        (lambda: SoftOverlong(0, 0), r"soft_overlong\.limit: must be > 0, got 0"),
+        (lambda: SoftOverlong(4, -1), r"soft_overlong\.buffer: must be >= 0, got -1"),
+        (lambda: SoftOverlong(4, 5), "soft_overlong: wanted buffer <= limit, got 5 and 4"),
+        (lambda: Repetition(0), r"repetition\.n: must be > 0, got 0"),
+        (lambda: Repetition(3, penalty=-1.0), r"repetition\.penalty: must be >= 0, got -1.0"),
+        (lambda: Repetition(3, penalty=math.inf), r"repetition\.penalty: must be finite, got inf"),
+        (lambda: CosineLength(0), r"cosine\.limit: must be > 0, got 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(make, message):

@@ -231,12 +231,13 @@ def test_rewards_of_like_size_are_not_reported(scored):
     assert watch([A, B], scored((50.0, 1.0), (0.0, 0.0))) == []
 
 
-def test_a_function_that_never_scores_is_reported(scored):
+@pytest.mark.parametrize(("given", "why"), [(None, "without a return statement"), ("nan", "the first time was logged")])
+def test_a_function_that_never_scores_is_reported(given, why, scored):
     watch = Watching(patience=3)
-    silent = scored((None,), (None,))
+    silent = scored((given,), (None,))
     assert watch([A], silent) == watch([A], silent) == []
     (problem,) = watch([A], silent)
-    assert "reward a: gave no score in 3 steps in a row" in problem
+    assert "reward a: gave no score in 3 steps in a row" in problem and why in problem
 
 
 def test_answers_that_are_always_worth_the_same_are_reported(scored):
