@@ -155,8 +155,8 @@ class RewardMonitor:
             "rewards: all completions of a prompt were worth the same",
             len(set(table.group.tolist())) < len(table.group)  # else each is alone in its group
             and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1,
-            "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier prompts, "
-            "a reward that tells more completions apart, a higher temperature or a larger group_size",
+            "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier "
+            "prompts, a reward that tells more completions apart, a higher temperature or a larger group_size",
         )
         lasting(
             "max_tokens: every completion was cut before its end",
