@@ -16,7 +16,7 @@ _WRAPPERS = {
 }
 _LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-_START = "start ranks by torchrun --nproc_per_node N, or accelerate launch --multi_gpu"
+_START = "start ranks by torchrun --nproc_per_node N (CPUs: ACCELERATE_USE_CPU=true), or accelerate launch --multi_gpu"
 
 
 def check_launcher() -> None:

@@ -153,8 +153,8 @@ def test_a_loop_that_is_left_ends_the_run_in_order_and_another_goes_on_to_the_sa
     run = opened(resume=True)
     assert repr(run) == "<Training at step 2 of 3: iterate over it, or call its train()>"
     assert [step.number for step in run] == [3]
-    assert_same(undisturbed(), weights(run.model))
     assert capsys.readouterr().out.splitlines()[-1] == f"the model is in {output}/model"
+    assert_same(undisturbed(), weights(run.model))
     opened(resume=True).train()
     assert capsys.readouterr().out.splitlines()[-1] == f"no steps were left; the model is in {output}/model"
 
