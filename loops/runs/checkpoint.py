@@ -1,9 +1,9 @@
-"""Checkpoints: what training needs to go on after a step, on any number of ranks, sharded or not.
+"""Checkpoints: everything that training needs to continue after a step, on any number of ranks, sharded or not.
 
     checkpoints/step-00000120/
         shard-0.safetensors   rank 0's part of the trained parameters, buffers and optimizer state, by name
         random-0.pt           generator states of rank 0
-        state.pt              step, schedule, parameter groups, and what the recipe remembers
+        state.pt              step, schedule, parameter groups, and the recipe's own state
         manifest.json         sha256 of every file, written last
 
 The batches of a step are a function of its number, so the step is the data cursor.
@@ -35,7 +35,7 @@ from .state import capture, dump, random_state, restore, set_random_state, train
 from .storage import DirectoryWriter, damage, remove_partial
 
 log = logging.getLogger(__name__)
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves and loads alone
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process saves and loads without a group
 
 
 class CheckpointError(RuntimeError):
@@ -44,7 +44,7 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def writing(what: str, directory: Path) -> Iterator[None]:
-    """Write to the disk; where that fails, the message names the checkpoint under ``directory`` to go on from.
+    """Write to the disk; on failure, the message names the checkpoint under ``directory`` to resume from.
 
     Raises:
         CheckpointError: if any rank could not write, or was lost; the checkpoints that were there stay as they were.
@@ -73,7 +73,7 @@ def writing(what: str, directory: Path) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> tuple[BaseException, str]:
-    """The error that made all ranks fail, and the rank that it is of. A KeyboardInterrupt is raised as it is."""
+    """The error that made all ranks fail, and its rank. A KeyboardInterrupt is raised unchanged."""
     if not isinstance(error, CheckpointException):
         return error, ""
     rank, (cause, _) = min(error.failures.items())
@@ -97,11 +97,11 @@ def save(
     """Write the checkpoint of ``step`` under ``directory``, and drop older ones. Every rank calls it.
 
     Args:
-        parts: what else has a state: optimizer, schedule, and what the recipe remembers.
+        parts: everything else with a state: optimizer, schedule, and the recipe's own state.
         data: digest of the data that the step is a cursor of.
-        keep: how many of the newest stay.
-        best: the step of one that stays as well.
-        thread: writes it, from copies in host memory, while training goes on.
+        keep: number of newest checkpoints to keep.
+        best: step of another checkpoint to keep.
+        thread: writes the checkpoint, from copies in host memory, while training continues.
 
     Returns:
         Its directory, or a future of it if a thread writes it.
@@ -148,21 +148,21 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """The last one is known not to have been written on this rank: all should `wait`, which says why."""
+        """True if this rank failed to write the last checkpoint: all ranks should `wait`, which raises the reason."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def save(self, directory: Path, step: int, **options: Any) -> None:
-        """Wait for the one before, and begin with this one, see `save`.
+        """Wait for the previous checkpoint, then begin this one; see `save`.
 
         Raises:
-            CheckpointError: if the one before could not be written, or this one where it is not in the background.
+            CheckpointError: if the previous one could not be written, or this one, unless it is in the background.
         """
         self.wait()
         saved = save(directory, step, **options, thread=self._thread)
         self._pending = None if self._thread is None else saved
 
     def wait(self) -> None:
-        """Return when the last one is there.
+        """Return when the last checkpoint is written.
 
         Raises:
             CheckpointError: if it could not be written.
@@ -179,12 +179,12 @@ class Saver:
 def load_newest(
     directory: Path, *, accelerator: Accelerator, policy: nn.Module, parts: Mapping[str, Stateful], data: str = ""
 ) -> int:
-    """Restore the newest whole checkpoint and return its step, or 0. Damaged ones are named in the log.
+    """Restore the newest whole checkpoint and return its step, or 0. Damaged checkpoints are named in the log.
 
-    Every rank calls it, verifies a share of the files, and reads of them what it needs.
+    Every rank calls it, verifies a share of the files, and reads only what it needs.
 
     Raises:
-        CheckpointError: if it is of other data, or of a model that trains other parameters, or could not be read.
+        CheckpointError: if it belongs to other data, or to a model with other trained parameters, or can't be read.
     """
     path = _newest_whole(directory, accelerator)
     if path is None:
@@ -223,7 +223,7 @@ def load_newest(
 
 
 def _newest_whole(directory: Path, accelerator: Accelerator) -> Path | None:
-    """The same on every rank: each reads an equal share of the files to verify them."""
+    """Identical on every rank: each verifies an equal share of the files."""
     rank, ranks = accelerator.process_index, accelerator.num_processes
     for name in from_main(accelerator, lambda: [path.name for path in _all(directory)]):
         problems: list[str | None] = [damage(directory / name, slice(rank, None, ranks))]

@@ -49,16 +49,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunContext(Generic[Model]):
-    """An open run, and what its losses are applied to. `open_run` makes one from a configuration.
+    """An open run: its model, data and settings. `open_run` makes one from a configuration.
 
     Attributes:
         config: the recipe's settings.
         model: the policy, or the scorer, that is trained.
         data: encoded examples; in online recipes, prompts.
-        records, eval_records: the parts of the data that these were made of.
-        stream: what gives the examples of every step, if the data are streamed; ``data`` are those of the first one.
+        records, eval_records: the parts of the data that the examples were made from.
+        stream: the source of every step's examples, if the data are streamed; ``data`` holds those of the first step.
         description: the configuration as it was opened, in YAML; see `to_yaml`.
-        synced: the reference, where it follows the policy.
+        synced: the reference, if it follows the policy.
     """
 
     config: Any
@@ -80,7 +80,7 @@ class RunContext(Generic[Model]):
         return Path(self.config.output)
 
     def file(self, name: str) -> Path | None:
-        """A file in the directory of the run; None if it has none."""
+        """Path of a file in the run directory; None if the run has no directory."""
         return None if self.config.output is None else self.directory / name
 
     def feed(
@@ -90,7 +90,7 @@ class RunContext(Generic[Model]):
 
         Args:
             per_token: each ``columns(data)`` gives columns that are computed before training, by name.
-            options: further ones of `Feed`.
+            options: further arguments of `Feed`.
         """
         config, accelerator = self.config, self.accelerator
         if lacking := [name for name in options.get("columns", ()) if name not in data.column_names]:
@@ -120,17 +120,17 @@ class RunContext(Generic[Model]):
     def reference(
         self, kind: str, *, needed: bool = True, temperature: float = 1.0
     ) -> tuple[Reference | None, TokenColumns]:
-        """The policy as it is before the first step, or ``config.ref_model``; and the columns that it reads where it is
-        precomputed.
+        """The reference: the policy before the first step, or ``config.ref_model``; and the columns that hold its
+        precomputed log-probs.
 
         Args:
             kind: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in
                 the run directory; auto is copy without adapters, and with them adapters_off, or a copy of the adapters
-                alone where they don't begin at nothing. The copy of a policy in shards is read from ``config.model``,
-                and in shards as well, of the same precision: the log-probs of weights in bfloat16 would not be those
-                that the policy starts with.
+                alone if they don't start at zero. The copy of a policy in shards is read from ``config.model``, and in
+                shards as well, of the same precision: the log-probs of weights in bfloat16 would not be those that the
+                policy starts with.
             needed: whether any loss takes a reference; none is made otherwise.
-            temperature: of its softmax, where it is not precomputed: that of the policy it is compared with.
+            temperature: softmax temperature of the policy that it is compared with, unless it is precomputed.
 
         Raises:
             ValueError: if it is to follow the policy and can't.
@@ -142,7 +142,7 @@ class RunContext(Generic[Model]):
         policy: Any = self.model
         if config.ref_model is not None:
             policy = load_reference(config, self.tokenizer, policy.mesh, self.accelerator.device)
-        # In the precision of the policy: rounding in one of the two alone would look like a difference.
+        # In the policy's precision: rounding in only one of the two would look like a difference.
         autocast = self.accelerator.autocast()
         if kind == "precompute":
             # Before the first step the policy is its own reference: new adapters add nothing.
@@ -171,22 +171,22 @@ class RunContext(Generic[Model]):
         resources: AbstractContextManager[Any] | None = None,
         **options: Any,
     ) -> Training:
-        """Get ready to optimize, evaluate, save and report, from the newest checkpoint where the run is resumed.
+        """Prepare to optimize, evaluate, save and report, from the newest checkpoint if the run is resumed.
 
         Args:
-            losses: with those that are only measured.
-            read: lays out the tensors of a batch for them.
+            losses: all losses, those that are only measured included.
+            read: computes the tensors of a batch that the losses take.
             feed: ``feed(step)`` gives the micro-batches of each of so many ``feed.steps``; those of the data unless
                 given, evaluated on all held-out data, with the ``options`` of `RunContext.feed`.
             evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
             memory: a state beside the parameters, the same on every rank, which is part of checkpoints: its
                 ``observe(metrics)`` is called after each step, see also `torch.distributed.checkpoint.stateful`.
             report: further metrics of the step that was just taken.
-            save: writes what is left in the directory beside the model; every rank calls it.
-            resources: closed at the end of the run, however it ends, or when nothing refers to it any more.
+            save: writes further results beside the model; every rank calls it.
+            resources: closed at the end of the run, however it ends, or when the run is garbage-collected.
 
         Raises:
-            ValueError: if a loss couples all pairs of a step, which are split.
+            ValueError: if a loss couples all pairs of a step and the step is split.
         """
         config = self.config
         coupled = sorted(STEP_COUPLED & losses.keys())
@@ -225,14 +225,14 @@ def open_run(
             ``wrap(model, mesh=...)``.
         records: to train on, and held out: what `load_data` gives for the configuration.
         load_weights: loads the model; a causal language model by default.
-        accelerator: of a run that is open already.
+        accelerator: the one of a run that is already open.
 
     Raises:
         ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false, or the data are
             streamed, and the configuration does not say how many steps there are.
     """
     accelerator = accelerator or open_accelerator(config)
-    description = "" if config.output is None else to_yaml(config)  # before training changes a model that was given
+    description = "" if config.output is None else to_yaml(config)  # before training changes the model
     tokenizer = load_tokenizer(config)
 
     def encoded(parts: list[Records]) -> Dataset:
@@ -273,7 +273,7 @@ def tokenization(config: Common) -> Tokenization:
 
 
 def open_accelerator(config: Common) -> Accelerator:
-    """The `Accelerator` of a run whose directory is free, or holds the same run to go on with.
+    """The `Accelerator` of a run whose directory is free, or holds the same run to resume.
 
     Raises:
         ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
@@ -308,7 +308,7 @@ def open_accelerator(config: Common) -> Accelerator:
     # Its own: the shared one is changed by runs of another precision, and by the `TrainingArguments` of transformers.
     accelerator.state.__dict__ = dict(vars(accelerator.state))
     check_ranks(config, accelerator)
-    accelerator.gradient_state._set_sync_gradients(True)  # one that died between two micro-batches
+    accelerator.gradient_state._set_sync_gradients(True)  # left by a run that failed between two micro-batches
     set_seed(config.seed)
     check_directory(config)
     return accelerator

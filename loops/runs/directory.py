@@ -1,4 +1,4 @@
-"""The directory of a run: one run, one writer, and the configuration, which has to be the same where it goes on."""
+"""The run directory: one run, one writer, and a configuration that must not change when the run is resumed."""
 
 import fcntl
 import hashlib
@@ -20,19 +20,19 @@ from .ranks import from_main, meet
 
 log = logging.getLogger(__name__)
 
-# What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint knows its
-# data by content, wherever it lies now.
+# What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint identifies
+# its data by content, not by path.
 _FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "project", "run_name", "vllm"}
 _FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc", "parallel"}
 
 
 @contextmanager
 def claimed(config: Common, description: str, accelerator: Accelerator) -> Iterator[None]:
-    """Write the configuration, as it was described, and hold the lock of the directory, if there is one. The lock ends
+    """Write the described configuration, and hold the lock of the directory, if the run has one. The lock is released
     with the process at the latest. Every rank calls it.
 
     Raises:
-        ValueError: if another process trains in the directory, or has begun to since it was looked at.
+        ValueError: if another process trains in the directory, or has started to since it was checked.
         MainProcessError: on the other ranks, with its message.
     """
 
@@ -58,7 +58,7 @@ def claimed(config: Common, description: str, accelerator: Accelerator) -> Itera
 
 
 def check_directory(config: Common) -> None:
-    """Check that the directory is free, or holds the same run to go on with.
+    """Check that the directory is free, or holds the same run to resume.
 
     Raises:
         ValueError: if it holds another run, or holds a run and ``config.resume`` is false.
@@ -83,9 +83,8 @@ def check_directory(config: Common) -> None:
 
 
 def to_yaml(config: Common) -> str:
-    """The configuration; an object in it by its name or type, a model also by a digest of its weights.
-
-    That of data is in the checkpoints.
+    """The configuration as YAML; objects by name or type, a model also by a digest of its weights. The digest of the
+    data is in the checkpoints.
     """
     return str(yaml.safe_dump(_described(config), sort_keys=False, allow_unicode=True))
 

@@ -1,4 +1,4 @@
-"""From encoded data to the micro-batches of a step, on this rank's device; and what one pass over them gives."""
+"""Micro-batches of a step from encoded data, on this rank's device; and values computed in one pass over the data."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +20,17 @@ from .ranks import meet
 
 @dataclass
 class Feed:
-    """``feed(step)`` gives this rank's micro-batches of that step, which depend on nothing but its number.
+    """``feed(step)`` returns this rank's micro-batches of that step, which depend only on its number.
 
     Attributes:
-        dataset: encoded examples, of all steps or, streamed, of the one that was planned last.
+        dataset: encoded examples of all steps, or, if streamed, of the step planned last.
         batches: the plan: which examples make up which micro-batch of which rank.
         columns: names of columns of the dataset that travel with the batch: one number per example, or a list of
             them, one per completion or per trained token.
         per_token: further columns by name, each a list with one tensor [tokens, ...] per example of the dataset.
         mark: changes which tokens of an example are trained.
-        prepare: ``prepare(feed, step, micro_batches)`` gives the micro-batches to train on: the place to measure
-            something over the whole step before its first forward pass.
+        prepare: ``prepare(feed, step, micro_batches)`` returns the micro-batches to train on; it can measure something
+            over the whole step before its first forward pass.
     """
 
     dataset: Dataset | Stream
@@ -58,7 +58,7 @@ class Feed:
         columns = {}
         for name in self.columns:
             values = [number for row in rows[name] for number in (row if isinstance(row, list) else [row])]
-            columns[name] = torch.tensor(values) if indices else torch.tensor(values)[:0]  # of its dtype elsewhere
+            columns[name] = torch.tensor(values) if indices else torch.tensor(values)[:0]  # otherwise in its own dtype
         for name, tensors in self.per_token.items():
             columns[name] = torch.cat([tensors[i] for i in indices]) if indices else tensors[0][:0]
         examples = map(Example, rows["prompt"], rows["completions"], rows["trained"]) if indices else ()
@@ -84,13 +84,13 @@ def stored_tokens(
     accelerator: Accelerator,
     metadata: dict[str, str] | None = None,
 ) -> tuple[dict[str, list[Tensor]], dict[str, str]]:
-    """Tensors of every trained token, by name one per example, and metadata: read from ``path``, where they are written
-    first if it does not exist. Every rank calls it.
+    """Tensors of every trained token, by name a list with one per example, and metadata, read from ``path``; computed
+    and written there first if it does not exist. Every rank calls it.
 
     Args:
         path: a safetensors file, written atomically by the main process: each tensor, over the tokens of all examples
             in their order, and ``length``, the number of tokens of each example.
-        feed: its first step is all of the data.
+        feed: a feed whose first step is all of the data.
         compute: ``compute(batch)`` gives tensors [tokens, ...] by name.
     """
     if not path.exists():

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import Common
 
-# What Accelerate would wrap the model in, by the variable of its launcher. On a CPU it ignores them without a word.
+# Wrappers of Accelerate, by the variable of its launcher. On a CPU it silently ignores them.
 _WRAPPERS = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -20,7 +20,7 @@ _START = "start ranks by torchrun --nproc_per_node N (CPUs: ACCELERATE_USE_CPU=t
 
 
 def check_launcher() -> None:
-    """Check, before Accelerate forms a process group, what the launcher asks for.
+    """Check the launcher's settings before Accelerate forms a process group.
 
     Raises:
         ValueError: if it asks Accelerate to wrap the model, or started several processes without a rank for each.
@@ -62,7 +62,7 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
 
 
 def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:
-    """The ranks as copies of the model and shards of each; None if every rank has a whole copy."""
+    """The mesh of ranks, copies of the model times shards of each; None if every rank has a whole copy."""
     ranks, size = accelerator.num_processes, config.parallel.dp_shard_size
     if size == 1:
         return None
@@ -71,5 +71,5 @@ def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:
 
 
 def _started() -> int:
-    """Processes of this job, according to its launcher."""
+    """Number of processes of this job, according to its launcher."""
     return int(next((os.environ[variable] for variable in _SIZES if os.environ.get(variable)), 1))

@@ -1,4 +1,4 @@
-"""Look at the files that a configuration names before anything is read, downloaded or loaded."""
+"""Check the files that a configuration names before anything is read, downloaded or loaded."""
 
 import os
 import re
@@ -19,7 +19,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.index.json")
 
 
 def check_files(config: Any) -> None:
-    """Check what is on this machine's disks; names that may be on the Hub are left to those that read them.
+    """Check local files and directories; names that may be on the Hub are checked when they are loaded.
 
     Raises:
         ValueError: names the field, its value and what is wrong with it.
@@ -79,7 +79,7 @@ def _check_model(field: str, path: Path) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Make and remove a directory where the run is going to be; a permission alone does not say that it works."""
+    """Create and remove a directory at the run's path, because permissions alone don't guarantee that writing works."""
     above = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not above.is_dir():
         raise ValueError(f"output: {above} is a file; name another directory")
@@ -92,7 +92,7 @@ def _check_writable(path: Path) -> None:
 def check_tokens(model: nn.Module, tokenizer: Any, *data: Dataset | None) -> None:
     """Raise ValueError if examples have tokens that the model has no embedding of, which a GPU reports as an assertion.
 
-    Some models' tokenizers have tokens to spare, which is no mistake as long as the data has none of them.
+    Tokenizers of some models have more tokens than the model has embeddings, which is fine unless the data uses them.
     """
     table: Any = model
     embeddings = table.get_input_embeddings().weight.shape[0]

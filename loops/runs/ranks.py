@@ -1,6 +1,6 @@
-"""How ranks wait for each other: for the main process as long as it takes, and not for a process that has ended.
+"""How ranks wait for each other: for the main process without a limit, and never for a process that has ended.
 
-All of it is over gloo: waiting in NCCL occupies the device, and times out after ten minutes, less than a rollout may
+All of this uses gloo: waiting in NCCL occupies the device, and times out after ten minutes, less than a rollout may
 take.
 """
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 GRACE = 10.0
-"""Seconds that a rank has to end by itself when another one has ended."""
+"""Seconds for a rank to exit by itself after another one has ended."""
 _LONGEST = timedelta(days=7)
-_NEWS = 3.0  # seconds in which rank 0 tells the others of a rank that has ended
+_NEWS = 3.0  # seconds in which rank 0 reports to the others that a rank has ended
 
 
 class MainProcessError(RuntimeError):
@@ -40,7 +40,7 @@ def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Calla
     """Return on every rank what ``function()`` returns on the main process. All ranks call it; it is pickled.
 
     Args:
-        follow: what the other ranks do with each order that ``function`` gives by `leading` while they wait.
+        follow: called on the waiting ranks with each order that ``function`` sends by `leading`.
 
     Raises:
         MainProcessError: on the other ranks, with its message, where the main process raises an error.
@@ -69,7 +69,7 @@ def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Calla
 
 
 def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """Return ``function()``, computed on the main process before the others, which find what it left on the disk.
+    """Return ``function()``, called on the main process first and then on the others, which find its files on the disk.
 
     Raises:
         MainProcessError: on the other ranks, with its message, where the main process raises an error.
@@ -79,7 +79,7 @@ def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
-    """Return ``function()`` on the main process, where alone it is called, and None on the others, which wait for it.
+    """Call the function on the main process only and return its result there; None on the others, which wait for it.
 
     Raises:
         MainProcessError: on the other ranks, with its message, where the main process raises an error.
@@ -119,7 +119,7 @@ def _broadcast(message: tuple[str, Any] | None) -> tuple[str, Any]:
 
 
 def send(message: Any, rank: int, group: Any) -> None:
-    """Send a rank of the group a message, which it is to `receive`."""
+    """Send a message to a rank of the group, which must `receive` it."""
     with _connected(f"rank {rank} has ended"):
         dist.send_object_list([message], rank, group=group, device=torch.device("cpu"))
 
@@ -134,7 +134,7 @@ def receive(rank: int, group: Any) -> Any:
 
 @contextmanager
 def _connected(otherwise: str) -> Iterator[None]:
-    """Raise what gloo raises of a broken connection as `RankLost`, with this message."""
+    """Turn gloo's error about a broken connection into `RankLost` with this message."""
     try:
         yield
     except RuntimeError as error:
@@ -142,8 +142,8 @@ def _connected(otherwise: str) -> Iterator[None]:
 
 
 def gloo_group(purpose: str) -> Any:
-    """All ranks, connected for this purpose alone; None in a process alone. The first call of each purpose is for all
-    ranks to make together: it returns on all of them, or on none."""
+    """A gloo group of all ranks for one purpose; None in a single process. All ranks must make the first call of each
+    purpose together: it returns on all of them, or on none."""
     return _new_group(dist.group.WORLD, purpose) if dist.is_initialized() else None
 
 
@@ -154,7 +154,7 @@ def _new_group(world: Any, purpose: str) -> Any:
 
 @contextmanager
 def watching(accelerator: Accelerator) -> Iterator[None]:
-    """While all ranks are in it, no rank outlives another for long.
+    """Context in which no rank outlives another for long, entered by all ranks.
 
     A rank that waits for one whose process has ended, or that has failed, ends with an error that names it; one that
     waits where no error arrives, as in NCCL, is ended after `GRACE` seconds.
@@ -170,7 +170,7 @@ def watching(accelerator: Accelerator) -> Iterator[None]:
         yield
     except BaseException as error:
         all_failed = isinstance(error, MainProcessError)
-        # A failed collective says that a connection broke, and not whose it was, which is waited for.
+        # A failed collective reports a broken connection but not whose: wait to learn the rank.
         cause = error.__cause__ or error
         by_collective = type(cause) is RuntimeError or isinstance(cause, RankLost | dist.DistError)
         lost = by_collective and watch.lost.wait(_NEWS)
@@ -183,11 +183,11 @@ def watching(accelerator: Accelerator) -> Iterator[None]:
 
 
 class _Watch:
-    """Connections of rank 0 with every other rank, that carry nothing until a rank leaves, or its process ends.
+    """Connections of rank 0 with every other rank, idle until a rank leaves or its process ends.
 
     Attributes:
-        lost: set when there is ``news``: that a rank has been lost.
-        left: set when this rank leaves; ``gone`` when it has told the others.
+        lost: set when ``news`` reports a lost rank.
+        left: set when this rank leaves; ``gone`` when the others have been notified.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -201,7 +201,7 @@ class _Watch:
             thread.start()
 
     def leave(self, why: str | None) -> None:
-        """Tell the others; ``why`` is that this rank failed."""
+        """Notify the others; ``why`` is this rank's error."""
         self.left.set()
         for peer in self.peers:
             self._send(("last", why), peer)
@@ -232,10 +232,10 @@ class _Watch:
                     self._send(("news", news), other)
 
     def _end(self) -> None:
-        """End this process if it does not end by itself: it may wait for ever."""
+        """End this process if it does not exit by itself: it may wait forever."""
         if not self.left.wait(_NEWS):
             log.critical("rank %d: %s; this one ends, too", self.rank, self.news)
             if not self.left.wait(GRACE):
                 os._exit(1)
-        if not self.gone.wait(GRACE + _NEWS):  # telling a rank that is dead may wait, too
+        if not self.gone.wait(GRACE + _NEWS):  # notifying a dead rank may block, too
             os._exit(1)

@@ -1,7 +1,7 @@
 """Log-probs under the frozen reference policy: from a copy, or from the policy without its adapters.
 
-A reference is a function ``reference(batch) -> log-probs [tokens]``. `RunContext.reference` makes the one that a
-configuration names, which may also have been computed before training.
+A reference is a function ``reference(batch) -> log-probs [tokens]``. `RunContext.reference` makes the configured one,
+whose log-probs may also be computed before training.
 """
 
 import copy
@@ -52,7 +52,7 @@ def load_reference(config: Any, tokenizer: Any, mesh: Any, device: torch.device)
 
 
 def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:
-    """The reference of this kind that is computed while training; ``policy`` itself with ``config.ref_model``."""
+    """The reference of this kind, computed during training; ``policy`` is ``config.ref_model`` if there is one."""
     if config.ref_model is not None:
         return frozen(policy, temperature=temperature)
     if config.ref_model_sync_steps:
@@ -62,7 +62,7 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
     unchanged = config.lora.enabled and config.lora.adds_nothing  # those of a given model may add something
     if kind == "adapters_off" or (adapters and unchanged):
         return adapters_off(policy, temperature=temperature)
-    if policy.mesh is not None:  # shards can't be copied, but loaded once more
+    if policy.mesh is not None:  # shards can't be copied, but can be loaded again
         if isinstance(config.model, nn.Module):
             raise ValueError("model: one in memory can't be sharded twice, and a copy is its reference; give its name")
         again = load_model(config).requires_grad_(False)
@@ -71,7 +71,7 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
-    """The policy as it is now, copied and frozen: as much memory again as its weights.
+    """A frozen copy of the current policy; takes as much memory again as its weights.
 
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
@@ -80,13 +80,13 @@ def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
 
 
 def frozen(policy: Policy, *, temperature: float = 1.0) -> Reference:
-    """A policy that is nothing else from now on."""
+    """Freeze a policy for good."""
     model: Any = policy.requires_grad_(False).eval()
     return torch.no_grad()(lambda batch: model(batch, temperature=temperature).logprob)
 
 
 def adapters_off(policy: Policy, *, temperature: float = 1.0) -> Reference:
-    """The base model under the policy's own adapters: no memory, and no copy that could drift.
+    """The base model under the policy's own adapters: takes no memory, and is no copy that could drift.
 
     Raises:
         ValueError: if the policy has no adapters, or their start changed the base model.
@@ -110,7 +110,7 @@ def adapters_off(policy: Policy, *, temperature: float = 1.0) -> Reference:
 
 
 def adapters_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
-    """The policy with its adapters as they are now: as much memory again as those, and no copy of the base model."""
+    """The policy with a frozen copy of its current adapters; the base model is not copied."""
     model: Any = policy.model
     weights = {name: weight.clone() for name, weight in get_peft_model_state_dict(model).items()}
     settings: Any = copy.deepcopy(model.peft_config["default"])
@@ -152,7 +152,7 @@ class SyncedReference:
 
     @torch.no_grad()
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Count a step of the policy, and follow it if it is time."""
+        """Count a step of the policy, and update the reference when it is due."""
         self.steps += 1
         if self.steps % self.interval == 0:
             for name, followed in self._followed():
@@ -178,5 +178,5 @@ def _copied(policy: Policy) -> Policy:
 
 
 def column(name: str) -> Reference:
-    """Log-probs that were computed before and travel with the batch."""
+    """Precomputed log-probs from the columns of the batch."""
     return lambda batch: batch.columns[name]

@@ -1,4 +1,4 @@
-"""What a run shows: ``metrics.jsonl`` and trackers, a line for each step, and a picture of the metrics at the end."""
+"""Reports of a run: ``metrics.jsonl`` and trackers, a line for each step, and a plot of the metrics at the end."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def journal(
     directory: Path | None, start: int, steps: int, accelerator: Accelerator, config: Common, *, steps_per_epoch: float
 ) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
     """Yield ``log(step, metrics)``: a line of ``metrics.jsonl``, the trackers, and a bar on a terminal, or elsewhere a
-    line every few seconds. What was logged after the step that a run resumes from is taken back.
+    line every few seconds. Lines logged after the step that a run resumes from are removed.
 
     Args:
         directory: None for trackers alone.
@@ -84,7 +84,7 @@ def progress(steps: int, start: int, *, visible: bool) -> Iterator[Callable[[int
     disable = not (visible and console.is_terminal)
     bar = Progress(*columns, "{task.description}", console=console, disable=disable)
     task = bar.add_task("", total=steps, completed=start)
-    shown = -math.inf  # when the last line was
+    shown = -math.inf  # time of the last line
 
     def show(step: int, metrics: Mapping[str, float]) -> None:
         nonlocal shown
@@ -99,7 +99,7 @@ def progress(steps: int, start: int, *, visible: bool) -> Iterator[Callable[[int
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """One panel for each of the foremost metrics of ``metrics.jsonl``, unless none was measured more than once."""
+    """Plot the main metrics of ``metrics.jsonl``, one panel each, unless none was measured more than once."""
     curves = foremost(read_curves(metrics))
     if all(len(points) < 2 for lines in curves.values() for points in lines.values()):
         return
@@ -126,7 +126,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
 
 
 def read_curves(metrics: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Steps and values by metric and by what it was measured on; held-out metrics are beside their training twin."""
+    """Steps and values by metric and data set; held-out metrics share a panel with their training counterpart."""
     curves: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
     for line in map(json.loads, metrics.read_text().splitlines()):
         for name, value in line.items():
@@ -137,7 +137,7 @@ def read_curves(metrics: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
 
 
 def foremost(curves: dict[str, Any]) -> dict[str, Any]:
-    """At most twelve: loss and reward, what was measured on held-out data, what every policy is watched by, the rest.
+    """At most twelve: loss and reward, held-out metrics, the usual metrics of a policy, then the rest.
 
     A recipe that samples has forty metrics, which take longer to draw than some runs take to train.
     """

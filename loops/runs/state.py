@@ -1,7 +1,7 @@
 """The state of training by name, so that it does not depend on the number of ranks, or on what is sharded over them.
 
 `torch.distributed.checkpoint.state_dict` would cast an optimizer's state to the dtype of the parameters, and take a
-step, which counts, with one that has taken none. Here a state is any number of tensors, of any dtype, and of numbers.
+step, which counts, with one that has taken none. Here a state is any number of tensors of any dtype, and of numbers.
 """
 
 import io
@@ -19,7 +19,7 @@ from torch.utils.serialization import config as serialization
 
 
 def trained_state(policy: nn.Module) -> dict[str, Tensor]:
-    """The parameters that training changes, and all buffers, each once. What is frozen comes from the model's own
+    """The parameters that training changes, and all buffers, each once. Frozen parameters come from the model's own
     files. Where the policy is sharded, so are these."""
     state = policy.state_dict(keep_vars=True)
     trained = {name for name, tensor in policy.named_parameters(remove_duplicate=False) if tensor.requires_grad}
@@ -65,7 +65,7 @@ def capture(policy: nn.Module, parts: Mapping[str, Stateful]) -> tuple[dict[str,
 
 
 def _components(path: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensor by its path, or those that one of a subclass consists of, as of 8-bit optimizers. Their sizes depend
+    """The tensor by its path, or the parts of a tensor subclass, such as those of 8-bit optimizers. Their sizes depend
     on the shard, so each is saved for itself."""
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not hasattr(local, "__tensor_flatten__"):
@@ -79,7 +79,7 @@ def _components(path: str, tensor: Tensor) -> dict[str, Tensor]:
 def restore(
     policy: nn.Module, parts: Mapping[str, Stateful], rest: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Restore the ``rest`` of what `capture` gave, and return the tensors in use, which are to be filled.
+    """Restore the ``rest`` of a captured state, and return the tensors in use, to be filled by the caller.
 
     Args:
         saved: size and dtype of each tensor, see `torch.distributed.checkpoint.metadata`.
@@ -101,7 +101,7 @@ def _prepare(
     parameters: Mapping[str, nn.Parameter],
     saved: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Restore the settings and numbers of an optimizer, and give it tensors, which are returned to be filled."""
+    """Restore the settings and numbers of an optimizer, allocate its tensors, and return them to be filled."""
     optimizer.state.clear()
     targets = _composed(optimizer, part, parameters, saved) if rest["composed"] else {}
     place: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def _prepare(
 def _composed(
     optimizer: Optimizer, part: str, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The tensors that an optimizer makes in its first step, where they are of its own classes. The weights that this
+    """Tensors of an optimizer's own classes, which it makes in its first step. The weights that this
     step moves are restored afterwards, as everything is.
 
     Raises:
@@ -158,7 +158,7 @@ def _composed(
 def dump(state: Any) -> memoryview:
     """The content of a file for torch.load."""
     buffer = io.BytesIO()
-    # The SHA-256 stands for the checksum that torch computes of every tensor.
+    # The SHA-256 replaces the checksum that torch computes for every tensor.
     options: Any = serialization
     with options.patch("save.compute_crc32", False):
         torch.save(state, buffer)

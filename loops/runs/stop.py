@@ -1,4 +1,4 @@
-"""Stop a run at a signal: the step under way is finished and saved, and the exit status says what ended it."""
+"""Stop a run at a signal: the current step is finished and saved, and the exit status names the signal."""
 
 import os
 import signal
@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# The status of a shell for a signal; 75 is EX_TEMPFAIL, which asks a batch system to queue the job again.
+# A shell's exit status for a signal; 75 is EX_TEMPFAIL, on which a batch system queues the job again.
 STATUS = {"SIGUSR1": 75, "SIGINT": 130, "SIGTERM": 143}
 
 
 class Stopped(SystemExit):
-    """A signal ended the run after a whole step, which was saved. Not caught, it ends the process with ``code``."""
+    """A signal ended the run after a whole step, which was saved. If it is not caught, the process ends with
+    ``code``."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -21,7 +22,7 @@ class Stopped(SystemExit):
 
 @contextmanager
 def signals(*, visible: bool) -> Iterator[dict[str, float]]:
-    """Catch the signals of `STATUS`; yields how often each is to be obeyed, which is 1 for the first that arrives.
+    """Catch the signals of `STATUS`; yields a count for each, 1 for the first that arrives and 0 for the others.
 
     A second SIGINT has its usual effect. A handler that the program has set itself stays, as do signals that are
     ignored; outside of the main thread none is caught.
@@ -34,7 +35,7 @@ def signals(*, visible: bool) -> Iterator[dict[str, float]]:
 
     def receive(number: int, frame: Any) -> None:
         caught = signal.Signals(number)
-        if os.getpid() != owner:  # a child, forked by a library, that is meant to end
+        if os.getpid() != owner:  # a child process forked by a library, which should end
             signal.signal(caught, before[caught])
             signal.raise_signal(caught)
             return

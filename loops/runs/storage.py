@@ -1,4 +1,4 @@
-"""A directory of shards that is whole or not there: written aside by all ranks, checksummed, renamed into place.
+"""A directory of shards that is complete or absent: written aside by all ranks, checksummed, renamed into place.
 
 `torch.distributed.checkpoint` divides the tensors between the ranks, calls the writer on each, and raises the errors of
 any on all. Shards are safetensors files that its HuggingFaceStorageReader reads, on any number of ranks.
@@ -118,7 +118,7 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
 
 
 def remove_partial(parent: Path) -> None:
-    """Remove what was never finished."""
+    """Remove unfinished directories."""
     for partial in parent.glob(".partial-*"):
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -1,7 +1,7 @@
-"""Distillation's teacher: a second model in memory, or its likeliest tokens, stored before training.
+"""The teacher of distillation: a second model in memory, or its likeliest tokens, stored before training.
 
-A teacher is a function ``teacher(batch) -> TeacherOutputs``. A policy that is given its outputs returns the divergence
-from it, per token, from the same forward pass as everything else.
+A teacher is a function ``teacher(batch) -> TeacherOutputs``. Given these outputs, a policy also returns the per-token
+divergence from the teacher, in the same forward pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from .feed import digest, stored_tokens
 def open_teacher(
     context: RunContext[Policy], config: Teacher, *, needed: bool
 ) -> tuple[Callable[[Batch], TeacherOutputs] | None, TokenColumns]:
-    """The teacher of a checked configuration, and the columns that it reads where it is stored before training.
+    """The teacher of a checked configuration, and the columns that hold its outputs if they are stored before training.
 
     The file of the stored tokens has the k likeliest at every trained token, ids int32 and logprobs [tokens, k], and in
     its metadata the temperature and a digest of the examples.

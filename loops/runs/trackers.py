@@ -1,7 +1,7 @@
-"""What Accelerate's trackers are told: the configuration, metrics under TRL's names, and completions as tables.
+"""Log to Accelerate's trackers: the configuration, metrics under TRL's names, and completions as tables.
 
-A metric of training is under ``train/``, one of held-out data under ``eval/``, as transformers' Trainer files them, so
-that runs of both stand in one panel. ``metrics.jsonl`` has the same numbers under the names of burnish.
+A metric of training is under ``train/``, one of held-out data under ``eval/``, as in transformers' Trainer, so that
+runs of both share a panel. ``metrics.jsonl`` has the same numbers under the names of burnish.
 """
 
 import json
@@ -27,7 +27,7 @@ RENAMED = {
     "sampling/importance_ratio/min": "sampling/importance_sampling_ratio/min",
     "sampling/importance_ratio/max": "sampling/importance_sampling_ratio/max",
 }
-# What trackers call the name of a run; the others have none beside the project.
+# The argument of each tracker for the name of a run; others know only the project.
 _RUN_NAME = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name"}
 _PRIVATE = "vllm.environment"  # may hold keys
 
@@ -36,19 +36,19 @@ def open_trackers(accelerator: Accelerator, config: Common) -> None:
     """Start the configured trackers under the project and the name of the run, and give them the configuration.
 
     Raises:
-        ValueError: if one of them does not start, such as for want of a login.
+        ValueError: if one of them does not start, for example without a login.
     """
     name = config.run_name or Path(config.output or "burnish").name
     named: dict[str, dict[str, Any]] = {tracker: {argument: name} for tracker, argument in _RUN_NAME.items()}
     tensorboard = [str(tracker) for tracker in accelerator.log_with] == ["tensorboard"]
-    # TensorBoard makes a directory of the project, beside the one that it is in already.
+    # TensorBoard makes a directory for the project, besides the one that it is already in.
     project = "logs" if tensorboard and config.project is None else config.project or "burnish"
     with blaming(f"report_to: {config.report_to}", Exception):
         accelerator.init_trackers(project, config=flat(asdict(config)), init_kwargs=named)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Settings as one level of numbers and texts, groups by a dot, without what may be secret."""
+    """Settings as a flat mapping of numbers and texts, groups joined by a dot, without possible secrets."""
     levelled: dict[str, bool | int | float | str] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"

@@ -39,17 +39,17 @@ class Training:
         for step in training:       # a `StepResult`: number and metrics
             ...                     # your own code; `break` ends the run
 
-    What the body adds to ``step.metrics`` is logged with them; then the step is saved, if it is due. A loop that is
+    Metrics that the body adds to ``step.metrics`` are logged, too; then the step is saved, if it is due. A loop that is
     left early, by ``break``, ``return`` or an error, ends the run in order: with a checkpoint of that step and with the
-    model as it is. Where there are several ranks, one that leaves its loop ends all of them after the same step. With
-    ``resume`` a run goes on after the last step that was saved, whose body has run.
+    model as it is. With several ranks, one that leaves its loop ends all of them after the same step. With ``resume`` a
+    run continues after the last saved step, whose body has run.
 
-    Its arguments are those of `RunContext.train`, which makes it.
+    `RunContext.train` makes it and describes its arguments.
 
     Attributes:
-        context: what is trained, on which ranks, and its settings.
+        context: the open run: model, data, ranks and settings.
         state: what a checkpoint holds, as `checkpoint.save` takes it.
-        start: steps that were taken before.
+        start: number of steps taken before, by the run that is resumed.
         metrics: of the last step.
         best: the saved step whose ``keep_best`` is the best; None before there is one.
     """
@@ -91,7 +91,7 @@ class Training:
 
     @property
     def model(self) -> Any:
-        """The model of transformers that is trained, or that of peft around it."""
+        """The trained transformers model, or peft's wrapper around it."""
         return self.context.model.model
 
     @property
@@ -161,7 +161,7 @@ class Training:
                         break
                 saver.wait()
                 if signal is None:
-                    parts["optimizer"].eval()  # a schedule-free one leaves the weights that are evaluated
+                    parts["optimizer"].eval()  # a schedule-free optimizer then leaves the weights to evaluate
                     self._save_model()
                 meet(accelerator)
                 if context.stream is not None:

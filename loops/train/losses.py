@@ -37,11 +37,11 @@ class Term:
     """One loss of a mix.
 
     Attributes:
-        function: one of `burnish.objectives`, or another of their form, its hyper-parameters bound.
+        function: an objective of `burnish.objectives`, or one of the same form, with its hyper-parameters bound.
         coefficient: 0 measures without training.
         weighting: weight of each unit; by default every token, completion or pair counts the same.
-        of: completions that a loss with one entry per token or completion is applied to.
-        columns: columns of the data that it reads, or its weighting.
+        of: completions to which a loss with one entry per token or completion applies.
+        columns: columns of the data that the loss or its weighting reads.
         factor: name of a tensor, one entry per unit of the loss, that the loss is multiplied by.
     """
 
@@ -102,13 +102,13 @@ def _pair_logps(logp_chosen: PerPair, logp_rejected: PerPair) -> tuple[PerPair, 
     return logp_chosen.detach(), {"logps/rejected": logp_rejected.detach()}
 
 
-# Measured beside the losses, over all completions, and logged under these names.
+# Also measured, over all completions, and logged under these names.
 ENTROPY = {"entropy": Term(_entropy, 0.0)}
 PAIR_LOGPS = {"logps/chosen": Term(_pair_logps, 0.0)}
 
 
 def compose(losses: Losses, read: TensorReader) -> Objective:
-    """The objective of these losses, all from one forward pass, that of ``read``."""
+    """The objective that computes these losses from the one forward pass of ``read``."""
 
     def objective(policy: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Stats]]:
         tensors = read(policy, batch)
@@ -233,7 +233,7 @@ def _unit(annotation: Any) -> str:
     return ""
 
 
-_SOURCES = {  # what gives the tensors that a loss may lack
+_SOURCES = {  # the arguments that provide tensors which a loss may lack
     "policy_tensors(pairs=True)": ("mean_chosen", "mean_rejected", "logp_chosen", "logp_rejected"),
     "policy_tensors(pairs=True), or score_tensors for a scorer,": ("chosen", "rejected"),
     "policy_tensors(reference=..., pairs=True)": ("ref_chosen", "ref_rejected"),

@@ -63,7 +63,7 @@ def parse_losses(
             completions = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}.get(applies_to, applies_to)
         weigh = _weighting(name, Term(function, of=completions), settings, by, weighting)
         columns = tuple(column for column in (by, completions) if isinstance(column, str))
-        if function is not known.get(name):  # what no recipe computes, the data has
+        if function is not known.get(name):  # tensors that no recipe computes are columns of the data
             columns += tuple(units_of(function).keys() - TENSORS)
         losses[name] = Term(_bind(name, function, shared, settings), coefficient, weigh, completions, columns)
     known_parameters = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in losses.values()))
@@ -74,7 +74,7 @@ def parse_losses(
 
 
 def loss_name(loss: Any) -> str:
-    """The name of a loss in metrics, and where a mix has several: of your own, that of its function."""
+    """The name of a loss in metrics and mixes; for your own loss, the name of its function."""
     function = getattr(loss, "func", loss)
     return loss.rpartition(":")[2] if isinstance(loss, str) else getattr(function, "__name__", type(loss).__name__)
 
@@ -110,7 +110,7 @@ def _function(loss: Any, known: Mapping[str, Loss]) -> Loss:
 def _weighting(
     name: str, term: Term, settings: dict[str, Any], by: str | None, default: Callable[..., weights.Weights]
 ) -> weights.Weighting:
-    """The weighting of a loss; its entries are taken out of ``settings``."""
+    """The weighting of a loss; removes its entries from ``settings``."""
     kind = settings.pop("weighting", None)
     weighting = partial(default, of=term.of) if term.unit == "tokens" else term.weigh
     if kind is not None:
@@ -171,8 +171,8 @@ def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
     return divergence, {}
 
 
-# The losses that recipes offer by name: of single tokens, which every recipe on text can add to its own, and of pairs.
+# The losses that recipes offer by name: losses of tokens, which every recipe on text can add to its own, and of pairs.
 TOKEN_LOSSES = losses_of(supervised)
 PAIR_LOSSES = {**losses_of(preference), **losses_of(reference_free), **TOKEN_LOSSES, "distillation": distillation}
-STEP_COUPLED = {"aot", "aot_unpaired"}  # they sort the pairs of a step
+STEP_COUPLED = {"aot", "aot_unpaired"}  # losses that sort the pairs of a step
 WEIGHTINGS = {"token_mean": weights.token_mean, "sequence_mean": weights.sequence_mean}

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name, and steps of bfloat16 weights that lose no small update.
+"""Optimizers and learning-rate schedules by name, and steps of bfloat16 weights that don't lose small updates.
 
 The names are those of torch's classes in lower case, and those that transformers has for classes of other packages.
 """
@@ -62,13 +62,13 @@ def check(config: Common) -> None:
     if config.weights_dtype == "bfloat16" and config.dtype != "bfloat16":
         raise ValueError(f"weights_dtype: bfloat16 weights compute in bfloat16, and dtype is {config.dtype}; set both")
     weight = nn.Linear(1, 1, dtype=getattr(torch, config.weights_dtype))
-    named = isinstance(config.optimizer, str)  # one that was given is of the model
+    named = isinstance(config.optimizer, str)  # an optimizer passed as an object holds the model's parameters
     optimizer = make_optimizer(config, weight) if named else AdamW(weight.parameters())
     make_schedule(config, optimizer, config.steps or 10**6)
 
 
 def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
-    """The configured optimizer of the parameters that are trained; norms and biases don't decay.
+    """The configured optimizer of the trained parameters; norms and biases don't decay.
 
     Its steps of bfloat16 parameters are those of `InFloat32`.
 
@@ -131,7 +131,7 @@ class MuonWithAdamW(Optimizer):
     (``match_rms_adamw``: Liu et al. 2025, arXiv:2502.16982, section 2.2).
 
     Args:
-        matrices: those that Muon takes.
+        matrices: the parameters that Muon updates.
         momentum, nesterov, ns_steps: of `torch.optim.Muon`.
         betas, eps: of `torch.optim.AdamW`.
     """
@@ -174,7 +174,8 @@ class MuonWithAdamW(Optimizer):
 
 
 class InFloat32(Optimizer):
-    """Mixed into the class of an optimizer: it sees each bfloat16 parameter, one at a time, as a float32 tensor w.
+    """Mixed into the class of an optimizer, which then sees each bfloat16 parameter, one at a time, as a float32 tensor
+    w.
 
     stochastic     w is the parameter, and becomes the bfloat16 number below or above by chance: `round_stochastically`
     compensated    w is the parameter plus 16 bits that are kept beside it: w is never rounded, and the parameter is w
@@ -183,7 +184,7 @@ class InFloat32(Optimizer):
     The optimizer's own state is what it is for float32 parameters. Chance depends on the seed and the number of the
     step alone, and on the shard of a sharded parameter, so that replicas stay equal and a resumed run repeats it.
 
-    Both kinds: Zamirai et al. 2020, arXiv:2010.06192; theirs compensates in bfloat16.
+    Both kinds: Zamirai et al. 2020, arXiv:2010.06192, who compensate in bfloat16.
     """
 
     rounding: str
@@ -199,7 +200,7 @@ class InFloat32(Optimizer):
             last = group
             for parameters in ([others] if others else []) + halves:
                 shadows = [self._shadow(p) for p in parameters]
-                # A fresh copy: some optimizers count their steps in the group.
+                # A fresh copy, because some optimizers count their steps in the group.
                 last = {**group, "params": shadows}
                 self.param_groups = [last]
                 super().step()
@@ -314,7 +315,7 @@ def evaluated_weights(optimizer: Any, model: nn.Module) -> Iterator[None]:
 
 
 class AtEvaluation:
-    """Mixed into the class of a schedule: it follows the loss of evaluations, whenever there is one, and no steps."""
+    """Mixed into the class of a schedule, which then follows the loss of evaluations instead of steps."""
 
     def step(self, epoch: Any = None) -> None: ...
 
@@ -322,7 +323,7 @@ class AtEvaluation:
         super().step(metrics["eval/loss"])  # type: ignore[misc]
 
 
-# Classes, whose parameters have names, for what are functions of any keywords in transformers.
+# Classes, which name their parameters, in place of functions of transformers that take any keywords.
 _BY_EVALUATION = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": getattr(optimization, "GreedyLR", None)}
 
 

@@ -41,11 +41,11 @@ class StepResult:
 
 
 class Sums:
-    """Weighted sums of losses and stats, in float64, divided once at the end: no mean of means.
+    """Weighted sums of losses and stats, in float64, divided once at the end, so that no mean is taken of means.
 
     Attributes:
         weights: of each micro-batch, by loss.
-        denominators: Z of each loss over all micro-batches of all ranks; 0 for one without any unit, whose sum is 0.
+        denominators: Z of each loss over all micro-batches of all ranks; 0 for a loss without any unit, whose sum is 0.
     """
 
     def __init__(self, accelerator: Accelerator, micro_batches: Sequence[Batch], weightings: Weightings) -> None:
@@ -65,14 +65,14 @@ class Sums:
                 share = coefficient / (self.denominators[name] or 1.0)
                 total = total + share * (weight.to(loss.dtype) * loss).sum()
             for metric, value in {name: loss.detach(), **stats}.items():
-                # The same stat of two losses is the same number (both log rewards, say): the first one is kept.
+                # Two losses that report the same stat (such as rewards) report the same number: keep the first.
                 if self.term.setdefault(metric, name) == name:
                     self.sums[metric] = self.sums.get(metric, 0.0) + (weight * value).sum()
         return total
 
     def means(self, **counts: float) -> tuple[dict[str, float], dict[str, float]]:
-        """The metrics over all ranks; ``loss``, the weighted total, comes first. A stat is its weighted mean. And the
-        sums of ``counts``: all of it takes one reduction."""
+        """The metrics over all ranks; ``loss``, the weighted total, comes first. A stat is its weighted mean. Also the
+        sums of ``counts``; all of this takes one reduction."""
         values = {("metric", metric): float(value) for metric, value in self.sums.items()}
         for name in self.weightings:  # Σ w of each loss, which for `fixed_length` is not its denominator
             values["weight", name] = float(sum(weights[name].weight.sum() for weights in self.weights))
@@ -81,7 +81,7 @@ class Sums:
         means = {}
         for metric in self.sums:
             name = self.term[metric]
-            if self.weightings[name][0] or self.denominators[name]:  # not a term that is only measured and has no unit
+            if self.weightings[name][0] or self.denominators[name]:  # not one that is only measured and has no unit
                 weight = self.denominators[name] if metric in self.weightings else total["weight", name]
                 means[metric] = total["metric", metric] / (weight or 1.0)
         loss = sum(coefficient * means[name] for name, (coefficient, _) in self.weightings.items() if coefficient)
@@ -89,7 +89,7 @@ class Sums:
 
 
 def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """`Accelerator.prepare`, without DDP around a policy in shards, whose gradients its own hooks reduce."""
+    """`Accelerator.prepare`, without DDP around a sharded policy, whose own hooks reduce its gradients."""
     if not isinstance(policy, FSDPModule):
         prepared: tuple[Any, Any] = accelerator.prepare(policy, optimizer)
         return prepared
@@ -110,8 +110,8 @@ def train_step(
     """Accumulate the gradient of one global batch and take one optimizer step.
 
     Args:
-        micro_batches: this rank's part of the global batch; the same number on every rank, some of them empty if need
-            be.
+        micro_batches: this rank's part of the global batch; the same number on every rank, some of them empty if
+            necessary.
         objective: ``objective(policy, batch) -> {name: (loss, stats)}``, unreduced.
         weightings: ``{name: (coefficient, weighting)}`` of the named losses to sum. A coefficient of 0 measures without
             training.
@@ -119,8 +119,8 @@ def train_step(
 
     Returns:
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
-        ``skipped``: 1 if no step was taken, because the gradient was not finite or was 0 everywhere, as without any
-        trained token.
+        ``skipped``: 1 if no step was taken, because the gradient was not finite or was 0 everywhere, for example
+        without any trained token.
     """
     sums = Sums(accelerator, micro_batches, weightings)
     # The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),

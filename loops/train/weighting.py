@@ -5,8 +5,8 @@
 The weights w and the denominators Z depend on masks only, so one collective gives every Z_k of a whole optimizer step,
 and the gradient does not depend on how the step was split.
 
-A weighting is a function ``weighting(batch) -> Weights``: one of these, or any other. Those here take ``of``, to weigh
-the units of some completions alone: an index in the example (of a pair, 0 is chosen and 1 rejected), or the name of a
+A weighting is a function ``weighting(batch) -> Weights``: one of these, or any other. Those here take ``of``, to weight
+only the units of some completions: an index in the example (of a pair, 0 is chosen and 1 rejected), or the name of a
 bool column, one entry per example.
 """
 
@@ -66,7 +66,7 @@ def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: str, of: Comp
     """w = w' · c, Z = Σ w' · c: a weighting times a column c of the data, such as the importance of each example.
 
     Args:
-        weighting: w', any but `fixed_length`, whose Z is no sum of weights.
+        weighting: w', any except `fixed_length`, whose Z is not a sum of weights.
         unit: unit of the loss's entries: tokens, sequences or pairs.
     """
     column = batch.columns[by].double()
