@@ -1,4 +1,4 @@
-"""What a forward pass leaves for backward, and noise on what it begins with."""
+"""Activations kept for the backward pass, and noise on the embeddings."""
 
 from functools import partial
 from typing import Any, Literal
@@ -23,8 +23,8 @@ def checkpoint_activations(model: Any, keep: Literal[True, "selective", "offload
     """Recompute the activations of each layer in backward: gradients stay the same, bit for bit.
 
     Args:
-        keep: of each layer its input (True), its input in the memory of the host ("offload"), or its input and its
-            products of matrices ("selective").
+        keep: for each layer, its input (True), its input in host memory ("offload"), or its input and its matrix
+            products ("selective").
 
     Raises:
         ValueError: to offload, if there is no accelerator, or this version of transformers can't.
@@ -44,8 +44,8 @@ def checkpoint_activations(model: Any, keep: Literal[True, "selective", "offload
 def add_noise(model: Any, alpha: float) -> None:
     """Add uniform noise in ±α/√(L·d) to the embedded tokens wherever gradients are computed in training mode.
 
-    L is the number of tokens of the sequence that are read, with the longest of the completions that share a prompt;
-    d is the size of the embedding. Evaluations, references and samples are without noise.
+    L is the number of input tokens of the sequence, for a shared prompt with the longest of its completions; d is the
+    embedding size. Evaluations, references and sampling have no noise.
 
     Paper: Jain et al. 2023, "NEFTune", arXiv:2310.05914, Algorithm 1.
     """

@@ -1,6 +1,6 @@
 """A Hugging Face model below its head: examples laid out as its input, one hidden state per trained token out.
 
-The one file that knows about padding, packing and shared prompts:
+Only this file knows about padding, packing and shared prompts:
 
     padded   one row per completion, prompt + completion, padded on the right to the longest
     packed   the same sequences side by side in fewer rows; position ids restart, and with no attention mask
@@ -8,8 +8,8 @@ The one file that knows about padding, packing and shared prompts:
     shared   prompt + completion_1 + ... + completion_G once per example; position ids restart after the prompt, and a
              4-D mask lets each completion see the prompt and itself only
 
-Hidden states, and so losses, gradients and metrics, are the same in all three, up to rounding. They differ in the
-number of token positions that the model computes, and of pairs of them: the mask of a shared row is dense, of the
+Hidden states, and therefore losses, gradients and metrics, are the same in all three, up to rounding. They differ in
+the number of token positions that the model computes, and of pairs of them: the mask of a shared row is dense, of the
 width squared, but under FlexAttention (``attention: flex_attention``), which leaves out blocks that see nothing.
 
 A policy reads each trained token one position before it, where it is predicted; a scorer reads it at its own position,
@@ -51,12 +51,12 @@ class Rows:
 
 
 class Backbone(nn.Module):
-    """A model and the layout of its input; `Policy` and `Scorer` add what becomes of its hidden states.
+    """A model and the layout of its input; `Policy` and `Scorer` add what is computed from its hidden states.
 
     Attributes:
         model: a `transformers` model, plain or wrapped by peft.
-        read: the position at which trained tokens are read: before their own, or at it.
-        mesh: the ranks that hold its parameters in shards, see `shard`; None if they are whole on every rank.
+        read: where trained tokens are read: at the position before their own, or at their own.
+        mesh: the ranks that shard its parameters, see `shard`; None if every rank has all of them.
     """
 
     read: Literal["before", "at"] = "before"
@@ -103,7 +103,7 @@ class Backbone(nn.Module):
             # Eager attention adds its mask to the scores.
             scores = torch.zeros(mask.shape, dtype=self.plain.dtype, device=mask.device)
             mask = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
-        # With a cache, transformers takes restarting positions for one sequence, and sequences see each other.
+        # With a cache, transformers treats restarting positions as one sequence, and sequences see each other.
         ids = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
         return {**ids, "attention_mask": mask, "use_cache": False}
 
@@ -127,7 +127,7 @@ def arrange(
     blocks: bool = False,
     device: torch.device | str = "cpu",
 ) -> Rows:
-    """Arrange the examples in rows; ``one_row`` puts all of them into one, as kernels for packed rows want it.
+    """Arrange the examples in rows; ``one_row`` puts all of them into one, as kernels for packed rows require.
 
     With ``blocks``, the mask of shared rows is one of FlexAttention, whose memory is the number of blocks. Rows are as
     wide as the longest segment and filled first-fit, longest first: attention costs their width squared. A segment is
@@ -172,8 +172,8 @@ def arrange(
 
 
 def _dense_mask(owner: Tensor, branch: Tensor, queries: slice = slice(None)) -> Tensor:
-    """The keys that each of these queries sees, bool [rows, 1, queries, width]: those before it, and itself, of the
-    prompt and of its own completion."""
+    """The keys that each of these queries sees, bool [rows, 1, queries, width]: itself and those before it, in the
+    prompt and in its own completion."""
     place = torch.arange(owner.shape[1], device=owner.device)
     same = owner[:, queries, None] == owner[:, None, :]
     own = (branch[:, None, :] == 0) | (branch[:, queries, None] == branch[:, None, :])
@@ -181,7 +181,7 @@ def _dense_mask(owner: Tensor, branch: Tensor, queries: slice = slice(None)) -> 
 
 
 def _block_mask(owner: Tensor, branch: Tensor) -> BlockMask:
-    """`_dense_mask` for FlexAttention, block by block of queries: nothing of the width squared is ever held."""
+    """`_dense_mask` for FlexAttention, one block of queries at a time: nothing of the squared width is ever stored."""
     rows, width = owner.shape
     count = -(-width // _BLOCK)
     seen = torch.zeros(rows, 1, count, count, dtype=torch.int64, device=owner.device)  # pairs of each two blocks
@@ -190,7 +190,7 @@ def _block_mask(owner: Tensor, branch: Tensor) -> BlockMask:
         seen[:, :, i] = nn.functional.pad(keys, (0, count * _BLOCK - width)).view(rows, 1, count, _BLOCK).sum(-1)
 
     def blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each block of queries the number of chosen blocks of keys, and all blocks, those first."""
+        """For each block of queries, the number of chosen blocks of keys, and all blocks with the chosen ones first."""
         order = chosen.int().argsort(dim=-1, descending=True, stable=True)
         return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -204,14 +204,14 @@ def _block_mask(owner: Tensor, branch: Tensor) -> BlockMask:
 
 
 def _segment(example: Example, read: Literal["before", "at"]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """The tokens of an example; of each its position and branch, 0 for the prompt, then those of the completions from
-    1 on; and the offset at which each trained token is read."""
+    """The tokens of an example; the position and branch of each, 0 for the prompt and from 1 on for the completions;
+    and the offset at which each trained token is read."""
     start = len(example.prompt)
     tokens, positions, branches, read_at = list(example.prompt), list(range(start)), [0] * start, []
     for branch, (completion, trained) in enumerate(zip(example.completions, example.trained, strict=True), start=1):
         offset = len(tokens)
         marked = [t for t, train in enumerate(trained) if train]
-        end = max(marked, default=0)  # the last target is predicted from the token before it, and is no input
+        end = max(marked, default=0)  # the last target is predicted from the token before it, and is not an input
         if read == "at":
             end = end + 1 if marked else 0
             read_at += [offset + t for t in marked]

@@ -28,13 +28,13 @@ from .sharding import left_in_files, whole
 log = logging.getLogger(__name__)
 
 _UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow_config", "monteclora_config"}
-_FILE = "5GB"  # the most that a file of weights holds
+_FILE = "5GB"  # maximal size of a file of weights
 
 
 def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     """The configured tokenizer, or the model's, with the configured chat template, if there is one.
 
-    A tokenizer that was given stays as it is: with another chat template it is a copy.
+    A tokenizer passed as an object is not changed: with another chat template it is copied.
 
     Raises:
         ValueError: if the tokenizer can't be loaded, most likely because there is no such model.
@@ -72,10 +72,11 @@ def load_model(config: Common) -> nn.Module:
 
 
 def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
-    """The model to train, with its own head if it is such a classifier, or a new one with ``len(labels)`` outputs.
+    """The classifier to train, with its own head if the model has such a head, or a new one with ``len(labels)``
+    outputs.
 
-    An architecture for which `transformers` has no such class gets one made of its parts. Such a model can only be
-    loaded by `burnish` once it is saved, and a warning says so.
+    For an architecture without such a class in `transformers`, one is assembled from parts; once saved, that model can
+    only be loaded by `burnish`, and a warning says so.
     """
     kind = "Sequence" if task == "SEQ_CLS" else "Token"
     auto: Any = getattr(transformers, f"AutoModelFor{kind}Classification")
@@ -95,11 +96,12 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
 def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     """A model to train, in the configured precision, without dropout; quantized and with adapters if configured.
 
-    A model that was given is itself converted to that precision, unless it has adapters already, or is quantized.
+    A model passed as an object is converted in place to that precision, unless it has adapters already, or is
+    quantized.
 
     Raises:
         ValueError: if a quantized model is to be trained without adapters, or FlexAttention on a CPU, or if a model
-            that was given is to be quantized, or to get adapters on top of those that it has.
+            passed as an object is to be quantized, or to get adapters in addition to its own.
     """
     in_memory, adapters = isinstance(config.model, nn.Module), config.lora.enabled
     quantized = getattr(config.model, "is_quantized", False)
@@ -143,7 +145,8 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
 
 
 def _may_stay_in_files(config: Common, task: str) -> bool:
-    """Can the model be sharded before its weights are read? Making some adapters reads weights, or copies them."""
+    """True if the model can be sharded before its weights are read. Creating some adapters reads weights, or copies
+    them."""
     lora, sharded = config.lora, config.parallel.dp_shard_size > 1
     made = not lora.adds_nothing or lora.use_dora or lora.kwargs or lora.target_parameters or lora.modules_to_save
     read = lora.enabled and bool(made or task != "CAUSAL_LM")  # those of a classifier copy its head
@@ -153,7 +156,7 @@ def _may_stay_in_files(config: Common, task: str) -> bool:
 
 
 def _with_adapters(model: Any, config: Common, task: str) -> Any:
-    """New adapters, or those to go on from; in float32, unless ``config.weights_dtype`` is bfloat16."""
+    """Add new adapters, or load those of ``lora.path``; in float32, unless ``config.weights_dtype`` is bfloat16."""
     lora, options = config.lora, dict[str, Any](autocast_adapter_dtype=config.weights_dtype == "float32")
     if lora.path is not None:
         if lora.r:
@@ -194,7 +197,7 @@ def _classifier_of(architecture: Any, task: str) -> Any:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Turn off every dropout of the architecture: policy and reference must differ by their weights alone."""
+    """Turn off every dropout of the architecture: policy and reference must differ only in their weights."""
     for module in (module for path, module in model.named_modules() if "lora_dropout" not in path):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -221,8 +224,8 @@ def save_model(
 
     Weights are rounded to the dtype in which `load` found them, however they were trained: a bfloat16 model stays one,
     of the same size, and ``weights_dtype: bfloat16`` makes one. After a run in float64 they stay float64, and those of
-    a model that `load` did not make stay as they are. No file is larger than 5 GB, unless one weight is. The policy
-    itself is left as it was.
+    a model that `load` did not make are not rounded. No file is larger than 5 GB, unless one weight is. The policy
+    itself is not changed.
 
     Args:
         write: true on one rank. All that hold shards of the policy call this; weights are gathered one by one.
@@ -256,7 +259,7 @@ def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:
 
 
 def _merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """What a plain model's state_dict would hold, one after the other, the active adapters added."""
+    """Yield the entries of a plain model's state_dict, with the active adapters merged."""
     wrapped: Any = model
     known: set[str] = set()
     for name, module in wrapped.get_base_model().named_modules():
@@ -279,7 +282,7 @@ def _merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _merged_layer(module: Any) -> dict[str, Tensor]:
-    """The weight and bias of a layer of peft, its active adapters added."""
+    """Weight and bias of a peft layer, with its active adapters merged."""
     kind, layer = getattr(module, "parameter_name", "weight"), module.get_base_layer()
     weight = dequantize_module_weight(layer) if kind == "weight" else getattr(layer, kind)
     merged: dict[str, Tensor] = {}
@@ -297,16 +300,15 @@ def _merged_layer(module: Any) -> dict[str, Tensor]:
 def named_weights(policy: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy, or of its model, under the names of transformers, adapters merged.
 
-    Those of a sharded policy are gathered one after the other, so that all ranks take part, and no rank holds more than
-    one of them.
+    Weights of a sharded policy are gathered one by one: all ranks take part, and none holds more than one whole weight.
 
     Args:
-        dtype: of the floating-point ones; unless given, that which they have.
+        dtype: of the floating-point weights; by default their own.
     """
     model = policy.model if isinstance(policy, Backbone) else policy
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # the last forward pass may have left it whole
+            module.reshard()  # the last forward pass may have left it unsharded
     weights = _merged_weights(model) if isinstance(model, PeftModel) else model.state_dict().items()
     yield from _gathered(weights, dtype)
 
@@ -327,18 +329,18 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Does this rank hold but a part of the weights?"""
+    """True if this rank holds only a part of the weights."""
     return any(isinstance(each, FSDPModule | DTensor) for each in (*module.modules(), *module.parameters()))
 
 
 @torch.no_grad()
 def detached_copy(policy: Backbone) -> nn.Module:
-    """A plain copy of the model, adapters merged. That of a sharded one has whole weights, which all ranks gather."""
+    """A plain copy of the model, adapters merged. All ranks gather the weights of a sharded model."""
     if not is_sharded(policy):
         copied: Any = copy.deepcopy(policy.model)
         return copied.merge_and_unload() if isinstance(copied, PeftModel) else copied  # type: ignore[no-any-return]
     copied = _assembled(policy.plain, {name: tensor.clone() for name, tensor in named_weights(policy)})
-    for name, module in policy.plain.named_modules():  # what no state_dict holds, such as rotary frequencies
+    for name, module in policy.plain.named_modules():  # buffers that no state_dict holds, such as rotary frequencies
         for kind, value in {**vars(module), **module._buffers}.items():
             if isinstance(value, Tensor):
                 setattr(copied.get_submodule(name.replace(".base_layer", "")), kind, value.clone())

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")  # others that derive from these compute something else
+_LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")  # subclasses of these compute something else
 
 
 class CannotFuse(Exception):
@@ -52,7 +52,7 @@ class CannotFuse(Exception):
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """Scale and soft cap that an architecture applies to its logits, from its Hugging Face config.
+    """Logit scale and soft cap of an architecture, from its Hugging Face config.
 
     `Policy` checks the result on a probe.
     """
@@ -63,7 +63,7 @@ def logit_transform(config: Any) -> LogitTransform:
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """A teacher's distributions at the trained tokens of a batch, and the divergence that compares a student's.
+    """A teacher's distributions at the trained tokens of a batch, and their divergence from a student's.
 
     Either ``hidden`` [tokens, D] and ``head``, or ``logits`` [tokens, V], or the ``top_k`` likeliest tokens: their ids
     and log-probs, [tokens, k] each, at this temperature.
@@ -104,7 +104,7 @@ class Divergence(NamedTuple):
     divergence: Tensor
 
 
-# With the part of a DTensor that torch's `ColwiseParallel` uses of a head's output: the output stays as it is.
+# With the parts of DTensor that torch's `ColwiseParallel` applies to a head's output, which leave it unchanged.
 _AS_DTENSOR = {"placements": None, "redistribute": lambda self, **layout: self, "to_local": lambda self: self}
 _REPLICATED = {kind: type(kind.__name__, (kind,), _AS_DTENSOR) for kind in (Logprobs, Divergence)}
 
@@ -189,11 +189,11 @@ def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None =
     """The head as the kernels take it.
 
     Args:
-        hidden: the states that it is applied to, which are checked to fit the way in which it is split over ranks.
-        whole: gather from all ranks what is split over them, or take this rank's part.
+        hidden: the states that the head is applied to; checked to match how the head is split over ranks.
+        whole: gather a split head from all ranks, or take this rank's part.
 
     Raises:
-        CannotFuse: if the head is no linear map now.
+        CannotFuse: if the head is not a linear map now.
         ValueError: if the weight is split and ranks may have different hidden states, or the other way round.
     """
     parts, shard = _parts(head), None
@@ -208,7 +208,7 @@ def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None =
 
 
 def _shard(head: nn.Module, weight: Tensor, hidden: Tensor) -> Shard | None:
-    """This rank's part of a vocabulary that is split; None if it is not."""
+    """This rank's part of a split vocabulary; None if it is not split."""
     split = weight.placements if isinstance(weight, DTensor) else ()
     whole = all(placement.is_replicate() for placement in split)
     if isinstance(hidden, DTensor):
@@ -241,7 +241,7 @@ def _parts(head: Any) -> Head:
         return _lora(head)
     if forward.__module__ == "bitsandbytes.nn.modules" and forward.__qualname__ == "Linear4bit.forward":
         return Head(_dequantized(head), head.bias)
-    # A subclass, or another kind of tensor, may compute something else.
+    # A subclass, or another type of tensor, may compute something else.
     if forward is not nn.Linear.forward or type(head.weight) not in (Tensor, nn.Parameter, DTensor, FakeTensor):
         raise CannotFuse(f"output head is {type(head).__name__}")
     if head.weight.dtype not in _FLOATS or head.weight.is_meta:
@@ -266,7 +266,7 @@ def _lora(head: Any) -> Head:
             added = head.scaling[name] * head.lora_B[name].bias
             bias = added if bias is None else bias + added
     down, up, scaling = (head.lora_A[names[0]].weight, head.lora_B[names[0]].weight, head.scaling[names[0]])
-    if len(names) > 1:  # concatenated, they are one adapter of a higher rank
+    if len(names) > 1:  # concatenated, adapters form one of higher rank
         down = torch.cat([head.scaling[name] * head.lora_A[name].weight for name in names])
         up, scaling = torch.cat([head.lora_B[name].weight for name in names], 1), 1.0
     return Head(base.weight, bias, adapter=(down, up, scaling))

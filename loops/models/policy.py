@@ -1,7 +1,7 @@
-"""A Hugging Face causal model as objectives see it: a batch in, one log-prob per trained token out.
+"""A Hugging Face causal language model for objectives: a batch in, one log-prob per trained token out.
 
-Whether its head can be fused is tested on a probe when the policy is made; one that can't falls back, with one log
-line, to full logits.
+A probe tests whether its head can be fused when the policy is created; if not, it falls back to full logits, with one
+log line.
 """
 
 import logging
@@ -49,7 +49,7 @@ class Policy(Backbone):
         backend, keep_bytes: of `burnish.kernels.linear_logprob`.
         value_head: a module from hidden states [tokens, D] to values [tokens, 1], trained along with the model.
         critic: a model of its own for the values instead, trained along with this one.
-        mesh: the ranks that hold all of this in shards, see `shard`. All of them make the policy, and call together
+        mesh: the ranks that shard all of this, see `shard`. All of them make the policy, and call together
             what computes with it: forward, ``hidden``, ``model_output``, ``logits``, ``top_k`` and ``teacher_outputs``.
 
     Raises:
@@ -159,7 +159,7 @@ class Policy(Backbone):
 
     @torch.no_grad()
     def _try_fusing(self, backend: Backend, keep_bytes: int | None) -> str | None:
-        """Fuse the head; returns why it can't be used, if so."""
+        """Fuse the head; returns the reason if it can't be fused."""
         rows = self.arranged(PROBE[:1], "padded")
         target = torch.tensor([4, 5, 6, 7, 5, 3, 2], device=self.device)
         try:
@@ -170,7 +170,7 @@ class Policy(Backbone):
                 fuse(self.head, self.transform, backend, keep_bytes)
                 fused = self.head(super().hidden(rows), target=target).logprob
             expected = logits.double().log_softmax(-1).gather(1, target[:, None])[:, 0]
-            # Only rounding of the logits to their own dtype may differ.
+            # The two may differ only by rounding of the logits to their own dtype.
             tolerance = 8 * torch.finfo(logits.dtype).eps * logits.abs().max().double().clamp(min=1.0) + 1e-5
             if not torch.all((fused.double() - expected).abs() <= tolerance):
                 raise CannotFuse("its logits are not a known function of its last hidden state")

@@ -1,6 +1,6 @@
-"""Find out on a few tokens which inputs a model takes: no list of architectures decides.
+"""Probe with a few tokens which inputs a model supports, instead of keeping a list of architectures.
 
-Of a deep model the first layers are probed: layers of one kind treat masks, positions and caches alike.
+In a deep model only the first layers are probed: layers of one kind treat masks, positions and caches alike.
 """
 
 import logging
@@ -26,12 +26,13 @@ PROBE = [
 
 _SIMPLE = (bool, int, float, str, type(None))
 
-# Raised by a model that does not take an input.
+# Raised by a model that does not support an input.
 REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
 def objection(plain: nn.Module, probe: Callable[[], str | None]) -> str | None:
-    """The probe's objection to a `transformers` model: None if the first layers pass, else that of the whole model.
+    """The probe's objection to a `transformers` model: None if the first layers pass, otherwise the objection of the
+    whole model.
 
     A model may refuse to run without its other layers, so only the whole model's refusal counts.
     """
@@ -43,10 +44,10 @@ def objection(plain: nn.Module, probe: Callable[[], str | None]) -> str | None:
 
 @contextmanager
 def shortened(plain: Any) -> Iterator[bool]:
-    """Within, a `transformers` model ends after its first layers, at least two and one of every kind that it has.
+    """Context in which a `transformers` model ends after its first layers, at least two and one of every kind.
 
-    Nothing is copied: the layers are those of the model. Yields whether any were left out: none are where the list of
-    layers is not found, and under FSDP, which notes at the first pass what there is to gather.
+    Nothing is copied. Yields True if any layer is left out; none is if the list of layers is not found, and under FSDP,
+    which records at the first pass which parameters to gather.
     """
     text_config = plain.config.get_text_config()
     depth = getattr(text_config, "num_hidden_layers", None)
@@ -99,7 +100,7 @@ def choose_layout(backbone: Backbone, wanted: Layout | Literal["auto"], output: 
 
 @torch.no_grad()
 def _find_mixing(backbone: Backbone, layout: Layout, output: Callable[[Rows], Tensor]) -> str | None:
-    """Returns why this layout can't be used, if so.
+    """Return the reason if this layout can't be used.
 
     Other tokens in one sequence must not change a single bit of another, and all must agree with the padded run.
     """

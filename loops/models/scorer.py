@@ -1,4 +1,4 @@
-"""A Hugging Face classifier as objectives see it: a batch in, one score per marked token out.
+"""A Hugging Face classifier for objectives: a batch in, one score per marked token out.
 
 A reward model scores a completion at its last token, a process reward model each step at its last token: both are a
 head on the hidden states of the tokens that `Example.trained` marks. `transformers` loads such a model as a sequence or
@@ -80,7 +80,7 @@ class Scorer(Backbone):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Compare with the model's own forward on one short text."""
+        """Compare with the model's own forward pass on a short text."""
         first, *rest = (token for token in range(2, 7) if token != self.plain.config.pad_token_id)
         text = [Example([first], [rest], [[token == rest[-1] for token in rest]])]
         with evaluating(self.model):

@@ -1,8 +1,8 @@
-"""Models in shards over the ranks of a mesh: FSDP2, and HSDP where the mesh has a dimension of copies as well.
+"""Models sharded over the ranks of a mesh: FSDP2, and HSDP if the mesh has a dimension of copies as well.
 
-Each transformer layer is a unit, and all that is left is one more: embeddings, last norm and heads, which may share a
-weight. The parameters of a unit are whole on a rank only while it computes, forward or backward; in between, every rank
-holds its shard of each of them, of its gradient, and of the optimizer's state.
+Each transformer layer is a unit, and the rest is one more: embeddings, last norm and heads, which may share a weight.
+The parameters of a unit are whole on a rank only while it computes, forward or backward; in between, every rank holds
+its shard of each of them, of its gradient, and of the optimizer's state.
 """
 
 import logging
@@ -31,16 +31,16 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
 
     Args:
         mesh: the ranks that hold one copy; in two dimensions, copies and the shards of each.
-        methods: names of those, beside forward, within which parameters are whole too. None may call another one.
+        methods: names of methods, besides forward, during which parameters are unsharded. None may call another one.
     """
     # transformers names the classes of its layers; those of a critic or an encoder are among them.
     kinds = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     if not layers:
         log.warning("%s: its layers have no known class, so all of it is gathered at once", type(model).__name__)
-    for module in (*reversed(layers), model):  # what a unit contains is sharded before it
+    for module in (*reversed(layers), model):  # nested units are sharded first
         _read_shards(module, mesh)
-        # The outermost one, too: parameters of which an optimizer or a checkpoint asks are always shards.
+        # The outermost unit, too: optimizers and checkpoints always see shards.
         unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
@@ -50,11 +50,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
 
 @contextmanager
 def left_in_files(wanted: bool = True) -> Iterator[None]:
-    """Within, if ``wanted``, `transformers` loads models whose matrices stay in their files until `shard` reads them.
+    """Context in which `transformers`, if ``wanted``, loads models whose matrices stay in their files until `shard`
+    reads them.
 
-    Each is one NaN, expanded to its shape, and has a ``place``: file and key. All else is as it always is: names, ties,
-    new heads, vectors, buffers. Every rank reads the whole of a model that is quantized, or whose files hold no
-    safetensors or its matrices in another form, and a log line says so.
+    Each is one NaN, expanded to its shape, and has a ``place``: file and key. Everything else is loaded as usual:
+    names, ties, new heads, vectors, buffers. Every rank reads the whole of a model that is quantized, or whose files
+    hold no safetensors or its matrices in another form, and a log line says so.
     """
     if not wanted:
         yield
@@ -84,7 +85,7 @@ def left_in_files(wanted: bool = True) -> Iterator[None]:
 
 
 def _places(model: nn.Module, files: Sequence[str], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[int, Any]]:
-    """What the files hold, by key, matrices as one expanded element; and of each element the file and the key."""
+    """The contents of the files by key, matrices as one expanded element; and the file and key of each element."""
     known, entries, places = model.state_dict(), dict[str, Tensor](), dict[int, Any]()
     for file in files:
         if not str(file).endswith(".safetensors"):
@@ -101,7 +102,7 @@ def _places(model: nn.Module, files: Sequence[str], dtype: torch.dtype) -> tuple
 
 
 def _stay(model: Any, places: Mapping[int, Any], missing: set[str]) -> bool:
-    """Tell the matrices their places; false if one was computed from others, or two that are tied may be unequal."""
+    """Set the place of each matrix; False if one was computed from others, or two tied ones may be unequal."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.ndim > 1 and tensor.is_floating_point() and name not in missing:
             if not (isinstance(tensor, nn.Parameter) and tensor.data_ptr() in places):
@@ -111,7 +112,7 @@ def _stay(model: Any, places: Mapping[int, Any], missing: set[str]) -> bool:
 
 
 def _read_shards(unit: nn.Module, mesh: DeviceMesh) -> None:
-    """Give the matrices of a unit that are in files their memory, and read the rows of this rank's shards.
+    """Allocate the matrices of a unit that are still in files, and read the rows of this rank's shards.
 
     The other rows stay unset: `fully_shard` drops them.
     """
@@ -132,5 +133,5 @@ def _read_shards(unit: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be in shards, in which case all ranks of its mesh call it."""
+    """The whole of a tensor that may be sharded; then all ranks of its mesh must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

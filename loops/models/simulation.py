@@ -1,10 +1,10 @@
-"""Run the library's own code on tensors that have a shape and no values, and count the bytes that live at its peak.
+"""Run the library's own code on tensors with a shape and no values, and count the bytes in use at its peak.
 
     with Simulation() as simulation:
         open_dpo(config)                the recipe as it is: its models, probes, losses, optimizer
 
-Nothing is estimated: what a run would allocate, the simulation allocates without memory behind it. Two things it can't
-see: what an operator allocates for itself and frees before it returns, and the fragments between allocations.
+Nothing is estimated: the simulation makes the allocations of a run, without memory behind them. It can't see two
+things: temporary allocations inside an operator, and fragmentation between allocations.
 """
 
 import warnings
@@ -29,18 +29,18 @@ aten = torch.ops.aten
 _FACTORIES = (aten.empty, aten.ones, aten.zeros, aten.full)
 _INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._unsafe_index_put)
 _LARGE = 1 << 24  # elements of a tensor of the data, such as a mask, that is not worth computing
-_LABELS = {"fsdp": "gathered weights", "c10d": "gathered weights"}  # of what operators of other packages return
+_LABELS = {"fsdp": "gathered weights", "c10d": "gathered weights"}  # of the results of operators of other packages
 
 
 class Simulation(TorchDispatchMode):
-    """Within, floating-point tensors that a factory makes are fake, as weights are, and all that is computed with them.
+    """Context in which new floating-point tensors are fake, as are weights and everything computed from them.
 
-    Integers and small masks of the data stay real: batches are laid out, and tensors cut, as in a run. Where a fake
-    value decides what to do next, it is the ordinary one: comparisons hold, nothing is infinite, all weights differ
-    from 0. Models of transformers have the shapes of their configuration; no weights are read.
+    Integers and small masks of the data stay real: batches are laid out, and tensors cut, as in a run. A fake value
+    that decides a branch takes the ordinary one: comparisons hold, nothing is infinite, all weights differ from 0.
+    Models of transformers have the shapes of their configuration; no weights are read.
 
     Attributes:
-        label: of what is allocated from now on; `labeled` changes it for a while.
+        label: label of new allocations; `labeled` changes it for a while.
         live: bytes of all tensors by label.
         peak: a copy of it when their sum was highest.
     """
@@ -59,7 +59,7 @@ class Simulation(TorchDispatchMode):
 
         def resized(storage: Any, size: int) -> Any:
             resize(storage, size)
-            if storage._cdata in self._storages:  # FSDP lets go of gathered weights so
+            if storage._cdata in self._storages:  # how FSDP frees gathered weights
                 self._set(storage._cdata, "gathered weights", size)
             return storage
 
@@ -70,7 +70,7 @@ class Simulation(TorchDispatchMode):
             warnings.catch_warnings(),
         ):
             self._patches.enter_context(patched)
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which a copy of a model does
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as copying a model does
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -101,7 +101,7 @@ class Simulation(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet, kwargs = func._overloadpacket, kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back with the local tensors
+            return NotImplemented  # counted again with the local tensors
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if packet is aten._local_scalar_dense:

@@ -1,10 +1,10 @@
-"""``burnish demo``: a small model learns to add, offline, on a CPU, from nothing.
+"""``burnish demo``: a small model learns to add from scratch, offline, on a CPU.
 
     1  a transformer of a third of a million parameters is trained from scratch by SFT on sums of two numbers
     2  it answers further questions at temperature 1; its own right and wrong answers to a question make pairs
-    3  it is improved by DPO on those pairs, with the NLL of the right answers beside it: DPO alone is content to make
-       wrong answers rare, and lets others take their place
-    4  it is improved further by GRPO, which samples while it learns, from no more than whether an answer is right
+    3  it is improved by DPO on those pairs, together with the NLL of the right answers: DPO alone makes these wrong
+       answers rare, but other wrong answers take their place
+    4  it is improved further by GRPO, which samples while it learns, rewarded only for right answers
 
 Every stage is the recipe that ``burnish sft``, ``burnish dpo`` and ``burnish grpo`` run, on files that stay in the run
 directory. No stage sees any of the questions that the accuracies are of.
@@ -59,7 +59,7 @@ def demo(config: Demo) -> dict[str, float]:
     stage = _stage(directory, "grpo", "dpo/model", rows, seed=config.seed, steps=config.grpo_steps)
     stage |= {"rewards": {"exact_match": {"ignore": ["whitespace"]}}, "max_tokens": TERM + 3, "show_every": 20}
     stage |= {"prompts_per_rollout": 128, "group_size": 8, "epochs_per_rollout": 3}
-    clip = {"clip_low": 0.02, "clip_high": 0.3}  # failures are pushed down no further than they must be
+    clip = {"clip_low": 0.02, "clip_high": 0.3}  # wrong answers are pushed down no further than necessary
     run_grpo(GRPO(**stage, learning_rate=2.5e-4, schedule="linear", warmup=0.15, loss_kwargs=clip))
     accuracy["after GRPO"] = score(directory / "grpo/model", held_out)
 

@@ -1,7 +1,7 @@
-"""Distillation: learn a teacher's distribution of the next token, on the completions of the data or on one's own.
+"""Distillation: learn a teacher's distribution of the next token, on completions of the data or of the student.
 
-A student that learns on the data's completions meets, when it samples by itself, prefixes that it was never taught. In
-a share λ of the steps it is therefore taught on its own completions of the step's prompts (GKD, Agarwal et al. 2023,
+A student trained on the data's completions meets prefixes that it was never trained on when it samples by itself. In a
+share λ of the steps it is therefore trained on its own completions of the step's prompts (GKD, Agarwal et al. 2023,
 arXiv:2306.13649).
 """
 
@@ -31,7 +31,7 @@ from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, loss_name, parse
 from .settings import Distill
 
 LOSSES: dict[str, Loss] = {**TOKEN_LOSSES, "distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
-# Completions that a loss is applied to where some are the student's: other losses learn from those of the data.
+# The completions of each loss where some are the student's; all other losses learn from those of the data.
 _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled"}
 
 
@@ -90,7 +90,7 @@ def distill_losses(config: Distill) -> dict[str, Term]:
 
 
 def with_teacher(read: TensorReader, teacher: Policy, accelerator: Accelerator, temperature: float) -> TensorReader:
-    """Beside the student's tensors, the teacher's log-probs of the same tokens."""
+    """The student's tensors, and the teacher's log-probs of the same tokens."""
 
     def tensors(policy: nn.Module, batch: Batch) -> Tensors:
         with torch.no_grad(), accelerator.autocast():
@@ -109,7 +109,7 @@ class MixedFeed:
         self.steps = self.data.steps
         replaced = on_policy_steps(self.steps, config.on_policy, config.seed)
         self.rollout_of = {step: rollout for rollout, step in enumerate(replaced)}
-        self.last = -1  # step that was asked for
+        self.last = -1  # latest requested step
 
         def prompt(task: int) -> list[int]:
             rollout, place = divmod(task, config.batch_size)
@@ -134,7 +134,7 @@ class MixedFeed:
 
 
 def on_policy_steps(steps: int, share: float, seed: int) -> list[int]:
-    """The steps that are the student's: each with this probability, independently of the others."""
+    """The steps on the student's completions: each with this probability, independently of the others."""
     bits = np.random.Philox(np.random.SeedSequence([seed, 1])).random_raw(steps)
     return [int(step) for step in np.flatnonzero(bits / 2.0**64 < share)]
 

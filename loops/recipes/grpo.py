@@ -2,9 +2,9 @@
 
     A_i      (R_i − mean R) / std R, over the rewards R of the completions of its prompt, its group
     ρ_t      π(t) / π_old(t), the ratio of a token of completion i to the policy that sampled it
-    loss     −min(ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε) A_i), weighed by 1 / length of the completion, + β KL(π, π_ref)
+    loss     −min(ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε) A_i), weighted by 1 / length of the completion, + β KL(π, π_ref)
 
-A variant is a row of settings that the papers differ in: a loss, its weighting, and the divisor of the advantage.
+A variant is a row of the settings in which the papers differ: a loss, its weighting, and the divisor of the advantage.
 """
 
 from collections.abc import Mapping
@@ -36,13 +36,13 @@ VARIANTS: dict[VariantName, dict[str, Any]] = {
     "sapo": {"loss": "sapo"},
     "vespo": {"loss": "vespo", "weighting": "token_mean"},
     "dppo": {"loss": "dppo", "weighting": "token_mean", "loss_kwargs": {"clip_low": 0.2, "clip_high": 0.2}},
-    # Its gradient at the policy that sampled is REINFORCE's, which is all that the paper needs.
+    # Its gradient at the sampling policy is that of REINFORCE, as in the paper.
     "rloo": {"loss": "completion_surrogate", "scale": "none"},
 }
 
 
 def open_grpo(config: GRPO, context: RLContext | None = None) -> Training:
-    """Open a run that is ready to train, in a context that is open already if one is given."""
+    """Open a run that is ready to train, in ``context`` if it is already open."""
     losses = grpo_losses(config)
     return train_policy(
         context or open_rl(config),
@@ -57,7 +57,7 @@ run_grpo = to_the_end(open_grpo)
 
 
 def variant_of(config: GRPO) -> dict[str, Any]:
-    """The settings of the variant, with the fields that are set in their place."""
+    """The settings of the variant, overridden by the fields that are set."""
     fields = {name: getattr(config, name) for name in ("weighting", "scale", "dynamic_sampling")}
     return {**_GRPO, **VARIANTS[config.variant], **{name: value for name, value in fields.items() if value is not None}}
 
@@ -101,7 +101,7 @@ def grpo_losses(config: GRPO) -> dict[str, Term]:
         weigh = partial(weigh, length=config.max_tokens)
     loss_kwargs = variant.get("loss_kwargs", {})
     losses = policy_losses(config, variant["loss"], loss_kwargs, weigh, kl_loss=config.kl_as == "loss")
-    # A weighting of tokens that is set must apply to some loss of tokens without a weighting of its own.
+    # The weighting, if set, must apply to some loss of tokens that has no weighting of its own.
     mix = config.loss if isinstance(config.loss, Mapping) else {}
     weighted = {loss_name(key) for key, entry in mix.items() if isinstance(entry, Mapping) and "weighting" in entry}
     if config.weighting and all(loss.unit != "tokens" or name in weighted for name, loss in losses.items()):

@@ -62,7 +62,7 @@ def kto_losses(config: KTO) -> dict[str, Term]:
 
 
 class RunningMean:
-    """BCO's δ: the mean reward of all completions of the steps before this one; 0 at first, where every reward is."""
+    """BCO's δ: the mean reward of all completions of the earlier steps; 0 at first, as is every reward."""
 
     def __init__(self) -> None:
         self.total, self.steps = 0.0, 0
@@ -105,8 +105,8 @@ def kl_of_mismatched(
 ) -> torch.Tensor:
     """KTO's z₀ of a step, one number for all ranks: the KL estimate from completions of other prompts.
 
-    Each prompt of the step is paired with the completion half a step further on, so that neither ranks nor
-    micro-batches matter, and that the two completions of a pair do not meet. A step of one example has z₀ = 0.
+    Each prompt of the step is paired with the completion half a step further on, so that ranks and micro-batches don't
+    matter, and the two completions of a pair are not matched. A step of one example has z₀ = 0.
     """
     indices = feed.batches.indices(step)
     half = len(indices) // 2

@@ -16,7 +16,7 @@ from .settings import OnlineDPO
 
 
 def open_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> Training:
-    """Open a run that is ready to train, in a context that is open already if one is given."""
+    """Open a run that is ready to train, in ``context`` if it is already open."""
     losses = online_dpo_losses(config)
     context = context or open_rl(config)
     reference, _ = context.reference(
@@ -50,7 +50,7 @@ def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[list[list[
 
 
 def pair_metrics(rollout: RolloutBuffer, pairs: list[list[list[int]]], config: OnlineDPO) -> dict[str, float]:
-    """How many groups made a pair, how many did not, and by how much the pairs' rewards differ."""
+    """Numbers of groups that made a pair and that did not, and the mean difference of the pairs' rewards."""
     metrics = {"pairs": float(len(pairs)), "ties": float(config.prompts_per_rollout - len(pairs))}
     if pairs:
         best, worst = ([pair[which] for (pair,) in pairs] for which in (0, 1))

@@ -5,7 +5,8 @@
     A_t, R_t     generalized advantage estimates and returns, from the values of the policy that begins the rollout
     loss         clipped surrogate of A, whitened over all tokens of the rollout, + c · clipped squared error of V to R
 
-Sharing the backbone needs no second model, and c keeps the values from ruling it; `value_model` is the paper's critic.
+Sharing the backbone needs no second model, and c limits the effect of the values on it; `value_model` is the paper's
+critic.
 """
 
 from collections.abc import Mapping
@@ -48,9 +49,9 @@ class ValueHead(nn.Linear):
 
 
 def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
-    """Open a run that is ready to train, in a context that is open already if one is given.
+    """Open a run that is ready to train, in ``context`` if it is already open.
 
-    The critic or the value head is left beside the model, for `value_model` or `value_head` of a later run.
+    The critic or the value head is saved beside the model, for `value_model` or `value_head` of a later run.
     """
     losses = ppo_losses(config)
     context = context or open_rl(config, partial(with_values, config=config))
@@ -98,7 +99,7 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
 def open_critic(config: PPO) -> Scorer:
     """The model for the values; where its head is new, it begins at 0."""
     assert config.value_model is not None
-    settings = replace(config, model=config.value_model, parallel=Parallel())  # it is tried out before it is sharded
+    settings = replace(config, model=config.value_model, parallel=Parallel())  # it is probed before it is sharded
     critic = Scorer(load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout, read="before")
     if critic.plain.config.pad_token_id is None:
         critic.plain.config.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise

@@ -40,7 +40,7 @@ class RLContext(RunContext[Policy]):
     Attributes:
         rewards: reward functions; on ranks other than the main process, their names and weights.
         scheduler: on the main process; None on the others, which are sent its samples.
-        follow: on the others, what they do where the scheduler publishes weights; see `from_main`.
+        follow: on the others, called when the scheduler publishes weights; see `from_main`.
         sample_log: ``sample_log(samples)`` keeps those of a rollout, also groups that were passed over.
         converse: ``converse(source, row=...)`` makes a source of conversations, given the row of each task.
         eval_rows: the rows that held-out prompts come from.
@@ -56,7 +56,7 @@ class RLContext(RunContext[Policy]):
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
     def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> Training:
-        """Get ready to train on the rollouts of a `RolloutFeed`, which is part of checkpoints, and closed at the end;
+        """Prepare to train on the rollouts of a `RolloutFeed`, which is saved in checkpoints, and closed at the end;
         see `RunContext.train`. Held-out prompts are evaluated by their rewards."""
         if self.eval_data is not None:
             options["evaluation"] = lambda steps: self.evaluate()
@@ -113,7 +113,7 @@ class RLContext(RunContext[Policy]):
         rows = [self.eval_rows[row] for row in self.eval_data["row"]]
         source = self.converse(source, row=rows.__getitem__) if self.converse else source
         sampling = replace(self.scheduler.sampling, temperature=config.eval_temperature)
-        # Seeded apart from the run, so that no held-out completion shares a seed with one that is trained on.
+        # Other seeds than the run's, so that no held-out completion shares a seed with a trained one.
         key, prompts = -1 - config.seed, self.eval_data["prompt"]
         requests = [Request(task, prompt, range(1), sampling, key) for task, prompt in enumerate(prompts)]
         try:
@@ -189,7 +189,7 @@ def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Ac
 
 
 def check_online(config: OnlineConfig) -> None:
-    """Raise ValueError, before anything is loaded, if completions can't be sampled, or not be learned from."""
+    """Raise ValueError, before anything is loaded, if completions can't be sampled or can't be learned from."""
     check_sampling(config)
     if config.schedule in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(

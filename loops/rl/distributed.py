@@ -1,7 +1,7 @@
 """One source for a run of several ranks: each samples its share, and all take part when weights are published.
 
     rank 0     `DistributedSource`, which the scheduler asks; a request goes to a rank by its task
-    others     `Follower`, whose thread completes requests with this rank's own source, and sends the samples back
+    others     `Follower`, whose thread answers requests from this rank's own source, and sends the samples back
 
 Request seeds are hashes of (run, task, index, turn), so that it does not matter which rank samples which task.
 """
@@ -22,7 +22,7 @@ from ..rollouts.sample import Request, Sample, check_request
 from ..rollouts.source import NamedWeights, RolloutSource, SourceError
 from ..runs.ranks import RankLost, gloo_group, leading, receive, send
 
-_PARTING = 10.0  # seconds in which another rank should stop to sample
+_PARTING = 10.0  # seconds in which another rank should stop sampling
 
 
 def distributed(
@@ -33,7 +33,7 @@ def distributed(
     purpose: str = "sampling",
     **options: Any,
 ) -> "tuple[DistributedSource | None, Follower | None]":
-    """On rank 0 the source of all ranks; on the others, what follows its publications. Every rank calls it.
+    """On rank 0 the source of all ranks; on the others, a `Follower` of its publications. Every rank calls it.
 
     Args:
         source, weights: see `Follower`.
@@ -57,7 +57,7 @@ class DistributedSource:
         group: the ranks over gloo.
         ranks: how many sample; 1 where they only take part in gathering weights, for a server that rank 0 talks to.
         gathered: whether to read the weights is a collective, which all ranks must take part in to the end.
-        groups, group_size: prompts that are asked for at once, and completions of each. Where there are fewer prompts
+        groups, group_size: prompts requested at once, and completions of each. Where there are fewer prompts
             than ranks, several ranks share a group.
     """
 
@@ -104,7 +104,7 @@ class DistributedSource:
             try:
                 await self.source.publish(weights, version)
             finally:
-                if self.gathered:  # the others go on to the end, also where a server refuses the first
+                if self.gathered:  # the others continue to the end, even if a server refuses the first
                     deque(weights, maxlen=0)
 
     async def version(self) -> int | None:
@@ -127,7 +127,7 @@ class DistributedSource:
         await self.source.close()
 
     async def _part(self, rank: int, goodbye: "asyncio.Future[Any]") -> None:
-        """Have the rank stop, and wait until it has, so that nothing is left on the way."""
+        """Stop the rank and wait until it has stopped, so that no message is left in transit."""
         with suppress(RankLost, TimeoutError):
             async with asyncio.timeout(_PARTING):
                 if (sending := self._talks.get((rank, self._send))) is not None:
@@ -152,7 +152,7 @@ class DistributedSource:
         return samples
 
     def _talk(self, rank: int, what: Callable[[int], Any]) -> None:
-        """Send to a rank, or receive from it, unless that is under way already."""
+        """Send to a rank, or receive from it, unless that is already in progress."""
         if (talk := self._talks.get((rank, what))) is None or talk.done():
             self._talks[rank, what] = asyncio.create_task(what(rank))
 
@@ -187,7 +187,7 @@ class DistributedSource:
 
 
 class Follower:
-    """Takes part, on a rank other than 0, in what the `DistributedSource` of rank 0 does, until that is closed.
+    """Follow the `DistributedSource` of rank 0 on another rank, until that is closed.
 
     Args:
         source: samples this rank's share; None where rank 0 alone samples.

@@ -1,4 +1,4 @@
-"""The micro-batches of every step of an online run: rollouts are sampled, scored, measured, and trained on."""
+"""Micro-batches of every step of an online run: rollouts are sampled, scored, measured, and trained on."""
 
 import logging
 import math
@@ -28,7 +28,7 @@ PATIENCE = 8  # takes in a row, for one rollout, in which groups without varianc
 class RolloutFeed:
     """``feed(step)`` gives this rank's micro-batches of that step.
 
-    A rollout is what is sampled at once and trained on in one optimizer step or in several.
+    A rollout is a set of samples drawn at once and trained on in one optimizer step or several.
 
     Args:
         context: its configuration is an `OnlineConfig`, its scheduler samples, its rewards score, its policy measures.
@@ -36,7 +36,7 @@ class RolloutFeed:
         measure: columns [tokens] that the policy gives of each batch before anything is learned from the rollout.
         select: the units of a rollout, the examples of each as indices of completions; those of a group unless given.
             The examples of a unit share a step.
-        dynamic_sampling: pass over groups whose rewards are all the same, and take others instead.
+        dynamic_sampling: skip groups whose rewards are all the same, and take others instead.
         report: further metrics of a rollout.
         first_step: receives the metrics of the first step on each rollout, before which nothing was learned from it.
     """
@@ -62,9 +62,9 @@ class RolloutFeed:
         self.steps_per_rollout: int = self.config.steps_per_rollout
         rollouts = -(-len(context.data) * self.config.epochs // self.config.prompts_per_rollout)
         self.steps: int = self.config.steps or rollouts * self.steps_per_rollout
-        self.step = -1  # the last one that was asked for
+        self.step = -1  # latest requested step
         self.rollout: RolloutBuffer | None = None
-        self.metrics: dict[str, float] = {}  # of the rollout at hand, the same in each of its steps
+        self.metrics: dict[str, float] = {}  # of the current rollout, the same in each of its steps
 
     def __call__(self, step: int) -> list[Batch]:
         config = self.config
@@ -82,7 +82,7 @@ class RolloutFeed:
         return self.rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """A step was taken, with these metrics over all ranks; nothing of it is remembered here."""
+        """Receive the metrics of a step over all ranks; nothing of them is stored here."""
         if self.step % self.steps_per_rollout == 0:
             self.first_step(metrics)
 
@@ -127,7 +127,7 @@ class RolloutFeed:
         return rollout
 
     def _take(self, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
-        """On the main process, the groups of a rollout, and metrics of those that were passed over."""
+        """On the main process, the groups of a rollout, and metrics of those that were skipped."""
         rewards, wanted = self.context.rewards, self.config.prompts_per_rollout
         kept: list[list[Sample]] = []
         seen: list[list[Sample]] = []

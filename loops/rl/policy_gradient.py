@@ -58,10 +58,10 @@ def policy_losses(
     """The losses of this configuration, those with an advantage times the correction, if there is one.
 
     Args:
-        default: the loss unless the configuration names another.
+        default: the loss, unless the configuration names another.
         loss_kwargs: its hyper-parameters, unless the configuration has others.
-        weigh: of losses of tokens.
-        kl_loss: whether the divergence from the reference is one of the losses.
+        weigh: weighting of losses of tokens.
+        kl_loss: make the divergence from the reference one of the losses.
 
     Raises:
         ValueError: if settings contradict each other.
@@ -108,10 +108,10 @@ def policy_losses(
 def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> Literal["sampled", "recomputed"]:
     """The policy in the denominator of ratios, where the configuration leaves it open.
 
-    Sampler and trainer round differently. One token's ratio hardly shows it, and to μ it needs no forward pass and
-    corrects for what difference there is. Over a completion of T tokens it adds up to √T times as much, of a mean it
-    leaves more than the narrow clip of such losses allows: these, whose signature says that they join the tokens of a
-    completion, get π_old. Where values are learned, the pass that reads them at the start of a rollout gives it anyway.
+    Sampler and trainer round differently. In the ratio of one token this hardly matters, and a ratio to μ needs no
+    forward pass and corrects for the difference. Over a completion of T tokens it grows to √T times as much, and in a
+    mean it exceeds the narrow clip of such losses: losses whose signature joins the tokens of a completion get π_old.
+    Where values are learned, the pass that computes them at the start of a rollout gives π_old anyway.
     """
     if config.old_logprobs is not None:
         return config.old_logprobs
@@ -139,9 +139,9 @@ def train_policy(
     config = replace(config, old_logprobs=ratio_denominator(config, losses))
     needed = "ref_logp" in tensors_needed(losses) or (kl_in_reward and config.beta > 0)
     reference, _ = context.reference(config.reference, needed=needed, temperature=config.temperature)
-    # Once per rollout, where that is fewer passes than one in each pass that trains, or was made for the reward anyway.
+    # Once per rollout, if that takes fewer passes than one per training pass, or is needed for the reward anyway.
     stored = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
-    # Of a rollout that is trained on once, π_old is the policy itself, from the very pass that trains it.
+    # For a rollout that is trained on once, π_old is the policy itself, from the training pass.
     again = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
     start = again or context.model.has_values or (kl_in_reward and stored is not None)
 
@@ -165,7 +165,7 @@ def train_policy(
 
 
 def rollout_tensors(read: TensorReader, config: PolicyGradientConfig) -> TensorReader:
-    """Beside the policy's tensors: the sampler's log-probs, those in the ratio's denominator, and the advantages."""
+    """The policy's tensors, the sampler's log-probs, those in the ratio's denominator, and the advantages."""
 
     def policy_gradient_tensors(model: nn.Module, batch: Batch) -> Tensors:
         def per_completion(column: Tensor) -> Tensor:  # the same for all tokens of a completion
@@ -210,7 +210,7 @@ def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequ
 
 
 class SamplerMismatch:
-    """How far the trainer's policy at the start of a rollout is from the sampler's.
+    """Distance of the trainer's policy at the start of a rollout from the sampler's.
 
     Extremes and the effective sample size of a step's importance ratios are no means over tokens: `report` gives them.
 
@@ -254,9 +254,9 @@ class SamplerMismatch:
         }
 
     def warn_of_clipping(self, metrics: Mapping[str, float]) -> None:
-        """Warn once where the first step on a rollout clips, before anything learned from it could move a ratio.
+        """Warn once if the first step on a rollout clips, before learning from it could change a ratio.
 
-        Those of older completions move, and do not count.
+        Ratios of older completions do change, and are not counted.
         """
         share = max(metrics.get(name, 0.0) for name in ("clip_ratio/region", "cispo_clip_ratio"))
         if self.silent or metrics.get("age/max", 0.0) > 0 or not share > CLIPPED:

@@ -1,7 +1,7 @@
-"""Where the completions of a recipe come from: from a configuration to a `RolloutScheduler`, and the log of samples.
+"""The configured source of completions and its `RolloutScheduler`, and the log of samples.
 
 policy         the policy that is trained samples; at max_staleness > 0 a copy of it does
-vllm           a server, one that runs or one that is started for this run
+vllm           a server, already running or started for this run
 vllm_engine    vLLM in this process, on the trainer's device
 """
 
@@ -39,7 +39,7 @@ from ..runs.trackers import log_table
 from .distributed import Follower, distributed
 from .settings import VLLM, OnlineConfig, SamplingConfig
 
-_SHOWN, _LONGEST = 3, 300  # samples of a rollout that are printed, and characters of one
+_SHOWN, _LONGEST = 3, 300  # samples printed per rollout, and characters of one
 
 
 def check_sampling(config: SamplingConfig) -> None:
@@ -87,12 +87,12 @@ def open_scheduler(
     converse: Callable[[RolloutSource], RolloutSource] | None = None,
     score: Callable[[list[Sample]], Awaitable[None]] | None = None,
 ) -> tuple[RolloutScheduler | None, Follower | None]:
-    """On the main process, the scheduler of the configured source; on the others, what follows its publications.
+    """On the main process, the scheduler of the configured source; on the others, the follower of its publications.
 
     Where the policy samples, that of every rank samples its share.
 
     Args:
-        converse: makes a source of conversations of a source of completions.
+        converse: wraps a source of completions as a source of conversations.
         score: see `RolloutScheduler`.
 
     Raises:
@@ -159,7 +159,7 @@ def check_context_length(config: OnlineConfig, run: RunContext[Policy], context:
 
 
 def open_local(config: OnlineConfig, run: RunContext[Policy], *, detached: bool = False, **options: Any) -> LocalSource:
-    """The policy as a source, or, where it is sharded or to be ``detached`` from training, a whole copy of it."""
+    """The policy as a source, or a whole copy of it if it is sharded or should be ``detached`` from training."""
     kind = DetachedSource if detached or is_sharded(run.model) else LocalSource
     autocast = run.accelerator.autocast
     return kind(run.model, run.tokenizer, cache_bytes=config.cache_bytes, context=autocast, **options)
@@ -194,7 +194,7 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
 
 
 def open_updates(config: SamplingConfig, run: RunContext[Policy], url: str = "") -> Files | Nccl | Adapters:
-    """How weights get to the server at this address."""
+    """The configured way of sending weights to the server at this address."""
     directory = Path(config.vllm.directory or run.directory / "weights")
     match config.vllm.updates:
         case "files":
@@ -225,7 +225,7 @@ def open_sample_log(
     """Return ``write(samples)``, which appends a rollout to a file, if there is one, and prints a few of every
     ``show_every``-th.
 
-    The first call drops what is on record from its first task on: an earlier process of a resumed run sampled it.
+    The first call drops recorded samples from its first task on: an earlier process of a resumed run drew them.
     """
     numbers = count()
 
