@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Output(io.FileIO):
-    """Standard output that leaves the run to itself where its reader goes away, as ``| head`` does, or its disk is
-    full. A pipe that is full is waited for, also where its reader has set it not to block."""
+    """Standard output that lets the run continue when its reader exits, as ``| head`` does, or its disk is full. It
+    waits for a full pipe, even if its reader has made it non-blocking."""
 
     def write(self, data: Any) -> int:
         try:
@@ -112,7 +112,7 @@ def _data(arguments: list[str]) -> int:
     def show(_: Any, config: Any) -> None:
         import_module(".data", __package__).print_data(recipe, config, int(rows))
 
-    # A configuration needs a directory for its run, and this is none.
+    # A configuration must name a run directory; this one is not used.
     return _run(recipe, ["--output", "none", *_with_file(words)], show)
 
 
@@ -165,7 +165,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 
 
 def _with_file(words: list[str]) -> list[str]:
-    """Flags, where a file may stand first without one."""
+    """Flags, in which a file may come first without its flag."""
     return words if words[0].startswith("--") else ["--config", *words]
 
 
@@ -176,7 +176,7 @@ def _run(
     arguments = [word for word in arguments if word != "--traceback"]
     try:
         config = parse(name, _settings(name), arguments)
-        # Threads that spin while they wait take the cores from each other: read when torch is first imported.
+        # Threads that spin while they wait take each other's cores; this is read when torch is first imported.
         if name == "demo":
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft's use of transformers
@@ -184,7 +184,7 @@ def _run(
             logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         recipe = _load(*_RECIPES[name][1].split(":"))
         models: Any = import_module("transformers.dynamic_module_utils")
-        models.TIME_OUT_REMOTE_CODE = 0  # a model's own code is refused, without a question that nobody answers
+        models.TIME_OUT_REMOTE_CODE = 0  # a model's own code is refused without asking the user
         if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
             import datasets
             import transformers
@@ -218,10 +218,10 @@ def _load(module: str, name: str) -> Any:
 
 
 def _message(error: Exception) -> str | None:
-    """What to tell the person at the terminal; None if it is a bug of ours, whose traceback is worth more.
+    """The message for the user; None for a bug in burnish, whose traceback is shown.
 
-    Our own checks raise messages for them. Beyond these, a file, a package or memory that is missing is the machine's
-    matter wherever it is found out; what libraries refuse is named where they are called (`registry.blaming`).
+    burnish's own checks raise messages for users. A missing file or package, or a lack of memory, is reported wherever
+    it is found; refusals of libraries are named where they are called (`registry.blaming`).
     """
     where = "--traceback shows where"
     if type(error).__name__ == "OutOfMemoryError":

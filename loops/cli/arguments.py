@@ -1,4 +1,4 @@
-"""Flags and YAML files into a configuration. One message tells all mistakes, each with its field and its range."""
+"""Parse flags and YAML files into a configuration. One message lists all mistakes, each with its field and range."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # Fields of other recipes, habits, and ours.
 MEANT = {"batch_size": "prompts_per_rollout", "old": "old_logprobs", "lr": "learning_rate", "bf16": "dtype"}
-# The order of the shared fields in --help; those that are in none of these stand with the run.
+# The order of the shared fields in --help; all others are in the section of the run.
 _SECTIONS = {
     "data": """data eval_data max_length truncation on_bad_row chat_template chat_template_kwargs dataset_num_proc
         shuffle""",
@@ -35,7 +35,7 @@ _NEEDED = ("output", None)  # from Python a run may have no directory
 
 
 def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
-    """The configuration of YAML file and flags; flags win, wherever they stand. Exits with status 2 on a mistake."""
+    """Parse YAML file and flags into a configuration; flags win in any order. Exits with status 2 on a mistake."""
     parser = _parser(name, config_class)
     translated, left, translation = read(name, config_class, _spelled(config_class, arguments))
     if translated:
@@ -112,7 +112,7 @@ def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def _mistakes(parser: Any, translated: Mapping[str, Any], arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each setting that is wrong by itself, and what is wrong with it; and the fields that are missing."""
+    """Yield each wrong setting with its mistake, and the missing fields."""
     flags = [flag for flag in split_flags(arguments) if flag[0] != "config"]
     files = [values[0] for name, values, _ in split_flags(arguments) if name == "config" and values]
     settings: list[tuple[str, list[str]]] = []
@@ -139,7 +139,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
-    """What is wrong with a setting by itself, in a line and in the words of its type."""
+    """Describe the mistake of a setting by itself, in one line, in the words of its type."""
     try:
         parser.parse_args(tokens)
         return ""
@@ -167,12 +167,12 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
 
 
 class _Parser(ArgumentParser):
-    """Lists fields by what they are about."""
+    """Argument parser whose help lists fields by topic."""
 
     fields: Any = None  # the class of the configuration
 
     def format_help(self, formatter: Any = None) -> str:
-        """The recipe's own fields first, then those that several recipes share, by what they are about."""
+        """List the recipe's own fields first, then the shared ones by topic."""
         own = [kind for kind in self.fields.__mro__ if kind.__module__ != "builtins"] if self.fields else []
         shared = {name: title for title, names in _SECTIONS.items() for name in names.split()}
         sections: dict[str, list[argparse.Action]] = {title: [] for title in ("", *_SECTIONS, _RUN)}

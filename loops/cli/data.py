@@ -55,7 +55,7 @@ def _encoder(recipe: str, config: Any) -> Callable[..., Any]:
 
 
 def _texts(example: data.Example, tokenizer: Any, recipe: str, *, color: bool) -> Iterator[Text]:
-    """Prompt and completions; without color, trained tokens stand in ⟦ ⟧."""
+    """Prompt and completions; without color, trained tokens are in ⟦ ⟧."""
     tokens = len(example.prompt) + sum(map(len, example.completions))
     trained = sum(map(sum, example.trained))
     is_prompt = not example.completions

@@ -1,4 +1,4 @@
-"""``burnish env [config.yaml]``: what a report of a bug needs to say about the machine, and nothing that is private."""
+"""``burnish env [config.yaml]``: the facts about the machine that a bug report needs, and nothing private."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 _PACKAGES = ("burnish", "torch", "triton", "transformers", "accelerate", "datasets", "peft", "safetensors",
              "tokenizers", "jsonargparse", "numpy", "bitsandbytes", "vllm", "deepspeed", "flash-attn")  # fmt: skip
-# Of the environment, the variables that say how processes were started; all others may be private.
+# Environment variables that say how processes were started; all others may be private.
 _LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED",
            "ACCELERATE_USE_CPU", "OMP_NUM_THREADS", "TRITON_INTERPRET", "HF_HUB_OFFLINE")  # fmt: skip
 

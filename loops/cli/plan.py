@@ -16,7 +16,7 @@ data, encode it, find rewards, teacher and environment. Then simulate a step fro
 each rank at its peak. Nothing is left in the run directory; encoded data stays in the cache of
 datasets, where the run finds it. `burnish <recipe> --dry_run` is the same."""
 
-CONTEXT = 1_000_000_000  # bytes that CUDA, its libraries and NCCL take on a GPU before any tensor is there
+CONTEXT = 1_000_000_000  # bytes that CUDA, its libraries and NCCL take on a GPU before the first tensor
 USABLE = 0.95  # of the rest; fragments between allocations take some
 _KEPT = 4 << 30  # logits that the head keeps on a GPU: a thirty-second of its memory, at most these
 
@@ -58,7 +58,7 @@ def options_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
 
 
 def print_plan(recipe: Callable[[Any], Any], config: Any, options: argparse.Namespace) -> bool:
-    """Print the plan of a run, and where it does not fit, what each setting would save; returns whether it fits.
+    """Print the plan of a run and, if it does not fit, the savings of each setting; returns True if it fits.
 
     Raises:
         ValueError: what is wrong with the run.
@@ -112,7 +112,7 @@ def _started(config: Any) -> int:
 
 
 def alternatives(config: Any, gpus: Gpus) -> Iterator[tuple[str, Any]]:
-    """Settings that take less memory, those first that cost least, and the configuration with each."""
+    """Settings that reduce memory, the cheapest first, and the configuration with each."""
     whole, bfloat16 = not (config.lora.enabled or config.quantize), config.dtype == "bfloat16"
     changes: dict[str, Any] = {
         "dtype": None if bfloat16 else "bfloat16",

@@ -1,4 +1,4 @@
-"""A dry run: everything up to the first step is done, on models without values, and one step of one rank is simulated.
+"""A dry run: perform everything up to the first step on models without values, and simulate one step of one rank.
 
 The library's own code does it, but for a few functions (`_stand_ins`) that need values, a server or other ranks.
 
@@ -121,7 +121,7 @@ def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = Non
 
 
 def _begin(simulation: Simulation, training: Training, trained: Sequence[Any]) -> None:
-    """Name what is there when training begins, and what the first step leaves to all others."""
+    """Label the memory in use when training begins, and what the first step leaves for later ones."""
     context, optimizer = training.context, training.state["parts"]["optimizer"]
     for tensor in [*context.model.parameters(), *context.model.buffers()]:
         simulation.relabel(tensor, "weights, trained" if tensor.requires_grad else "weights, frozen")
@@ -216,7 +216,7 @@ def _tokens(batch: Batch, model: Any) -> int:
 
 @contextmanager
 def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
-    """Within, a few functions of the library are others."""
+    """Context in which a few functions of the library are replaced."""
 
     def without_server(config: Any, run: Any) -> Any:
         limit = getattr(run.model.plain.config.get_text_config(), "max_position_embeddings", None)

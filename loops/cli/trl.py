@@ -1,4 +1,4 @@
-"""Configuration files and flags of TRL, read as ours; a mixture of both vocabularies is read too."""
+"""Read configuration files and flags of TRL; both vocabularies may be mixed."""
 
 import dataclasses
 import re
@@ -208,7 +208,7 @@ def to_yaml(ours: Mapping[str, Any], left: Sequence[str], out: Translation) -> s
 
 
 def messages(out: Translation) -> list[str]:
-    """What a translation leaves out or changes, a line for each reason."""
+    """List what a translation leaves out or changes, one line for each reason."""
     return [f"no effect here: {', '.join(names)}: {why}" for why, names in out.ignored.items()] + out.notes
 
 

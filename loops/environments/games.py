@@ -38,13 +38,14 @@ def optimal_guesses(numbers: int) -> int:
 
 
 class GuessNumber:
-    """Guess a number, and be told whether it is higher or lower. The last whole number of a completion is the guess.
+    """Guess a number; each reply says whether it is higher or lower. The last whole number of a completion is the
+    guess.
 
     r = min(1, b/k) for finding it with the k-th guess, where b is `optimal_guesses`, and 0 for not finding it: optimal
     play always earns 1. A completion without a number, or with one outside of the range, is a wasted guess.
 
     Args:
-        guesses: how many are allowed, as a multiple of those that optimal play needs.
+        guesses: number of allowed guesses, as a multiple of those that optimal play needs.
     """
 
     def __init__(self, *, guesses: float = 2.0) -> None:

@@ -102,7 +102,7 @@ class MultiTurnSource:
         return self.source.stored
 
     async def sample(self, request: Request) -> list[Sample]:
-        """One conversation for each of ``request.indices``, all at the same time; if one fails, all are given up.
+        """One conversation for each of ``request.indices``, all at the same time; if one fails, all are cancelled.
 
         Raises:
             ValueError: if `reset` fails, or gives the conversations of one task different prompts.
@@ -250,7 +250,7 @@ class MultiTurnSource:
             return [], [int(token) for token in observation]
         messages = _messages(observation)
         suffix = self._turns().suffix(messages)
-        # Any sampled end token stands for the template's; a completion without one is ended by the template's.
+        # Any sampled end token replaces the template's; a completion without one is ended by the template's.
         last = completion.tokens[-1:]
         ended = last == suffix[:1] or (last and last[0] in request.sampling.stop)
         return messages, suffix[1:] if ended else suffix
@@ -262,7 +262,8 @@ class MultiTurnSource:
 
 
 class _Played:
-    """An environment that is closed when nothing of it runs: a plain function that was given up goes on in a thread."""
+    """An environment that is closed once none of its functions runs: a plain function that timed out continues in a
+    thread."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
@@ -275,7 +276,7 @@ class _Played:
         latest = self.latest = Future()
 
         def tracked() -> Any:
-            if not latest.set_running_or_notify_cancel():  # closed before this thread began
+            if not latest.set_running_or_notify_cancel():  # closed before this thread started
                 return None
             try:
                 return function(argument)

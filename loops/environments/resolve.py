@@ -1,4 +1,4 @@
-"""From a configuration's name to environments.
+"""Environments from the name in a configuration.
 
 environment: guess_number
 environment: {guess_number: {guesses: 3}}
@@ -27,7 +27,7 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
     """Return a function that makes an environment for each conversation.
 
     Raises:
-        ValueError: names what there is instead of what is not found, or what it is not.
+        ValueError: names the available environments if this one is not found, or what the found object lacks.
     """
     if not isinstance(spec, str) and len(spec) != 1:
         raise ValueError(f"environment: wanted one name, got {', '.join(spec) or 'none'}")

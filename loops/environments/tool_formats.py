@@ -1,4 +1,4 @@
-"""Tool calls as families of models write them, beside JSON between ``<tool_call>`` tags (Hermes, Qwen2.5, Qwen3).
+"""Tool calls in the formats of model families, besides JSON between ``<tool_call>`` tags (Hermes, Qwen2.5, Qwen3).
 
     Qwen3.5, Qwen3-Coder, Nemotron 3   <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
     GLM-4.5       <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
@@ -30,7 +30,7 @@ _WITH_JSON = (
 
 
 def parse_keyed(content: str) -> ParsedCall | None:
-    """The call between ``<tool_call>`` tags whose arguments stand between tags of their own, if it is one."""
+    """The call between ``<tool_call>`` tags whose arguments are in tags of their own; None if it is not such a call."""
     for call, argument in _KEYED:
         if match := re.fullmatch(call, content, re.DOTALL):
             return match[1], dict(re.findall(argument, match[2], re.DOTALL)), ""

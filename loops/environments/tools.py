@@ -2,8 +2,8 @@
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>     others: `tool_formats`
 
-A completion without a call is the last one. A tool's result is returned in the role "tool"; so is what was wrong with a
-call, which the policy can mend, and which is counted.
+A completion without a call is the last one. A tool's result is returned in the role "tool"; so is the error of a wrong
+call, which the policy can correct, and which is counted.
 """
 
 import ast
@@ -36,7 +36,7 @@ class Tools:
         tools: plain or async functions with type hints and a docstring that describes each argument (Google's style);
             their schemas are for the chat template.
         seconds: the longest that a call may take; a plain function that exceeds it goes on in its thread.
-        longest: characters of a result; what is beyond is cut.
+        longest: maximal number of characters of a result; the rest is cut.
         role: the role of results, for templates that know no "tool".
 
     Raises:

@@ -1,4 +1,4 @@
-"""Run the async scheduler from a synchronous trainer, and blocking functions beside an event loop."""
+"""Run the async scheduler from a synchronous trainer, and blocking functions outside an event loop."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ T = TypeVar("T")
 class EventLoop:
     """An event loop in the trainer's thread, which runs only while the trainer waits for it, or in a background thread.
 
-    It is in the background, too, where this thread runs a loop already, as in a notebook.
+    It also runs in the background if this thread already runs a loop, as in a notebook.
     """
 
     def __init__(self, *, background: bool = False) -> None:
@@ -31,7 +31,7 @@ class EventLoop:
             self._dropped = weakref.finalize(self, _close_dropped, self.runner)
 
     def _serve(self) -> None:
-        with self.runner:  # cancels what is left
+        with self.runner:  # cancels pending tasks
             self.runner.run(self.stopped.wait())
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -64,7 +64,7 @@ def _close_dropped(runner: asyncio.Runner) -> None:
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order; where one fails, the others are cancelled."""
+    """Return all results in order; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -74,9 +74,9 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 async def off_loop(function: Callable[[], T]) -> T:
-    """Return the function's result, from a daemon thread; a wait that is cancelled leaves the call behind.
+    """Return the function's result, computed in a daemon thread; if the wait is cancelled, the call is abandoned.
 
-    An executor's threads would be waited for when Python exits, and to start one for each call is slow.
+    Python waits for an executor's threads when it exits, and starting a thread for each call is slow.
     """
     outcome: Future[tuple[bool, Any]] = Future()
     outcome.set_running_or_notify_cancel()  # from now on it can't be cancelled
@@ -100,10 +100,10 @@ def _work(calls: SimpleQueue[Any]) -> None:
             result = True, function()
         except BaseException as error:
             result = False, error
-        _idle.append(calls)  # before its caller goes on, whose next call it can take
+        _idle.append(calls)  # before its caller continues, whose next call it can take
         outcome.set_result(result)
         del function, outcome, result
 
 
-_idle: list[SimpleQueue[Any]] = []  # each the calls of a thread that has none
+_idle: list[SimpleQueue[Any]] = []  # the queues of idle threads
 os.register_at_fork(after_in_child=_idle.clear)  # threads don't survive a fork

@@ -19,9 +19,9 @@ _AS_TEXT = ("rewards", "info")  # their entries have types of their own, which c
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
-    """Append samples to a file of JSON lines, or write one that ends in ``.parquet`` anew.
+    """Append samples to a file of JSON lines, or replace one that ends in ``.parquet``.
 
-    They are on disk when it returns. A Parquet file can't be appended to, and appears there once it is whole.
+    They are on disk when it returns. A Parquet file can't be appended to, and appears only when it is complete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     records = map(to_record, samples)
@@ -36,7 +36,7 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> None:
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
-    """Yield the samples of a file in the order they were written. Half a line at the end is left out.
+    """Yield the samples of a file in the order they were written. An incomplete last line is skipped.
 
     Raises:
         ValueError: names the sample that is damaged or does not agree with itself.
@@ -70,14 +70,14 @@ def _from_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class ReplaySource:
-    """Stored samples, by task and index; draws nothing.
+    """A source of stored samples, by task and index; it draws nothing.
 
     The samples keep their stored versions and log-probs, whatever version is published: they are off-policy, and
     objectives correct for it.
 
     Args:
-        samples: for instance of `read_samples`; of two with the same task and index the later one counts, as after a
-            run that was resumed.
+        samples: for instance from `read_samples`; of two with the same task and index the later one counts, as in the
+            file of a resumed run.
     """
 
     overlaps = stored = True

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
-Row = Mapping[str, Any]  # of a data set, as reward functions and environments receive it
+Row = Mapping[str, Any]  # a row of the data, as reward functions and environments receive it
 Finish = Literal["stop", "length", "aborted"]
 
 
 class VersionSpan(NamedTuple):
-    """Tokens ``[start, end)`` of a completion were sampled from the weights of this version."""
+    """The version of the weights from which tokens ``[start, end)`` of a completion were sampled."""
 
     version: int
     start: int
@@ -55,7 +55,7 @@ class Request:
     Attributes:
         task: the place of the prompt in the run's order; it names the group.
         prompt: token ids, never text: nothing is tokenized twice.
-        indices: which completions of the group, so that one of them can be requested again.
+        indices: which completions of the group to sample, so that a single one can be requested again.
         key: of the run, usually its seed.
         turn: of a conversation; its earlier turns are part of the prompt.
     """
@@ -83,7 +83,7 @@ class Sample:
         tokens: token ids of the completion; in a conversation they include the observations after the first turn.
         trained: which tokens the policy sampled; the others are context.
         logprobs: of every token under the distribution that it was drawn from, 0 where it was not drawn.
-        spans: the weights that the tokens were drawn from, in order and without gaps where tokens were drawn.
+        spans: the versions of the weights that tokens were drawn from, in order, without gaps between drawn tokens.
         finish: a stop token, the maximal length, or aborted.
         text: the sampled tokens, decoded without special tokens, for rewards.
         rewards: scores by the name of the reward; None if it does not apply, or in a word how it failed.
@@ -111,7 +111,7 @@ class Sample:
 
 
 def check_request(request: Request, *, vocab: int | None = None, context: int | None = None) -> None:
-    """Refuse a request that no source can complete: to repeat it would not help.
+    """Refuse a request that no source can complete, so that repeating it would not help.
 
     Args:
         vocab: exclusive upper limit of token ids, if it is known.

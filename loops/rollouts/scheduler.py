@@ -1,4 +1,4 @@
-"""Groups of completions for every step, sampled ahead of training by no more than is allowed.
+"""Groups of completions for every step, sampled at most ``max_staleness`` steps ahead of training.
 
     version v       the weights after v optimizer steps; step v trains on completions with them, and makes version v + 1
     age             v minus the oldest version that a completion was sampled from, at the step v that trains on it
@@ -8,7 +8,7 @@ Tasks are trained on in their order, B per step, so that what is begun at versio
 v + max_staleness: no age can exceed max_staleness, and nothing is ever discarded. At max_staleness 0 nothing is sampled
 while the trainer trains.
 
-Seeds are hashes of the request, so requests under way need not be saved: they are made again.
+Seeds are hashes of the request, so pending requests need not be saved: they are made again.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def _read_prompts(
 
 
 class Ledger:
-    """Which step trained on which task: every task once, in order."""
+    """A record of the step that trained on each task: every task once, in order."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []  # of step k: the number of tasks that steps 0..k trained on
@@ -75,18 +75,18 @@ class Ledger:
 
 
 class RolloutScheduler:
-    """See the top of the file. All of its methods are called from one thread, the trainer's.
+    """The scheduler that the top of this file describes. All of its methods are called from one thread, the trainer's.
 
     Args:
         source: samples the completions.
         prompts: token ids, texts, or rows with a prompt and columns that rewards read; or ``prompts(i)``, the token ids
             of the prompt of task i, the same at every call. Tasks go through a list again and again.
         group_size: completions per prompt.
-        max_staleness: how many versions behind the weights of its step a completion may be; from 1 on, completions are
-            sampled in a thread while the trainer trains.
+        max_staleness: number of versions that a completion may be behind the weights of its step; above 0, completions
+            are sampled in a thread during training.
         groups_per_step: B, prompts per step; at max_staleness 0 it may be left to `take`.
         sampling: 256 tokens at temperature 1 unless given; without stop tokens it gets those of source and tokenizer.
-        seed: of the run; every completion has a seed of its own, a hash of this one and its place.
+        seed: seed of the run; each completion has its own, a hash of this one and its place.
         shuffle: permute every pass over the list of prompts.
         weights: ``weights()`` are the trainer's at this moment, as `RolloutSource.publish` wants them; `publish` may
             name others.
@@ -147,10 +147,10 @@ class RolloutScheduler:
         self.ledger = Ledger()
         self.counts = {"retries": 0, "republished": 0}
         self.waited = 0.0  # seconds that the trainer spent in `take`
-        self._newest = -1  # the last version whose publication was begun
-        self._limit = 0  # tasks below it may be begun
+        self._newest = -1  # the last version whose publication has started
+        self._limit = 0  # tasks below it may be started
         self._begun: dict[int, asyncio.Task[list[Sample]]] = {}  # and not yet taken
-        self._stored: dict[int, list[Sample]] = {}  # what a checkpoint brought, ready to be taken
+        self._stored: dict[int, list[Sample]] = {}  # groups from a checkpoint, ready to be taken
         self._loop = EventLoop(background=max_staleness > 0)
         self._changed = asyncio.Condition()
         self._lost = False  # the source was seen to sample from other weights than the trainer's
@@ -165,7 +165,7 @@ class RolloutScheduler:
             SourceError: if the source can't be reached.
         """
         if isinstance(weights, nn.Module):
-            policy: Any = getattr(weights, "module", weights)  # of the wrapper that spreads it over ranks
+            policy: Any = getattr(weights, "module", weights)  # of the wrapper that distributes it over ranks
             self.weights = lambda: named_weights(policy)
         elif weights is not None:
             self.weights = weights
@@ -174,10 +174,10 @@ class RolloutScheduler:
     def take(self, groups: int | None = None, *, step: int | None = None) -> list[list[Sample]]:
         """The next groups in the order of tasks, B of them or as many as asked for; waits until they are there.
 
-        A step may take more than once, as one does that passes over groups without variance.
+        A step may call it more than once, for example to skip groups without variance.
 
         Args:
-            step: that trains on them; the one of the published version unless given.
+            step: the step that trains on them; by default that of the published version.
 
         Raises:
             ValueError: if other weights than those of this step are published.
@@ -222,7 +222,7 @@ class RolloutScheduler:
         return {"ends": list(self.ledger.ends), "ready": ready, "settings": dict(self._settings)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, before anything is published or taken.
+        """Continue from a saved state, before anything is published or taken.
 
         Raises:
             ValueError: if it is of a run with other groups or seeds.
@@ -233,7 +233,7 @@ class RolloutScheduler:
         self.ledger.ends = list(state["ends"])
         self._stored = {int(task): [from_record(record) for record in group] for task, group in state["ready"].items()}
 
-    # What follows runs in the event loop.
+    # The methods below run in the event loop.
 
     async def _publish(self, version: int, *, only_if_lost: bool = False) -> None:
         """Publish the trainer's weights, perhaps only if the source, restarted since, does not sample from them."""
@@ -262,7 +262,7 @@ class RolloutScheduler:
                 self._admit(self._limit)
 
     async def _failed(self, what: str, error: Exception, attempt: int, began: float) -> None:
-        """Log a failure that is worth another attempt, and wait until then; raise it if there were enough of them."""
+        """Log a failure and wait until the next attempt; raise it after the last one."""
         log.warning("scheduler: %s in attempt %d of %d: %s", what, attempt, self.attempts, error)
         if attempt == self.attempts:
             raise SourceError(
@@ -295,7 +295,7 @@ class RolloutScheduler:
         return groups
 
     async def _attend(self, version: int) -> None:
-        """While groups are waited for, and nothing trains, give the weights again to a source that lost them."""
+        """Publish the weights again to a source that lost them, while groups are awaited and nothing trains."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._lost)
@@ -361,13 +361,13 @@ class RolloutScheduler:
 
 def stop_tokens(source: RolloutSource) -> tuple[int, ...]:
     """The end tokens of a source's tokenizer and model; none where it has neither."""
-    source = getattr(source, "source", source)  # that of conversations
+    source = getattr(source, "source", source)  # a source of conversations
     policy: Any = getattr(source, "policy", None)
     model = getattr(source, "config", None) if policy is None else policy.plain.generation_config
     return end_tokens(getattr(model, "eos_token_id", None), getattr(source, "tokenizer", None))
 
 
 def end_tokens(model: int | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
-    """Those that the model was made to end with, and the tokenizer's, in order."""
+    """The end tokens of the model's generation config and the tokenizer's, in order."""
     ids = {getattr(tokenizer, "eos_token_id", None), *(model if isinstance(model, Sequence) else [model])}
     return tuple(sorted(token for token in ids if token is not None))

@@ -1,4 +1,4 @@
-"""The contract of every source of completions: the trainer's own module, a server, or a store of old ones."""
+"""The contract of every source of completions: the trainer's own module, a server, or stored completions."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -11,11 +11,11 @@ NamedWeights = Iterable[tuple[str, Tensor]]
 
 
 class SourceError(RuntimeError):
-    """The source can't complete the request, now or later; says what is wrong and what to do."""
+    """The source can't complete the request, now or later; the message says what is wrong and how to fix it."""
 
 
 class SourceLost(SourceError):
-    """The source is gone, or has lost its weights: ask for its `version`, publish, and repeat the same requests."""
+    """The source is gone, or has lost its weights: query its `version`, publish, and repeat the same requests."""
 
 
 def refuse_closed(closed: bool, who: str) -> None:
@@ -71,26 +71,27 @@ def check_weights(weights: NamedWeights, model: nn.Module, who: str) -> NamedWei
 class RolloutSource(Protocol):
     """Tokens in, tokens out.
 
-    A sample's tokens are those that were drawn and its log-probs those of the distribution that they were drawn from.
-    Its seed is a hash of (key, task, index, turn), so that the same request under the same weights gives the same
-    tokens, whatever else is under way. ``tests/support/conformance.py`` is this contract as tests.
+    A sample holds the drawn tokens, and their log-probs under the distribution that they were drawn from. Its seed is a
+    hash of (key, task, index, turn), so that the same request under the same weights gives the same tokens, whatever
+    other requests are pending. ``tests/support/conformance.py`` is this contract as tests.
 
     `SourceLost` and ``OSError`` are worth retrying; any other error ends the run.
     """
 
     @property
     def overlaps(self) -> bool:
-        """May the trainer train while completions are under way?"""
+        """True if the trainer may train while completions are being sampled."""
 
     @property
     def stored(self) -> bool:
-        """Are the completions from another run, whose versions say nothing of this one's?"""
+        """True if the completions come from another run, whose versions are unrelated to this one's."""
 
     async def sample(self, request: Request) -> list[Sample]:
         """Complete a prompt, in the order of ``request.indices``. Requests may run at the same time."""
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        """Draw from these weights from now on. Requests under way go on, and their spans say where they changed.
+        """Draw from these weights from now on. Pending requests continue, and their spans say where the weights
+        changed.
 
         ``weights`` are the parameters by the names that transformers gives them, adapters merged; it is read once.
         """

@@ -1,6 +1,6 @@
-"""A sequence under way, the forward passes of the policy's module that continue it, and the draw of its tokens.
+"""An unfinished sequence, the forward passes of the policy's module that continue it, and the draw of its tokens.
 
-One number in [0, 1) per row decides its token, so that a row's token does not depend on its company.
+One number in [0, 1) per row decides its token, so that a row's token does not depend on the other rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ _ELEMENTS_CPU = 1 << 19  # beyond which memory is mapped, and given back, for ev
 
 
 class DecodeSequence:
-    """A completion under way.
+    """An unfinished completion.
 
     Attributes:
         uniform: the numbers in [0, 1) that decide its tokens.
@@ -67,9 +67,9 @@ class ModelRunner:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Without gradients, and in evaluation mode for just as long: a step between two tokens does train."""
+        """Context without gradients and in evaluation mode, left between two tokens, when a training step may run."""
         training = [vars(module) for module in self.policy.model.modules() if module.training]
-        for attributes in training:  # not by `train()`: it takes as long as a small model's forward pass
+        for attributes in training:  # not by `train()`, which takes as long as a small model's forward pass
             attributes["training"] = False
         try:
             with torch.no_grad(), self.context():
@@ -79,7 +79,7 @@ class ModelRunner:
                 attributes["training"] = True
 
     def ids(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """[texts, longest], padded on the right, where nothing that is used looks."""
+        """[texts, longest], padded on the right, where no used position attends."""
         longest = max(map(len, texts))
         return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.policy.device)
 
@@ -88,7 +88,7 @@ class ModelRunner:
         if self.policy.fused:
             output = self.policy.plain.base_model(**inputs)
             states: Tensor = output.last_hidden_state
-        else:  # such a head is no known function of the hidden states: keep its logits instead
+        else:  # such a head is not a known function of the hidden states: keep its logits instead
             output = self.policy.plain(**inputs)
             states = output.logits
         caches = {name: output[name] for name in _CACHES if output.get(name) is not None}

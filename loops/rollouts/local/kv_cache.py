@@ -1,4 +1,4 @@
-"""Batches of sequences under way, and their keys and values, so that every token is read once.
+"""Batches of unfinished sequences, and their keys and values, so that every token is read once.
 
 ContinuousBatch    every sequence has a row of the cache; sequences join and leave between two tokens
 StaticBatch        sequences of one prompt at a time, with the cache that the model makes itself, or none: for
@@ -25,14 +25,14 @@ from transformers import Cache, DynamicCache
 from ....kernels.backend import autocast_dtype
 from .decode import DecodeSequence, ModelRunner
 
-_STEP = 64  # columns that are added at once
-_READ = 8192  # tokens of context that are read at once
+_STEP = 64  # columns added at once
+_READ = 8192  # tokens of context read at once
 
 
 class ContinuousBatch(Cache):
     """A row of one batch for every sequence, and the cache of `transformers` that holds their keys and values.
 
-    A row's tokens stand in its first columns, at the positions that they have in its text; what lies beyond is masked.
+    A row's tokens fill its first columns, at their positions in the text; later columns are masked.
     Keys and values are kept as attention multiplies them, which under autocast is in its precision, whatever they come
     in: a rotary embedding of float32 states leaves float32 keys, beside values that a layer has cast.
 
@@ -130,7 +130,7 @@ class ContinuousBatch(Cache):
         return self.width, 0
 
     def drop_finished(self) -> None:
-        """The last rows move into the gaps."""
+        """Fill the gaps with the last rows."""
         kept = [row for row, sequence in enumerate(self.sequences) if sequence.finish is None]
         if len(kept) == len(self.sequences):
             return
@@ -146,12 +146,12 @@ class ContinuousBatch(Cache):
             self.stores = []
 
     def _reserve(self, columns: int) -> None:
-        """Make space for these; what earlier rows and columns took beyond them is given back on the occasion."""
+        """Make space for these, and free what earlier rows and columns took beyond them."""
         rows = len(self.length)
         if rows <= self.stores[0].shape[0] and columns <= self.stores[0].shape[2]:
             return
         columns = max(columns, min(columns + _STEP, self.longest))
-        for i, old in enumerate(self.stores):  # one after the other, so that little is there twice
+        for i, old in enumerate(self.stores):  # one after the other, so that only one is held twice
             new = old.new_full((rows, old.shape[1], columns, old.shape[3]), self.unwritten if i % 2 else 0.0)
             new[: len(old), :, : old.shape[2]] = old[:rows, :, :columns]
             self.stores[i] = new

@@ -1,4 +1,4 @@
-"""The kind of batch that works with a model is found out by a probe."""
+"""Probe which kind of batch works with a model."""
 
 import logging
 import math
@@ -24,7 +24,8 @@ _SCRIPT = (([1, 2], ([1, 5, 6], [2, 5, 6])), ([3], ([1, 6, 4], [2, 6, 4])))
 
 
 def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], ContinuousBatch | StaticBatch]:
-    """From the longest sequence to a batch for this model: the fastest kind that the probe shows to work."""
+    """Return a function from the longest sequence to a batch of the fastest kind that passes the probe for this
+    model."""
     plain = runner.policy.plain
     config = plain.config.get_text_config()
 
@@ -70,7 +71,7 @@ def _warn_once(plain: Any, message: str) -> None:
 
 
 def _window(config: Any) -> float:
-    """Up to this length the model attends to everything."""
+    """Length up to which the model attends to everything."""
     windowed = getattr(config, "use_sliding_window", True)
     if hasattr(config, "layer_types"):
         windowed = windowed and "sliding_attention" in config.layer_types
@@ -78,7 +79,8 @@ def _window(config: Any) -> float:
 
 
 def _try_out(batch: ContinuousBatch | StaticBatch, runner: ModelRunner) -> str | None:
-    """Why this batch can't be used, if its states are not those that the plain model computes of each text alone."""
+    """The reason why this batch can't be used; None if its states are those that the plain model computes for each
+    text."""
     try:
         with runner.inference():
             read = _read_script(batch)
@@ -89,7 +91,7 @@ def _try_out(batch: ContinuousBatch | StaticBatch, runner: ModelRunner) -> str |
             states, expected, moved = states.double(), _plain_states(runner, texts), {}
             if eps > 1e-5 and isinstance(batch, ContinuousBatch):
                 moved = {shift: _plain_states(runner, texts, shift) for shift in (1, -1)}
-    except REFUSALS as error:  # the model takes no such input
+    except REFUSALS as error:  # the model does not support such input
         return f"{type(error).__name__}: {error}"
     # Layers amplify rounding, but a token that is not seen, or poison that is, is half of a state or more.
     difference = states - expected
@@ -130,7 +132,8 @@ def _read_script(batch: ContinuousBatch | StaticBatch) -> list[list[tuple[list[i
 
 
 def _plain_states(runner: ModelRunner, texts: list[list[int]], shift: int = 0) -> Tensor:
-    """float64 [texts, ...] of the last tokens, each text read alone, with its last token moved so many positions."""
+    """States of the last tokens, float64 [texts, ...], each text read alone, with its last token moved so many
+    positions."""
     states = []
     for text in texts:
         inputs: dict[str, Any] = {"input_ids": runner.ids([text]), "use_cache": False}

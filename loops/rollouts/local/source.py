@@ -1,4 +1,4 @@
-"""Completions from the trainer's own module: no server, no copy of the weights, on a CPU too."""
+"""Completions from the trainer's own module: no server and no copy of the weights, also on a CPU."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .probe import choose_batch
 
 
 class LocalSource:
-    """Draws from the weights that are being trained: `publish` moves nothing, it announces a new version.
+    """Draws from the weights that are being trained: `publish` only announces a new version.
 
     Nothing may train while completions are under way, as nothing does where `RolloutScheduler` is synchronous;
     otherwise use a `DetachedSource`. Completions grow by one token at a time, and other tasks of the event loop may run
@@ -79,7 +79,7 @@ class LocalSource:
             await done
         finally:
             del self._awaited[done]
-            for sequence in sequences:  # of a request that was cancelled
+            for sequence in sequences:  # of a cancelled request
                 sequence.finish = sequence.finish or "aborted"
         samples = []
         for sequence in sequences:
@@ -104,7 +104,7 @@ class LocalSource:
         self._fail(SourceError("local: the source was closed while completions were under way"))
 
     async def _run(self) -> None:
-        """Draw a token of every sequence of the batch, again and again, until no request is left."""
+        """Draw a token for every sequence of the batch, repeatedly, until no request is left."""
         queue: list[DecodeSequence] = []
         batch: ContinuousBatch | StaticBatch | None = None
         read_version = self._version
@@ -119,7 +119,7 @@ class LocalSource:
                     if not queue:
                         return
                     batch = self._make_batch(queue[0].max_length)
-                elif read_version != self._version:  # what was read with other weights is forgotten
+                elif read_version != self._version:  # drop keys and values computed with other weights
                     under_way = batch.sequences
                     batch = self._make_batch(max(sequence.max_length for sequence in under_way))
                     with self.runner.inference():
@@ -181,10 +181,10 @@ class DetachedSource(LocalSource):
 def free_share(device: torch.device) -> int:
     """Bytes for keys and values: on a GPU a quarter of what is free, elsewhere 2 GiB.
 
-    A source is made before the first step, when the model is all that is there: the rest must do for gradients and the
-    two moments of AdamW, three times the weights that train, for activations, and while tokens are drawn for logits,
-    the prompts that are being read, and one layer's keys and values once more. Of whole GiB, so that some megabytes
-    that another process takes don't change which answers are read together when a run is resumed.
+    A source is made before the first step, when only the model is in memory: the rest must suffice for gradients and
+    the two moments of AdamW, three times the weights that train, for activations, and while tokens are drawn for
+    logits, the prompts that are being read, and one layer's keys and values once more. Of whole GiB, so that some
+    megabytes that another process takes don't change which answers are read together when a run is resumed.
     """
     if device.type != "cuda":
         return 2 << 30

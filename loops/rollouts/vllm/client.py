@@ -1,7 +1,7 @@
 """The HTTP interface of one vLLM server.
 
-No connection is kept: a new one costs nothing beside a completion that takes seconds. So nothing is tied to an event
-loop, and nothing is left over from a server that died.
+No connection is kept: a new one is cheap next to a completion that takes seconds. So nothing is bound to an event loop,
+and nothing remains of a server that died.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from ..source import SourceError, SourceLost
 
 log = logging.getLogger(__name__)
 
-_LOOK = 60.0  # seconds that a request without a body may take, which changes nothing
+_LOOK = 60.0  # seconds that a request without a body, which changes nothing, may take
 
 
 class Rejected(SourceError):
@@ -30,7 +30,8 @@ class Rejected(SourceError):
 
 
 class _Reply(dict[str, Any]):
-    """The JSON object that a server answered; to look for what it lacks, or what a page has, is an error that shows it.
+    """The JSON object in a server's response; a missing key, or a response that is not JSON, raises an error that shows
+    it.
 
     Raises:
         SourceError: names what was looked for.
@@ -116,10 +117,10 @@ class VLLMClient:
         return True
 
     async def wait(self, seconds: float) -> None:
-        """Wait until the server is up.
+        """Wait until the server is healthy.
 
         Raises:
-            SourceError: if it is not by then.
+            SourceError: if it is not healthy by then.
         """
         until, warned = time.monotonic() + seconds, False
         while not await self.alive():
@@ -150,7 +151,7 @@ class VLLMClient:
             message = str(reply["error"]["message"])
         except (KeyError, TypeError):
             message = response.text[:500]
-        # A server whose engine has died says so before it goes, while its health still looks fine.
+        # A server whose engine has died reports so before it exits, while its health check still passes.
         dying = status == 503 or "EngineCore" in message or "EngineDead" in message
         if dying or (status >= 500 and path != "/health" and not await self.alive()):
             raise SourceLost(f"{who}: the server is dying ({status}): {message}")

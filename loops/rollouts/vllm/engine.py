@@ -60,7 +60,7 @@ def start_engine(
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend=plugin.BACKEND),
         enable_sleep_mode=sleep,
-        async_scheduling=False,  # or else a step is under way while weights change
+        async_scheduling=False,  # otherwise a step could be running while weights change
         **{"gpu_memory_utilization": SHARE, **options},
     )
 
@@ -71,8 +71,8 @@ class VLLMEngine:
     Args:
         llm: from `start_engine`.
         config, tokenizer: of the trained model.
-        directory: for weights on their way, see `Files`.
-        sleep: give the memory back while there is nothing to complete; the engine must have been started so.
+        directory: for weights in transit, see `Files`.
+        sleep: free the memory while there is nothing to complete; the engine must have been started with it.
     """
 
     overlaps = stored = False  # trainer and engine share one device
@@ -114,7 +114,7 @@ class VLLMEngine:
         return await self._updates.version(self)
 
     async def close(self) -> None:
-        """Give up what is under way. The engine stays, and may be given to another source."""
+        """Cancel pending requests. The engine stays, and may be used by another source."""
         self._closed = True
         self._fail(SourceError("vllm: the source was closed while completions were under way"))
         if self._driver is not None:
@@ -126,7 +126,7 @@ class VLLMEngine:
 
     async def pause(self) -> None:
         self._running.clear()
-        self._engine.reset_prefix_cache(True)  # of completions under way, too
+        self._engine.reset_prefix_cache(True)  # also of unfinished completions
 
     async def resume(self) -> None:
         self._running.set()

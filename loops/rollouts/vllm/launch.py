@@ -1,4 +1,4 @@
-"""Start a vLLM server with the flags that training needs, watch over it, and end it when this process does."""
+"""Start a vLLM server with the flags that training needs, restart it if it dies, and end it with this process."""
 
 import argparse
 import atexit
@@ -22,7 +22,7 @@ from . import plugin
 from .weights import Files, free_port
 
 _PLUGIN = "burnish_vllm_files"
-# In the group of the server, `cat` reads from a pipe that only this process could write to, until the kernel closes it.
+# In the server's process group, `cat` reads a pipe that only this process can write to, until the kernel closes it.
 _KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$0" "$@" 3<&-')
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
 SHARE = 0.4
@@ -30,7 +30,7 @@ SHARE = 0.4
 # Variables of torchrun and accelerate for a rank; with them, another group over TCP would wait for a store in vain.
 _OF_RANKS = "(RANK|WORLD_SIZE)$|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG)_"
 
-# Of a log: vLLM's processes fail one after the other, and only the first says why.
+# Patterns of a log: vLLM's processes fail one after the other, and only the first says why.
 _LINE = re.compile(r"(?:\([^)]*pid=\d+\) ?(?:([A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?)?(.*)")  # level, and text
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b|\S+: error: |\S+: Error while |.*: not found$")
 _EXPLANATION = re.compile(r" (?!\s*File )")
@@ -115,14 +115,14 @@ class Launched:
                     killed = "it was killed, as the kernel does where memory runs out"
                     why = killed if status == -signal.SIGKILL else f"it ended with status {status}"
                     raise SourceLost(self._failure(why, before))
-                if time.monotonic() > until:  # after all that patience once is enough
+                if time.monotonic() > until:  # one attempt is enough after such patience
                     raise SourceError(self._failure(f"not healthy after {self._patience:g} s", before))
         except BaseException:
             self.kill()
             raise
 
     def revive(self) -> None:
-        """`restart` it if it has died, or is dying; a server that runs is left alone."""
+        """`restart` it if it has died, or is dying; a running server is not touched."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_DYING)
@@ -180,10 +180,9 @@ def launch(
 
     All who can reach its port can change its weights: keep the port private.
 
-    A run that is to end with the same weights whatever dies (at max_staleness 0) needs log-probs that do not depend on
-    what else is under way. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the
-    environment; for GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where neither can be, recomputed old log-probs leave only
-    tokens.
+    A run that must end with the same weights whatever dies (at max_staleness 0) needs log-probs that do not depend on
+    other requests. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the environment; for
+    GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where neither can be, recomputed old log-probs leave only tokens.
 
     Args:
         log: file that its output is added to.

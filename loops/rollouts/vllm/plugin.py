@@ -13,7 +13,7 @@ BACKEND = "burnish_files"
 
 
 def register() -> None:
-    """Tell vLLM of the engine; may be called any number of times."""
+    """Register the engine with vLLM; may be called any number of times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory._registry.setdefault(BACKEND, _engine)

@@ -1,4 +1,4 @@
-"""Is a vLLM server the required one? Its version, flags, model and tokenizer."""
+"""Check that a vLLM server is the required one: version, flags, model and tokenizer."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ async def check_server(
         await vllm.weight_version()
     except Rejected as error:
         raise restart("can't be told to take new weights", "VLLM_SERVER_DEV_MODE=1 in its environment") from error
-    if (await vllm.get("/is_paused"))["is_paused"]:  # a trainer has died while it was updating the weights
+    if (await vllm.get("/is_paused"))["is_paused"]:  # a trainer died while it was updating the weights
         await undo_update(vllm)
         await vllm.resume()
     model = config["model_config"]
@@ -72,13 +72,13 @@ def install_advice(versions: tuple[str, ...]) -> str:
 async def check_model(
     vllm: VLLMClient, model: str, config: Any, tokenizer: PreTrainedTokenizerBase, vocab: int
 ) -> None:
-    """Compare the server's model and tokenizer with the trainer's, as far as can be told from outside.
+    """Compare the server's model and tokenizer with the trainer's, as far as its interface shows them.
 
     Raises:
         SourceError: says how they differ.
     """
     path = Path(model) / "config.json"
-    served = json.loads(path.read_text()) if path.exists() else {}  # where it is on a disk that is shared
+    served = json.loads(path.read_text()) if path.exists() else {}  # if it is on a shared disk
     for name in _SHAPE:
         if name in served and served[name] != getattr(config, name, served[name]):
             raise SourceError(f"vllm: the server has {model} with {name}={served[name]}, the trainer's model "

@@ -1,7 +1,7 @@
 """Completions from a vLLM server, over HTTP.
 
-The server runs in an environment of its own and is started by `launch`, or by hand with the same flags. All that could
-make its log-probs differ from the trainer's is checked when the source is made, and again after every restart.
+The server runs in an environment of its own and is started by `launch`, or by hand with the same flags. Everything that
+could make its log-probs differ from the trainer's is checked when the source is created, and again after every restart.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from .weights import Adapters, Files, Nccl
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Of vLLM: what has been tested. Its endpoints for training are younger than its promises of stability.
+# Tested versions of vLLM. Its endpoints for training are not covered by its promises of stability.
 VERSIONS = ("0.32",)
 FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 _SLACK = 30.0  # seconds; the wait for a server that starts ends first, and says better what is wrong
@@ -39,7 +39,7 @@ def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop),
         "ignore_eos": True,  # only what the request calls a stop token is one
         "seed": seed,
-        "logprobs": 0,  # of what was drawn, and of nothing else
+        "logprobs": 0,  # log-probs of the drawn tokens only
         "detokenize": False,
     }
 
@@ -83,7 +83,7 @@ def to_sample(
 
 
 class VLLMServer:
-    """A source that is a server, which may die and come back.
+    """A source on a server, which may die and be restarted.
 
     Args:
         url: ``http://host:port``.
@@ -93,8 +93,8 @@ class VLLMServer:
         dtype: the precision that the server must compute in: the trainer's, or else log-probs differ. None takes any.
         concurrency: completions under way at once; further ones wait here.
         timeout: seconds that one completion may take; it is requested again then.
-        patience: seconds in which the server must start, complete one of all requests, or take new weights. When they
-            are over, a further attempt is of no use.
+        patience: seconds in which the server must start, complete one of all requests, or take new weights. After that,
+            further attempts are useless.
         revive: called when the server is gone, such as ``Launched.revive``.
         end: called when the source is closed, such as ``Launched.close``.
         versions: of vLLM, to be tried at your own risk.
@@ -144,7 +144,7 @@ class VLLMServer:
         self._note_heard()
 
     async def version(self) -> int | None:
-        """Wait for a server that is down, or revive it. None after a restart, and then the server is checked anew."""
+        """Wait for a server that is down, or revive it. None after a restart; then the server is checked again."""
         return await self._within_patience(self._known_version(), _SLACK)
 
     async def alive(self) -> bool:
@@ -210,7 +210,7 @@ class VLLMServer:
             if isinstance(error.__cause__, httpx2.TimeoutException):
                 self._late = True
             else:
-                self._note_heard()  # it refuses, or has ended: from now on it is waited for
+                self._note_heard()  # it refuses, or has ended: wait for it from now on
             if isinstance(error, Rejected) and error.may_pass:
                 raise SourceLost(str(error)) from error
             raise
@@ -244,7 +244,7 @@ class VLLMServer:
 class VLLMServers:
     """Servers of one model as one source: weights go to all, and requests to the one with the fewest under way.
 
-    All that is asked for one task stays on one server, whose prefix cache holds its prompt. A server that is lost gets
+    All requests of one task go to one server, whose prefix cache holds its prompt. A server that is lost gets
     no requests, and those that it had go to the others, until it takes new weights again.
     """
 
@@ -285,7 +285,7 @@ class VLLMServers:
             if not isinstance(error, SourceLost) or len(lost) == len(up):
                 raise error
         self._version, self._ready = version, list(up)
-        self._home.clear()  # the caches of prompts are empty
+        self._home.clear()  # the prefix caches are empty
         for server, error in lost:
             self._drop(server, error)
 

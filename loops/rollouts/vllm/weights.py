@@ -1,7 +1,7 @@
-"""New weights for a running vLLM: by file, by NCCL, or as one more adapter.
+"""Update the weights of a running vLLM: by file, by NCCL, or as one more adapter.
 
-Whole weights are put in while the engine is paused. Completions under way stay where they are, and their keys and
-values are computed anew: with the old cache they would go on from a mixture of both weights, labeled with the new ones.
+Whole weights are replaced while the engine is paused. Unfinished completions stay where they are, and their keys and
+values are recomputed: with the old cache they would go on from a mixture of both weights, labeled with the new ones.
 `VLLMClient` and `VLLMEngine` have the same methods for this: weight_version, pause, resume and control.
 
 vLLM knows the weights by a label. Ours names the version and the source that published it: a server that was restarted,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from .engine import VLLMEngine
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
-_CHANGING = ("pissa", "olora", "corda", "loftq")  # starts of adapters that change the weights which the server has
-_PART = 1 << 30  # bytes that are on their way at once
+_CHANGING = ("pissa", "olora", "corda", "loftq")  # initializations of adapters that change the server's base weights
+_PART = 1 << 30  # bytes in transit at once
 
 
 async def undo_update(vllm: "VLLMClient | VLLMEngine") -> None:
@@ -75,7 +75,7 @@ class _Whole:
         label = await vllm.weight_version()
         await vllm.pause()
         if self._version(label) is None:
-            if label != "default":  # as it is when vLLM has just been started
+            if label != "default":  # the state of a vLLM that has just been started
                 await undo_update(vllm)
             await self.connect(vllm)
         # Mark the weights invalid until the update is complete: if this process dies, the next one publishes again.
@@ -141,8 +141,8 @@ class Files(_Whole):
 class Nccl(_Whole):
     """Whole weights from GPU to GPUs, broadcast by this process; needs vLLM in the trainer's environment, too.
 
-    Written to vLLM 0.32's contract and tested against a stand-in; no GPU has run it yet. Seconds per publication on
-    one host of two GPUs, beside `Files` in ``/dev/shm``, will decide whether it stays.
+    Written to vLLM 0.32's contract and tested against a stand-in; no GPU has run it yet. Seconds per publication on one
+    host with two GPUs, compared with `Files` in ``/dev/shm``, will decide if it stays.
 
     Args:
         address: of this machine, as the server sees it; see `address_towards`.
@@ -185,7 +185,7 @@ class Nccl(_Whole):
             torch.cuda.current_stream().synchronize()
 
     async def _collective(self, trainer: Callable[[], Any], server: Coroutine[Any, Any, None]) -> Any:
-        """Both sides of a collective; where one fails, the other waits in NCCL for good, and is left there."""
+        """Run both sides of a collective; if one fails, the other waits in NCCL forever, and is abandoned."""
 
         def on_device() -> Any:
             if torch.cuda.is_available():
