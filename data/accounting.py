@@ -1,4 +1,4 @@
-"""Accounting of an encoded dataset: no row is lost without being counted here."""
+"""Accounting of an encoded dataset: every row is counted."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -28,7 +28,7 @@ class Batches:
         micro_tokens: cost of a micro-batch at most, unless one example alone has more; None makes one micro-batch per
             rank.
         seed: of the permutations; with ``shuffle`` false every epoch is in the order of the data.
-        epochs, steps: how long to go on; one of the two. After ``epochs`` the last step is what is left.
+        epochs, steps: length of training; one of the two. After ``epochs`` the last step takes the remaining examples.
         ranks: how many processes share a step.
     """
 
@@ -64,7 +64,7 @@ class Batches:
         return -(-self.end // self.batch_size)
 
     def epoch(self, step: int) -> float:
-        """How many passes over the data are complete when ``step`` begins."""
+        """Number of passes over the data that are complete when ``step`` begins."""
         return step * self.batch_size / len(self.lengths)
 
     def indices(self, step: int) -> list[int]:

@@ -200,7 +200,7 @@ def _encode(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Dataset, Accounting]:
-    """Encode each part by its own layout, and put them one after another."""
+    """Encode each part by its own layout, and concatenate them."""
     if isinstance(records, list) and records and all(isinstance(part, Records) for part in records):
         parts = cast(list[Records], records)
     else:
@@ -310,7 +310,7 @@ def _encode_rows(
             if on_bad_row == "error":
                 raise BadRow(bad.kind, bad.problem, index) from None
             kind, problem, record = bad.kind, bad.problem, {}
-        except ValueError as error:  # no fault of this row: the others would fail as well
+        except ValueError as error:  # not the fault of this row: the others would fail as well
             raise BadRow("setting", str(error), index) from error
         for one in encoded:
             notes = (kind, problem, one.truncated, one.shortened, one.digests, index)
@@ -341,11 +341,11 @@ def _numeric_columns(
     return numeric
 
 
-_DECISIVE = ("chat", "columns", "encode", "examples", "turns")  # the files of this folder that decide about tokens
+_DECISIVE = ("chat", "columns", "encode", "examples", "turns")  # the files of this folder that determine tokens
 
 
 def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str | None:
-    """Name the result by all that it depends on, code included; None for a tokenizer in pure Python."""
+    """Fingerprint of everything that the result depends on, code included; None for a tokenizer in pure Python."""
     backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

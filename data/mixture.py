@@ -1,4 +1,4 @@
-"""Data by name: parts of datasets, their columns, how much of each is taken, and the rows that are held out.
+"""Data by name: parts of datasets, their columns and weights, and held-out rows.
 
     data: HuggingFaceH4/ultrachat_200k#train_sft                     path:config@revision#split
     data: {path: openai/gsm8k, name: main, columns: {question: prompt, answer: completion}}
@@ -50,7 +50,7 @@ class Part:
     fraction: float | None = None
 
     def load(self) -> Records:
-        """All rows, under the names of columns that are asked for."""
+        """All rows, under the requested names of columns."""
         return self.reshaped(self._read())
 
     def open(self) -> tuple[str, IterableDataset]:
@@ -66,7 +66,7 @@ class Part:
         return replace(records, source=records.source + f"#{self.split}" * bool(is_text and self.split))
 
     def reshaped(self, records: Records) -> Records:
-        """Rows under the names of columns that are asked for, as conversations if that is asked for."""
+        """Rows under the requested names of columns, as conversations if requested."""
         dataset = records.dataset
         if absent := [name for name in self.columns or () if name not in dataset.column_names]:
             there = ", ".join(dataset.column_names)
@@ -122,7 +122,7 @@ def concatenated(parts: Sequence[Records]) -> Dataset:
 
 
 def where(parts: Sequence[Records], row: int) -> str:
-    """Name a row of the parts one after another, for a message."""
+    """Name a row of the concatenated parts, for a message."""
     for part in parts:
         if row < len(part.dataset):
             return part.where(row)

@@ -61,7 +61,7 @@ class Records:
 
 
 def load(data: Data, *, split: str = "train", name: str | None = None, **options: Any) -> Records:
-    """Read records from wherever they are.
+    """Read records from files, the Hub or memory.
 
     Args:
         data: a .json, .jsonl, .csv or .parquet file; a directory that `Dataset.save_to_disk` wrote, or one of such
@@ -130,7 +130,7 @@ def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records
     with quiet():
         try:
             dataset = datasets.load_dataset(reader, data_files=path, split=split, **options, **streamed)
-        except Exception as error:  # the readers raise whatever their parsers do
+        except Exception as error:  # the readers raise any error of their parsers
             raise DataError(_diagnose(file, reader, error)) from error
     # Of a part of a file we don't know the first line.
     return Records(dataset, file.name, file if reader == "json" and split == "train" else None)
@@ -196,7 +196,7 @@ def _csv_options(path: Path) -> dict[str, Any]:
 
 
 def _diagnose(path: Path, reader: str, error: Exception) -> str:
-    """Say what is wrong with a file that its reader refused: in JSON, on which line."""
+    """Describe the mistake in a file that its reader refused; for JSON, with its line."""
     content = path.read_bytes()
     if not content.strip() or "no data" in _root(error):
         return f"{path.name}: no rows"
@@ -233,7 +233,7 @@ def _root(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what readers log before they raise it, and, for rows in memory, without progress bars."""
+    """Context without the log of errors that readers also raise and, for rows in memory, without progress bars."""
     level, hidden = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()

@@ -71,7 +71,7 @@ class Stream:
 
     @property
     def accounting(self) -> Accounting:
-        """Of the rows that this process has read so far."""
+        """The account of the rows that this process has read so far."""
         first, *others = self.accounts.values()
         return combine([first, *others]) if others else first
 
@@ -119,7 +119,7 @@ class _Reader:
     def __init__(self, part: Part, size: int, seed: tuple[int, ...] | None) -> None:
         self.part, self.size, self.seed = part, size, seed
         self.source, self.dataset = part.open()
-        self.length: int | None = None  # known when the part has been read to its end
+        self.length: int | None = None  # known once the part has been read to its end
         self.position, self.iterator = 0, iter(self.dataset)
         self.at, self.rows = (-1, -1), list[tuple[int, dict[str, Any]]]()
 

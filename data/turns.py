@@ -80,7 +80,7 @@ def full_text(render: Callable[..., str], messages: list[Message]) -> str:
 
 
 def check_tool_results(render: Callable[..., str], messages: list[Message]) -> None:
-    """Refuse a template that leaves out what tools say."""
+    """Refuse a template that leaves out the results of tools."""
     changed = [m | {"content": PLACEHOLDER} if m["role"] == "tool" else m for m in messages]
     if changed != messages and render(changed) == render(messages):
         raise BadRow("template", "the chat template leaves out messages of the role tool; use one that writes them")

@@ -1,4 +1,4 @@
-"""How a call is computed: by which backend, and in which precision.
+"""The backend and the precision of a call.
 
 The backends are torch alone, torch with Triton kernels between its matrix products, and the definition. The precision
 policy is that of README.md: the dtypes that factors are rounded to and that products are summed in.

@@ -67,7 +67,7 @@ def check_values(who: str, target: Tensor | None, vocab: int, temperature: float
 def check_outputs(
     who: str, outputs: Collection[str], known: Collection[str], target: Tensor, top_k: int | None, vocab: int | None
 ) -> None:
-    """Raise unless all that is asked for can be computed; without ``vocab``, that of a shard, any ``top_k`` can."""
+    """Raise unless the requested outputs can be computed; without ``vocab``, for a shard, any ``top_k`` can."""
     unknown = set(outputs) - set(known)
     if unknown:
         raise ValueError(f"{who}: outputs are some of {', '.join(known)}, got {min(unknown)!r}")

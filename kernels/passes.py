@@ -17,7 +17,7 @@ from .head import HeadFactors, add_products_
 from .sharding import gather_columns, sum_over
 from .softmax import IMPOSSIBLE, LogitTransform, Softmax
 
-ALIGNED = 64  # columns: rows of tiles, and what is multiplied by tensor cores, begin at multiples of 16 bytes and more
+ALIGNED = 64  # columns: rows of tiles, and factors on tensor cores, begin at multiples of 16 bytes and more
 ROWS, COLUMNS = 1024, 2048  # 8 MB of float32: a tile and its temporaries fit into 32 MB of cache
 KEEP = 3 * 2**25  # bytes of logits that forward leaves for backward: an eighth of naive memory in all, see README.md
 # On a GPU: 128 MB of float32, and dc as large. Products this large run at the rate of the tensor cores.
@@ -26,7 +26,7 @@ WORTH_LEAVING_OUT = 0.1  # share of rows without a gradient from which on they a
 # On a GPU dc of two tiles stands side by side: of 8192 rows a span's dW is one product, rounded as it is written.
 TILES_AT_ONCE = {"cuda": 2}
 WEIGHT, BIAS, UP = PER_TOKEN = (1, 2, 4)  # the factors in ``HeadFactors`` with a row per token of the vocabulary
-WAITS = (torch.Tag.cudagraph_unsafe,)  # operators that wait for the GPU can't be captured in a graph of launches
+WAITS = (torch.Tag.cudagraph_unsafe,)  # operators that wait for the GPU can't be captured in a CUDA graph
 
 
 def spans(stop: int, widest: int, start: int = 0) -> Iterator[slice]:

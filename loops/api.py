@@ -29,7 +29,7 @@ P = ParamSpec("P")
 
 
 def _recipe(name: str, settings: Callable[P, Any], opened_by: str) -> "Callable[P, Training]":
-    """The recipe that a function ``module:open_...`` opens, under the signature of its settings."""
+    """The recipe opened by ``module:open_...``, as a function with the signature of its settings."""
     module, _, function = opened_by.partition(":")
 
     def recipe(*args: P.args, **kwargs: P.kwargs) -> "Training":
@@ -45,7 +45,7 @@ def _recipe(name: str, settings: Callable[P, Any], opened_by: str) -> "Callable[
 
 
 def _nested(name: str, settings: Any, field: str, value: Any) -> Any:
-    """The settings of a group, such as lora, of the mapping that they may be given as."""
+    """The settings of a group, such as lora, if they are given as a mapping."""
     groups = {each.name: each.default_factory for each in fields(settings) if is_dataclass(each.default_factory)}
     return build(f"{name}: {field}", groups[field], value) if field in groups and isinstance(value, Mapping) else value
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:  # a number in a range is a number to a type checker, and a name may be what it stands for
+if TYPE_CHECKING:  # for a type checker, ranges are plain numbers, and a name may be the object itself
     Named = Any
     Source = Any
     LossMix = str | Callable[..., Any] | Mapping[Any, Any]
@@ -56,7 +56,7 @@ class Settings:
         ValueError: names the field, what it wants, and what it got.
     """
 
-    prefix: ClassVar[str] = ""  # of its fields in messages, where it is part of other settings
+    prefix: ClassVar[str] = ""  # of its fields in messages, if it is part of other settings
 
     def __post_init__(self) -> None:
         settings: Any = type(self)
@@ -64,7 +64,7 @@ class Settings:
             value = getattr(self, name)
             if complaint := range_complaint(value, hint):
                 raise ValueError(f"{self.prefix}{name}: {complaint}")
-            if hasattr(value, "_expression"):  # of the command line: YAML and checkpoints hold plain numbers
+            if hasattr(value, "_expression"):  # from the command line; YAML and checkpoints hold plain numbers
                 object.__setattr__(self, name, value._type(value))
 
 
@@ -72,7 +72,8 @@ _hints = cache(get_type_hints)
 
 
 def range_complaint(value: Any, hint: Any) -> str | None:
-    """Describe the range or the choices that a value misses; None if one of the alternatives of its type takes it."""
+    """Describe the range or the choices that a value violates; None if one of the alternatives of its type accepts
+    it."""
     if any(_takes(kind, value) for kind in kinds(hint)):
         return None
     for kind in kinds(hint):
@@ -84,7 +85,7 @@ def range_complaint(value: Any, hint: Any) -> str | None:
 
 
 def _takes(kind: Any, value: Any) -> bool:
-    """True unless a value is out of a range, or none of the choices; other types are checked where they are used."""
+    """False if a value is out of range or not among the choices; other types are checked where they are used."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if hasattr(kind, "_expression"):
@@ -141,19 +142,20 @@ class Lora(Settings):
     target_modules: str | list[str] = "all-linear"
     """Names of the layers that get adapters, a regular expression, or "all-linear"."""
     target_parameters: list[str] | None = None
-    """Names of parameters that get adapters and are no linear layer's, such as mlp.experts.gate_up_proj."""
+    """Names of parameters outside linear layers that get adapters, such as mlp.experts.gate_up_proj."""
     modules_to_save: list[str] | None = None
-    """Modules that are trained whole beside the adapters, such as embed_tokens."""
+    """Modules that are trained fully besides the adapters, such as embed_tokens."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(r) instead (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
     use_dora: bool = False
-    """Train the norm of each weight's columns apart from its direction (DoRA: Liu et al. 2024, arXiv:2402.09353)."""
+    """Train the norm of each weight's columns separately from their direction (DoRA: Liu et al. 2024,
+    arXiv:2402.09353)."""
     init_lora_weights: bool | str = True
     """Start of the adapters: true adds nothing to the model; others of peft are gaussian, pissa, olora, ..."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of peft's LoraConfig, such as {rank_pattern: {q_proj: 32}}."""
     path: str | None = None
-    """Directory of an adapter to go on from, instead of a new one; it has its own rank and settings."""
+    """Directory of an adapter to continue training, instead of a new one; it has its own rank and settings."""
 
     @property
     def enabled(self) -> bool:
@@ -219,7 +221,7 @@ class Common(Settings):
     max_grad_norm: NonNegativeFloat = 1.0
     """L2 norm that the gradient is clipped to; 0 measures it and clips nothing."""
     truncation: Literal["keep_start", "keep_end", "error"] = "keep_start"
-    """The part of a row that is too long which is kept: its start, its end, or nothing (an error)."""
+    """Part to keep of a row that is too long: its start, its end, or nothing (an error)."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop the run at a row that can't be trained on, or count it and leave it out."""
     chat_template: str | None = None
@@ -229,8 +231,8 @@ class Common(Settings):
     dataset_num_proc: PositiveInt | None = None
     """Processes that tokenize; null is this one alone."""
     streaming: bool = False
-    """Read and encode rows when their step comes, for data that don't fit the disk; wants `steps`. A mixture is drawn
-    with its weights as odds then, and rows are permuted within blocks of some thousands."""
+    """Read and encode rows when their step comes, for data that don't fit on the disk; needs `steps`. Parts of a
+    mixture are then drawn in proportion to their weights, and rows permuted within blocks of some thousands."""
     shuffle: bool = True
     """Permute each epoch."""
     seed: NonNegativeInt = 0
@@ -267,12 +269,12 @@ class Common(Settings):
     save_minutes: NonNegativeFloat | None = 15.0
     """Minutes between checkpoints, beside those of `save_every`; 0 or null for none."""
     keep: PositiveInt = 2
-    """Newest checkpoints that are kept; the one before stands by in case the newest turns out to be damaged."""
+    """Number of newest checkpoints to keep; the one before serves if the newest is damaged."""
     keep_best: str | None = None
     """Keep the checkpoint with the lowest value of a metric of `eval_data` as well, such as eval/loss; with max:
     before it, as in max:eval/reward, the highest. Each evaluation that is the best so far saves one."""
     resume: bool = False
-    """Go on from the newest whole checkpoint in `output`, with the same final weights as an unbroken run."""
+    """Continue from the newest whole checkpoint in `output`, with the same final weights as an uninterrupted run."""
     report_to: str | list[str] | None = None
     """Trackers of Accelerate, such as tensorboard or wandb; none is none."""
     project: str | None = None
@@ -377,4 +379,4 @@ class Limits(Settings):
     tokens: PositiveInt = 4096
     """Tokens after the prompt, those of the environment included."""
     seconds: PositiveFloat = 60.0
-    """The longest that one call of the environment may take, in seconds."""
+    """Seconds that one call of the environment may take."""

@@ -1,4 +1,4 @@
-"""Names that people type: what they stand for, and which one was probably meant."""
+"""Look up objects by names that users type, and suggest the name that was probably meant."""
 
 import difflib
 import importlib
@@ -11,30 +11,30 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-# By which libraries refuse a value.
+# Errors by which libraries refuse a value.
 _REFUSALS = (ValueError, OSError, RuntimeError, ImportError, pickle.UnpicklingError)
 _LIBRARIES = (__name__.partition(".")[0], "torch", "transformers", "peft", "bitsandbytes", "torchao", "schedulefree")
-_LISTED = 30  # names at most that a message lists
+_LISTED = 30  # maximal number of names that a message lists
 
 
 def nearest(complaint: str, name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """``complaint 'name'``, and the known name that begins with it or is nearest; all of them, unless they are many, if
-    none is near."""
+    """``complaint 'name'``, followed by the known name that begins with it or is nearest; if none is near, by all of
+    them unless they are many."""
     names = sorted(map(str, known))
     near = [each for each in names if name and each.startswith(name)]
     near = near or difflib.get_close_matches(name, names, 3, cutoff)
-    if near:  # of names that are as near, a typing error seldom is in the first letter
+    if near:  # typing errors are rarely in the first letter
         return f"{complaint} {name!r}, did you mean {max(near, key=lambda each: each[:1] == name[:1])!r}?"
     return f"{complaint} {name!r}" + (f"; there are {', '.join(names)}" if len(names) <= _LISTED else "")
 
 
 @contextmanager
 def blaming(setting: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise what a library, or the user's own code, raises on a setting as a ValueError that names the setting.
+    """Turn an error of a library, or of the user's own code, about a setting into a ValueError that names the setting.
 
     Args:
-        kinds: by default those by which a library refuses a value; all of them, with the line, where the code is the
-            user's (`Exception`).
+        kinds: errors to turn; by default those by which libraries refuse a value. With `Exception`, for the user's
+            code, all of them, and the message names the line.
     """
     try:
         yield
@@ -57,10 +57,10 @@ def blaming(setting: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
-    """The object of a shipped name, or of ``module:object``, where modules of the working directory are found too.
+    """The object of a shipped name, or of ``module:object``; modules of the working directory are found too.
 
     Raises:
-        ValueError: naming what there is instead.
+        ValueError: names the nearest or all known names.
     """
     module, colon, attribute = shipped.get(name, name).partition(":")
     if not colon:
@@ -84,10 +84,10 @@ def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
 
 
 def build(who: str, found: Any, settings: Mapping[str, Any], *, factory: bool = False, **given: Any) -> Any:
-    """The object itself; or what a class, or another ``factory``, makes of its settings.
+    """The object itself; for a class, or another ``factory``, its result for these settings.
 
     Args:
-        given: what is passed on where there is a parameter of that name, such as the tokenizer.
+        given: further values, passed to parameters of the same name, such as the tokenizer.
 
     Raises:
         ValueError: if there is no such setting, or one is missing.

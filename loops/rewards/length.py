@@ -14,7 +14,7 @@ from .scoring import as_score, is_async
 
 @dataclass(frozen=True)
 class LengthTarget(Settings):
-    """How far the length is from ``target``, n*: r = −α |n − n*|, with the ``coefficient`` α > 0.
+    """Distance of the length from ``target``, n*: r = −α |n − n*|, with the ``coefficient`` α > 0.
 
     Paper: Aggarwal and Welleck 2025 (L1), arXiv:2503.04697; α = 0.0003 there, beside a reward of 1 for a right answer.
     """
@@ -64,7 +64,7 @@ class SoftOverlong(Settings):
 class Repetition(Settings):
     """The share of n-grams that are repeats of others: r = −p (1 − unique/all), 0 for less than n tokens.
 
-    N-grams are of sampled tokens side by side: none spans a tool's or a user's turn. ``penalty`` is p ≥ 0. It is TRL's
+    N-grams consist of adjacent sampled tokens: none spans a tool's or a user's turn. ``penalty`` is p ≥ 0. It is TRL's
     ``get_repetition_penalty_reward``; the paper charges the repeated tokens one by one.
 
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.2.
@@ -91,7 +91,7 @@ class Repetition(Settings):
 
 @dataclass(frozen=True)
 class CosineLength(Settings):
-    """A right completion is worth more the shorter it is, a wrong one costs less the longer it tried.
+    """A right completion earns more the shorter it is; a wrong one costs less the longer it is.
 
         r = b + ½(a − b)(1 + cos(π min(n/L, 1)))
 
@@ -101,8 +101,8 @@ class CosineLength(Settings):
     Args:
         limit: L, tokens.
         right, wrong: (a, b), the rewards of right and wrong completions of no token and of L tokens.
-        correct: a plain function that scores whether a completion is right, at 0.5 or more; None is passed on, and
-            anything but a number is NaN.
+        correct: a plain function whose score is 0.5 or more for a right completion; None is passed on, and anything but
+            a number is NaN.
 
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.1.
     """

@@ -10,20 +10,20 @@ from typing import Any
 
 from ..rollouts.sample import Row, Sample
 
-_FRACTION = re.compile(r"(?<!\d)[¼-¾⅐-⅞]")  # behind a digit it is part of a mixed number
+_FRACTION = re.compile(r"(?<!\d)[¼-¾⅐-⅞]")  # after a digit it is part of a mixed number
 
 
 @dataclass(frozen=True)
 class MathEquivalence:
-    """1 where the last mathematical expression of the completion equals the row's answer, and 0 otherwise.
+    """1 if the last mathematical expression of the completion equals the row's answer, and 0 otherwise.
 
-    42, 42.0, $42$ and \\boxed{42} are the same answer, and so are 1/2, 0.5 and \\frac12. What is in \\boxed{} is looked
-    at first. A completion without any mathematics is wrong (0). To a row whose answer can't be read it does not apply
-    (None). The answer is in ``column``: text, LaTeX with or without dollar signs, or a number; where there is a ####
-    (GSM8K), what stands after it.
+    42, 42.0, $42$ and \\boxed{42} are the same answer, and so are 1/2, 0.5 and \\frac12. An expression in \\boxed{} is
+    read first. A completion without any mathematics is wrong (0). The reward does not apply to a row whose answer can't
+    be read (None). The answer is in ``column``: text, LaTeX with or without dollar signs, or a number; of a text with
+    #### (GSM8K), the part after it.
 
     Simplifying an expression may take forever, so name it in a configuration, which has it run in a process of its own,
-    or wrap it in `isolated`. The library's own timeouts are alarms, which only the main thread can have: they are off.
+    or wrap it in `isolated`. The library's own timeouts use alarms, which work only in the main thread: they are off.
 
     Library: Math-Verify (Kydlíček 2025), the extra `burnish[math]`.
     """
@@ -55,7 +55,7 @@ def _parse(library: Any, text: str) -> list[Any]:
 
 def _library() -> Any:
     try:
-        math_verify = importlib.import_module("math_verify")  # when it is used: sympy takes a second to import
+        math_verify = importlib.import_module("math_verify")  # imported late: sympy takes a second
     except ImportError as error:
         raise ImportError("reward math: needs the package math-verify; pip install 'burnish[math]'") from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off

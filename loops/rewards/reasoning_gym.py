@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: questions in burnish's prompt layout, and the verifier that each task brings."""
+"""Tasks of reasoning-gym: questions in burnish's prompt layout, and the verifier of each task."""
 
 import functools
 import json
@@ -18,8 +18,8 @@ class ReasoningGym:
     """The score in [0, 1] that the verifier of the row's task gives the answer; rows are `reasoning_gym_rows`.
 
     Args:
-        tag: the answer is what stands between the last <tag> and </tag>, and without them there is none, which every
-            task scores 0; an empty tag takes the whole text.
+        tag: the answer is the text between the last <tag> and </tag>; without them there is none, which every task
+            scores 0. An empty tag takes the whole text.
 
     Library: reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), the extra `burnish[reasoning]`.
     """
@@ -40,10 +40,10 @@ def reasoning_gym_rows(
 ) -> list[dict[str, str | list[dict[str, str]]]]:
     """Questions of a task as rows: a prompt, the answer where there is one, and what the verifier needs.
 
-    Rows hold the questions themselves, not seeds of them: some tasks draw others in every process.
+    Rows hold the questions themselves, not their seeds: some tasks draw other questions in every process.
 
     Args:
-        instruction: what follows the question; it should say how the answer is marked, see `ReasoningGym`.
+        instruction: text after the question; it should say how to mark the answer, see `ReasoningGym`.
         options: the task's own, such as the number of digits.
 
     Raises:
@@ -68,7 +68,7 @@ def _verifier(task: str) -> Any:
 
 
 def _gym(task: str) -> Any:
-    """The library, which has this task."""
+    """The library; ValueError unless it has this task."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -80,7 +80,8 @@ def _gym(task: str) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    """As JSON keeps it: verifiers compare tuples, and look numbers up, that JSON would make lists and texts of."""
+    """The value in JSON with tuples and keys preserved: verifiers compare tuples and look up numbers, which JSON would
+    turn into lists and texts."""
     if isinstance(value, tuple):
         return {"tuple": [_encoded(item) for item in value]}
     if isinstance(value, dict):
@@ -89,6 +90,6 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: dict[str, Any]) -> Any:
-    """The inverse, for one object of JSON, whose parts are decoded already."""
+    """The inverse, for one JSON object with decoded parts."""
     ((kind, items),) = value.items()
     return tuple(items) if kind == "tuple" else dict(items)

@@ -1,4 +1,4 @@
-"""From a configuration's names to reward functions.
+"""Reward functions from the names in a configuration.
 
 rewards:
   math: 1.0                                     # a shipped reward and its weight
@@ -6,7 +6,8 @@ rewards:
   my_module:function: 0.5                       # your own: function, class, or one written for TRL
   brief: {function: length, target: 100}        # under another name, of which it may be one of several
 
-From Python a function itself may stand for its name; and one alone, or a list of them, for a mapping with weights of 1.
+In Python, the function itself may take the place of its name, and one function or a list of them that of a mapping,
+with weights of 1.
 """
 
 import inspect
@@ -34,28 +35,27 @@ SHIPPED = {
     "reward_model": ".reward_models:load_reward_model",
     "prm": ".reward_models:load_prm",
 }
-_ISOLATED = ("math", "cosine")  # sympy may take forever at what a policy makes up
+_ISOLATED = ("math", "cosine")  # sympy may take forever on a policy's expressions
 
 
 def resolve_rewards(spec: RewardMix, **given: Any) -> list[RewardFunction]:
     """The functions that a configuration names.
 
-    Beside what a reward is set up with, there are: ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` (whether it
-    runs in a process of its own, which math and cosine do by default) and ``function`` (what it is, where the name is
-    another).
+    Settings of every reward are ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` (run in a process of its own;
+    true for math and cosine) and ``function`` (the reward, if the key is another name); others are its own.
 
     Args:
-        given: what a reward may ask for by the name of its parameter, such as ``tokenizer``, the policy's, and
-            ``device``, where a model should be loaded.
+        given: values that a reward may request by the name of a parameter, such as the policy's ``tokenizer``, and the
+            ``device`` to load a model on.
 
     Raises:
-        ValueError: with the names there are, if one is not found.
+        ValueError: lists the available names if one is not found.
     """
     return _resolved(spec, given)
 
 
 def resolve_names(spec: RewardMix) -> list[RewardFunction]:
-    """Their names and weights, for ranks that call none of them: nothing is loaded. See `resolve`."""
+    """Names and weights for ranks that call no reward; nothing is loaded. See `resolve_rewards`."""
     return _resolved(spec, None)
 
 
@@ -96,7 +96,7 @@ def _not_here(row: Row, sample: Sample) -> float:
 
 def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> Any:
     inner = settings.get("correct")
-    if isinstance(inner, str):  # the reward that another one asks
+    if isinstance(inner, str):  # the reward that another one calls
         settings["correct"] = _function(inner, {}, given)
     factory = find("reward", name, SHIPPED, __package__) if isinstance(name, str) else name
     name = name if isinstance(name, str) else name_of(name)

@@ -1,7 +1,7 @@
 """Reward models, which score a completion, and process reward models, which score its steps.
 
-They read the policy's tokens as they were sampled, because text that is tokenized again is not always the same tokens;
-so a model of another vocabulary is refused.
+They read the policy's sampled tokens, because tokenizing the text again may give other tokens; so a model with another
+vocabulary is refused.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class RewardModel:
     """The score that a reward model gives to prompt and completion, where the completion ends (`loops.recipes.reward`).
 
-    A completion without a token can't be scored. Completions to one prompt are scored together, and it is read once.
+    A completion without a token can't be scored. Completions of one prompt are scored together, and the prompt is read
+    once.
 
     Args:
         tokenizer: the policy's.
@@ -67,8 +68,8 @@ class RewardModel:
 class ProcessRewardModel:
     """A process reward model's scores of a completion's steps as one number; see `loops.recipes.prm`.
 
-    A step ends with the token that completes the separator, or with the completion, which is given a separator if it
-    has none, because that is where the model was trained to score. Runs of separators end one step.
+    A step ends with the token that completes the separator, or with the completion, to which a missing separator is
+    added, because the model was trained to score there. Runs of separators end one step.
 
     Args:
         tokenizer: the policy's.
@@ -132,7 +133,7 @@ def load_prm(
 
 
 def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
-    """Raise ValueError at the first token that the model would read as another than the policy wrote, or not at all."""
+    """Raise ValueError at the first token of the policy that the model reads as another one, or does not know."""
     for index, token, other in vocabulary_differences(policy, model):
         there = "does not exist" if other is None else f"is {other!r}"
         raise ValueError(

@@ -1,7 +1,7 @@
 """Functions in processes of their own, which are killed when a call takes too long.
 
-A process imports no more than the function needs: math equivalence starts in a second, torch alone takes several. So it
-is started anew rather than by `multiprocessing`, which would import the script that runs.
+A process imports only what the function needs: math equivalence starts in a second, torch alone takes several. So it is
+started without `multiprocessing`, which would import the running script.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from ..rollouts.event_loops import off_loop
 
 
 class isolated:
-    """A function that is called in another process: for what computes for long, hangs or crashes.
+    """A function that is called in another process, because it may be slow, hang or crash.
 
-    A call that is given up kills its process, and the next one starts another, which takes as long as importing what
-    the function needs. What the function keeps in global variables lives in that process.
+    A cancelled call kills its process, and the next one starts another, which takes as long as the function's imports.
+    Global variables of the function live in that process.
 
     Args:
         function: anything that can be pickled: a function of a module, or an object such as `MathEquivalence`.
-        processes: how many calls run at the same time.
+        processes: number of calls that can run at the same time.
 
     Raises:
         ValueError: if another process could not import the function.
@@ -78,7 +78,7 @@ class isolated:
             pass_fds=[far_end.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the run, which may need it until its step is finished
+            start_new_session=True,  # Ctrl-C is for the run, which may need this process until its step is finished
         )
         far_end.close()
         connection.send_bytes(self._pickled)
@@ -93,7 +93,7 @@ def _ask(connection: Connection, arguments: tuple[Any, ...]) -> Any:
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
     process.kill()
-    return process.wait()  # the connection closes with its last reader, who learns of the end from the other side
+    return process.wait()  # the thread that reads the connection sees it close from the other side
 
 
 def serve(descriptor: int) -> None:
@@ -120,7 +120,7 @@ def serve(descriptor: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process with its parent, which can't do so itself when it is killed."""
+    """End this process with its parent, which can't do it when it is killed."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -1,21 +1,22 @@
-"""Scoring completions: several functions, at the same time, none of which can end the run.
+"""Score completions by several functions at the same time, without letting a failure end the run.
 
 A reward is a function ``(row, sample) -> float | None``, plain or async. A function of several
 completions, ``(rows, samples) -> list``, is marked by `batched`. Attributes may add:
 
     over           "sample", "group" (all completions of a prompt) or "step" (all completions of a call)
-    columns        those that its rows must have
-    concurrency    how many of its calls may run at the same time
+    columns        names of the columns that its rows must have
+    concurrency    maximal number of its calls at the same time
 
 ``sample.rewards`` then holds, for each function:
 
     a number       its score
     None           it does not apply: it is left out of the weighted sum, which is that of the others (as in TRL)
-    a word         of `ADVICE`: it failed, so the completion's worth is unknown: it is masked, whatever the others say
+    a word         a key of `ADVICE`: it failed, so the score is unknown and the completion is masked, whatever the
+                   other functions give
 
 A masked completion is not trained on, and is in no mean and no standard deviation of its group; so is one that no
-function applies to. A function of weight 0 is only measured, and masks nothing. What has no score is counted by its
-reason, and is never 0. A function that raises in all its calls of the first rollout ends the run.
+function applies to. A function of weight 0 is only measured, and masks nothing. Missing scores are counted by their
+reason, and are never 0. A function that raises in all its calls of the first rollout ends the run.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PACKAGE = f"{__name__.partition('.')[0]}.loops."
-_LARGEST = 3.4e38  # what float32 holds, so that neither sums nor squares overflow in float64
+_LARGEST = 3.4e38  # about the largest float32, so that neither sums nor squares overflow in float64
 
 ADVICE = {
     "nan": "return None for a completion that the function does not apply to, and a number otherwise",
@@ -57,7 +58,7 @@ class RewardError(ValueError):
 
 
 class OutOfTime(Exception):
-    """A call took longer than it may."""
+    """A call took longer than its time limit."""
 
 
 @dataclass
@@ -65,9 +66,9 @@ class RewardFunction:
     """A reward function with the name that it is logged by.
 
     Attributes:
-        weight: of its score in the sum; at 0 it is only measured.
-        timeout: seconds that one call may take; a batched function's call is for all its completions.
-        reported: the first failure of each kind, in words; it was logged.
+        weight: weight of its score in the sum; at 0 it is only measured.
+        timeout: seconds that one call may take; a batched function has one call for all its completions.
+        reported: the first failure of each kind, as logged.
     """
 
     name: str
@@ -94,7 +95,7 @@ def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step
 
 
 def from_text(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function of text, as one of ours: ``f(completion, ...)`` is called by the names of its parameters.
+    """Adapt a reward function of text, ``f(completion, ...)``, which is called by the names of its parameters.
 
     ``completion`` is the text of the completion, ``row`` the whole row, and every other parameter one of its columns,
     such as ``prompt``.
@@ -122,14 +123,14 @@ def required(function: Callable[..., Any]) -> list[str]:
 async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
     """Score every sample by every function, and write ``sample.rewards[name]``.
 
-    Numbers of numpy and torch that functions leave in ``sample.info`` become Python's.
+    Numbers of numpy and torch that functions store in ``sample.info`` become Python's.
 
     Args:
-        rows: of each sample, the row of the data that its prompt came from.
+        rows: for each sample, the row of the data that its prompt came from.
 
     Raises:
-        ValueError: if a function needs a column that a row does not have, if two have the same name, or if something
-            was left in ``sample.info`` that can't be stored.
+        ValueError: if a function needs a column that a row does not have, if two have the same name, or if a function
+            stored a value in ``sample.info`` that can't be saved.
     """
     names = [reward.name for reward in rewards]
     if len(set(names)) < len(names):
@@ -164,7 +165,7 @@ def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
 
 
 def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], source: str = "the data") -> None:
-    """Raise ValueError, before anything is sampled, if there is no column of a name that a function reads."""
+    """Raise ValueError, before anything is sampled, if a column that a function reads is missing."""
     there = [str(column) for column in columns]
     for reward in rewards:
         for wanted in getattr(reward.function, "columns", ()):
@@ -196,11 +197,11 @@ def as_score(value: Any) -> float | str | None:
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a function of the user's: an async one is awaited, and must not block the event loop.
+    """Call a user's function: an async one is awaited, and must not block the event loop.
 
-    A plain one is called in a daemon thread, which is left behind when its time is up: nothing stops a thread, and one
-    that never lets go of the interpreter (a regular expression that backtracks forever) holds up all others; `isolated`
-    is for those.
+    A plain one is called in a daemon thread, which is abandoned when its time is up: a thread can't be stopped, and one
+    that never releases the interpreter (a regular expression that backtracks forever) blocks all others; use `isolated`
+    for those.
     """
     try:
         if is_async(function):
@@ -212,7 +213,7 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, or `OutOfTime`: then it is cancelled, and not waited for, because it might refuse."""
+    """The coroutine's result, or `OutOfTime`: then it is cancelled without waiting, because it might ignore that."""
     task = asyncio.ensure_future(coroutine)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # if given up, nothing else retrieves it
     try:
@@ -235,14 +236,14 @@ async def _call_by_names(function: Callable[..., Any], row: Row, sample: Sample)
 
 
 async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample], single: bool) -> None:
-    """Call a function once, write the scores, and log the first failure of each kind; the counts tell the rest."""
+    """Call a function once, write the scores, and log the first failure of each kind; further ones are counted."""
     free = asyncio.Semaphore(getattr(reward.function, "concurrency", 32))
     gate = reward._gates.setdefault(asyncio.get_running_loop(), free)
     arguments: Any = (rows[0], samples[0]) if single else (rows, samples)
     values: Any = []
     failure = detail = ""
     try:
-        async with gate:  # waiting costs a call none of its time
+        async with gate:  # waiting here does not count as the call's time
             returned = await within(reward.timeout, call(reward.function, *arguments))
     except OutOfTime as late:
         failure, detail = "timeout", str(late)

@@ -27,13 +27,13 @@ class RewardTable:
     Attributes:
         reward: float64 [samples, rewards], NaN where a function does not apply. The whole row is NaN where a function
             of a weight other than 0 has failed, or the completion was aborted: it is compared with no other.
-        group: int64 [samples], the task of each.
+        group: int64 [samples], the task of each sample.
         weight: float64 [rewards].
         total: float64 [samples], the weighted sums; NaN where there is none.
         measured_total: as ``total``, with the scores of aborted completions: what metrics count.
-        names: of the reward functions.
+        names: names of the reward functions.
         scores: [samples][rewards], as the functions gave them, failures included.
-        numbers: by name, float64 [scored], all scores that are numbers, those beside the failure of another included.
+        numbers: by name, float64 [scored], all scores that are numbers, even if another function failed.
     """
 
     reward: Tensor
@@ -54,7 +54,7 @@ def score(
     Args:
         rewards: ``f(row, sample)``; ``f(completion, ...)``, see `scoring.from_text`; functions written for TRL,
             ``f(prompts, completions, ...)``; or any of them in a `RewardFunction`, with a weight.
-        rows: of each sample, the row that its prompt came from; ``sample.row`` unless given.
+        rows: for each sample, the row that its prompt came from; by default ``sample.row``.
 
     Raises:
         ValueError: if a function needs a column that a row does not have, or two functions have the same name.
@@ -70,7 +70,7 @@ def score(
 
 
 def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> RewardTable:
-    """The table of what `score_samples` wrote.
+    """The table of the scores written by `score_samples`.
 
     Raises:
         ValueError: if a sample was not scored by one of these functions.
@@ -100,7 +100,7 @@ def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -
 
 
 def reward_metrics(table: RewardTable) -> dict[str, float]:
-    """Metrics of one step, under TRL's names where it has one; those with nothing to measure are left out.
+    """Metrics of one step, under TRL's names if it has them; those without data are left out.
 
     rewards/<name>/mean, /std      of all scores that a function gave, unweighted; the standard deviation is unbiased
     rewards/<name>/unscored        completions that it gave none, and of these rewards/<name>/unscored/<reason>: none
@@ -128,11 +128,12 @@ def reward_metrics(table: RewardTable) -> dict[str, float]:
 
 @dataclass
 class RewardMonitor:
-    """Reports, once each, rewards whose scale or silence spoils a run, and completions that teach nothing.
+    """Report, once each, rewards with a bad scale or without scores, and completions that teach nothing.
 
     Args:
-        factor: by how much a score must exceed what was usual, or one reward's spread another's.
-        patience: steps of which the usual is learned, and steps in a row without a score, a difference, or an end.
+        factor: ratio of a score to the usual one, or of one reward's spread to another's, from which it is reported.
+        patience: steps from which the usual score is learned, and steps in a row without a score, a difference or an
+            end.
     """
 
     factor: float = 100.0
@@ -143,7 +144,7 @@ class RewardMonitor:
     _lasting: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def __call__(self, table: RewardTable, samples: Sequence[Sample]) -> list[str]:
-        """The new problems of this step; they are logged as well."""
+        """Log the new problems of this step, and return them."""
         problems: dict[str, str] = {}  # by kind
 
         def lasting(problem: str, now: bool, advice: str) -> None:

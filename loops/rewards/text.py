@@ -10,13 +10,13 @@ from ..rollouts.sample import Row, Sample
 
 IGNORABLE = ("case", "punctuation", "articles", "whitespace", "numbers", "unicode")
 THINK = r"<think>(?!.*<think>).*?</think>.*"
-# A sign belongs to a number where nothing that could be subtracted from stands before it.
+# A sign belongs to a number unless it follows something that could be subtracted from.
 _NUMBER = re.compile(r"((?<![\w.])(?:(?<![)\]}%])[-+−])?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?!\w))")
 
 
 @dataclass(frozen=True)
 class Format:
-    """1 where the regular expression matches the whole completion, and 0 otherwise.
+    """1 if the regular expression matches the whole completion, and 0 otherwise.
 
     A dot matches newlines too. Without a pattern: reasoning between <think> and </think>, then the answer, as in
     DeepSeek-R1 (Guo et al. 2025, arXiv:2501.12948) and TRL's ``think_format_reward``. A pattern that can match one text
@@ -35,10 +35,11 @@ class Format:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """1 where the answer is the row's, or one of the row's, once both are normalized, and 0 otherwise.
+    """1 if the normalized answer equals that of the row, or one of the row's, and 0 otherwise.
 
     Args:
-        column: of the right answer, or of a list of them; without one, the answer can't be scored.
+        column: name of the column with the right answer, or a list of them; a completion of a row without one is not
+            scored.
         extract: a regular expression; its last match in the text is the answer, or its first group if it has one. A
             completion without a match is wrong.
         ignore: see `normalize`. All of them by default but "unicode".
@@ -73,13 +74,13 @@ class ExactMatch:
 
 
 def normalize(text: str, ignore: Sequence[str]) -> str:
-    """Remove the differences that don't count.
+    """Remove differences that are ignored.
 
     unicode        compatibility forms (NFKC): full-width digits, ligatures
     case           capitals
     numbers        how a number is written: 42.0 is 42, 1,000 is 1000, and −5 is -5
     articles       a, an, the
-    punctuation    all of it, outside of numbers; and so the signs around a formula ($42$) or a bold word (**42**)
+    punctuation    all of it outside of numbers, including the signs around a formula ($42$) or a bold word (**42**)
     whitespace     how much of it, and where the text begins and ends
     """
     text = unicodedata.normalize("NFKC", text) if "unicode" in ignore else text
