@@ -139,7 +139,17 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         add_noise(model, config.neftune_noise_alpha)
     if adapters:
         model = _with_adapters(model, config, task)
+    for module in _unread(model.get_base_model() if isinstance(model, PeftModel) else model).values():
+        module.requires_grad_(False)  # DDP would wait for their gradients
     return model.train()  # type: ignore[no-any-return]
+
+
+def _unread(plain: Any) -> dict[str, nn.Module]:
+    """The parts of a model that text does not reach, such as its encoder of images, by name."""
+    if plain.config.get_text_config() is plain.config:
+        return {}
+    text = set(plain.get_decoder().parameters())
+    return {name: part for name, part in plain.base_model.named_children() if text.isdisjoint(part.parameters())}
 
 
 def _may_stay_in_files(config: Common, task: str) -> bool:
@@ -165,6 +175,8 @@ def _with_adapters(model: Any, config: Common, task: str) -> Any:
     fields |= {"lora_alpha": fields.pop("alpha"), "lora_dropout": fields.pop("dropout"), "task_type": task}
     if task != "CAUSAL_LM":
         fields["exclude_modules"] = ["score", "classifier"]  # a new head trains whole
+    elif parts := _unread(model):
+        fields["exclude_modules"] = rf".*\b({'|'.join(map(re.escape, parts))})\..*"
     if repeated := sorted(fields.keys() & lora.kwargs.keys()):
         raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
     if unmerged := sorted(_UNMERGED & lora.kwargs.keys()):
