@@ -141,7 +141,17 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         add_noise(model, config.neftune_noise_alpha)
     if adapters:
         model = _with_adapters(model, config, task)
+    for module in _unread(model.get_base_model() if isinstance(model, PeftModel) else model).values():
+        module.requires_grad_(False)  # DDP would wait for their gradients
     return model.train()  # type: ignore[no-any-return]
+
+
+def _unread(plain: Any) -> dict[str, nn.Module]:
+    """The parts of a model that text does not reach, such as its encoder of images, by name."""
+    if plain.config.get_text_config() is plain.config:
+        return {}
+    text = set(plain.get_decoder().parameters())
+    return {name: part for name, part in plain.base_model.named_children() if text.isdisjoint(part.parameters())}
 
 
 def _may_stay_in_files(config: Common, task: str) -> bool:
@@ -166,8 +176,9 @@ def _with_adapters(model: Any, config: Common, task: str) -> Any:
         return PeftModel.from_pretrained(model, lora.path, is_trainable=True, **options)
     fields: dict[str, Any] = {name: value for name, value in vars(lora).items() if name not in ("kwargs", "path")}
     fields |= {"lora_alpha": fields.pop("alpha"), "lora_dropout": fields.pop("dropout"), "task_type": task}
-    if task != "CAUSAL_LM":
-        fields["exclude_modules"] = ["score", "classifier"]  # a new head trains whole
+    new_head = () if task == "CAUSAL_LM" else ("score", "classifier")  # trains whole
+    if parts := (*new_head, *_unread(model)):
+        fields["exclude_modules"] = rf"(.*\.)?({'|'.join(parts)})(\..*)?"
     if repeated := sorted(fields.keys() & lora.kwargs.keys()):
         raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
     if unmerged := sorted(_UNMERGED & lora.kwargs.keys()):
@@ -320,12 +331,8 @@ def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Itera
 
 def _gathered(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
-        yield name, _whole(tensor, dtype)
-
-
-@torch.no_grad()  # of `_gathered`, it would hold a weight while the next one is gathered
-def _whole(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return whole(tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype))
+        saved_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield name, whole(tensor.detach().to(saved_as))
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -165,6 +165,8 @@ class Policy(Backbone):
         try:
             if self.head is None:
                 raise CannotFuse("it has no output embedding")
+            if self.plain.base_model is self.plain:
+                raise CannotFuse("transformers does not say what is below its head")
             with evaluating(self.model):
                 logits = super().model_output(rows)
                 fuse(self.head, self.transform, backend, keep_bytes)

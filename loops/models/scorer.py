@@ -75,7 +75,8 @@ class Scorer(Backbone):
 
     def _score(self, rows: Rows) -> Tensor:
         hidden = super().hidden(rows)
-        output: Tensor = self.head(hidden.to(next(self.head.parameters()).dtype))
+        with torch.autocast(hidden.device.type, enabled=False):  # losses compare scores, which bfloat16 makes equal
+            output: Tensor = self.head(hidden.to(next(self.head.parameters()).dtype))
         return output[:, 0].clone() if output.shape[1] == 1 else output[:, 1] - output[:, 0]  # FSDP warns of views
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ def open_kto(config: KTO) -> Training:
         terms.policy_tensors(reference=reference, teacher=teacher, outputs=terms.outputs_for(losses)),
         columns=sorted({"desirable", *terms.columns_of(losses)} - {"undesirable"}),
         per_token=(precomputed, stored),
-        prepare=prepare_feedback(losses, rewards, context.model, reference, context.accelerator),
+        prepare=prepare_feedback(losses, rewards, context.model, reference, context.accelerator, config.max_length),
         memory=rewards if "bco" in losses else None,
     )
 
@@ -82,7 +82,12 @@ class RunningMean:
 
 
 def prepare_feedback(
-    losses: Losses, rewards: RunningMean, policy: Policy, reference: Reference, accelerator: Accelerator
+    losses: Losses,
+    rewards: RunningMean,
+    policy: Policy,
+    reference: Reference,
+    accelerator: Accelerator,
+    max_length: int | None = None,
 ) -> Callable[[Feed, int, list[Batch]], list[Batch]]:
     """Add what losses compare a completion with, measured over a whole step before its first forward pass: the columns
     ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
@@ -90,7 +95,7 @@ def prepare_feedback(
     def prepare(feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
         added = {"delta": torch.tensor(rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype())}
         if "kl" in tensors_needed(losses):
-            added["kl"] = kl_of_mismatched(feed, step, policy, reference, accelerator)
+            added["kl"] = kl_of_mismatched(feed, step, policy, reference, accelerator, max_length)
         return [
             replace(batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], **added})
             for batch in micro_batches
@@ -101,21 +106,34 @@ def prepare_feedback(
 
 @torch.no_grad()
 def kl_of_mismatched(
-    feed: Feed, step: int, policy: Policy, reference: Reference, accelerator: Accelerator
+    feed: Feed,
+    step: int,
+    policy: Policy,
+    reference: Reference,
+    accelerator: Accelerator,
+    max_length: int | None = None,
 ) -> torch.Tensor:
     """KTO's z₀ of a step, one number for all ranks: the KL estimate from completions of other prompts.
 
     Each prompt of the step is paired with the completion half a step further on, so that ranks and micro-batches don't
-    matter, and the two completions of a pair are not matched. A step of one example has z₀ = 0.
+    matter, and the two completions of a pair are not matched. A completion ends where it exceeds ``max_length`` after
+    this prompt, or the positions of the model. A step of one example has z₀ = 0.
     """
+    positions = getattr(policy.plain.config.get_text_config(), "max_position_embeddings", None)
+    limit = min(filter(None, (max_length, positions)), default=None)
+
+    def mismatched(index: int) -> Example:
+        prompt, (_, (completion,), (trained,)) = feed.example(index).prompt, feed.example(other[index])
+        room = limit and limit - len(prompt)
+        return Example(prompt, [completion[:room]], [trained[:room]])
+
     indices = feed.batches.indices(step)
     half = len(indices) // 2
     other = dict(zip(indices, indices[half:] + indices[:half], strict=True))
     ratios = []
     with evaluating(policy.model), accelerator.autocast():
         for part in feed.plan(step) if half else []:
-            mismatched = [Example(feed.example(i).prompt, *feed.example(other[i])[1:]) for i in part]
-            batch = collate(mismatched, device=accelerator.device)
+            batch = collate([mismatched(index) for index in part], device=accelerator.device)
             log_ratio = policy(batch).logprob - reference(batch)
             ratios.append(sequence_sum(log_ratio, batch.sequence, batch.sequences).double())
     local = {"sum": sum(float(ratio.sum()) for ratio in ratios), "count": float(sum(map(len, ratios)))}

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data import Accounting, Batches, Records, Stream, StreamBatches, Tokenization, load_data, token_cost
 from ..config import Common
-from ..models.backbone import Backbone
+from ..models.backbone import Backbone, evaluating
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
 from ..registry import nearest
@@ -150,7 +150,8 @@ class RunContext(Generic[Model]):
 
             def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
                 path = self.directory / f"reference-{data._fingerprint}.safetensors"
-                tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator)
+                with evaluating(policy.model):  # without the dropout of adapters that go on
+                    tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator)
                 return {"ref_logprob": tensors["logprob"]}
 
             return column("ref_logprob"), columns

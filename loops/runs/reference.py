@@ -115,6 +115,7 @@ def adapters_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
     weights = {name: weight.clone() for name, weight in get_peft_model_state_dict(model).items()}
     settings: Any = copy.deepcopy(model.peft_config["default"])
     settings.init_lora_weights, settings.inference_mode = True, True  # other starts change the base model
+    settings.lora_dropout = 0.0  # it computes while the policy is in training mode
     model.add_adapter("reference", settings)
     set_peft_model_state_dict(model, weights, adapter_name="reference")
     model.set_adapter("default")

@@ -32,20 +32,20 @@ Weightings = Mapping[str, tuple[float, Weighting]]  # name of a loss -> (coeffic
 
 def token_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
     """w = 1, Z = Σ|o|: every token counts the same (SFT; DAPO, Yu et al. 2025, arXiv:2503.14476)."""
-    weight = torch.ones_like(_sequence(batch, of), dtype=torch.float64)
+    weight = torch.ones_like(batch.sequence[batch.tokens_of(of)], dtype=torch.float64)
     return Weights(weight, float(len(weight)))
 
 
 def sequence_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
     """w = 1/|o_i|, Z = N: every completion counts the same (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
-    sequence = _sequence(batch, of)
+    sequence = batch.sequence[batch.tokens_of(of)]
     length = torch.bincount(sequence, minlength=batch.sequences).double()
     return Weights(1 / length[sequence], float((length > 0).sum()))
 
 
 def fixed_length(batch: Batch, *, length: int, of: CompletionSelector = None) -> Weights:
     """w = 1/L, Z = N: a constant instead of the length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
-    sequence = _sequence(batch, of)
+    sequence = batch.sequence[batch.tokens_of(of)]
     weight = torch.full_like(sequence, 1 / length, dtype=torch.float64)
     return Weights(weight, float(len(torch.unique(sequence))))
 
@@ -76,7 +76,3 @@ def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: str, of: Comp
         column = column[batch.example[batch.completions_of(of)]]
     weight = weighting(batch).weight * column
     return Weights(weight, float(weight.sum()))
-
-
-def _sequence(batch: Batch, of: CompletionSelector) -> Tensor:
-    return batch.sequence if of is None else batch.sequence[batch.tokens_of(of)]

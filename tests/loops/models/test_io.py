@@ -1,5 +1,7 @@
 """Models in and out: what was trained is what transformers loads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from burnish.loops.batch import collate
@@ -8,10 +10,10 @@ from burnish.loops.models.activations import sequence_lengths
 from burnish.loops.models.io import load_model, load_tokenizer, save_model
 from burnish.loops.models.policy import Policy
 from burnish.loops.train.optimizers import make_optimizer
-from tiny import make_examples, make_model
+from tiny import FAMILIES, make_examples, make_model
 from tiny import save_model as save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +128,20 @@ def test_adapters_alone_are_trained(start):
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {
         name for name, _ in model.named_parameters() if "lora_" in name
     }
+
+
+@pytest.mark.parametrize("lora", [Lora(), Lora(r=2)], ids=["whole", "adapters"])
+def test_text_trains_no_encoder_of_images(lora):
+    """Each weight that trains gets a gradient: DDP waits for all of them."""
+    seen = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    text = {**FAMILIES["gemma3"].to_dict(), "model_type": "gemma3_text"}
+    both = Gemma3Config(text_config=text, vision_config={**seen, "patch_size": 14}, mm_tokens_per_image=4)
+    model = load_model(replace(config(""), model=AutoModelForCausalLM.from_config(both), lora=lora))
+    policy = Policy(model)
+    assert sum("vision" in name for name, _ in policy.named_parameters()) > 9
+    policy(collate(make_examples(3))).logprob.sum().backward()
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in policy.named_parameters() if parameter.grad is not None} != set()
 
 
 def test_bfloat16_keeps_what_is_trained_in_float32(start):

@@ -9,6 +9,7 @@ from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, make_examples, make_model
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 EXACT = 1e-10
 # Whatever the precision of the weights, transformers computes RMS norms in float32, which shows in gradients.
@@ -100,6 +101,16 @@ def test_a_head_that_does_not_fuse_falls_back_to_full_logits_and_says_so_once(ca
     assert caplog.text.count("full logits: output head is Sequential") == 1
     examples = make_examples(3)
     torch.testing.assert_close(policy(collate(examples)).logprob, plain_logprobs(model, examples), rtol=0, atol=EXACT)
+
+
+def test_a_model_that_hides_its_backbone_falls_back(caplog):
+    """The text model of Llama 4 has another name for it than the one that transformers looks for."""
+    config = {**FAMILIES["llama"].to_dict(), "intermediate_size_mlp": 48, "num_local_experts": 2}
+    model = AutoModelForCausalLM.from_config(Llama4TextConfig(**{**config, "model_type": "llama4_text"}))
+    policy = Policy(model.float().eval())
+    assert not policy.fused and "full logits: transformers does not say what is below its head" in caplog.text
+    examples = make_examples(3)
+    torch.testing.assert_close(policy(collate(examples)).logprob, plain_logprobs(model, examples), rtol=0, atol=1e-5)
 
 
 def test_logits_that_are_changed_in_an_unknown_way_are_not_fused():

@@ -53,6 +53,19 @@ def test_an_answer_is_read_at_its_last_token_that_is_not_padding(completion, pad
     assert example.trained == [[t == mark for t in range(len(completion))]]
 
 
+@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS"])
+def test_autocast_rounds_hidden_states_and_not_the_scores(task):
+    scorer = Scorer(make_classifier(task).float())
+    batch = collate([ends_marked(example, pad=0) for example in make_examples(20)])
+    states = []
+    scorer.head.register_forward_pre_hook(lambda head, args: states.append(args[0]))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        score = scorer(batch).score
+    output = states[0].double() @ scorer.head.weight.double().T
+    expected = output[:, 0] if task == "SEQ_CLS" else output[:, 1] - output[:, 0]
+    torch.testing.assert_close(score.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_without_a_linear_head_is_refused():
     model = make_classifier("SEQ_CLS", labels=3)
     with pytest.raises(ValueError, match="no linear head of one or two outputs"):

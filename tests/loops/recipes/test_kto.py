@@ -60,6 +60,23 @@ def test_z0_is_the_mean_log_ratio_of_answers_given_to_other_prompts(policy):
         assert float(kl) == pytest.approx(max(mean, 0.0), rel=1e-6)
 
 
+@pytest.mark.parametrize("max_length", [24, 100, None])
+def test_an_answer_to_another_prompt_ends_where_the_model_does(max_length):
+    """A long answer after a long prompt, as TRL truncates it."""
+    lengths = [(20, 4), (3, 21), (12, 12), (18, 2), (2, 20), (5, 5)]
+    examples = [Example([3] * p, [list(range(4, 4 + c))], [[True] * c]) for p, c in lengths]
+    now, before = (Policy(make_model("gpt2", seed=seed, n_positions=24)) for seed in (0, 1))
+    for policy, reference in ((now, before), (before, now)):
+        feed = feed_of(examples, [True] * COUNT)
+        kl = kl_of_mismatched(feed, 0, policy, frozen_copy(reference), Accelerator(), max_length)
+        ratios = []
+        for i, example in enumerate(examples):
+            answer = examples[(i + COUNT // 2) % COUNT].completions[0][: 24 - len(example.prompt)]
+            logps = (answer_logp(each, example.prompt, answer) for each in (policy, reference))
+            ratios.append(next(logps) - next(logps))
+        assert float(kl) == pytest.approx(max(sum(ratios).item() / COUNT, 0.0), rel=1e-6)
+
+
 @pytest.mark.parametrize("desirable", [True, False])
 def test_a_step_of_one_class_trains(policy, reference, desirable):
     terms = {"kto": Term(partial(kto, beta=0.1))}
@@ -93,9 +110,10 @@ ANSWERS = [{"prompt": f"{i}+1=", "completion": str(i + 1 + i % 2), "label": i % 
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    model, data = save_model(tmp_path / "model"), write_rows(tmp_path / "data.jsonl", ANSWERS)
+    model = save_model(tmp_path / "model")
 
-    def run(*flags, output="run"):
+    def run(*flags, output="run", rows=ANSWERS):
+        data = write_rows(tmp_path / "data.jsonl", rows)
         place = ["--model", str(model), "--data", str(data), "--output", str(tmp_path / output)]
         status = main(["kto", *place, "--schedule", "constant", "--learning_rate", "1e-3", *flags])
         said = capsys.readouterr()
@@ -124,6 +142,21 @@ def test_both_classes_are_logged_on_their_own(run):
         mean = (line["rewards/chosen"] + line["rewards/rejected"]) / 2
         assert line["rewards"] == pytest.approx(mean, abs=1e-7)
     assert lines[-1]["rewards/chosen"] > lines[-1]["rewards/rejected"]
+
+
+def test_no_pass_is_longer_than_max_length(run, monkeypatch):
+    """Neither those of completions after prompts of others."""
+    longest = []
+    read = Policy.arranged
+    monkeypatch.setattr(Policy, "arranged", lambda *args, **options: longest.append(args[1]) or read(*args, **options))
+    rows = [
+        {"prompt": "a" * 9, "completion": "b", "label": True},
+        {"prompt": "a", "completion": "b" * 9, "label": True},
+    ]
+    status, said, _ = run("--steps", "1", "--batch_size", "2", "--max_length", "10", rows=rows)
+    assert status == 0, said
+    sizes = [len(e.prompt) + len(c) for examples in longest for e in examples for c in e.completions]
+    assert max(sizes) == 10
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,21 @@ def test_a_copy_of_the_adapters_is_the_policy_as_it_was_and_trains_nothing_else(
             adapters_off(policy)
 
 
+@pytest.mark.parametrize("kind", ["auto", "precompute"])
+def test_dropout_of_adapters_that_go_on_is_none_of_the_reference(kind, tmp_path):
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.5, init_lora_weights=False, target_modules=["up_proj"])
+    start, data = save_model(tmp_path / "start"), write_rows(tmp_path / "x.jsonl", sums(8))
+    get_peft_model(AutoModelForCausalLM.from_pretrained(start), lora).save_pretrained(tmp_path / "adapter")
+    lora = Lora(path=str(tmp_path / "adapter"))
+    context = open_run(DPO(str(start), str(data), str(tmp_path / "run"), lora=lora), encode_preference)
+    reference, columns = context.reference(kind)
+    (batch,) = context.feed(context.data, whole=True, per_token=(columns,))(0)
+    assert context.model.model.training
+    logprob = reference(batch)
+    context.model.eval()
+    torch.testing.assert_close(logprob, context.model(batch).logprob.detach(), rtol=0, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_goes_on_from_where_it_was_with_itself_as_the_reference(tmp_path):
     """DPO from an adapter begins at a margin of 0, and ends the same when it was killed in between."""
