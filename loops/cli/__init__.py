@@ -4,10 +4,12 @@ import io
 import logging
 import os
 import select
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from ... import __version__
 from ..registry import nearest
@@ -187,6 +189,7 @@ def _run(
         if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
             logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         recipe = _load(*_RECIPES[name][1].split(":"))
+        _go_offline(config)
         models: Any = import_module("transformers.dynamic_module_utils")
         models.TIME_OUT_REMOTE_CODE = 0  # a model's own code is refused, without a question that nobody answers
         if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
@@ -211,6 +214,22 @@ def _run(
         print(f"burnish {name}: {message}", file=sys.stderr)
         return 1
     return int(done is False)
+
+
+def _go_offline(config: Any) -> None:
+    """Where the Hub has no address, look for models among those that were downloaded, instead of trying for minutes."""
+    from urllib.request import getproxies
+
+    models = [config, getattr(config, "teacher", None)]
+    names = [getattr(config, "value_model", None), *(getattr(each, "model", None) for each in models)]
+    if getproxies() or all(name is None or os.path.exists(name) for name in names):
+        return
+    from huggingface_hub import constants
+
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
 
 
 def _settings(recipe: str) -> Any:
