@@ -2,12 +2,13 @@
 
 Short conversational pairs of random words are written to a JSON Lines file, and encoded from it by `encode_preference`
 in a process of its own, once for each number of ``--processes``; what it writes to the disk is not there yet. The rows
-must come out the same each time. Processor seconds are of all processes together; memory is the largest resident set
-of any one of them, which counts pages of the files that are mapped. The result says what a million pairs would take at
-the same rate.
+must come out the same each time. Processor seconds are of all processes together. Memory is that of the process that
+has most: its resident set, which counts pages of the files that are mapped, and what it has without these, which is
+looked at four times a second.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -18,10 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from ..real_model import write_jsonl
@@ -66,8 +70,12 @@ def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
     encoded, accounting = encode_preference(data, loaded, Tokenization(max_length=1024, processes=processes))
     seconds, cpu_seconds = time.perf_counter() - began, _processor_seconds() - before
     rows = hashlib.sha256()
-    for batch in encoded.iter(1000):
-        rows.update(repr(batch).encode())
+    for table in encoded.with_format("arrow").iter(1000):
+        for column in table.columns:
+            while pa.types.is_list(column.type):
+                rows.update(pc.list_value_length(column).to_numpy().tobytes())
+                column = pc.list_flatten(column)
+            rows.update(column.to_numpy().tobytes())
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return {
         "processes": processes,
@@ -83,6 +91,22 @@ def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
 def _processor_seconds() -> float:
     usages = [resource.getrusage(kind) for kind in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _watched(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, int]:
+    """Standard output, and the most bytes without mapped files that the process or one of its children has had."""
+    most = 0
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as running:
+        watched = psutil.Process(running.pid)
+        while running.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                memory = [each.memory_info() for each in (watched, *watched.children(recursive=True))]
+                most = max(most, *(each.rss - each.shared for each in memory))
+            time.sleep(0.25)
+        output = running.stdout.read() if running.stdout else ""
+    if running.returncode:
+        raise subprocess.CalledProcessError(running.returncode, command)
+    return output, most
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,14 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for processes in flags.processes:
             cache = {"HF_DATASETS_CACHE": f"{directory}/cache-{processes}", "TOKENIZERS_PARALLELISM": "false"}
             command = [sys.executable, "-m", f"{__package__}.tokens", "--tokenizer", flags.tokenizer, "--data", data]
-            finished = subprocess.run(
-                [*command, "--processes", str(processes)],
-                env=os.environ | cache,
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            )
-            run = json.loads(finished.stdout.splitlines()[-1])
+            output, anonymous = _watched([*command, "--processes", str(processes)], os.environ | cache)
+            run = json.loads(output.splitlines()[-1]) | {"max_anonymous_mb": anonymous / 2**20}
             run["cpu_seconds_per_10k"] = run["cpu_seconds"] / run["rows"] * 10_000
             run["minutes_per_million"] = run["seconds"] / run["rows"] * 1e6 / 60
             runs.append(run)
@@ -119,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{processes} processes: {run['cpu_seconds_per_10k']:.1f} processor seconds per 10,000 pairs, "
                 f"{run['minutes_per_million']:.1f} minutes per million, "
                 f"{runs[0]['seconds'] / run['seconds']:.2f}x as fast as {runs[0]['processes']}, "
-                f"{run['max_rss_mb']:.0f} MB"
+                f"{run['max_rss_mb']:.0f} MB, {run['max_anonymous_mb']:.0f} MB of them without files"
             )
     if len({run["sha256"] for run in runs}) > 1:
         raise RuntimeError("the rows depend on the number of processes")

@@ -4,16 +4,18 @@ import io
 import logging
 import os
 import select
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from ... import __version__
 from ..registry import nearest
 from .arguments import completion, parse
-from .trl import read, to_yaml
+from .trl import from_command, read, table, to_yaml
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +80,7 @@ def _usage() -> str:
     purposes |= {name: purpose for name, (_, purpose) in _COMMANDS.items()}
     lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in purposes.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
-    return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields."
+    return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields; TRL's files and flags work as they are."
 
 
 def _bench(arguments: list[str]) -> int:
@@ -140,16 +142,19 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _translate(arguments: list[str]) -> int:
-    recipe, *words = arguments or [""]
+    named = bool(arguments) and arguments[0] in _RECIPES
+    recipe, *words = arguments if named else from_command(arguments or [""])
     if recipe not in _RECIPES or not words:
+        print(nearest("burnish translate: no recipe for", recipe, [*_RECIPES, *table()["scripts"]]), file=sys.stderr)
         print("usage: burnish translate <recipe> trl.yaml [--flags of TRL]", file=sys.stderr)
+        print("    or a command: burnish translate accelerate launch dpo.py --beta 0.2", file=sys.stderr)
         return 2
     ours, left, translation = read(recipe, _settings(recipe), _with_file(words))
     if not ours and translation.refused.keys() <= {"config"}:
         problem = translation.refused.get("config", f"{words[0]}: no name of TRL's")
         print(f"burnish translate: {problem}", file=sys.stderr)
         return 1
-    print(to_yaml(ours, left, translation), end="")
+    print(f"# burnish {recipe} --config with this file\n{to_yaml(ours, left, translation)}", end="")
     return int(bool(translation.refused))
 
 
@@ -160,7 +165,10 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "data": (_data, "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3."),
     "env": (_env, "Print versions and devices for a report of a bug: burnish env config.yaml."),
     "plan": (_plan, "Check a run and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB."),
-    "translate": (_translate, "Print a configuration of TRL as burnish's: burnish translate dpo trl.yaml."),
+    "translate": (
+        _translate,
+        "Print a file or command of TRL as a file of burnish: burnish translate trl dpo --beta 0.2.",
+    ),
 }
 
 
@@ -183,6 +191,7 @@ def _run(
         if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
             logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         recipe = _load(*_RECIPES[name][1].split(":"))
+        _go_offline(config)
         models: Any = import_module("transformers.dynamic_module_utils")
         models.TIME_OUT_REMOTE_CODE = 0  # a model's own code is refused without asking the user
         if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
@@ -207,6 +216,22 @@ def _run(
         print(f"burnish {name}: {message}", file=sys.stderr)
         return 1
     return int(done is False)
+
+
+def _go_offline(config: Any) -> None:
+    """Where the Hub has no address, look for models among those that were downloaded, instead of trying for minutes."""
+    from urllib.request import getproxies
+
+    models = [config, getattr(config, "teacher", None)]
+    names = [getattr(config, "value_model", None), *(getattr(each, "model", None) for each in models)]
+    if getproxies() or all(name is None or os.path.exists(name) for name in names):
+        return
+    from huggingface_hub import constants
+
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
 
 
 def _settings(recipe: str) -> Any:

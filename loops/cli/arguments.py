@@ -98,16 +98,15 @@ def _parser(name: str, config_class: Any, kind: Any = None) -> Any:
 
 
 def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
-    """Flags by the names of fields: ``--learning-rate`` is ``--learning_rate``, and ``--resume`` is on."""
+    """Flags by the names of fields: ``--learning-rate`` is ``--learning_rate``, ``--resume`` is on, ``.inf`` is inf."""
     hints = get_type_hints(config_class)
     switches = {name for name, hint in hints.items() if hint is bool or True in get_args(hint)}
     words: list[str] = []
     for name, values, tokens in split_flags(arguments):
-        flag, *others = tokens
-        if flag.startswith("--"):
-            flag, equals, value = flag.partition("=")
-            flag = "--" + name.replace("-", "_") + equals + value
-        words += [flag, *others, *["true"] * (name.replace("-", "_") in switches and not values)]
+        flag, *others = [re.sub(r"(^|=)\.inf$", r"\1inf", token) for token in tokens]
+        ours = name.replace("-", "_")
+        words += [flag.replace(name, ours, 1) if flag.startswith("--") else flag, *others]
+        words += ["true"] * (ours in switches and not values)
     return words
 
 
@@ -145,8 +144,9 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
         return ""
     except argparse.ArgumentError as error:
         message = str(error)
+    text = " ".join([*tokens[0].split("=", 1)[1:], *tokens[1:]]) or "nothing"
     if "arguments are required" in message:
-        return ""
+        return _reward_complaint(loaded(text)) if name == "rewards" else ""
     hint: Any = parser.fields
     for part in name.split("."):
         hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
@@ -157,13 +157,21 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
         if name.endswith((".yaml", ".yml")):
             return f"no field {name!r}, did you mean --config {name}?"
         return nearest("no field", name, fields)
-    text = " ".join([*tokens[0].split("=", 1)[1:], *tokens[1:]]) or "nothing"
     if complaint := range_complaint(text, hint):
         choices = {str(choice) for kind in kinds(hint) if get_origin(kind) is Literal for choice in get_args(kind)}
         near = nearest("", text, choices).partition(", did") if choices else ()
         return f"{name}: {complaint}" + "".join(near[1:])
     inner = re.search(r"(?:Given|Got) value: ([^\n]*)", message)
     return f"{name}: wanted {wording(hint)}, got {inner[1] if inner and inner[1] else text!r}"
+
+
+def _reward_complaint(spec: Any) -> str:
+    """The first name in ``rewards`` that is none, and has no module of its own."""
+    from ..rewards.resolve import SHIPPED
+
+    names = [each.get("function", name) if isinstance(each, Mapping) else name for name, each in spec.items()]
+    unknown = [name for name in names if name not in SHIPPED and ":" not in name]
+    return nearest("rewards: no", unknown[0], SHIPPED) if unknown else ""
 
 
 class _Parser(ArgumentParser):

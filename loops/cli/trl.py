@@ -11,54 +11,9 @@ import yaml
 
 from ..registry import nearest
 from . import trl_rules
-from .trl_rules import table
+from .trl_rules import Translation, table
 
 _OURS = ("config", "defaults", "help", "h", "print_config")  # names of the command line itself
-
-
-@dataclasses.dataclass
-class Translation:
-    """One configuration on its way from TRL's names to our fields.
-
-    Attributes:
-        given: TRL's names and values; a rule reads those that are missing, or null, from ``defaults``.
-        known, elsewhere: our fields, and those among them that are set in our own vocabulary.
-        ours, sources: values of our fields, where those of a group have a dot, and the names that each was made of.
-        ignored: names without effect here, by the reason.
-        notes: differences to know of.
-        refused: why a name can't be translated, in a line that begins with it.
-    """
-
-    given: Mapping[str, Any]
-    known: Collection[str]
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    elsewhere: Collection[str] = ()
-    ours: dict[str, Any] = dataclasses.field(default_factory=dict)
-    sources: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    ignored: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    refused: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.given.get(name)
-        return self.defaults.get(name) if value is None else value
-
-    def set(self, names: Sequence[str], fields: Mapping[str, Any]) -> None:
-        """Set fields that were made of some names."""
-        for field, value in fields.items():
-            if field.partition(".")[0] not in self.known:
-                for name in names:
-                    self.refuse(name, f"this recipe has no {field}")
-                continue
-            both = isinstance(value, dict) and isinstance(self.ours.get(field), dict)
-            self.ours[field] = {**self.ours[field], **value} if both else value
-            self.sources.setdefault(field, []).extend(names)
-
-    def refuse(self, name: str, why: str, *, instead: str = "") -> dict[str, Any]:
-        """Refuse a name, unless the field that could stand ``instead`` of it is set; returns no fields."""
-        if instead.partition(".")[0] not in self.elsewhere:
-            self.refused[name] = f"{name}: {why}" + (f"; give {instead} instead" if instead else "")
-        return {}
 
 
 @cache
@@ -197,6 +152,17 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     return merged, [token for _, tokens in left for token in tokens], out
 
 
+def from_command(words: Sequence[str]) -> list[str]:
+    """The recipe and the flags of a command of TRL's, from ``trl dpo`` or the launcher of a script to its last flag."""
+    scripts = [n for n, word in enumerate(words) if word.endswith(".py") or word.startswith("trl.scripts.")]
+    at = words.index("trl") + 1 if "trl" in words[:-1] else min(scripts, default=0)
+    name = words[at].removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    recipe, *flags = table()["scripts"].get(name, name).split(" ")
+    started = {name.replace("-", "_"): values for name, values, _ in split_flags(words[:at]) if values}
+    ranks = started.get("num_processes") or started.get("nproc_per_node") or []
+    return [recipe, *(f"--num_processes={rank}" for rank in ranks[:1]), *flags, *words[at + 1 :]]
+
+
 def to_yaml(ours: Mapping[str, Any], left: Sequence[str], out: Translation) -> str:
     """The configuration in our fields, with what has no effect or is refused as comments, and our flags too."""
     comments = [
@@ -255,7 +221,8 @@ def _name(recipe: str, name: str) -> str:
 def _value(name: str, values: Sequence[str]) -> Any:
     if not values:
         return not name.startswith("no_")
-    parsed = [loaded(value) for value in values]
+    # TRL's documentation has commas between the values of a list.
+    parsed = [loaded(value.removesuffix(",") if len(values) > 1 else value) for value in values]
     return parsed[0] if len(parsed) == 1 else parsed
 
 

@@ -5,17 +5,15 @@ A rule returns our fields, by their names, and those of a group with a dot.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from ..registry import nearest
-
-if TYPE_CHECKING:
-    from .trl import Translation
 
 # Fields of a part of the data: TRL's are ours, the handbook's have two other names.
 _PART = ("path", "name", "split", "revision", "data_files", "data_dir", "columns", "weight", "fraction")
@@ -28,7 +26,52 @@ def table() -> dict[str, Any]:
     return parsed
 
 
-def batch(trl: "Translation") -> dict[str, Any]:
+@dataclass
+class Translation:
+    """One configuration on its way from TRL's names to our fields.
+
+    Attributes:
+        given: TRL's names and values; a rule reads those that are missing, or null, from ``defaults``.
+        known, elsewhere: our fields, and those among them that are set in our own vocabulary.
+        ours, sources: values of our fields, where those of a group have a dot, and the names that each was made of.
+        ignored: names without effect here, by the reason.
+        notes: differences to know of.
+        refused: why a name can't be translated, in a line that begins with it.
+    """
+
+    given: Mapping[str, Any]
+    known: Collection[str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    elsewhere: Collection[str] = ()
+    ours: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    ignored: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.given.get(name)
+        return self.defaults.get(name) if value is None else value
+
+    def set(self, names: Sequence[str], fields: Mapping[str, Any]) -> None:
+        """Set fields that were made of some names."""
+        for key, value in fields.items():
+            if key.partition(".")[0] not in self.known:
+                for name in names:
+                    self.refuse(name, f"this recipe has no {key}")
+                continue
+            both = isinstance(value, dict) and isinstance(self.ours.get(key), dict)
+            self.ours[key] = {**self.ours[key], **value} if both else value
+            self.sources.setdefault(key, []).extend(names)
+
+    def refuse(self, name: str, why: str, *, instead: str = "") -> dict[str, Any]:
+        """Refuse a name, unless the field that could stand ``instead`` of it is set; returns no fields."""
+        if instead.partition(".")[0] not in self.elsewhere:
+            self.refused[name] = f"{name}: {why}" + (f"; give {instead} instead" if instead else "")
+        return {}
+
+
+def batch(trl: Translation) -> dict[str, Any]:
     per_device, accumulation = int(trl["per_device_train_batch_size"]), int(trl["gradient_accumulation_steps"])
     ranks = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
     trained = per_device * ranks * accumulation
@@ -52,15 +95,18 @@ def batch(trl: "Translation") -> dict[str, Any]:
     return fields
 
 
-def duration(trl: "Translation") -> dict[str, Any]:
+def duration(trl: Translation) -> dict[str, Any]:
     if int(trl["max_steps"]) > 0:
         return {"steps": int(trl["max_steps"])}
+    if trl["total_episodes"]:  # of PPO, completions of all rollouts
+        rollouts = math.ceil(int(trl["total_episodes"]) / batch(trl)["prompts_per_rollout"])
+        return {"steps": rollouts * int(trl["num_ppo_epochs"]) * int(trl["num_mini_batches"])}
     if not float(trl["num_train_epochs"]).is_integer():
         return trl.refuse("num_train_epochs", f"{trl['num_train_epochs']} is a part of an epoch", instead="steps")
     return {"epochs": int(float(trl["num_train_epochs"]))}
 
 
-def precision(trl: "Translation") -> dict[str, Any]:
+def precision(trl: Translation) -> dict[str, Any]:
     loaded = {name: str(trl[name]).removeprefix("torch.") for name in ("torch_dtype", "dtype") if name in trl.given}
     half = [name for name, dtype in loaded.items() if dtype == "float16"] + ["fp16"] * bool(trl["fp16"])
     for name in half:
@@ -76,7 +122,7 @@ def precision(trl: "Translation") -> dict[str, Any]:
     return {"dtype": dtype, "weights_dtype": "bfloat16"}
 
 
-def optimizer(trl: "Translation") -> dict[str, Any]:
+def optimizer(trl: Translation) -> dict[str, Any]:
     optimizers, name, fields = table()["optimizers"], str(trl["optim"]), {}
     if name not in optimizers:
         return trl.refuse("optim", nearest("there is no", name, optimizers), instead="optimizer")
@@ -92,7 +138,7 @@ def optimizer(trl: "Translation") -> dict[str, Any]:
     return {**fields, "optimizer_kwargs": kwargs} if kwargs else fields
 
 
-def evaluation(trl: "Translation") -> dict[str, Any]:
+def evaluation(trl: Translation) -> dict[str, Any]:
     strategy = trl["eval_strategy"] or trl["evaluation_strategy"] or "no"
     if strategy == "no":
         return {}
@@ -105,7 +151,7 @@ def evaluation(trl: "Translation") -> dict[str, Any]:
     return fields
 
 
-def saving(trl: "Translation") -> dict[str, Any]:
+def saving(trl: Translation) -> dict[str, Any]:
     strategy = trl["save_strategy"] or "no"
     if strategy == "best":
         return trl.refuse("save_strategy", "the last model is saved, not the best", instead="save_every")
@@ -114,7 +160,7 @@ def saving(trl: "Translation") -> dict[str, Any]:
     return _interval(trl, strategy, "save_steps", trl["save_steps"], "save_every", "there is one at the end")
 
 
-def _interval(trl: "Translation", strategy: str, name: str, every: Any, field: str, otherwise: str) -> dict[str, Any]:
+def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str, otherwise: str) -> dict[str, Any]:
     """The steps between two evaluations or checkpoints; below 1, TRL's are a share of all steps."""
     every, steps = float(every), int(trl["max_steps"])
     if strategy == "epoch":
@@ -125,14 +171,14 @@ def _interval(trl: "Translation", strategy: str, name: str, every: Any, field: s
     return {field: math.ceil(every * steps) if every < 1 else int(every)}
 
 
-def trackers(trl: "Translation") -> dict[str, Any]:
+def trackers(trl: Translation) -> dict[str, Any]:
     names = _list(trl["report_to"])
     if "all" in names:
         return trl.refuse("report_to", "'all' names none; name them", instead="report_to")
     return {"report_to": [name for name in names if name != "none"] or None}
 
 
-def supervised_loss(trl: "Translation") -> dict[str, Any]:
+def supervised_loss(trl: Translation) -> dict[str, Any]:
     kind, smoothing = trl["loss_type"] or "nll", float(trl["label_smoothing_factor"] or 0)
     if kind not in ("nll", "chunked_nll", "dft"):
         return trl.refuse("loss_type", f"{kind!r} is none of nll, chunked_nll, dft", instead="loss")
@@ -141,7 +187,7 @@ def supervised_loss(trl: "Translation") -> dict[str, Any]:
     return {"loss": kind.removeprefix("chunked_")} if "loss_type" in trl.given else {}
 
 
-def pair_loss(trl: "Translation") -> dict[str, Any]:
+def pair_loss(trl: Translation) -> dict[str, Any]:
     losses, kinds = table()["losses"], _list(trl["loss_type"])
     weights = _list(trl["loss_weights"]) or [1.0] * len(kinds)
     means = [kind in table()["means"] for kind in kinds if kind != "sft"]
@@ -161,7 +207,7 @@ def pair_loss(trl: "Translation") -> dict[str, Any]:
     return fields
 
 
-def contrast(trl: "Translation") -> dict[str, Any]:
+def contrast(trl: Translation) -> dict[str, Any]:
     kind, alpha = trl["loss_type"] or "sigmoid", float(trl["alpha"] or 0)
     loss = {("sigmoid", False): "cpo", ("simpo", False): "simpo", ("simpo", True): "alpha_po"}.get((kind, bool(alpha)))
     if loss is None:
@@ -170,7 +216,7 @@ def contrast(trl: "Translation") -> dict[str, Any]:
     return {"loss": loss, "alpha": alpha} if alpha else {"loss": loss}
 
 
-def policy_loss(trl: "Translation") -> dict[str, Any]:
+def policy_loss(trl: Translation) -> dict[str, Any]:
     kind, level, clips = trl["loss_type"], trl["importance_sampling_level"], clipping(trl)["loss_kwargs"]
     losses, levels = table()["policy_losses"], table()["importance_sampling_levels"]
     if kind not in losses:
@@ -200,7 +246,7 @@ def policy_loss(trl: "Translation") -> dict[str, Any]:
     return fields
 
 
-def clipping(trl: "Translation") -> dict[str, Any]:
+def clipping(trl: Translation) -> dict[str, Any]:
     low = 0.2 if trl["epsilon"] is None else float(trl["epsilon"])
     return {
         "loss_kwargs": {
@@ -210,7 +256,7 @@ def clipping(trl: "Translation") -> dict[str, Any]:
     }
 
 
-def correction(trl: "Translation") -> dict[str, Any]:
+def correction(trl: Translation) -> dict[str, Any]:
     if not trl["use_vllm"] or trl["vllm_importance_sampling_correction"] is False or trl["loss_type"] == "vespo":
         return {}
     corrections, mode = table()["corrections"], trl["vllm_importance_sampling_mode"]
@@ -221,7 +267,7 @@ def correction(trl: "Translation") -> dict[str, Any]:
     return {"correction": corrections[mode], "correction_low": low, "correction_high": float(high)}
 
 
-def rewards(trl: "Translation") -> dict[str, Any]:
+def rewards(trl: Translation) -> dict[str, Any]:
     models = [trl[name] for name in ("reward_model_name_or_path", "reward_model_path") if trl[name]]
     names, shipped = [*models, *_list(trl["reward_funcs"])], table()["rewards"]
     weights = _list(trl["reward_weights"]) or [1.0] * len(names)
@@ -239,14 +285,32 @@ def rewards(trl: "Translation") -> dict[str, Any]:
     return {"rewards": fields}
 
 
-def prompts(trl: "Translation") -> dict[str, Any]:
+def policy(trl: Translation) -> dict[str, Any]:
+    """TRL's PPO trains ``sft_model_path``, and values that begin with the reward model."""
+    models = {"model": trl["sft_model_path"] or trl["model_name_or_path"], "value_model": trl["reward_model_path"]}
+    return {name: model for name, model in models.items() if model}
+
+
+def divergence(trl: Translation) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if "temperature" in trl.given:
+        fields = {"temperature": float(trl["temperature"]), "teacher.temperature": float(trl["temperature"])}
+    if "beta" not in trl.given:
+        return fields
+    beta = float(trl["beta"])
+    if beta in (0, 1):
+        return {**fields, "teacher.divergence": "reverse_kl" if beta else "forward_kl"}
+    return {**fields, "teacher.divergence": "jsd", "teacher.beta": beta}
+
+
+def prompts(trl: Translation) -> dict[str, Any]:
     limit = trl["max_prompt_length"]
     return (
         {"max_prompt_length": limit} if limit is None else {"max_prompt_length": int(limit), "truncation": "keep_end"}
     )
 
 
-def data(trl: "Translation") -> dict[str, Any]:
+def data(trl: Translation) -> dict[str, Any]:
     mixture: Mapping[str, Any] = trl["dataset_mixture"] or {name: trl[name] for name in ("datasets", "test_split_size")}
     held_out: Any = mixture.get("test_split_size")
     if mixture.get("datasets"):
@@ -274,7 +338,7 @@ def data(trl: "Translation") -> dict[str, Any]:
     return {**fields, "eval_data": held_out} if held_out and "data" not in trl.elsewhere else fields
 
 
-def _reading(trl: "Translation") -> dict[str, Any]:
+def _reading(trl: Translation) -> dict[str, Any]:
     """The columns of the data under our names, as conversations where open-r1 makes them of a column."""
     columns = {trl["dataset_prompt_column"]: "prompt", trl["dataset_text_field"]: "text"}
     columns = {theirs: ours for theirs, ours in columns.items() if theirs not in (None, ours)}

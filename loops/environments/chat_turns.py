@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...data.chat import Encoder, common_prefix
-from ...data.columns import Message
+from ...data.columns import BadRow, Message
 
 _OPENING: Message = {"role": "user", "content": "Ready?"}
 _REPLIES = ("yes", "no")
@@ -44,10 +44,14 @@ class ChatTurns:
         """From the assistant's end token to where the next completion begins.
 
         Raises:
-            ValueError: if the template leaves these messages out, as some do with the role "tool".
+            ValueError: if the template refuses these messages or leaves them out, as some do with the role "tool".
         """
         for role in {str(message["role"]) for message in messages} - self._checked_roles:
-            if self._common_end([{"role": role, "content": "a"}]) == self._common_end([{"role": role, "content": "b"}]):
+            try:
+                first, second = (self._common_end([{"role": role, "content": text}]) for text in "ab")
+            except BadRow as bad:  # gpt-oss wants a tool's result after the call alone
+                raise ValueError(f"turns: role {role}: {bad}; say it as 'user' (tools: {{role: user}})") from None
+            if first == second:
                 raise ValueError(f"turns: the chat template leaves out messages of the role {role}; say it as 'user'")
             self._checked_roles.add(role)
         return self._common_end(messages)

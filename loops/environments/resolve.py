@@ -59,4 +59,7 @@ def turns_for(
     run(close(environment))
     if schemas:
         check_tool_tags(tokenizer)
-    return ChatTurns(Encoder(tokenizer, None, chat_template_kwargs or {}), {"tools": schemas} if schemas else {})
+    turns = ChatTurns(Encoder(tokenizer, None, chat_template_kwargs or {}), {"tools": schemas} if schemas else {})
+    if schemas:
+        turns.suffix([{"role": getattr(environment, "role", "tool"), "content": "a result"}])
+    return turns

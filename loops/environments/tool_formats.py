@@ -5,7 +5,9 @@
     Muse          <atem:invoke name="NAME"><atem:parameter name="KEY">VALUE</atem:parameter></atem:invoke>
     DeepSeek-V3   <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME ```json ARGUMENTS ```<｜tool▁call▁end｜>
     gpt-oss       to=functions.NAME<|channel|>commentary json<|message|>ARGUMENTS
+    Gemma 4       <|tool_call>call:NAME{KEY:VALUE, ...}<tool_call|>, with <|"|> before and after each text
     Llama 3.1     {"name": NAME, "parameters": ARGUMENTS}, and nothing else
+    Mistral       [TOOL_CALLS] [{"name": NAME, "arguments": ARGUMENTS}, ...] or, newer, [TOOL_CALLS]NAME[ARGS]ARGUMENTS
     LFM2          [NAME(KEY=VALUE), ...], and nothing else
 
 Tags that are special tokens are missing from the text of a completion, so they may be left out.
@@ -27,6 +29,9 @@ _WITH_JSON = (
     r"<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n```",
     r"to=functions\.([\w.-]+?)(?:<\|channel\|>)?commentary json(?:<\|message\|>)?(\{.*\})",
 )
+_GEMMA = r'call:([\w.-]+)(\{(?:<\|"\|>.*?<\|"\|>|[^<])*?\})(?=<tool_call\|>|(?:<\|tool_call>)?call:|\s*$)'
+GEMMA_QUOTE = '<|"|>'
+_MISTRAL = r"\s*(?:\[TOOL_CALLS\])?([\w.-]+)(?:\[ARGS\])?(\{.*?\})\s*(?=\[TOOL_CALLS\]|[\w.-]+(?:\[ARGS\])?\{|$)"
 
 
 def parse_keyed(content: str) -> ParsedCall | None:
@@ -45,13 +50,20 @@ def parse_untagged(text: str) -> list[ParsedCall]:
     for pattern in _WITH_JSON:
         if calls := re.findall(pattern, text, re.DOTALL):
             return [parse_arguments(name, arguments) for name, arguments in calls]
-    if text.lstrip().startswith("{"):
+    if calls := re.findall(_GEMMA, text, re.DOTALL):
+        return [parse_arguments(name, _gemma_json(arguments)) for name, arguments in calls]
+    bare = text.strip().removeprefix("[TOOL_CALLS]").lstrip()
+    if bare.startswith(("{", "[{")):
         try:
-            request = json.loads(text)
+            requests = json.loads(bare)
         except (ValueError, RecursionError):
             return []
-        is_call = request.keys() == {"name", "parameters"} and isinstance(request["name"], str)
-        return [parse_arguments(request["name"], request["parameters"])] if is_call else []
+        key, requests = ("arguments", requests) if isinstance(requests, list) else ("parameters", [requests])
+        keys = [each.keys() - {"id"} if isinstance(each, dict) else () for each in requests]
+        is_call = all(each == {"name", key} for each in keys) and all(isinstance(r["name"], str) for r in requests)
+        return [parse_arguments(request["name"], request[key]) for request in requests] if is_call else []
+    if re.fullmatch(rf"(?:{_MISTRAL})+", text, re.DOTALL):
+        return [parse_arguments(name, arguments) for name, arguments in re.findall(_MISTRAL, text, re.DOTALL)]
     match = re.fullmatch(r"\s*(?:<\|tool_call_start\|>)?(\[\w+\(.*\)\])(?:<\|tool_call_end\|>)?\s*", text, re.DOTALL)
     return _python_calls(match[1]) if match else []
 
@@ -63,6 +75,12 @@ def parse_arguments(name: str, arguments: Any) -> ParsedCall:
     except (ValueError, RecursionError) as error:
         return name, {}, f"the arguments are not JSON: {error}"
     return (name, arguments, "") if isinstance(arguments, dict) else (name, {}, '"arguments" must be an object')
+
+
+def _gemma_json(arguments: str) -> str:
+    """Arguments with the quotes of JSON around texts and keys."""
+    quoted = rf"{re.escape(GEMMA_QUOTE)}(.*?){re.escape(GEMMA_QUOTE)}|([\w.-]+)(?=:)"
+    return re.sub(quoted, lambda match: json.dumps(match[2] or match[1]), arguments, flags=re.DOTALL)
 
 
 def _python_calls(text: str) -> list[ParsedCall]:

@@ -37,7 +37,9 @@ class SFT(OfflineConfig):
     """Weight of a token in every loss without a weighting of its own: the same for each, or 1 over its completion's
     length."""
     train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
-    """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text."""
+    """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text. A
+    completion is all that the chat template adds to the prompt, as in TRL, often with a newline after the end token;
+    assistant ends with the end token."""
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 from torch import nn
+from transformers import AutoConfig
 
 from ...data import DataError, read_chat_template
 from ...data.records import READERS
+from ..registry import blaming
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.index.json")
 
 
 def check_files(config: Any) -> None:
-    """Check local files and directories; names that may be on the Hub are checked when they are loaded.
+    """Check local files and directories, and that models beside the trained one exist, on the Hub too.
 
     Raises:
         ValueError: names the field, its value and what is wrong with it.
@@ -32,6 +34,8 @@ def check_files(config: Any) -> None:
             and (name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists())
         ):
             _check_model(field, Path(name))
+        elif isinstance(name, str) and field != "model":  # the tokenizer of that one is read next
+            blaming(f"{field}: {name}")(AutoConfig.from_pretrained)(name)
     for field in ("data", "eval_data"):
         name = _value(config, field)
         path = re.split(r"[:@#\[]", name)[0] if isinstance(name, str) else ""

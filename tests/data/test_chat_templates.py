@@ -288,7 +288,7 @@ def test_a_tool_call_is_trained_as_it_is_rendered_and_its_result_is_not(stock, n
         assert tokenizer.decode(sampled[len(before) :]) in ("", template.get("cut", ""))
 
 
-@pytest.mark.parametrize("name", [name for name, (call, _, _) in CALLS.items() if call != GEMMA_CALL[0]])
+@pytest.mark.parametrize("name", CALLS)
 def test_calls_that_are_read_from_a_completion_are_rendered_as_they_were_written(stock, name) -> None:
     names = ["weather"] if CALLS[name][1] is None else ["weather", "time"]
     tokenizer, messages = stock(name), calling(*names)

@@ -9,6 +9,7 @@ from burnish.loops.cli.trl import table, translate
 
 PAGE = Path(__file__).parents[2] / "loops/cli/FROM_TRL.md"
 RECIPES = yaml.safe_load(Path(__file__).with_name("trl_recipes.yaml").read_text())
+COMMANDS = yaml.safe_load(Path(__file__).with_name("trl_commands.yaml").read_text())
 
 HEAD = """# From TRL
 
@@ -16,6 +17,15 @@ HEAD = """# From TRL
 `--per_device_train_batch_size`, `--bf16`. Names of both may be mixed in one file; a field that is given by both is
 refused, and a flag wins over a file. `burnish translate dpo trl.yaml` prints the file in burnish's names, with what has
 no effect and what is refused as comments. What can't be translated is refused by name, all in one message.
+
+A command line moves over by its first words, and may be pasted as it is after `burnish translate`:
+
+| TRL | burnish |
+| -- | -- |
+| `trl dpo --beta 0.2` | `burnish dpo --beta 0.2` |
+| `trl dpo --config trl.yaml --beta 0.2` | `burnish dpo --config trl.yaml --beta 0.2` |
+| `accelerate launch --num_processes 8 dpo.py --beta 0.2` | `torchrun --nproc_per_node 8 -m burnish dpo --beta 0.2` |
+| to read it first | `burnish translate accelerate launch --num_processes 8 dpo.py --beta 0.2` |
 
 Only what a file says is translated: where it says nothing, burnish's defaults hold, and a run begins with a line on
 those that differ. `--defaults trl` (or `defaults: trl` in the file) takes TRL's.
@@ -86,6 +96,8 @@ def page():
     ignored = [*names["ignored"].items(), *(item for _, part in overlays for item in part.get("ignored", {}).items())]
     rows = dict((why, code(each)) for why, each in ignored).items()
     text += lines("No effect here", rows, ("because", "TRL"))
+    rows = [(f"`{script}.py`", f"`burnish {words}`") for script, words in names["scripts"].items()]
+    text += lines("Scripts", rows, ("TRL", "burnish, in TRL's names"))
     rows = [(why, code(each)) for why, each in names["refused"].items()]
     text += lines("Refused, unless they are off", rows, ("because", "TRL"))
     return "\n".join(text) + "\n"

@@ -52,10 +52,16 @@ def places(tmp_path_factory):
     sys.path.remove(str(root))
 
 
+def no_address(*arguments, **options):
+    raise OSError("Name or service not known")
+
+
 @pytest.fixture
 def burnish(places, tmp_path, capsys, caplog, monkeypatch):
     """``burnish(words, rows, yaml)`` returns (status, what was printed, processor seconds, loaded models)."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", no_address)
     loaded = []
     real = transformers.PreTrainedModel.from_pretrained.__func__
 
@@ -174,6 +180,9 @@ EARLY = [
     ("sft", ["--chat_template", "{root}/bad.jinja"], "chat template .*Expected an expression"),
     ("distill", [], "teacher: distillation needs one; give --teacher.model"),
     ("distill", ["--teacher.model", "{missing}"], "teacher.model: .*missing.*: there is no such directory"),
+    ("distill", ["--teacher.model", "no/such"], "teacher.model: no/such: We couldn't connect"),
+    ("ppo", [*REWARD, "--value_model", "no/such"], "value_model: no/such: We couldn't connect"),
+    ("sft", ["--model", "no/such"], "model: no/such is neither a directory"),
     ("distill", ["--teacher.logprobs", "{missing}"], "teacher.logprobs: .*no such file"),
     ("dpo", ["--teacher.model", "{model}"], "teacher: no loss of this mix learns from it"),
     ("ppo", [*REWARD, "--value_model", "{missing}"], "value_model: .*missing.*: there is no such directory"),
@@ -310,6 +319,20 @@ def test_all_mistakes_of_file_and_flags_are_told_at_once(burnish):
         "  no field 'lr', did you mean 'learning_rate'?",
         "burnish dpo --help lists its fields",
     ]
+
+
+def test_a_reward_that_is_none_is_told_with_other_mistakes(burnish):
+    rewards = "rewards: {math: 1, brief: {function: lenght}, my_module:f: 2}\n"
+    status, printed, *_ = burnish("grpo", ["--steps", "0"], yaml=rewards)
+    assert status == 2
+    assert "  rewards: no 'lenght', did you mean 'length'?\n" in printed and "steps: must be > 0, got 0" in printed
+    assert "rewards" not in burnish("grpo", ["--steps", "0"], yaml="rewards: {math: 1, my_module:f: 2}\n")[1]
+
+
+@pytest.mark.parametrize("flags", [["--max_grad_norm", ".inf"], ["--max-grad-norm=.inf"], ["--max_grad_norm=inf"]])
+def test_infinity_may_be_spelled_as_in_yaml(burnish, flags):
+    status, printed, *_ = burnish("dpo", [*flags, "--print_config"])
+    assert (status, yaml.safe_load(printed)["max_grad_norm"]) == (0, float("inf"))
 
 
 def test_mistakes_in_a_file_of_trl_are_told_with_those_of_flags(burnish):

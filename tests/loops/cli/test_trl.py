@@ -220,6 +220,8 @@ def test_translate_prints_a_file_that_means_the_same(burnish, tmp_path):
         (["translate", "dpoo", "trl.yaml"], 2, "usage: burnish translate"),
         (["translate", "dpo", "nosuch.yaml"], 1, "nosuch.yaml: No such file or directory"),
         (["translate", "dpo", "--beta", "0.2"], 1, "--beta: no name of TRL's"),
+        (["translate", "python", "dpo_vlm.py", "--beta", "0.2"], 2, "no recipe for 'dpo_vlm', did you mean 'dpo'?"),
+        (["translate", "python", "nash_md.py"], 2, "no recipe for 'nash_md'"),
     ],
 )
 def test_a_mistake_in_translate_is_told(words, status, told, capsys):
@@ -232,6 +234,16 @@ def test_translate_reads_flags_without_a_file(capsys):
     printed = capsys.readouterr().out
     assert yaml.safe_load(printed) == {"model": "m", "loss": "dft"}
     assert "# and the flags --steps 3" in printed
+
+
+def test_translate_reads_a_command_as_it_is_pasted(burnish, capsys):
+    command = "accelerate launch --num_processes 4 examples/scripts/kto.py --model_name_or_path m --dataset_name d"
+    assert main(["translate", *command.split(), "--per_device_train_batch_size", "2", "--output_dir", "o"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# burnish kto --config")
+    assert "# num_processes: the batch is that of so many; torchrun or accelerate launch starts them" in printed
+    config = shown(burnish, "kto", printed)
+    assert (config["model"], config["data"], config["batch_size"], config["output"]) == ("m", "d", 8, "o")
 
 
 def test_trls_defaults_are_taken_if_wanted_and_told_if_not(burnish, caplog):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from burnish.loops.cli import _RECIPES, _load
-from burnish.loops.cli.trl import entries, read, table, translate
+from burnish.loops.cli.trl import entries, from_command, read, table, translate
 from burnish.loops.recipes.grpo import grpo_losses
 from burnish.loops.recipes.preference import dpo_losses
 from burnish.loops.recipes.settings import DPO, GRPO
 from burnish.loops.rewards.resolve import SHIPPED
 from burnish.loops.train.mix import PAIR_LOSSES
-from trl_page import RECIPES
+from trl_page import COMMANDS, RECIPES
 
 # What the other configurations have can all be translated.
 REFUSED = {
@@ -32,6 +32,11 @@ REFUSED = {
         *("reward_funcs", "save_steps", "code_eval_scoring_mode", "code_eval_test_batch_size")
     },
 }
+
+
+# Of command lines, by their scripts: a batch for more devices than one, and a part of steps that are not known.
+REFUSED_FLAGS = {"sft": {"eos_token"}, "grpo": {"num_generations"}, "dpo_online": {"save_steps"}}
+REFUSED_FLAGS["grpo_continuous_batching"] = {"num_generations"}
 
 
 def settings_of(recipe):
@@ -65,6 +70,85 @@ def test_every_key_of_a_real_configuration_is_translated_told_or_refused(name, t
 def test_the_real_configurations_are_the_thirty_of_two_handbooks_and_one_of_trl():
     assert len(RECIPES) == 31 and REFUSED.keys() <= RECIPES.keys()
     assert sum(map(len, RECIPES.values())) == 1086 + len(RECIPES["trl/sft/example_config"])
+
+
+def words_of(flags):
+    values = {name: value if isinstance(value, list) else [value] for name, value in flags.items()}
+    return [word for name, each in values.items() for word in (f"--{name}", *each) if word is not None]
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_every_flag_of_a_real_command_line_is_translated_told_or_refused(script):
+    refused = set()
+    for flags in COMMANDS[script]:
+        recipe, *words = from_command(["accelerate", "launch", f"examples/scripts/{script}.py", *words_of(flags)])
+        _, left, out = read(recipe, settings_of(recipe), words)
+        assert left == []
+        assert all(line.startswith(f"{name}: ") for name, line in out.refused.items())
+        accounted = {key for keys in (*out.sources.values(), *out.ignored.values()) for key in keys} | set(out.refused)
+        assert {name.removeprefix("no_") for name in flags} <= accounted
+        refused |= set(out.refused)
+    assert refused == REFUSED_FLAGS.get(script, set())
+
+
+def test_the_real_command_lines_are_the_eighty_of_twenty_two_scripts():
+    assert len(COMMANDS) == 22 and sum(map(len, COMMANDS.values())) == 80
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("trl dpo --beta 1", "dpo --beta 1"),
+        ("CUDA_VISIBLE_DEVICES=0 trl sft --config a.yaml", "sft --config a.yaml"),
+        ("python -m trl.scripts.rloo --beta 1", "rloo --beta 1"),
+        ("uv run https://host/scripts/sft.py --packing", "sft --packing"),
+        ("accelerate launch --num_processes 8 a/dpo.py --beta 1", "dpo --num_processes=8 --beta 1"),
+        ("torchrun --nproc-per-node=2 grpo.py --beta 1", "grpo --num_processes=2 --beta 1"),
+        ("accelerate launch --config_file zero3.yaml ppo/ppo_tldr.py --gamma 1", "ppo --gamma 1"),
+        ("python bco.py --beta 1", "kto --loss_type bco --beta 1"),
+    ],
+)
+def test_a_command_of_trl_becomes_a_recipe_and_its_flags(command, expected):
+    assert from_command(command.split()) == expected.split()
+
+
+def test_what_a_script_of_trl_trains_by_default_holds_unless_the_command_has_another():
+    recipe, *words = from_command(
+        ["python", "gkd.py", "--lmbda", "0", "--beta", "1", "--teacher_model_name_or_path", "t"]
+    )
+    ours, _, out = read(recipe, settings_of(recipe), words)
+    assert out.refused == {}
+    teacher = {"model": "t", "divergence": "reverse_kl", "temperature": 0.9}
+    assert ours == {"on_policy": 0, "max_tokens": 128, "temperature": 0.9, "teacher": teacher}
+
+
+@pytest.mark.parametrize("script", table()["scripts"])
+def test_flags_of_a_script_of_trl_are_names_of_the_table(script):
+    recipe, *words = from_command([f"{script}.py"])
+    _, left, out = read(recipe, settings_of(recipe), words)
+    assert (left, out.refused) == ([], {})
+
+
+def test_a_comma_between_the_values_of_a_list_is_no_part_of_them():
+    words = ["--use_peft", "--lora_target_modules", "q_proj,", "v_proj", "--chat_template", "a,"]
+    ours, _, _ = read("sft", settings_of("sft"), words)
+    assert ours["lora"]["target_modules"] == ["q_proj", "v_proj"]
+    assert read("sft", settings_of("sft"), ["--dataset_name", "a,"])[0]["data"] == "a,"
+
+
+EXPERIMENTAL = {"cpo": ("cpo", "CPO"), "orpo": ("orpo", "ORPO"), "online_dpo": ("online_dpo", "OnlineDPO")}
+EXPERIMENTAL |= {"gkd": ("distill", "GKD"), "distillation": ("distill", "Distillation")}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("module", EXPERIMENTAL)
+def test_every_field_of_an_experimental_trainer_of_the_installed_trl_is_in_the_table(module, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trainer = pytest.importorskip(f"trl.experimental.{module}")
+    recipe, name = EXPERIMENTAL[module]
+    names = {field.name for field in dataclasses.fields(getattr(trainer, f"{name}Config"))}
+    assert len(names) > 120
+    assert names - set(entries(recipe)) == set()
 
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "kto", "reward", "grpo", "rloo"])
@@ -357,6 +441,21 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             {"value_coefficient": 0.2, "beta": 0.1, "max_tokens": 9},
         ),
         ("prm", {"step_separator": "\n\n"}, {"separator": "\n\n"}),
+        (
+            "ppo",
+            {"total_episodes": 1000, "per_device_train_batch_size": 64, "num_mini_batches": 2},
+            {"prompts_per_rollout": 64, "minibatches": 2, "steps": 128},
+        ),
+        ("ppo", {"model_name_or_path": "a", "sft_model_path": "b", "stop_token": "eos"}, {"model": "b"}),
+        ("ppo", {"model_name_or_path": "a"}, {"model": "a"}),
+        (
+            "ppo",
+            {"reward_model_path": "a"},
+            {"rewards": {"reward_model": {"model": "a", "weight": 1.0}}, "value_model": "a"},
+        ),
+        ("distill", {"beta": 0.1}, {"teacher.divergence": "jsd", "teacher.beta": 0.1}),
+        ("distill", {"beta": 0}, {"teacher.divergence": "forward_kl"}),
+        ("distill", {"temperature": 0.9, "lmbda": 1}, None),
     ],
     ids=str,
 )
@@ -367,6 +466,7 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         "sft": {**LORA, "lora.r": 4, "lora.target_modules": "all-linear"},
         "sgd": {"optimizer": "sgd", "optimizer_kwargs": {"momentum": 0.9, "nesterov": True}},
         "grpo": {"variant": "grpo", "weighting": "fixed_length", "scale": "none"},
+        "distill": {"temperature": 0.9, "teacher.temperature": 0.9, "on_policy": 1},
     }
     assert ours(recipe, **given) == (special[given.get("optim", recipe)] if expected is None else expected)
 
@@ -409,6 +509,8 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("grpo", {"reward_funcs": ["format"], "reward_weights": [1, 2]}, "reward_weights: there are 2 for 1"),
         ("grpo", {"repetition_penalty": 1.1}, "repetition_penalty"),
         ("sft", {"per_device_train_batch_size": "many"}, "per_device_train_batch_size: 'many': invalid literal"),
+        ("ppo", {"stop_token_id": 3}, "stop_token_id: completions end at the tokenizer's EOS"),
+        ("distill", {"seq_kd": True}, "seq_kd: no recipe offers it"),
         ("grpo", {"top_entropy_quantile": 0.2}, "top_entropy_quantile: no recipe offers it"),
     ],
     ids=str,

@@ -145,6 +145,24 @@ def test_arguments_without_types_take_those_of_the_schema(tools, said):
         (' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>', [("f", {"x": 1}, "")]),
         (' to=functions.fcommentary json{"x": }', [("f", {}, "the arguments are not JSON")]),
         ("<tool_call><function=f></function></tool_call>", [("f", {}, "")]),
+        (
+            '<|tool_call>call:f{a:{b:[1,<|"|>x: {y}, z<|"|>]},ok:true}<tool_call|><|tool_call>call:g{}<tool_call|>',
+            [("f", {"a": {"b": [1, "x: {y}, z"]}, "ok": True}, ""), ("g", {}, "")],
+        ),
+        ('call:f{a:<|"|>}<|"|>}call:g{b:2}', [("f", {"a": "}"}, ""), ("g", {"b": 2}, "")]),
+        ("call:f{a:Rome}", [("f", {}, "the arguments are not JSON")]),
+        ("I shall call: f", []),
+        (
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "a"}, {"name": "g", "arguments": {}}]',
+            [("f", {"x": 1}, ""), ("g", {}, "")],
+        ),
+        (' [{"name": "f", "arguments": {"x": 1}}]', [("f", {"x": 1}, "")]),
+        ('[{"name": "f"}]', []),
+        ("[{]", []),
+        ('[{"name": 3, "arguments": {}}]', []),
+        ('[TOOL_CALLS]f[ARGS]{"x": {"y": 1}}[TOOL_CALLS]g[ARGS]{}', [("f", {"x": {"y": 1}}, ""), ("g", {}, "")]),
+        ('f{"x": "} g"}g{"y": 2}', [("f", {"x": "} g"}, ""), ("g", {"y": 2}, "")]),
+        ('The set{"x"} is small', []),
         ("<tool_call><function=f></tool_call>", [("", {}, "the call is not JSON")]),
     ],
 )
@@ -195,6 +213,39 @@ def test_tags_that_decoding_would_drop_are_refused(byte_tokenizer):
     hidden.add_tokens(["<tool_call>"], special_tokens=True)
     with pytest.raises(ValueError, match="tools: <tool_call> is a special token of this tokenizer"):
         check_tool_tags(hidden)
+    hidden = byte_tokenizer()
+    hidden.add_tokens(['<|"|>'], special_tokens=True)
+    with pytest.raises(ValueError, match=r'tools: <\|"\|> is a special token of this tokenizer'):
+        check_tool_tags(hidden)
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("gptoss", "turns: role tool: .*no previous assistant message with a tool call.*say it as 'user'"),
+        ("gemma4", "turns: the chat template leaves out messages of the role tool; say it as 'user'"),
+    ],
+)
+def test_a_template_that_wants_the_call_before_its_result_is_refused_before_training(
+    byte_tokenizer, templates_of_the_peer, template, wanted
+):
+    tokenizer = byte_tokenizer((templates_of_the_peer / f"{template}.jinja").read_text())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<turn|>"]})
+    with pytest.raises(ValueError, match=wanted):
+        turns_for(lambda: Tools([calculator]), tokenizer)
+    turns = turns_for(lambda: Tools([calculator], role="user"), tokenizer)
+    assert "391" in tokenizer.decode(turns.suffix([{"role": "user", "content": "391"}]))
+
+
+@pytest.mark.parametrize("template", ["gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"])
+def test_calls_under_gemmas_template_come_back(byte_tokenizer, templates_of_the_peer, template):
+    tokenizer = byte_tokenizer((templates_of_the_peer / f"{template}.jinja").read_text())
+    arguments = {"city": 'Rome, {x} "y"', "days": 3, "deep": {"a": [1.5, "b:c"]}, "ok": True}
+    calls = [{"function": {"name": "weather", "arguments": arguments}}, {"function": {"name": "g", "arguments": {}}}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    written = text[text.index("<|tool_call>") : text.rindex("<tool_call|>") + len("<tool_call|>")]
+    assert parse_calls(written) == [("weather", arguments, ""), ("g", {}, "")]
 
 
 def test_metrics_have_the_peers_names(tokenizer, turns, scripted, request_for):
