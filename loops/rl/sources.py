@@ -176,7 +176,10 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
     known |= {"dtype": dtype, "patience": config.vllm.patience}
     known |= {"timeout": config.vllm.timeout, "concurrency": config.vllm.concurrency}
     if urls := config.vllm.urls:
-        servers = [VLLMServer(url, updates=open_updates(config, run, url), **known) for url in urls]
+        updates = [open_updates(config, run, url) for url in urls]
+        if isinstance(updates[0], Files):
+            updates = [updates[0]] * len(urls)  # all read the same files
+        servers = [VLLMServer(url, updates=way, **known) for url, way in zip(urls, updates, strict=True)]
         return VLLMServers(servers) if len(servers) > 1 else servers[0]
     updates = open_updates(config, run)
     server = launch(

@@ -29,26 +29,8 @@ class Rejected(SourceError):
         self.may_pass = status >= 500 or status in (404, 408, 429)
 
 
-class _Reply(dict[str, Any]):
-    """The JSON object that a server answered; to look for what it lacks, or what a page has, is an error that shows it.
-
-    Raises:
-        SourceError: names what was looked for.
-    """
-
-    def __init__(self, who: str, reply: Any) -> None:
-        super().__init__(reply if isinstance(reply, dict) else {})
-        self.who, self.reply = who, reply
-
-    def __str__(self) -> str:
-        return str(self.reply)
-
-    def __missing__(self, name: str) -> Any:
-        raise SourceError(f"{self.who}: its answer has no {name!r}; is it vLLM? It says {str(self)[:200]}")
-
-
 class VLLMClient:
-    """Calls to a server; every method may raise what `get` raises.
+    """Calls to a server; every method may raise what `get` raises. Weights go to it by the methods of a `VLLMEngine`.
 
     Args:
         url: ``http://host:port``.
@@ -73,19 +55,26 @@ class VLLMClient:
             for connections in (concurrency, None)
         )
 
-    async def get(self, path: str) -> Any:
-        """The JSON of the response.
+    async def get(self, path: str, name: str | None = None) -> Any:
+        """The JSON of the response, or its entry of this name.
 
         Raises:
             SourceLost: if there is no server, it dies meanwhile, or it takes too long (from `httpx2.TimeoutException`).
             Rejected: if it refuses.
+            SourceError: if there is no such entry; shows what there is.
         """
-        reply = await self._call(self._controlling, path, None, min(self._timeout, _LOOK))
-        return _Reply(f"vllm: {self.url}{path.partition('?')[0]}", reply)
+        return self._entry(path, await self._call(self._controlling, path, None, min(self._timeout, _LOOK)), name)
 
-    async def post(self, path: str, body: Any) -> Any:
-        reply = await self._call(self._controlling, path, body, self._patience)
-        return _Reply(f"vllm: {self.url}{path.partition('?')[0]}", reply)
+    async def post(self, path: str, body: Any, name: str | None = None) -> Any:
+        return self._entry(path, await self._call(self._controlling, path, body, self._patience), name)
+
+    def _entry(self, path: str, reply: Any, name: str | None) -> Any:
+        if name is None:
+            return reply
+        if not (isinstance(reply, dict) and name in reply):
+            who = f"vllm: {self.url}{path.partition('?')[0]}"
+            raise SourceError(f"{who}: its answer has no {name!r}; is it vLLM? It says {str(reply)[:200]}")
+        return reply[name]
 
     async def generate(self, body: Any) -> Any:
         return await self._call(self._completing, "/inference/v1/generate", body, self._timeout)
@@ -96,7 +85,7 @@ class VLLMClient:
         await self._call(self._controlling, "/inference/v1/generate", body, self._timeout)
 
     async def weight_version(self) -> str:
-        return str((await self.get("/weight_info"))["weight_version"])
+        return str(await self.get("/weight_info", "weight_version"))
 
     async def pause(self) -> None:
         await self.post("/pause?mode=keep&clear_cache=true", {})

@@ -37,11 +37,11 @@ async def check_server(
                           f"{install_advice(versions)} in the environment of that server, or in another one that "
                           "--vllm.python names (from Python, versions= lets you try yours)")  # fmt: skip
     try:
-        config = (await vllm.get("/server_info?config_format=json"))["vllm_config"]
+        config = await vllm.get("/server_info?config_format=json", "vllm_config")
         await vllm.weight_version()
     except Rejected as error:
         raise restart("can't be told to take new weights", "VLLM_SERVER_DEV_MODE=1 in its environment") from error
-    if (await vllm.get("/is_paused"))["is_paused"]:  # a trainer has died while it was updating the weights
+    if await vllm.get("/is_paused", "is_paused"):  # a trainer has died while it was updating the weights
         await undo_update(vllm)
         await vllm.resume()
     model = config["model_config"]
@@ -54,7 +54,7 @@ async def check_server(
         raise restart(f"is quantized ({model['quantization']}), and the trainer's weights are not", "a plain model")
     if (misfit := updates.misfit(config)) is not None:
         raise restart(*misfit)
-    if not updates.merged and "/v1/load_lora_adapter" not in (await vllm.get("/openapi.json"))["paths"]:
+    if not updates.merged and "/v1/load_lora_adapter" not in await vllm.get("/openapi.json", "paths"):
         raise restart("can't be told to load adapters", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
     try:
         await vllm.try_token(0)
@@ -62,7 +62,7 @@ async def check_server(
         if error.status not in (403, 404):
             raise
         raise restart("does not take token ids", "--enable-scale-out") from error
-    return int(model["max_model_len"]), (await vllm.get("/v1/models"))["data"][0]["root"]
+    return int(model["max_model_len"]), (await vllm.get("/v1/models", "data"))[0]["root"]
 
 
 def install_advice(versions: tuple[str, ...]) -> str:
@@ -96,7 +96,7 @@ async def check_model(
                               f"of {vocab}; start it with the same model")  # fmt: skip
     text = _PROBE + "".join(map(str, tokenizer.all_special_tokens))
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
-    tokens = (await vllm.post("/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
+    tokens = await vllm.post("/tokenize", {"prompt": text, "add_special_tokens": False}, "tokens")
     if tokens != expected:
         raise SourceError(f"vllm: the tokenizer of the server's model {model} is another one than the trainer's: "
                           f"it gives {tokens[:8]}... for {text[:9]!r}..., here it is {expected[:8]}...; "

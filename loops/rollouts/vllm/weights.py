@@ -18,7 +18,7 @@ import socket
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,35 @@ _CHANGING = ("pissa", "olora", "corda", "loftq")  # starts of adapters that chan
 _PART = 1 << 30  # bytes that are on their way at once
 
 
+async def send_weights(sources: Sequence[Any], weights: NamedWeights, version: int) -> dict[Any, BaseException]:
+    """Send the weights to all sources in lockstep; returns the errors of those that failed, and got no more.
+
+    They are read once, a part of 1 GiB at a time, and the next part when every source has taken this one: however slow
+    one of them is, no more is in memory.
+
+    Args:
+        sources: each with its ``updates``, and ``update(step)``, which awaits ``step(vllm)`` within its patience.
+    """
+    failed: dict[Any, BaseException] = {}
+
+    async def each(step: Callable[[Any, Any], Awaitable[None]]) -> None:
+        left = [source for source in sources if source not in failed]
+        steps = [source.update(functools.partial(step, source.updates)) for source in left]
+        outcomes = await asyncio.gather(*steps, return_exceptions=True)
+        failed.update({source: error for source, error in zip(left, outcomes, strict=True) if error is not None})
+
+    await each(lambda updates, vllm: updates.begin(vllm))
+    for part, last in _parts(weights):
+        if len(failed) == len(sources):
+            break
+        async with contextlib.AsyncExitStack() as stack:
+            different = {source.updates for source in sources if source not in failed}
+            staged = {updates: await stack.enter_async_context(updates.stage(part)) for updates in different}
+            await each(lambda updates, vllm, staged=staged, last=last: updates.send(vllm, staged[updates], last))
+    await each(lambda updates, vllm: updates.finish(vllm, version))
+    return failed
+
+
 async def undo_update(vllm: "VLLMClient | VLLMEngine") -> None:
     """End an update that another trainer left half done: it may or may not have begun, and may have failed."""
     for operation in ("start_weight_update", "finish_weight_update", "shutdown_weight_transfer_engine"):
@@ -50,11 +79,10 @@ async def undo_update(vllm: "VLLMClient | VLLMEngine") -> None:
 class _Whole:
     """All of the weights, in place of the former ones."""
 
-    merged = True  # `publish` takes adapters merged into the weights that they adapt
+    merged = True  # takes adapters merged into the weights that they adapt
     backend: str
     flags: Sequence[str]  # of a server that is updated so
     connect: Callable[[Any], Awaitable[None]]  # to an engine that has just been started, or belonged to another trainer
-    send: Callable[[Any, dict[str, Tensor], bool], Awaitable[None]]  # a part of the weights; is it the last?
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
@@ -71,7 +99,7 @@ class _Whole:
     async def version(self, vllm: "VLLMClient | VLLMEngine") -> int | None:
         return self._version(await vllm.weight_version())
 
-    async def publish(self, vllm: "VLLMClient | VLLMEngine", weights: NamedWeights, version: int) -> None:
+    async def begin(self, vllm: "VLLMClient | VLLMEngine") -> None:
         label = await vllm.weight_version()
         await vllm.pause()
         if self._version(label) is None:
@@ -81,8 +109,8 @@ class _Whole:
         # Mark the weights invalid until the update is complete: if this process dies, the next one publishes again.
         await vllm.control("update_weight_version", new_version=f"incomplete@{self._name}")
         await vllm.control("start_weight_update")
-        for part, last in _parts(weights):
-            await self.send(vllm, part, last)
+
+    async def finish(self, vllm: "VLLMClient | VLLMEngine", version: int) -> None:
         await vllm.control("finish_weight_update", weight_version=f"{version}@{self._name}")
         await vllm.resume()
 
@@ -109,7 +137,7 @@ class _Whole:
 
 
 class Files(_Whole):
-    """Whole weights through files, which are not kept.
+    """Whole weights through files, which are not kept; several servers may share one of these, and read the same files.
 
     Args:
         directory: one that trainer and server both see; a new one, in memory where there is ``/dev/shm``, unless given.
@@ -129,13 +157,17 @@ class Files(_Whole):
         self.directory.mkdir(parents=True, exist_ok=True)
         await vllm.control("init_weight_transfer_engine", init_info={"directory": str(self.directory)})
 
-    async def send(self, vllm: "VLLMClient | VLLMEngine", part: dict[str, Tensor], last: bool) -> None:
+    @contextlib.asynccontextmanager
+    async def stage(self, part: dict[str, Tensor]) -> AsyncIterator[str]:
         path = self.directory / f"{self._name}.safetensors"
         try:
             await off_loop(functools.partial(save_file, _copies(part.items()), path))
-            await vllm.control("update_weights", update_info={"path": str(path), "last": last})
+            yield str(path)
         finally:
             path.unlink(missing_ok=True)
+
+    async def send(self, vllm: "VLLMClient | VLLMEngine", path: str, last: bool) -> None:
+        await vllm.control("update_weights", update_info={"path": path, "last": last})
 
 
 class Nccl(_Whole):
@@ -164,25 +196,29 @@ class Nccl(_Whole):
         if self._group is not None:
             self._group.destroy()
             self._group = None
-        ranks = 1 + (await vllm.get("/get_world_size"))["world_size"]
+        ranks = 1 + await vllm.get("/get_world_size", "world_size")
         group = {"master_address": self.address, "master_port": free_port(), "world_size": ranks}
         joining = vllm.control("init_weight_transfer_engine", init_info={**group, "rank_offset": 1, "packed": False})
         self._group = await self._collective(lambda: trainer_init(group), joining)
 
-    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
-        tensors = [tensor.detach().to(self.device).contiguous() for tensor in part.values()]
-        info = {
-            "names": list(part),
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-            "shapes": [list(tensor.shape) for tensor in tensors],
-        }
-        await self._collective(lambda: self._broadcast(tensors), vllm.control("update_weights", update_info=info))
+    def stage(self, part: dict[str, Tensor]) -> contextlib.nullcontext[dict[str, Tensor]]:
+        tensors = {name: tensor.detach().to(self.device).contiguous() for name, tensor in part.items()}
+        return contextlib.nullcontext(tensors)
 
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._group.broadcast(tensor, src=0)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+    async def send(self, vllm: VLLMClient, tensors: dict[str, Tensor], last: bool) -> None:
+        info = {
+            "names": list(tensors),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        }
+
+        def broadcast() -> None:
+            for tensor in tensors.values():
+                self._group.broadcast(tensor, src=0)
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+
+        await self._collective(broadcast, vllm.control("update_weights", update_info=info))
 
     async def _collective(self, trainer: Callable[[], Any], server: Coroutine[Any, Any, None]) -> Any:
         """Both sides of a collective; where one fails, the other waits in NCCL for good, and is left there."""
@@ -215,6 +251,7 @@ class Adapters:
     def __init__(self, directory: str | Path, config: Any) -> None:
         self.directory, self.config = Path(directory).resolve(), config
         self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(vars(config))))
+        self._tensors: dict[str, Tensor] = {}  # on their way
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
 
@@ -226,19 +263,27 @@ class Adapters:
         return None
 
     async def version(self, vllm: VLLMClient) -> int | None:
-        loaded = {model["id"] for model in (await vllm.get("/v1/models"))["data"]}
+        loaded = {model["id"] for model in await vllm.get("/v1/models", "data")}
         if not self._versions.keys() <= loaded:  # the server was restarted
             self._versions.clear()
         return list(self._versions.values())[-1] if self._versions else None
 
-    async def publish(self, vllm: VLLMClient, weights: NamedWeights, version: int) -> None:
+    async def begin(self, vllm: VLLMClient) -> None:
         await self.version(vllm)
+        self._tensors = {}
+
+    def stage(self, part: dict[str, Tensor]) -> contextlib.nullcontext[dict[str, Tensor]]:
+        return contextlib.nullcontext(_copies(part.items()))
+
+    async def send(self, vllm: VLLMClient, tensors: dict[str, Tensor], last: bool) -> None:
+        self._tensors |= tensors  # a file holds all of an adapter
+
+    async def finish(self, vllm: VLLMClient, version: int) -> None:
         path = self.directory / f"burnish-{version}-{uuid.uuid4().hex}"
-        copies = _copies(weights)
 
         def save() -> None:
             path.mkdir(parents=True, exist_ok=True)
-            save_file(copies, path / "adapter_model.safetensors")
+            save_file(self._tensors, path / "adapter_model.safetensors")
             self.config.save_pretrained(str(path))
 
         await off_loop(save)
