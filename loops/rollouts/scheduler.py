@@ -53,27 +53,6 @@ def _read_prompts(
     return list(encode_prompts([{"prompt": text} for text in texts], tokenizer)[0]["prompt"]), rows
 
 
-class Ledger:
-    """Which step trained on which task: every task once, in order."""
-
-    def __init__(self) -> None:
-        self.ends: list[int] = []  # of step k: the number of tasks that steps 0..k trained on
-
-    @property
-    def tasks(self) -> int:
-        """How many have been trained on."""
-        return self.ends[-1] if self.ends else 0
-
-    def enter(self, step: int, tasks: Sequence[int]) -> None:
-        if list(tasks) != list(range(self.tasks, self.tasks + len(tasks))):
-            raise AssertionError(f"ledger: step {step} would train on tasks {list(tasks)}, task {self.tasks} is next")
-        if not len(self.ends) - 1 <= step <= len(self.ends):
-            raise AssertionError(f"ledger: step {step} after step {len(self.ends) - 1}")
-        if step == len(self.ends):
-            self.ends.append(self.tasks)
-        self.ends[step] += len(tasks)
-
-
 class RolloutScheduler:
     """See the top of the file. All of its methods are called from one thread, the trainer's.
 
@@ -94,6 +73,9 @@ class RolloutScheduler:
         attempts: how often a group, or a publication, is tried before the run ends with the source's error, where it is
             worth retrying; what the source refuses for good ends the run at once.
         backoff: seconds until the second attempt; twice as long before each further one, up to half a minute.
+
+    Attributes:
+        ends: of step k, the number of tasks that steps 0..k trained on: every task once, in order.
 
     Raises:
         ValueError: if completions would be sampled from the very weights that are being trained.
@@ -144,7 +126,7 @@ class RolloutScheduler:
         self.attempts, self.backoff = attempts, backoff
         self._settings = {"groups_per_step": groups_per_step, "group_size": group_size, "seed": seed}
         self.version: int | None = None
-        self.ledger = Ledger()
+        self.ends: list[int] = []
         self.counts = {"retries": 0, "republished": 0}
         self.waited = 0.0  # seconds that the trainer spent in `take`
         self._newest = -1  # the last version whose publication was begun
@@ -154,6 +136,11 @@ class RolloutScheduler:
         self._loop = EventLoop(background=max_staleness > 0)
         self._changed = asyncio.Condition()
         self._lost = False  # the source was seen to sample from other weights than the trainer's
+
+    @property
+    def tasks(self) -> int:
+        """How many have been trained on."""
+        return self.ends[-1] if self.ends else 0
 
     def publish(self, weights: nn.Module | Callable[[], NamedWeights] | None = None) -> None:
         """Sample from these weights from now on: their version is the number of the next step.
@@ -169,7 +156,7 @@ class RolloutScheduler:
             self.weights = lambda: named_weights(policy)
         elif weights is not None:
             self.weights = weights
-        self._loop.run(self._publish(len(self.ledger.ends)))
+        self._loop.run(self._publish(len(self.ends)))
 
     def take(self, groups: int | None = None, *, step: int | None = None) -> list[list[Sample]]:
         """The next groups in the order of tasks, B of them or as many as asked for; waits until they are there.
@@ -219,7 +206,7 @@ class RolloutScheduler:
     def state_dict(self) -> dict[str, Any]:
         """The ledger, and the groups that are ready for later steps."""
         ready = self._loop.run(self._ready())
-        return {"ends": list(self.ledger.ends), "ready": ready, "settings": dict(self._settings)}
+        return {"ends": list(self.ends), "ready": ready, "settings": dict(self._settings)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, before anything is published or taken.
@@ -230,7 +217,7 @@ class RolloutScheduler:
         for name, value in self._settings.items():
             if state["settings"][name] != value:
                 raise ValueError(f"scheduler: the run to go on with had {name}={state['settings'][name]}, not {value}")
-        self.ledger.ends = list(state["ends"])
+        self.ends = list(state["ends"])
         self._stored = {int(task): [from_record(record) for record in group] for task, group in state["ready"].items()}
 
     # What follows runs in the event loop.
@@ -257,7 +244,7 @@ class RolloutScheduler:
             self.version, self._lost = version, False
             self._changed.notify_all()
         if not only_if_lost:
-            self._limit = self.ledger.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
+            self._limit = self.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
             if self.max_staleness:
                 self._admit(self._limit)
 
@@ -273,7 +260,7 @@ class RolloutScheduler:
         await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))
 
     async def _take(self, step: int, count: int) -> list[list[Sample]]:
-        wanted = range(self.ledger.tasks, self.ledger.tasks + count)
+        wanted = range(self.tasks, self.tasks + count)
         await self._publish(step, only_if_lost=True)
         self._admit(max(self._limit, wanted.stop))
         arriving = asyncio.gather(*(self._begun[task] for task in wanted))
@@ -286,10 +273,15 @@ class RolloutScheduler:
             arriving.cancel()
             attendant.cancel()
             await asyncio.gather(*both, return_exceptions=True)
+            for task in wanted:  # what failed, or was cancelled just now, is begun anew when it is taken again
+                if (begun := self._begun[task]).cancelled() or (begun.done() and begun.exception()):
+                    del self._begun[task]
         age = max((step - sample.oldest for group in groups for sample in group), default=0)
         if age > self.max_staleness and not self.source.stored:
             raise AssertionError(f"scheduler: step {step} would train on samples of age {age} > {self.max_staleness}")
-        self.ledger.enter(step, [group[0].task for group in groups])
+        if [group[0].task for group in groups] != list(wanted) or not len(self.ends) - 1 <= step <= len(self.ends):
+            raise AssertionError(f"scheduler: step {step}, on tasks {wanted}, would come after step {len(self.ends) - 1}")
+        self.ends[step:] = [wanted.stop]
         for task in wanted:
             del self._begun[task]
         return groups
@@ -302,7 +294,7 @@ class RolloutScheduler:
             await self._publish(version, only_if_lost=True)
 
     def _admit(self, limit: int) -> None:
-        for task in range(self.ledger.tasks, limit):
+        for task in range(self.tasks, limit):
             if task not in self._begun:
                 self._begun[task] = asyncio.create_task(self._begin(task))
 
@@ -349,7 +341,8 @@ class RolloutScheduler:
                 await self._failed(f"task {task} could not be sampled", error, attempt, began)
 
     async def _ready(self) -> dict[int, list[dict[str, Any]]]:
-        done = {task: begun.result() for task, begun in self._begun.items() if begun.done() and not begun.exception()}
+        ended = {task: begun for task, begun in self._begun.items() if begun.done() and not begun.cancelled()}
+        done = {task: begun.result() for task, begun in ended.items() if not begun.exception()}
         return {task: [to_record(sample) for sample in group] for task, group in {**self._stored, **done}.items()}
 
     async def _close(self) -> None:
