@@ -31,7 +31,7 @@ from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
 from ..rollouts.vllm.launch import launch
-from ..rollouts.vllm.server import VLLMServer, VLLMServers
+from ..rollouts.vllm.server import VLLMServer, VLLMServers, sampling_params
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_lora_rank
 from ..runs.context import RunContext
 from ..runs.ranks import on_main
@@ -50,6 +50,7 @@ def check_sampling(config: SamplingConfig) -> None:
         if config.vllm != VLLM():
             raise ValueError("vllm: it is set up, but source is policy; set source to vllm, or leave it out")
         return
+    sampling_params(config.sampling, seed=0)
     if not isinstance(config.model, str):
         raise ValueError("source: vLLM loads a model by its name; give the name, or set source to policy")
     if config.dtype == "float64":

@@ -280,7 +280,7 @@ class RolloutScheduler:
         if age > self.max_staleness and not self.source.stored:
             raise AssertionError(f"scheduler: step {step} would train on samples of age {age} > {self.max_staleness}")
         if [group[0].task for group in groups] != list(wanted) or not len(self.ends) - 1 <= step <= len(self.ends):
-            raise AssertionError(f"scheduler: step {step}, on tasks {wanted}, would come after step {len(self.ends) - 1}")
+            raise AssertionError(f"scheduler: step {step}, on {wanted}, would come after step {len(self.ends) - 1}")
         self.ends[step:] = [wanted.stop]
         for task in wanted:
             del self._begun[task]

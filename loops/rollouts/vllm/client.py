@@ -63,18 +63,10 @@ class VLLMClient:
             Rejected: if it refuses.
             SourceError: if there is no such entry; shows what there is.
         """
-        return self._entry(path, await self._call(self._controlling, path, None, min(self._timeout, _LOOK)), name)
+        return await self._call(self._controlling, path, None, min(self._timeout, _LOOK), name)
 
     async def post(self, path: str, body: Any, name: str | None = None) -> Any:
-        return self._entry(path, await self._call(self._controlling, path, body, self._patience), name)
-
-    def _entry(self, path: str, reply: Any, name: str | None) -> Any:
-        if name is None:
-            return reply
-        if not (isinstance(reply, dict) and name in reply):
-            who = f"vllm: {self.url}{path.partition('?')[0]}"
-            raise SourceError(f"{who}: its answer has no {name!r}; is it vLLM? It says {str(reply)[:200]}")
-        return reply[name]
+        return await self._call(self._controlling, path, body, self._patience, name)
 
     async def generate(self, body: Any) -> Any:
         return await self._call(self._completing, "/inference/v1/generate", body, self._timeout)
@@ -119,7 +111,9 @@ class VLLMClient:
                 raise SourceError(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
             await asyncio.sleep(0.2)
 
-    async def _call(self, client: httpx2.AsyncClient, path: str, body: Any, timeout: float) -> Any:
+    async def _call(
+        self, client: httpx2.AsyncClient, path: str, body: Any, timeout: float, name: str | None = None
+    ) -> Any:
         who = f"vllm: {self.url}{path.partition('?')[0]}"
         method, limits = "GET" if body is None else "POST", httpx2.Timeout(timeout, pool=None)
         try:
@@ -133,7 +127,9 @@ class VLLMClient:
         except ValueError:
             reply = response.text
         if not response.is_error:
-            return reply
+            if name is not None and not (isinstance(reply, dict) and name in reply):
+                raise SourceError(f"{who}: its answer has no {name!r}; is it vLLM? It says {str(reply)[:200]}")
+            return reply if name is None else reply[name]
         status = response.status_code
         try:
             message = str(reply["error"]["message"])

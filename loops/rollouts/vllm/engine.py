@@ -108,8 +108,7 @@ class VLLMEngine:
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         refuse_closed(self._closed, "vllm")
-        for error in (await send_weights([self], self._check_weights(weights), version)).values():
-            raise error
+        await send_weights([self], self._check_weights(weights), version)
 
     async def update(self, step: Callable[["VLLMEngine"], Coroutine[Any, Any, None]]) -> None:
         """Take a step of an update of the weights, see `send_weights`."""

@@ -17,7 +17,7 @@ import httpx2
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..event_loops import gather_or_cancel, off_loop, run
-from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_request
+from ..sample import Request, Sample, SamplingParams, VersionSpan, check_request
 from ..source import NamedWeights, SourceError, SourceLost, check_completions
 from .client import Rejected, VLLMClient
 from .preflight import check_model, check_server, parameter_check
@@ -28,12 +28,21 @@ T = TypeVar("T")
 
 # Of vLLM: what has been tested. Its endpoints for training are younger than its promises of stability.
 VERSIONS = ("0.32",)
-FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
+FINISH: dict[str, Any] = {"stop": "stop", "length": "length", "abort": "aborted"}
 _SLACK = 30.0  # seconds; the wait for a server that starts ends first, and says better what is wrong
 
 
 def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """The arguments of vLLM's ``SamplingParams``."""
+    """The arguments of vLLM's ``SamplingParams``.
+
+    Raises:
+        ValueError: if vLLM would draw at another temperature, and give log-probs of that.
+    """
+    if 0 < sampling.temperature < 0.01:
+        raise ValueError(
+            f"temperature: vLLM samples at 0.01 where a lower one is asked for, got {sampling.temperature:g}; set it "
+            "to >= 0.01, or to 0"
+        )
     return {
         **{name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
         "stop_token_ids": list(sampling.stop),
@@ -59,7 +68,7 @@ def to_sample(
     index: int,
     tokens: list[int],
     drawn: list[tuple[int, float]],
-    finish: Finish,
+    finish: Literal["stop", "length", "aborted"],
     spans: list[VersionSpan],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Sample:
@@ -139,8 +148,7 @@ class VLLMServer:
         return await sample_each(self._complete, request, vocab=self.vocab, context=self.context)
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        for error in (await send_weights([self], self.check_weights(weights), version)).values():
-            raise error
+        await send_weights([self], self.check_weights(weights), version)
 
     async def update(self, step: Callable[[VLLMClient], Coroutine[Any, Any, None]]) -> None:
         """Take a step of an update of the weights, see `send_weights`."""

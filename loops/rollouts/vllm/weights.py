@@ -41,7 +41,7 @@ _PART = 1 << 30  # bytes that are on their way at once
 
 
 async def send_weights(sources: Sequence[Any], weights: NamedWeights, version: int) -> dict[Any, BaseException]:
-    """Send the weights to all sources in lockstep; returns the errors of those that failed, and got no more.
+    """Send the weights to all sources in lockstep; returns the errors of those that failed, and raises if all did.
 
     They are read once, a part of 1 GiB at a time, and the next part when every source has taken this one: however slow
     one of them is, no more is in memory.
@@ -66,6 +66,8 @@ async def send_weights(sources: Sequence[Any], weights: NamedWeights, version: i
             staged = {updates: await stack.enter_async_context(updates.stage(part)) for updates in different}
             await each(lambda updates, vllm, staged=staged, last=last: updates.send(vllm, staged[updates], last))
     await each(lambda updates, vllm: updates.finish(vllm, version))
+    if len(failed) == len(sources):
+        raise next(iter(failed.values()))
     return failed
 
 

@@ -459,7 +459,7 @@ def test_a_step_that_was_skipped_is_refused():
         scheduler.publish()
         scheduler.version = 1
         scheduler.source.at = 1
-        with pytest.raises(AssertionError, match=r"step 1, on tasks .*, would come after step -1"):
+        with pytest.raises(AssertionError, match=r"step 1, on range.*, would come after step -1"):
             scheduler.take(step=1)
 
 

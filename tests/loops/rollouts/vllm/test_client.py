@@ -946,6 +946,14 @@ class TestServers:
             asyncio.run(source.sample(self.group(0)))
 
 
+def test_a_temperature_that_vllm_would_raise_is_refused(connect):
+    """By its ``SamplingParams``, to 0.01: with log-probs of a distribution that the trainer does not know of."""
+    source = connect()
+    with pytest.raises(ValueError, match=r"temperature: vLLM samples at 0\.01 .*, got 0\.005; set it to >= 0\.01"):
+        published(source, ask(temperature=0.005))
+    assert published(source, ask(temperature=0.01), ask(temperature=0.0))
+
+
 def test_everything_works_in_one_event_loop_after_another(connect):
     source = connect(concurrency=1)
     for version in (1, 2):
