@@ -12,6 +12,7 @@ Seeds are hashes of the request, so requests under way need not be saved: they a
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -224,11 +225,10 @@ class RolloutScheduler:
 
     async def _publish(self, version: int, *, only_if_lost: bool = False) -> None:
         """Publish the trainer's weights, perhaps only if the source, restarted since, does not sample from them."""
-        began, attempt = time.monotonic(), 0
+        began = time.monotonic()
         async with self._changed:
             self._newest = version
-            while True:
-                attempt += 1
+            for attempt in itertools.count(1):
                 try:
                     if attempt > 1 or only_if_lost:  # a request for its version brings it back
                         if await self.source.version() == version and only_if_lost:
@@ -327,11 +327,9 @@ class RolloutScheduler:
                 since = self.version
                 group = await self.source.sample(request)
                 check_completions(group, request, name, conversations=True)
-                for versions in [[span.version for span in sample.spans] for sample in group]:
-                    if self.source.stored or (
-                        since is not None and since <= min(versions) <= max(versions) <= self._newest
-                    ):
-                        continue
+                versions = sorted({span.version for sample in group for span in sample.spans})
+                known = since is not None and since <= versions[0] and versions[-1] <= self._newest
+                if not (known or self.source.stored):
                     raise SourceLost(
                         f"{name}: task {task}: its completions come from versions {versions}, published are {since} to "
                         f"{self._newest}"
