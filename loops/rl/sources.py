@@ -99,7 +99,7 @@ def open_scheduler(
     Raises:
         ValueError: if nothing ends a completion, or names the row whose prompt and ``max_tokens`` exceed the context.
     """
-    stop = end_tokens(getattr(run.model.plain.generation_config, "eos_token_id", None), run.tokenizer)
+    stop = end_tokens(run.model.plain.generation_config, run.tokenizer)
     if not stop:
         raise ValueError("stop: neither the tokenizer nor the model has an end token; set tokenizer.eos_token")
     accelerator, by_policy, sharded = run.accelerator, config.source == "policy", is_sharded(run.model)
@@ -174,13 +174,9 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
         sleep = torch.cuda.is_available()  # the trainer needs the memory
         engine = start_engine(config.model, dtype=dtype, sleep=sleep, **config.vllm.options)
         return VLLMEngine(engine, directory=config.vllm.directory, sleep=sleep, **known)
-    known |= {"dtype": dtype, "patience": config.vllm.patience}
-    known |= {"timeout": config.vllm.timeout, "concurrency": config.vllm.concurrency}
+    known |= {"dtype": dtype} | {name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")}
     if urls := config.vllm.urls:
-        updates = [open_updates(config, run, url) for url in urls]
-        if isinstance(updates[0], Files):
-            updates = [updates[0]] * len(urls)  # all read the same files
-        servers = [VLLMServer(url, updates=way, **known) for url, way in zip(urls, updates, strict=True)]
+        servers = [VLLMServer(url, updates=open_updates(config, run, url), **known) for url in urls]
         return VLLMServers(servers) if len(servers) > 1 else servers[0]
     updates = open_updates(config, run)
     server = launch(

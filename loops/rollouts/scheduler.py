@@ -16,6 +16,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -54,7 +55,7 @@ def _read_prompts(
     return list(encode_prompts([{"prompt": text} for text in texts], tokenizer)[0]["prompt"]), rows
 
 
-class RolloutScheduler:
+class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
     """See the top of the file. All of its methods are called from one thread, the trainer's.
 
     Args:
@@ -74,9 +75,6 @@ class RolloutScheduler:
         attempts: how often a group, or a publication, is tried before the run ends with the source's error, where it is
             worth retrying; what the source refuses for good ends the run at once.
         backoff: seconds until the second attempt; twice as long before each further one, up to half a minute.
-
-    Attributes:
-        ends: of step k, the number of tasks that steps 0..k trained on: every task once, in order.
 
     Raises:
         ValueError: if completions would be sampled from the very weights that are being trained.
@@ -114,8 +112,12 @@ class RolloutScheduler:
                 f"{type(source).__name__} samples from the weights that are being trained; set max_staleness to 0, or "
                 "use a DetachedSource or a server"
             )
-        sampling = sampling or SamplingParams(256)
-        self.sampling = sampling if sampling.stop else replace(sampling, stop=stop_tokens(source))
+        self.sampling = sampling or SamplingParams(256)
+        if not self.sampling.stop:
+            sampler: Any = getattr(source, "source", source)  # that of conversations
+            policy: Any = getattr(sampler, "policy", None)
+            config = getattr(sampler, "config", None) if policy is None else policy.plain.generation_config
+            self.sampling = replace(self.sampling, stop=end_tokens(config, getattr(sampler, "tokenizer", None)))
         self._row: Callable[[int], Row] | None = None
         if not callable(prompts):
             ids, rows = _read_prompts(prompts, getattr(source, "tokenizer", None))
@@ -127,7 +129,7 @@ class RolloutScheduler:
         self.attempts, self.backoff = attempts, backoff
         self._settings = {"groups_per_step": groups_per_step, "group_size": group_size, "seed": seed}
         self.version: int | None = None
-        self.ends: list[int] = []
+        self.ends: list[int] = []  # of step k: the number of tasks that steps 0..k trained on, every task once
         self.counts = {"retries": 0, "republished": 0}
         self.waited = 0.0  # seconds that the trainer spent in `take`
         self._newest = -1  # the last version whose publication was begun
@@ -198,14 +200,11 @@ class RolloutScheduler:
             finally:
                 self._loop.close()
 
-    def __enter__(self) -> "RolloutScheduler":
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger, and the groups that are ready for later steps."""
+        """The tasks that were trained on, and the groups that are ready for later steps."""
         ready = self._loop.run(self._ready())
         return {"ends": list(self.ends), "ready": ready, "settings": dict(self._settings)}
 
@@ -350,15 +349,8 @@ class RolloutScheduler:
         await self.source.close()
 
 
-def stop_tokens(source: RolloutSource) -> tuple[int, ...]:
-    """The end tokens of a source's tokenizer and model; none where it has neither."""
-    source = getattr(source, "source", source)  # that of conversations
-    policy: Any = getattr(source, "policy", None)
-    model = getattr(source, "config", None) if policy is None else policy.plain.generation_config
-    return end_tokens(getattr(model, "eos_token_id", None), getattr(source, "tokenizer", None))
-
-
-def end_tokens(model: int | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
-    """Those that the model was made to end with, and the tokenizer's, in order."""
+def end_tokens(config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Those that the model of this configuration was made to end with, and the tokenizer's, in order."""
+    model = getattr(config, "eos_token_id", None)
     ids = {getattr(tokenizer, "eos_token_id", None), *(model if isinstance(model, Sequence) else [model])}
     return tuple(sorted(token for token in ids if token is not None))

@@ -55,7 +55,7 @@ class VLLMClient:
             for connections in (concurrency, None)
         )
 
-    async def get(self, path: str, name: str | None = None) -> Any:
+    async def get(self, path: str, name: str = "") -> Any:
         """The JSON of the response, or its entry of this name.
 
         Raises:
@@ -65,7 +65,7 @@ class VLLMClient:
         """
         return await self._call(self._controlling, path, None, min(self._timeout, _LOOK), name)
 
-    async def post(self, path: str, body: Any, name: str | None = None) -> Any:
+    async def post(self, path: str, body: Any, name: str = "") -> Any:
         return await self._call(self._controlling, path, body, self._patience, name)
 
     async def generate(self, body: Any) -> Any:
@@ -102,18 +102,15 @@ class VLLMClient:
         Raises:
             SourceError: if it is not by then.
         """
-        until, warned = time.monotonic() + seconds, False
-        while not await self.alive():
-            if not warned:
-                log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
-                warned = True
+        until = time.monotonic() + seconds
+        if not (alive := await self.alive()):
+            log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
+        while not (alive or await self.alive()):
             if time.monotonic() > until:
                 raise SourceError(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
             await asyncio.sleep(0.2)
 
-    async def _call(
-        self, client: httpx2.AsyncClient, path: str, body: Any, timeout: float, name: str | None = None
-    ) -> Any:
+    async def _call(self, client: httpx2.AsyncClient, path: str, body: Any, timeout: float, name: str = "") -> Any:
         who = f"vllm: {self.url}{path.partition('?')[0]}"
         method, limits = "GET" if body is None else "POST", httpx2.Timeout(timeout, pool=None)
         try:
@@ -127,9 +124,9 @@ class VLLMClient:
         except ValueError:
             reply = response.text
         if not response.is_error:
-            if name is not None and not (isinstance(reply, dict) and name in reply):
+            if name and not (isinstance(reply, dict) and name in reply):
                 raise SourceError(f"{who}: its answer has no {name!r}; is it vLLM? It says {str(reply)[:200]}")
-            return reply if name is None else reply[name]
+            return reply[name] if name else reply
         status = response.status_code
         try:
             message = str(reply["error"]["message"])

@@ -111,7 +111,6 @@ class VLLMEngine:
         await send_weights([self], self._check_weights(weights), version)
 
     async def update(self, step: Callable[["VLLMEngine"], Coroutine[Any, Any, None]]) -> None:
-        """Take a step of an update of the weights, see `send_weights`."""
         await step(self)
 
     async def version(self) -> int | None:

@@ -28,10 +28,7 @@ async def check_server(
     def restart(why: str, flags: str) -> SourceError:
         return SourceError(f"vllm: the server at {vllm.url} {why}; restart it with {flags}")
 
-    reply = await vllm.get("/version")
-    version = reply.get("version") if isinstance(reply, dict) else None
-    if not isinstance(version, str):
-        raise SourceError(f"vllm: what answers at {vllm.url} is no vLLM; it says {str(reply)[:100]}")
+    version = str(await vllm.get("/version", "version"))
     if not any(version == known or version.startswith(known + ".") for known in versions):
         raise SourceError(f"vllm: {vllm.url} is version {version}, but {' and '.join(versions)} are known to work; "
                           f"{install_advice(versions)} in the environment of that server, or in another one that "

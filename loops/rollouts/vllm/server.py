@@ -9,7 +9,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from itertools import compress
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -33,16 +32,9 @@ _SLACK = 30.0  # seconds; the wait for a server that starts ends first, and says
 
 
 def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """The arguments of vLLM's ``SamplingParams``.
-
-    Raises:
-        ValueError: if vLLM would draw at another temperature, and give log-probs of that.
-    """
+    """The arguments of vLLM's ``SamplingParams``, which raises a temperature just above 0 without a word."""
     if 0 < sampling.temperature < 0.01:
-        raise ValueError(
-            f"temperature: vLLM samples at 0.01 where a lower one is asked for, got {sampling.temperature:g}; set it "
-            "to >= 0.01, or to 0"
-        )
+        raise ValueError(f"temperature: vLLM samples at 0.01 or above, got {sampling.temperature:g}; or set it to 0")
     return {
         **{name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
         "stop_token_ids": list(sampling.stop),
@@ -151,16 +143,12 @@ class VLLMServer:
         await send_weights([self], self.check_weights(weights), version)
 
     async def update(self, step: Callable[[VLLMClient], Coroutine[Any, Any, None]]) -> None:
-        """Take a step of an update of the weights, see `send_weights`."""
         await self._within_patience(step(self._client))
         self._note_heard()
 
     async def version(self) -> int | None:
         """Wait for a server that is down, or revive it. None after a restart, and then the server is checked anew."""
         return await self._within_patience(self._known_version(), _SLACK)
-
-    async def alive(self) -> bool:
-        return await self._client.alive()
 
     async def close(self) -> None:
         """Cancel all calls, which closes their connections."""
@@ -306,16 +294,16 @@ class VLLMServers:
                 task.cancel()
         self._ready = [asked[task] for task in done]
         self._drop({asked[task]: error for task in done if (error := task.exception()) is not None})
-        versions = {asked[task]: task.result() for task in done if asked[task] in self._ready}
-        self._ready = [server for server, version in versions.items() if version == self._version]
+        current = {asked[task] for task in done if task.exception() is None and task.result() == self._version}
+        self._ready = [server for server in self._ready if server in current]
         return self._version if self._ready else None
 
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self.servers))
 
     async def _up(self) -> list[VLLMServer]:
-        alive = await asyncio.gather(*(server.alive() for server in self.servers))
-        return list(compress(self.servers, alive))
+        alive = await asyncio.gather(*(server._client.alive() for server in self.servers))
+        return [server for server, answered in zip(self.servers, alive, strict=True) if answered]
 
     def _drop(self, failed: Mapping[VLLMServer, BaseException]) -> None:
         """Go on without these; raise what is not worth a retry, or if there are no others."""

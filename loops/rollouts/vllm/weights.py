@@ -2,7 +2,7 @@
 
 Whole weights are put in while the engine is paused. Completions under way stay where they are, and their keys and
 values are computed anew: with the old cache they would go on from a mixture of both weights, labeled with the new ones.
-`VLLMClient` and `VLLMEngine` have the same methods for this: weight_version, pause, resume and control.
+A `VLLMEngine` has the methods of a `VLLMClient` for this: weight_version, pause, resume and control.
 
 vLLM knows the weights by a label. Ours names the version and the source that published it: a server that was restarted,
 was left behind by another run, or was cut off in the middle of an update has some other label.
@@ -18,9 +18,9 @@ import socket
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -32,22 +32,19 @@ from ..source import NamedWeights, SourceError, SourceLost
 from .client import Rejected, VLLMClient
 from .plugin import BACKEND
 
-if TYPE_CHECKING:
-    from .engine import VLLMEngine
-
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
 _CHANGING = ("pissa", "olora", "corda", "loftq")  # starts of adapters that change the weights which the server has
-_PART = 1 << 30  # bytes that are on their way at once
+_PART = 1 << 30  # bytes that are on their way at once, to all servers
 
 
 async def send_weights(sources: Sequence[Any], weights: NamedWeights, version: int) -> dict[Any, BaseException]:
     """Send the weights to all sources in lockstep; returns the errors of those that failed, and raises if all did.
 
-    They are read once, a part of 1 GiB at a time, and the next part when every source has taken this one: however slow
-    one of them is, no more is in memory.
+    They are read once, a part at a time, and the next part when every source has taken this one: however slow one of
+    them is, all of their copies of a part take no more than 1 GiB, or a single tensor.
 
     Args:
-        sources: each with its ``updates``, and ``update(step)``, which awaits ``step(vllm)`` within its patience.
+        sources: with ``updates``, and ``update(step)``, which awaits ``step(vllm)`` within the source's patience.
     """
     failed: dict[Any, BaseException] = {}
 
@@ -58,20 +55,17 @@ async def send_weights(sources: Sequence[Any], weights: NamedWeights, version: i
         failed.update({source: error for source, error in zip(left, outcomes, strict=True) if error is not None})
 
     await each(lambda updates, vllm: updates.begin(vllm))
-    for part, last in _parts(weights):
+    for part, last in _parts(weights, _PART // len(sources)):
+        await each(lambda updates, vllm, part=part, last=last: updates.send(vllm, part, last))
         if len(failed) == len(sources):
             break
-        async with contextlib.AsyncExitStack() as stack:
-            different = {source.updates for source in sources if source not in failed}
-            staged = {updates: await stack.enter_async_context(updates.stage(part)) for updates in different}
-            await each(lambda updates, vllm, staged=staged, last=last: updates.send(vllm, staged[updates], last))
     await each(lambda updates, vllm: updates.finish(vllm, version))
     if len(failed) == len(sources):
         raise next(iter(failed.values()))
     return failed
 
 
-async def undo_update(vllm: "VLLMClient | VLLMEngine") -> None:
+async def undo_update(vllm: VLLMClient) -> None:
     """End an update that another trainer left half done: it may or may not have begun, and may have failed."""
     for operation in ("start_weight_update", "finish_weight_update", "shutdown_weight_transfer_engine"):
         with contextlib.suppress(Rejected):
@@ -85,6 +79,7 @@ class _Whole:
     backend: str
     flags: Sequence[str]  # of a server that is updated so
     connect: Callable[[Any], Awaitable[None]]  # to an engine that has just been started, or belonged to another trainer
+    send: Callable[[Any, dict[str, Tensor], bool], Awaitable[None]]  # a part of the weights; is it the last?
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
@@ -98,10 +93,10 @@ class _Whole:
             return f"has weight_transfer_config={transfer}, but weights are to come another way", shlex.join(self.flags)
         return None
 
-    async def version(self, vllm: "VLLMClient | VLLMEngine") -> int | None:
+    async def version(self, vllm: Any) -> int | None:
         return self._version(await vllm.weight_version())
 
-    async def begin(self, vllm: "VLLMClient | VLLMEngine") -> None:
+    async def begin(self, vllm: VLLMClient) -> None:
         label = await vllm.weight_version()
         await vllm.pause()
         if self._version(label) is None:
@@ -112,7 +107,7 @@ class _Whole:
         await vllm.control("update_weight_version", new_version=f"incomplete@{self._name}")
         await vllm.control("start_weight_update")
 
-    async def finish(self, vllm: "VLLMClient | VLLMEngine", version: int) -> None:
+    async def finish(self, vllm: VLLMClient, version: int) -> None:
         await vllm.control("finish_weight_update", weight_version=f"{version}@{self._name}")
         await vllm.resume()
 
@@ -139,7 +134,7 @@ class _Whole:
 
 
 class Files(_Whole):
-    """Whole weights through files, which are not kept; several servers may share one of these, and read the same files.
+    """Whole weights through files, which are not kept.
 
     Args:
         directory: one that trainer and server both see; a new one, in memory where there is ``/dev/shm``, unless given.
@@ -155,21 +150,17 @@ class Files(_Whole):
             directory = tempfile.mkdtemp(prefix="burnish-", dir=memory if memory.is_dir() else None)
         self.directory = Path(directory).resolve()
 
-    async def connect(self, vllm: "VLLMClient | VLLMEngine") -> None:
+    async def connect(self, vllm: VLLMClient) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         await vllm.control("init_weight_transfer_engine", init_info={"directory": str(self.directory)})
 
-    @contextlib.asynccontextmanager
-    async def stage(self, part: dict[str, Tensor]) -> AsyncIterator[str]:
+    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
         path = self.directory / f"{self._name}.safetensors"
         try:
             await off_loop(functools.partial(save_file, _copies(part.items()), path))
-            yield str(path)
+            await vllm.control("update_weights", update_info={"path": str(path), "last": last})
         finally:
             path.unlink(missing_ok=True)
-
-    async def send(self, vllm: "VLLMClient | VLLMEngine", path: str, last: bool) -> None:
-        await vllm.control("update_weights", update_info={"path": path, "last": last})
 
 
 class Nccl(_Whole):
@@ -203,19 +194,16 @@ class Nccl(_Whole):
         joining = vllm.control("init_weight_transfer_engine", init_info={**group, "rank_offset": 1, "packed": False})
         self._group = await self._collective(lambda: trainer_init(group), joining)
 
-    def stage(self, part: dict[str, Tensor]) -> contextlib.nullcontext[dict[str, Tensor]]:
-        tensors = {name: tensor.detach().to(self.device).contiguous() for name, tensor in part.items()}
-        return contextlib.nullcontext(tensors)
-
-    async def send(self, vllm: VLLMClient, tensors: dict[str, Tensor], last: bool) -> None:
+    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
+        tensors = [tensor.detach().to(self.device).contiguous() for tensor in part.values()]
         info = {
-            "names": list(tensors),
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+            "names": list(part),
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
         }
 
         def broadcast() -> None:
-            for tensor in tensors.values():
+            for tensor in tensors:
                 self._group.broadcast(tensor, src=0)
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
@@ -270,25 +258,17 @@ class Adapters:
             self._versions.clear()
         return list(self._versions.values())[-1] if self._versions else None
 
-    async def begin(self, vllm: VLLMClient) -> None:
-        await self.version(vllm)
-        self._tensors = {}
+    begin = version  # notices a restart
 
-    def stage(self, part: dict[str, Tensor]) -> contextlib.nullcontext[dict[str, Tensor]]:
-        return contextlib.nullcontext(_copies(part.items()))
-
-    async def send(self, vllm: VLLMClient, tensors: dict[str, Tensor], last: bool) -> None:
-        self._tensors |= tensors  # a file holds all of an adapter
+    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
+        self._tensors |= _copies(part.items())  # a file holds all of an adapter
 
     async def finish(self, vllm: VLLMClient, version: int) -> None:
         path = self.directory / f"burnish-{version}-{uuid.uuid4().hex}"
-
-        def save() -> None:
-            path.mkdir(parents=True, exist_ok=True)
-            save_file(self._tensors, path / "adapter_model.safetensors")
-            self.config.save_pretrained(str(path))
-
-        await off_loop(save)
+        path.mkdir(parents=True)
+        tensors, self._tensors = self._tensors, {}
+        await off_loop(functools.partial(save_file, tensors, path / "adapter_model.safetensors"))
+        self.config.save_pretrained(str(path))
         try:
             await vllm.post("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
         except Rejected as error:
@@ -322,12 +302,12 @@ def _copies(weights: NamedWeights) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
 
 
-def _parts(weights: NamedWeights) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Consecutive parts of the weights, each with whether it is the last."""
+def _parts(weights: NamedWeights, limit: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """Consecutive parts of the weights of so many bytes, or of one tensor, each with whether it is the last."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
-        if part and size + tensor.nbytes > _PART:
+        if part and size + tensor.nbytes > limit:
             yield part, False
             part, size = {}, 0
         part[name] = tensor

@@ -197,7 +197,7 @@ class TestMeeting:
 
     def test_what_is_no_vllm_is_refused(self, connect, fake):
         fake.odd["/version"] = lambda body: (200, "<html>")
-        with pytest.raises(SourceError, match="is no vLLM; it says <html>"):
+        with pytest.raises(SourceError, match="/version: its answer has no 'version'; is it vLLM"):
             connect()
 
     def test_another_model_behind_the_address_is_refused(self, connect, fake, tmp_path):
@@ -828,16 +828,10 @@ class TestServers:
         for (tensors,) in got:
             assert all(torch.equal(tensors[name], tensor) for name, tensor in weights(3.0))
 
-    @pytest.mark.parametrize("shared", [False, True], ids=["files of its own each", "the same files"])
-    def test_the_next_part_of_the_weights_is_read_when_both_have_taken_the_last(
-        self, connect, pair, tmp_path, monkeypatch, shared
-    ):
+    def test_the_next_part_of_the_weights_is_read_when_both_have_taken_the_last(self, source, pair, monkeypatch):
         """Or else the parts that the slower one has not taken yet would be held in memory, up to the whole model."""
         monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 1)  # of one tensor each
-        taken, ways = [[], []], [Files(tmp_path), Files(tmp_path)]
-        source = VLLMServers(
-            [connect(url=each.url, updates=ways[each is pair[1] and not shared], patience=30.0) for each in pair]
-        )
+        taken = [[], []]
         for each, names, seconds in zip(pair, taken, (0.0, 0.05), strict=True):
             each.odd["/update_weights"] = lambda body, names=names, seconds=seconds: (
                 time.sleep(seconds),
@@ -852,7 +846,6 @@ class TestServers:
 
         asyncio.run(source.publish(read(), 1))
         assert taken == [[f"w{i}" for i in range(6)]] * 2
-        assert list(tmp_path.glob("*.safetensors")) == []
 
     def test_where_all_are_down_the_first_that_is_back_is_enough(self, source, pair, model):
         back = []
@@ -949,7 +942,7 @@ class TestServers:
 def test_a_temperature_that_vllm_would_raise_is_refused(connect):
     """By its ``SamplingParams``, to 0.01: with log-probs of a distribution that the trainer does not know of."""
     source = connect()
-    with pytest.raises(ValueError, match=r"temperature: vLLM samples at 0\.01 .*, got 0\.005; set it to >= 0\.01"):
+    with pytest.raises(ValueError, match=r"temperature: vLLM samples at 0\.01 or above, got 0\.005"):
         published(source, ask(temperature=0.005))
     assert published(source, ask(temperature=0.01), ask(temperature=0.0))
 
