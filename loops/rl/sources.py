@@ -31,7 +31,7 @@ from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
 from ..rollouts.vllm.launch import launch
-from ..rollouts.vllm.server import VLLMServer, VLLMServers
+from ..rollouts.vllm.server import VLLMServer, VLLMServers, sampling_params
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_lora_rank
 from ..runs.context import RunContext
 from ..runs.ranks import on_main
@@ -50,6 +50,7 @@ def check_sampling(config: SamplingConfig) -> None:
         if config.vllm != VLLM():
             raise ValueError("vllm: it is set up, but source is policy; set source to vllm, or leave it out")
         return
+    sampling_params(config.sampling, seed=0)
     if not isinstance(config.model, str):
         raise ValueError("source: vLLM loads a model by its name; give the name, or set source to policy")
     if config.dtype == "float64":
@@ -98,7 +99,7 @@ def open_scheduler(
     Raises:
         ValueError: if nothing ends a completion, or names the row whose prompt and ``max_tokens`` exceed the context.
     """
-    stop = end_tokens(getattr(run.model.plain.generation_config, "eos_token_id", None), run.tokenizer)
+    stop = end_tokens(run.model.plain.generation_config, run.tokenizer)
     if not stop:
         raise ValueError("stop: neither the tokenizer nor the model has an end token; set tokenizer.eos_token")
     accelerator, by_policy, sharded = run.accelerator, config.source == "policy", is_sharded(run.model)
@@ -173,8 +174,7 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
         sleep = torch.cuda.is_available()  # the trainer needs the memory
         engine = start_engine(config.model, dtype=dtype, sleep=sleep, **config.vllm.options)
         return VLLMEngine(engine, directory=config.vllm.directory, sleep=sleep, **known)
-    known |= {"dtype": dtype, "patience": config.vllm.patience}
-    known |= {"timeout": config.vllm.timeout, "concurrency": config.vllm.concurrency}
+    known |= {"dtype": dtype} | {name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")}
     if urls := config.vllm.urls:
         servers = [VLLMServer(url, updates=open_updates(config, run, url), **known) for url in urls]
         return VLLMServers(servers) if len(servers) > 1 else servers[0]

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .sample import SamplingParams as SamplingParams
     from .sample import VersionSpan as VersionSpan
     from .sample import check_sample as check_sample
-    from .scheduler import Ledger as Ledger
     from .scheduler import RolloutScheduler as RolloutScheduler
     from .source import RolloutSource as RolloutSource
     from .source import SourceError as SourceError

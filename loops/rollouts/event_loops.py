@@ -37,7 +37,11 @@ class EventLoop:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self.thread is None:
             return self.runner.run(coroutine)
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where this thread was interrupted while it waited
 
     def close(self) -> None:
         self.closed = True

@@ -26,7 +26,7 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     records = map(to_record, samples)
     if path.suffix != ".parquet":
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:  # half a surrogate as \\ud800
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         return
     rows = [record | {name: json.dumps(record[name]) for name in _AS_TEXT} for record in records]
@@ -51,7 +51,7 @@ def read_samples(path: Path) -> Iterator[Sample]:
 
 
 def _from_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):  # its writer was killed
                 return

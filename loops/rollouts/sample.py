@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
-Row = Mapping[str, Any]  # a row of the data, as reward functions and environments receive it
-Finish = Literal["stop", "length", "aborted"]
+Row = Mapping[str, Any]  # of a data set, as reward functions and environments receive it
 
 
 class VersionSpan(NamedTuple):
@@ -98,7 +97,7 @@ class Sample:
     trained: list[bool]
     logprobs: list[float]
     spans: list[VersionSpan]
-    finish: Finish
+    finish: Literal["stop", "length", "aborted"]
     text: str = ""
     rewards: dict[str, float | str | None] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)

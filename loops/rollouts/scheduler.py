@@ -12,9 +12,11 @@ Seeds are hashes of the request, so pending requests need not be saved: they are
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -53,29 +55,8 @@ def _read_prompts(
     return list(encode_prompts([{"prompt": text} for text in texts], tokenizer)[0]["prompt"]), rows
 
 
-class Ledger:
-    """A record of the step that trained on each task: every task once, in order."""
-
-    def __init__(self) -> None:
-        self.ends: list[int] = []  # of step k: the number of tasks that steps 0..k trained on
-
-    @property
-    def tasks(self) -> int:
-        """How many have been trained on."""
-        return self.ends[-1] if self.ends else 0
-
-    def enter(self, step: int, tasks: Sequence[int]) -> None:
-        if list(tasks) != list(range(self.tasks, self.tasks + len(tasks))):
-            raise AssertionError(f"ledger: step {step} would train on tasks {list(tasks)}, task {self.tasks} is next")
-        if not len(self.ends) - 1 <= step <= len(self.ends):
-            raise AssertionError(f"ledger: step {step} after step {len(self.ends) - 1}")
-        if step == len(self.ends):
-            self.ends.append(self.tasks)
-        self.ends[step] += len(tasks)
-
-
-class RolloutScheduler:
-    """The scheduler that the top of this file describes. All of its methods are called from one thread, the trainer's.
+class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
+    """See the top of the file. All of its methods are called from one thread, the trainer's.
 
     Args:
         source: samples the completions.
@@ -131,8 +112,12 @@ class RolloutScheduler:
                 f"{type(source).__name__} samples from the weights that are being trained; set max_staleness to 0, or "
                 "use a DetachedSource or a server"
             )
-        sampling = sampling or SamplingParams(256)
-        self.sampling = sampling if sampling.stop else replace(sampling, stop=stop_tokens(source))
+        self.sampling = sampling or SamplingParams(256)
+        if not self.sampling.stop:
+            sampler: Any = getattr(source, "source", source)  # that of conversations
+            policy: Any = getattr(sampler, "policy", None)
+            config = getattr(sampler, "config", None) if policy is None else policy.plain.generation_config
+            self.sampling = replace(self.sampling, stop=end_tokens(config, getattr(sampler, "tokenizer", None)))
         self._row: Callable[[int], Row] | None = None
         if not callable(prompts):
             ids, rows = _read_prompts(prompts, getattr(source, "tokenizer", None))
@@ -144,7 +129,7 @@ class RolloutScheduler:
         self.attempts, self.backoff = attempts, backoff
         self._settings = {"groups_per_step": groups_per_step, "group_size": group_size, "seed": seed}
         self.version: int | None = None
-        self.ledger = Ledger()
+        self.ends: list[int] = []  # of step k: the number of tasks that steps 0..k trained on, every task once
         self.counts = {"retries": 0, "republished": 0}
         self.waited = 0.0  # seconds that the trainer spent in `take`
         self._newest = -1  # the last version whose publication has started
@@ -154,6 +139,11 @@ class RolloutScheduler:
         self._loop = EventLoop(background=max_staleness > 0)
         self._changed = asyncio.Condition()
         self._lost = False  # the source was seen to sample from other weights than the trainer's
+
+    @property
+    def tasks(self) -> int:
+        """How many have been trained on."""
+        return self.ends[-1] if self.ends else 0
 
     def publish(self, weights: nn.Module | Callable[[], NamedWeights] | None = None) -> None:
         """Sample from these weights from now on: their version is the number of the next step.
@@ -169,7 +159,7 @@ class RolloutScheduler:
             self.weights = lambda: named_weights(policy)
         elif weights is not None:
             self.weights = weights
-        self._loop.run(self._publish(len(self.ledger.ends)))
+        self._loop.run(self._publish(len(self.ends)))
 
     def take(self, groups: int | None = None, *, step: int | None = None) -> list[list[Sample]]:
         """The next groups in the order of tasks, B of them or as many as asked for; waits until they are there.
@@ -210,16 +200,13 @@ class RolloutScheduler:
             finally:
                 self._loop.close()
 
-    def __enter__(self) -> "RolloutScheduler":
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger, and the groups that are ready for later steps."""
+        """The tasks that were trained on, and the groups that are ready for later steps."""
         ready = self._loop.run(self._ready())
-        return {"ends": list(self.ledger.ends), "ready": ready, "settings": dict(self._settings)}
+        return {"ends": list(self.ends), "ready": ready, "settings": dict(self._settings)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state, before anything is published or taken.
@@ -230,18 +217,17 @@ class RolloutScheduler:
         for name, value in self._settings.items():
             if state["settings"][name] != value:
                 raise ValueError(f"scheduler: the run to go on with had {name}={state['settings'][name]}, not {value}")
-        self.ledger.ends = list(state["ends"])
+        self.ends = list(state["ends"])
         self._stored = {int(task): [from_record(record) for record in group] for task, group in state["ready"].items()}
 
     # The methods below run in the event loop.
 
     async def _publish(self, version: int, *, only_if_lost: bool = False) -> None:
         """Publish the trainer's weights, perhaps only if the source, restarted since, does not sample from them."""
-        began, attempt = time.monotonic(), 0
+        began = time.monotonic()
         async with self._changed:
             self._newest = version
-            while True:
-                attempt += 1
+            for attempt in itertools.count(1):
                 try:
                     if attempt > 1 or only_if_lost:  # a request for its version brings it back
                         if await self.source.version() == version and only_if_lost:
@@ -257,7 +243,7 @@ class RolloutScheduler:
             self.version, self._lost = version, False
             self._changed.notify_all()
         if not only_if_lost:
-            self._limit = self.ledger.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
+            self._limit = self.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
             if self.max_staleness:
                 self._admit(self._limit)
 
@@ -273,7 +259,7 @@ class RolloutScheduler:
         await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))
 
     async def _take(self, step: int, count: int) -> list[list[Sample]]:
-        wanted = range(self.ledger.tasks, self.ledger.tasks + count)
+        wanted = range(self.tasks, self.tasks + count)
         await self._publish(step, only_if_lost=True)
         self._admit(max(self._limit, wanted.stop))
         arriving = asyncio.gather(*(self._begun[task] for task in wanted))
@@ -286,10 +272,15 @@ class RolloutScheduler:
             arriving.cancel()
             attendant.cancel()
             await asyncio.gather(*both, return_exceptions=True)
+            for task in wanted:  # what failed, or was cancelled just now, is begun anew when it is taken again
+                if (begun := self._begun[task]).cancelled() or (begun.done() and begun.exception()):
+                    del self._begun[task]
         age = max((step - sample.oldest for group in groups for sample in group), default=0)
         if age > self.max_staleness and not self.source.stored:
             raise AssertionError(f"scheduler: step {step} would train on samples of age {age} > {self.max_staleness}")
-        self.ledger.enter(step, [group[0].task for group in groups])
+        if [group[0].task for group in groups] != list(wanted) or not len(self.ends) - 1 <= step <= len(self.ends):
+            raise AssertionError(f"scheduler: step {step}, on {wanted}, would come after step {len(self.ends) - 1}")
+        self.ends[step:] = [wanted.stop]
         for task in wanted:
             del self._begun[task]
         return groups
@@ -302,7 +293,7 @@ class RolloutScheduler:
             await self._publish(version, only_if_lost=True)
 
     def _admit(self, limit: int) -> None:
-        for task in range(self.ledger.tasks, limit):
+        for task in range(self.tasks, limit):
             if task not in self._begun:
                 self._begun[task] = asyncio.create_task(self._begin(task))
 
@@ -335,11 +326,9 @@ class RolloutScheduler:
                 since = self.version
                 group = await self.source.sample(request)
                 check_completions(group, request, name, conversations=True)
-                for versions in [[span.version for span in sample.spans] for sample in group]:
-                    if self.source.stored or (
-                        since is not None and since <= min(versions) <= max(versions) <= self._newest
-                    ):
-                        continue
+                versions = sorted({span.version for sample in group for span in sample.spans})
+                known = since is not None and since <= versions[0] and versions[-1] <= self._newest
+                if not (known or self.source.stored):
                     raise SourceLost(
                         f"{name}: task {task}: its completions come from versions {versions}, published are {since} to "
                         f"{self._newest}"
@@ -349,7 +338,8 @@ class RolloutScheduler:
                 await self._failed(f"task {task} could not be sampled", error, attempt, began)
 
     async def _ready(self) -> dict[int, list[dict[str, Any]]]:
-        done = {task: begun.result() for task, begun in self._begun.items() if begun.done() and not begun.exception()}
+        ended = {task: begun for task, begun in self._begun.items() if begun.done() and not begun.cancelled()}
+        done = {task: begun.result() for task, begun in ended.items() if not begun.exception()}
         return {task: [to_record(sample) for sample in group] for task, group in {**self._stored, **done}.items()}
 
     async def _close(self) -> None:
@@ -359,15 +349,8 @@ class RolloutScheduler:
         await self.source.close()
 
 
-def stop_tokens(source: RolloutSource) -> tuple[int, ...]:
-    """The end tokens of a source's tokenizer and model; none where it has neither."""
-    source = getattr(source, "source", source)  # a source of conversations
-    policy: Any = getattr(source, "policy", None)
-    model = getattr(source, "config", None) if policy is None else policy.plain.generation_config
-    return end_tokens(getattr(model, "eos_token_id", None), getattr(source, "tokenizer", None))
-
-
-def end_tokens(model: int | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
-    """The end tokens of the model's generation config and the tokenizer's, in order."""
+def end_tokens(config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Those that the model of this configuration was made to end with, and the tokenizer's, in order."""
+    model = getattr(config, "eos_token_id", None)
     ids = {getattr(tokenizer, "eos_token_id", None), *(model if isinstance(model, Sequence) else [model])}
     return tuple(sorted(token for token in ids if token is not None))

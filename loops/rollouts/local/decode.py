@@ -6,13 +6,13 @@ One number in [0, 1) per row decides its token, so that a row's token does not d
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ...models.policy import Policy
-from ..sample import Finish, Request, SamplingParams, VersionSpan
+from ..sample import Request, SamplingParams, VersionSpan
 
 _CACHES = ("past_key_values", "cache_params")  # the latter in Mamba and its kin
 _ELEMENTS = 1 << 24  # logits that are turned into probabilities at once
@@ -38,7 +38,7 @@ class DecodeSequence:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[VersionSpan] = []
-        self.finish: Finish | None = None
+        self.finish: Literal["stop", "length", "aborted"] | None = None
 
     def append(self, token: int, logprob: float, version: int) -> None:
         end = len(self.tokens)

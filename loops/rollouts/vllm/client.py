@@ -29,27 +29,8 @@ class Rejected(SourceError):
         self.may_pass = status >= 500 or status in (404, 408, 429)
 
 
-class _Reply(dict[str, Any]):
-    """The JSON object in a server's response; a missing key, or a response that is not JSON, raises an error that shows
-    it.
-
-    Raises:
-        SourceError: names what was looked for.
-    """
-
-    def __init__(self, who: str, reply: Any) -> None:
-        super().__init__(reply if isinstance(reply, dict) else {})
-        self.who, self.reply = who, reply
-
-    def __str__(self) -> str:
-        return str(self.reply)
-
-    def __missing__(self, name: str) -> Any:
-        raise SourceError(f"{self.who}: its answer has no {name!r}; is it vLLM? It says {str(self)[:200]}")
-
-
 class VLLMClient:
-    """Calls to a server; every method may raise what `get` raises.
+    """Calls to a server; every method may raise what `get` raises. Weights go to it by the methods of a `VLLMEngine`.
 
     Args:
         url: ``http://host:port``.
@@ -74,19 +55,18 @@ class VLLMClient:
             for connections in (concurrency, None)
         )
 
-    async def get(self, path: str) -> Any:
-        """The JSON of the response.
+    async def get(self, path: str, name: str = "") -> Any:
+        """The JSON of the response, or its entry of this name.
 
         Raises:
             SourceLost: if there is no server, it dies meanwhile, or it takes too long (from `httpx2.TimeoutException`).
             Rejected: if it refuses.
+            SourceError: if there is no such entry; shows what there is.
         """
-        reply = await self._call(self._controlling, path, None, min(self._timeout, _LOOK))
-        return _Reply(f"vllm: {self.url}{path.partition('?')[0]}", reply)
+        return await self._call(self._controlling, path, None, min(self._timeout, _LOOK), name)
 
-    async def post(self, path: str, body: Any) -> Any:
-        reply = await self._call(self._controlling, path, body, self._patience)
-        return _Reply(f"vllm: {self.url}{path.partition('?')[0]}", reply)
+    async def post(self, path: str, body: Any, name: str = "") -> Any:
+        return await self._call(self._controlling, path, body, self._patience, name)
 
     async def generate(self, body: Any) -> Any:
         return await self._call(self._completing, "/inference/v1/generate", body, self._timeout)
@@ -97,7 +77,7 @@ class VLLMClient:
         await self._call(self._controlling, "/inference/v1/generate", body, self._timeout)
 
     async def weight_version(self) -> str:
-        return str((await self.get("/weight_info"))["weight_version"])
+        return str(await self.get("/weight_info", "weight_version"))
 
     async def pause(self) -> None:
         await self.post("/pause?mode=keep&clear_cache=true", {})
@@ -122,16 +102,15 @@ class VLLMClient:
         Raises:
             SourceError: if it is not healthy by then.
         """
-        until, warned = time.monotonic() + seconds, False
-        while not await self.alive():
-            if not warned:
-                log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
-                warned = True
+        until = time.monotonic() + seconds
+        if not (alive := await self.alive()):
+            log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
+        while not (alive or await self.alive()):
             if time.monotonic() > until:
                 raise SourceError(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
             await asyncio.sleep(0.2)
 
-    async def _call(self, client: httpx2.AsyncClient, path: str, body: Any, timeout: float) -> Any:
+    async def _call(self, client: httpx2.AsyncClient, path: str, body: Any, timeout: float, name: str = "") -> Any:
         who = f"vllm: {self.url}{path.partition('?')[0]}"
         method, limits = "GET" if body is None else "POST", httpx2.Timeout(timeout, pool=None)
         try:
@@ -145,7 +124,9 @@ class VLLMClient:
         except ValueError:
             reply = response.text
         if not response.is_error:
-            return reply
+            if name and not (isinstance(reply, dict) and name in reply):
+                raise SourceError(f"{who}: its answer has no {name!r}; is it vLLM? It says {str(reply)[:200]}")
+            return reply[name] if name else reply
         status = response.status_code
         try:
             message = str(reply["error"]["message"])

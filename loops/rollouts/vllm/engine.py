@@ -4,6 +4,7 @@ import asyncio
 import functools
 import os
 import uuid
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from .client import Rejected
 from .launch import SHARE
 from .preflight import install_advice, parameter_check
 from .server import FINISH, VERSIONS, sample_each, sampling_params, to_sample
-from .weights import Files
+from .weights import Files, send_weights
 
 _REQUESTS = ("init_weight_transfer_engine", "update_weights")  # operations that take their arguments as one request
 
@@ -91,7 +92,7 @@ class VLLMEngine:
 
         self._llm, self._engine = llm, llm.llm_engine
         self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
-        self._updates, self._check_weights = Files(directory), parameter_check(config)
+        self.updates, self._check_weights = Files(directory), parameter_check(config)
         self.tokenizer = tokenizer
         self.vocab = max(config.get_text_config().vocab_size, len(tokenizer))
         self.context: int = llm.model_config.max_model_len
@@ -107,11 +108,14 @@ class VLLMEngine:
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         refuse_closed(self._closed, "vllm")
-        await self._updates.publish(self, self._check_weights(weights), version)
+        await send_weights([self], self._check_weights(weights), version)
+
+    async def update(self, step: Callable[["VLLMEngine"], Coroutine[Any, Any, None]]) -> None:
+        await step(self)
 
     async def version(self) -> int | None:
         refuse_closed(self._closed, "vllm")
-        return await self._updates.version(self)
+        return await self.updates.version(self)
 
     async def close(self) -> None:
         """Cancel pending requests. The engine stays, and may be used by another source."""
@@ -157,7 +161,7 @@ class VLLMEngine:
             if output is None:
                 self._engine.abort_request([name])
         drawn = [next((token, float(entry.logprob)) for token, entry in top.items()) for top in output.logprobs]
-        spans = self._updates.spans([(span.version, span.start, span.end) for span in output.weight_versions], None)
+        spans = self.updates.spans([(span.version, span.start, span.end) for span in output.weight_versions], None)
         finish = FINISH[output.finish_reason]
         return to_sample(request, index, list(output.token_ids), drawn, finish, spans, self.tokenizer)
 

@@ -58,7 +58,7 @@ _FIXES = (  # the first pattern that is found, and what a user of the command li
 )
 
 
-class Launched:
+class Launched(contextlib.AbstractContextManager["Launched"]):
     """A server in a process group of its own; see `launch`.
 
     Attributes:
@@ -141,9 +141,6 @@ class Launched:
         self.kill()
         shutil.rmtree(self._plugin, ignore_errors=True)
         atexit.unregister(self.close)
-
-    def __enter__(self) -> "Launched":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

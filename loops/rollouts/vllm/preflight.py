@@ -28,20 +28,17 @@ async def check_server(
     def restart(why: str, flags: str) -> SourceError:
         return SourceError(f"vllm: the server at {vllm.url} {why}; restart it with {flags}")
 
-    reply = await vllm.get("/version")
-    version = reply.get("version") if isinstance(reply, dict) else None
-    if not isinstance(version, str):
-        raise SourceError(f"vllm: what answers at {vllm.url} is no vLLM; it says {str(reply)[:100]}")
+    version = str(await vllm.get("/version", "version"))
     if not any(version == known or version.startswith(known + ".") for known in versions):
         raise SourceError(f"vllm: {vllm.url} is version {version}, but {' and '.join(versions)} are known to work; "
                           f"{install_advice(versions)} in the environment of that server, or in another one that "
                           "--vllm.python names (from Python, versions= lets you try yours)")  # fmt: skip
     try:
-        config = (await vllm.get("/server_info?config_format=json"))["vllm_config"]
+        config = await vllm.get("/server_info?config_format=json", "vllm_config")
         await vllm.weight_version()
     except Rejected as error:
         raise restart("can't be told to take new weights", "VLLM_SERVER_DEV_MODE=1 in its environment") from error
-    if (await vllm.get("/is_paused"))["is_paused"]:  # a trainer died while it was updating the weights
+    if await vllm.get("/is_paused", "is_paused"):  # a trainer has died while it was updating the weights
         await undo_update(vllm)
         await vllm.resume()
     model = config["model_config"]
@@ -54,7 +51,7 @@ async def check_server(
         raise restart(f"is quantized ({model['quantization']}), and the trainer's weights are not", "a plain model")
     if (misfit := updates.misfit(config)) is not None:
         raise restart(*misfit)
-    if not updates.merged and "/v1/load_lora_adapter" not in (await vllm.get("/openapi.json"))["paths"]:
+    if not updates.merged and "/v1/load_lora_adapter" not in await vllm.get("/openapi.json", "paths"):
         raise restart("can't be told to load adapters", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
     try:
         await vllm.try_token(0)
@@ -62,7 +59,7 @@ async def check_server(
         if error.status not in (403, 404):
             raise
         raise restart("does not take token ids", "--enable-scale-out") from error
-    return int(model["max_model_len"]), (await vllm.get("/v1/models"))["data"][0]["root"]
+    return int(model["max_model_len"]), (await vllm.get("/v1/models", "data"))[0]["root"]
 
 
 def install_advice(versions: tuple[str, ...]) -> str:
@@ -96,7 +93,7 @@ async def check_model(
                               f"of {vocab}; start it with the same model")  # fmt: skip
     text = _PROBE + "".join(map(str, tokenizer.all_special_tokens))
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
-    tokens = (await vllm.post("/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
+    tokens = await vllm.post("/tokenize", {"prompt": text, "add_special_tokens": False}, "tokens")
     if tokens != expected:
         raise SourceError(f"vllm: the tokenizer of the server's model {model} is another one than the trainer's: "
                           f"it gives {tokens[:8]}... for {text[:9]!r}..., here it is {expected[:8]}...; "

@@ -8,8 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from itertools import compress, tee
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,23 +16,25 @@ import httpx2
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..event_loops import gather_or_cancel, off_loop, run
-from ..sample import Finish, Request, Sample, SamplingParams, VersionSpan, check_request
+from ..sample import Request, Sample, SamplingParams, VersionSpan, check_request
 from ..source import NamedWeights, SourceError, SourceLost, check_completions
 from .client import Rejected, VLLMClient
 from .preflight import check_model, check_server, parameter_check
-from .weights import Adapters, Files, Nccl
+from .weights import Adapters, Files, Nccl, send_weights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Tested versions of vLLM. Its endpoints for training are not covered by its promises of stability.
 VERSIONS = ("0.32",)
-FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
+FINISH: dict[str, Any] = {"stop": "stop", "length": "length", "abort": "aborted"}
 _SLACK = 30.0  # seconds; the wait for a server that starts ends first, and says better what is wrong
 
 
 def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """The arguments of vLLM's ``SamplingParams``."""
+    """The arguments of vLLM's ``SamplingParams``, which raises a temperature just above 0 without a word."""
+    if 0 < sampling.temperature < 0.01:
+        raise ValueError(f"temperature: vLLM samples at 0.01 or above, got {sampling.temperature:g}; or set it to 0")
     return {
         **{name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
         "stop_token_ids": list(sampling.stop),
@@ -59,7 +60,7 @@ def to_sample(
     index: int,
     tokens: list[int],
     drawn: list[tuple[int, float]],
-    finish: Finish,
+    finish: Literal["stop", "length", "aborted"],
     spans: list[VersionSpan],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Sample:
@@ -130,7 +131,7 @@ class VLLMServer:
         self._client = VLLMClient(url, concurrency=concurrency, timeout=timeout, patience=patience)
         try:
             run(self._meet(config, tokenizer))
-            self._check_weights = parameter_check(self._config)
+            self.check_weights = parameter_check(self._config) if self.updates.merged else iter
         except BaseException:
             end()
             raise
@@ -139,16 +140,15 @@ class VLLMServer:
         return await sample_each(self._complete, request, vocab=self.vocab, context=self.context)
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        checked = self._check_weights(weights) if self.updates.merged else weights
-        await self._within_patience(self.updates.publish(self._client, checked, version))
+        await send_weights([self], self.check_weights(weights), version)
+
+    async def update(self, step: Callable[[VLLMClient], Coroutine[Any, Any, None]]) -> None:
+        await self._within_patience(step(self._client))
         self._note_heard()
 
     async def version(self) -> int | None:
         """Wait for a server that is down, or revive it. None after a restart; then the server is checked again."""
         return await self._within_patience(self._known_version(), _SLACK)
-
-    async def alive(self) -> bool:
-        return await self._client.alive()
 
     async def close(self) -> None:
         """Cancel all calls, which closes their connections."""
@@ -260,8 +260,7 @@ class VLLMServers:
         self._home: dict[int, VLLMServer] = {}  # by task
 
     async def sample(self, request: Request) -> list[Sample]:
-        error: SourceLost | None = None
-        while self._ready or error is None:
+        while True:
             server = self._home.get(request.task)
             if server not in self._ready:
                 server = min(self._ready or self.servers, key=self._under_way.__getitem__)
@@ -269,44 +268,53 @@ class VLLMServers:
             self._under_way[server] += len(request.indices)
             try:
                 return await server.sample(request)
-            except SourceLost as lost:
-                error = lost
-                self._drop(server, lost)
+            except SourceLost as error:
+                self._drop({server: error})
             finally:
                 self._under_way[server] -= len(request.indices)
-        raise error
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         up = await self._up() or self.servers
-        publications = [server.publish(copy, version) for server, copy in zip(up, tee(weights, len(up)), strict=True)]
-        outcomes = await asyncio.gather(*publications, return_exceptions=True)
-        lost = [(server, error) for server, error in zip(up, outcomes, strict=True) if error is not None]
-        for _, error in lost:
-            if not isinstance(error, SourceLost) or len(lost) == len(up):
-                raise error
-        self._version, self._ready = version, list(up)
-        self._home.clear()  # the prefix caches are empty
-        for server, error in lost:
-            self._drop(server, error)
+        failed = await send_weights(up, up[0].check_weights(weights), version)
+        self._ready = list(up)
+        self._drop(failed)
+        self._version = version
+        self._home.clear()  # the caches of prompts are empty
 
     async def version(self) -> int | None:
-        """That of the servers that are up; where none is, wait for the first."""
-        up = await self._up() or self.servers[:1]
-        versions = await asyncio.gather(*(server.version() for server in up))
-        self._ready = [server for server, version in zip(up, versions, strict=True) if version == self._version]
+        """That of the servers that are up; where none is, wait for the first that comes back."""
+        up = await self._up()
+        asked = {asyncio.create_task(server.version()): server for server in up or self.servers}
+        try:
+            done, late = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            if up and late:  # one that dies just now may be long in coming back
+                done |= (await asyncio.wait(late, timeout=_SLACK))[0]
+        finally:
+            for task in asked:
+                task.cancel()
+        self._ready = [asked[task] for task in done]
+        self._drop({asked[task]: error for task in done if (error := task.exception()) is not None})
+        current = {asked[task] for task in done if task.exception() is None and task.result() == self._version}
+        self._ready = [server for server in self._ready if server in current]
         return self._version if self._ready else None
 
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self.servers))
 
     async def _up(self) -> list[VLLMServer]:
-        alive = await asyncio.gather(*(server.alive() for server in self.servers))
-        return list(compress(self.servers, alive))
+        alive = await asyncio.gather(*(server._client.alive() for server in self.servers))
+        return [server for server, answered in zip(self.servers, alive, strict=True) if answered]
 
-    def _drop(self, server: VLLMServer, error: BaseException) -> None:
-        if server in self._ready:
-            self._ready.remove(server)
-            log.warning("%s; %d of %d servers go on without it", error, len(self._ready), len(self.servers))
+    def _drop(self, failed: Mapping[VLLMServer, BaseException]) -> None:
+        """Go on without these; raise what is not worth a retry, or if there are no others."""
+        left = [server for server in self._ready if server not in failed]
+        for server, error in failed.items():
+            if not isinstance(error, SourceLost) or not left:
+                self._ready = left
+                raise error
+            if server in self._ready:
+                log.warning("%s; %d of %d servers go on without it", error, len(left), len(self.servers))
+        self._ready = left
 
 
 def _read(auto: Any, model: str, what: str) -> Any:

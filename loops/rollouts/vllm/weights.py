@@ -1,8 +1,8 @@
 """Update the weights of a running vLLM: by file, by NCCL, or as one more adapter.
 
-Whole weights are replaced while the engine is paused. Unfinished completions stay where they are, and their keys and
-values are recomputed: with the old cache they would go on from a mixture of both weights, labeled with the new ones.
-`VLLMClient` and `VLLMEngine` have the same methods for this: weight_version, pause, resume and control.
+Whole weights are put in while the engine is paused. Completions under way stay where they are, and their keys and
+values are computed anew: with the old cache they would go on from a mixture of both weights, labeled with the new ones.
+A `VLLMEngine` has the methods of a `VLLMClient` for this: weight_version, pause, resume and control.
 
 vLLM knows the weights by a label. Ours names the version and the source that published it: a server that was restarted,
 was left behind by another run, or was cut off in the middle of an update has some other label.
@@ -20,7 +20,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -32,15 +32,40 @@ from ..source import NamedWeights, SourceError, SourceLost
 from .client import Rejected, VLLMClient
 from .plugin import BACKEND
 
-if TYPE_CHECKING:
-    from .engine import VLLMEngine
-
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
-_CHANGING = ("pissa", "olora", "corda", "loftq")  # initializations of adapters that change the server's base weights
-_PART = 1 << 30  # bytes in transit at once
+_CHANGING = ("pissa", "olora", "corda", "loftq")  # starts of adapters that change the weights which the server has
+_PART = 1 << 30  # bytes that are on their way at once, to all servers
 
 
-async def undo_update(vllm: "VLLMClient | VLLMEngine") -> None:
+async def send_weights(sources: Sequence[Any], weights: NamedWeights, version: int) -> dict[Any, BaseException]:
+    """Send the weights to all sources in lockstep; returns the errors of those that failed, and raises if all did.
+
+    They are read once, a part at a time, and the next part when every source has taken this one: however slow one of
+    them is, all of their copies of a part take no more than 1 GiB, or a single tensor.
+
+    Args:
+        sources: with ``updates``, and ``update(step)``, which awaits ``step(vllm)`` within the source's patience.
+    """
+    failed: dict[Any, BaseException] = {}
+
+    async def each(step: Callable[[Any, Any], Awaitable[None]]) -> None:
+        left = [source for source in sources if source not in failed]
+        steps = [source.update(functools.partial(step, source.updates)) for source in left]
+        outcomes = await asyncio.gather(*steps, return_exceptions=True)
+        failed.update({source: error for source, error in zip(left, outcomes, strict=True) if error is not None})
+
+    await each(lambda updates, vllm: updates.begin(vllm))
+    for part, last in _parts(weights, _PART // len(sources)):
+        await each(lambda updates, vllm, part=part, last=last: updates.send(vllm, part, last))
+        if len(failed) == len(sources):
+            break
+    await each(lambda updates, vllm: updates.finish(vllm, version))
+    if len(failed) == len(sources):
+        raise next(iter(failed.values()))
+    return failed
+
+
+async def undo_update(vllm: VLLMClient) -> None:
     """End an update that another trainer left half done: it may or may not have begun, and may have failed."""
     for operation in ("start_weight_update", "finish_weight_update", "shutdown_weight_transfer_engine"):
         with contextlib.suppress(Rejected):
@@ -50,7 +75,7 @@ async def undo_update(vllm: "VLLMClient | VLLMEngine") -> None:
 class _Whole:
     """All of the weights, in place of the former ones."""
 
-    merged = True  # `publish` takes adapters merged into the weights that they adapt
+    merged = True  # takes adapters merged into the weights that they adapt
     backend: str
     flags: Sequence[str]  # of a server that is updated so
     connect: Callable[[Any], Awaitable[None]]  # to an engine that has just been started, or belonged to another trainer
@@ -68,10 +93,10 @@ class _Whole:
             return f"has weight_transfer_config={transfer}, but weights are to come another way", shlex.join(self.flags)
         return None
 
-    async def version(self, vllm: "VLLMClient | VLLMEngine") -> int | None:
+    async def version(self, vllm: Any) -> int | None:
         return self._version(await vllm.weight_version())
 
-    async def publish(self, vllm: "VLLMClient | VLLMEngine", weights: NamedWeights, version: int) -> None:
+    async def begin(self, vllm: VLLMClient) -> None:
         label = await vllm.weight_version()
         await vllm.pause()
         if self._version(label) is None:
@@ -81,8 +106,8 @@ class _Whole:
         # Mark the weights invalid until the update is complete: if this process dies, the next one publishes again.
         await vllm.control("update_weight_version", new_version=f"incomplete@{self._name}")
         await vllm.control("start_weight_update")
-        for part, last in _parts(weights):
-            await self.send(vllm, part, last)
+
+    async def finish(self, vllm: VLLMClient, version: int) -> None:
         await vllm.control("finish_weight_update", weight_version=f"{version}@{self._name}")
         await vllm.resume()
 
@@ -125,11 +150,11 @@ class Files(_Whole):
             directory = tempfile.mkdtemp(prefix="burnish-", dir=memory if memory.is_dir() else None)
         self.directory = Path(directory).resolve()
 
-    async def connect(self, vllm: "VLLMClient | VLLMEngine") -> None:
+    async def connect(self, vllm: VLLMClient) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         await vllm.control("init_weight_transfer_engine", init_info={"directory": str(self.directory)})
 
-    async def send(self, vllm: "VLLMClient | VLLMEngine", part: dict[str, Tensor], last: bool) -> None:
+    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
         path = self.directory / f"{self._name}.safetensors"
         try:
             await off_loop(functools.partial(save_file, _copies(part.items()), path))
@@ -164,7 +189,7 @@ class Nccl(_Whole):
         if self._group is not None:
             self._group.destroy()
             self._group = None
-        ranks = 1 + (await vllm.get("/get_world_size"))["world_size"]
+        ranks = 1 + await vllm.get("/get_world_size", "world_size")
         group = {"master_address": self.address, "master_port": free_port(), "world_size": ranks}
         joining = vllm.control("init_weight_transfer_engine", init_info={**group, "rank_offset": 1, "packed": False})
         self._group = await self._collective(lambda: trainer_init(group), joining)
@@ -176,13 +201,14 @@ class Nccl(_Whole):
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
         }
-        await self._collective(lambda: self._broadcast(tensors), vllm.control("update_weights", update_info=info))
 
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._group.broadcast(tensor, src=0)
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        def broadcast() -> None:
+            for tensor in tensors:
+                self._group.broadcast(tensor, src=0)
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+
+        await self._collective(broadcast, vllm.control("update_weights", update_info=info))
 
     async def _collective(self, trainer: Callable[[], Any], server: Coroutine[Any, Any, None]) -> Any:
         """Run both sides of a collective; if one fails, the other waits in NCCL forever, and is abandoned."""
@@ -215,6 +241,7 @@ class Adapters:
     def __init__(self, directory: str | Path, config: Any) -> None:
         self.directory, self.config = Path(directory).resolve(), config
         self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(vars(config))))
+        self._tensors: dict[str, Tensor] = {}  # on their way
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
 
@@ -226,22 +253,22 @@ class Adapters:
         return None
 
     async def version(self, vllm: VLLMClient) -> int | None:
-        loaded = {model["id"] for model in (await vllm.get("/v1/models"))["data"]}
+        loaded = {model["id"] for model in await vllm.get("/v1/models", "data")}
         if not self._versions.keys() <= loaded:  # the server was restarted
             self._versions.clear()
         return list(self._versions.values())[-1] if self._versions else None
 
-    async def publish(self, vllm: VLLMClient, weights: NamedWeights, version: int) -> None:
-        await self.version(vllm)
+    begin = version  # notices a restart
+
+    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
+        self._tensors |= _copies(part.items())  # a file holds all of an adapter
+
+    async def finish(self, vllm: VLLMClient, version: int) -> None:
         path = self.directory / f"burnish-{version}-{uuid.uuid4().hex}"
-        copies = _copies(weights)
-
-        def save() -> None:
-            path.mkdir(parents=True, exist_ok=True)
-            save_file(copies, path / "adapter_model.safetensors")
-            self.config.save_pretrained(str(path))
-
-        await off_loop(save)
+        path.mkdir(parents=True)
+        tensors, self._tensors = self._tensors, {}
+        await off_loop(functools.partial(save_file, tensors, path / "adapter_model.safetensors"))
+        self.config.save_pretrained(str(path))
         try:
             await vllm.post("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
         except Rejected as error:
@@ -275,12 +302,12 @@ def _copies(weights: NamedWeights) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
 
 
-def _parts(weights: NamedWeights) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Consecutive parts of the weights, each with whether it is the last."""
+def _parts(weights: NamedWeights, limit: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """Consecutive parts of the weights of so many bytes, or of one tensor, each with whether it is the last."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
-        if part and size + tensor.nbytes > _PART:
+        if part and size + tensor.nbytes > limit:
             yield part, False
             part, size = {}, 0
         part[name] = tensor

@@ -198,7 +198,7 @@ def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_fee
     assert feed.metrics["groups_passed_over"] == 4
     assert feed.metrics["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
     assert [sample.task for sample in stored][::ANSWERS] == list(range(8))
-    assert feed.scheduler.ledger.tasks == 8
+    assert feed.scheduler.tasks == 8
 
 
 def test_samples_of_a_run_that_was_killed_are_on_record_once(open_feed, tmp_path):
@@ -207,7 +207,7 @@ def test_samples_of_a_run_that_was_killed_are_on_record_once(open_feed, tmp_path
     write_samples(path, samples)  # the dead run had a checkpoint after task 0
     path.write_text(path.read_text()[:-20])  # and died while it wrote
     feed = open_feed(samples, open_sample_log(path, show_every=0), groups=1)
-    feed.scheduler.ledger.enter(0, [0])
+    feed.scheduler.ends = [1]  # task 0 in step 0
     feed(1)
     feed(2)
     assert list(read_samples(path)) == samples

@@ -191,6 +191,7 @@ def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fi
                 (Lora(r=2, kwargs={"rank_pattern": {"q": 600}}), "up to rank 512, got 600; lower"),
             )
         ),
+        ({"source": "vllm", "temperature": 0.001}, "temperature: vLLM samples at 0.01 or above, got 0.001"),
         ({"source": "vllm", "vllm": VLLM(trainer_address="10.0.0.5")}, "set vllm.updates to nccl, or leave it out"),
         ({"source": "vllm_engine", "vllm": VLLM(url="http://a:1")}, "no other settings than options and directory"),
         ({"source": "vllm", "vllm": VLLM(url="http://a:1", python="p")}, "leave out python, options"),

@@ -2,8 +2,10 @@
 
 import asyncio
 import gc
+import signal
 import threading
 import warnings
+from contextlib import closing
 
 import pytest
 from burnish.loops.rollouts.event_loops import EventLoop, off_loop
@@ -34,6 +36,29 @@ def test_a_dropped_loop_is_closed_wherever_it_is_collected(inside, closed, monke
         warnings.simplefilter("error")
         asyncio.run(collect()) if inside else gc.collect()
         assert problems == [] and (closed or loop.is_closed())
+
+
+def test_an_interrupted_wait_cancels_what_runs_in_the_background():
+    """Or else it would go on, and take groups for a trainer that gave up on them."""
+    started, cancelled = threading.Event(), threading.Event()
+
+    async def wait():
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    def interrupt():
+        started.wait(10)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    with closing(EventLoop(background=True)) as loop:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(wait())
+        assert cancelled.wait(10)
+        assert loop.run(asyncio.sleep(0, "well")) == "well"
 
 
 def test_blocking_functions_run_in_a_thread_that_is_used_again_and_raise_where_they_are_awaited():

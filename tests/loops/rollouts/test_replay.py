@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 
 import pytest
 from burnish.loops.rollouts.replay import ReplaySource, read_samples, write_samples
@@ -41,6 +42,12 @@ def test_what_is_written_is_read(name, tmp_path):
     read = list(read_samples(path))
     assert read == STORED
     assert all(type(span) is VersionSpan for sample in read for span in sample.spans)
+
+
+def test_half_a_surrogate_which_a_model_may_write_in_json_is_stored(tmp_path):
+    sample = dataclasses.replace(completion(0, 0), info={"arguments": json.loads('{"city": "\\ud83d Zürich"}')})
+    write_samples(path := tmp_path / "samples.jsonl", [sample])
+    assert list(read_samples(path)) == [sample] and "Zürich" in path.read_text()
 
 
 def test_lines_are_appended(tmp_path):

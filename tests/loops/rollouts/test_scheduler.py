@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from burnish.loops.rollouts.sample import Sample, SamplingParams, VersionSpan
-from burnish.loops.rollouts.scheduler import Ledger, RolloutScheduler
+from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.rollouts.source import SourceError, SourceLost
 from burnish.loops.rollouts.vllm.client import Rejected
 
@@ -132,7 +132,7 @@ def test_tasks_are_trained_on_in_their_order_each_once_and_never_too_old(max_sta
     trained = trainer.all(20, pause=0.003)
     assert [(step, task) for step, task, *_ in trained] == [(task // B, task) for task in range(20 * B)]
     assert max(age for *_, age in trained) <= max_staleness
-    assert trainer.scheduler.ledger.ends == [(step + 1) * B for step in range(20)]
+    assert trainer.scheduler.ends == [(step + 1) * B for step in range(20)]
     assert source.closed and source.crashed > 0
 
 
@@ -199,7 +199,7 @@ def test_with_staleness_a_resumed_run_trains_on_each_task_once(stop, when, tmp_p
     assert max(age for *_, age in second.trained) <= 2
     ready = {task: [record["tokens"] for record in group] for task, group in state["ready"].items()}
     assert {task: tokens for _, task, tokens, _ in second.trained if task in ready} == ready
-    assert second.scheduler.ledger.ends == [(step + 1) * B for step in range(9)]
+    assert second.scheduler.ends == [(step + 1) * B for step in range(9)]
 
 
 def test_a_state_of_another_run_is_refused():
@@ -381,7 +381,7 @@ def test_a_step_may_take_more_groups(max_staleness):
             groups = trainer.scheduler.take(step=step) + trainer.scheduler.take(step % 3, step=step)
             tasks += [group[0].task for group in groups]
             assert all(step - sample.oldest <= max_staleness for group in groups for sample in group)
-            assert len(trainer.scheduler.ledger.ends) == step + 1 and trainer.scheduler.ledger.tasks == len(tasks)
+            assert len(trainer.scheduler.ends) == step + 1 and trainer.scheduler.tasks == len(tasks)
             trainer.version = step + 1
             trainer.scheduler.publish()
     assert tasks == list(range(6 * B + 6))
@@ -405,14 +405,62 @@ def test_weights_that_are_being_trained_are_not_drawn_from_meanwhile():
     assert len(Trainer(source, max_staleness=0).all(2)) == 2 * B
 
 
-def test_a_ledger_refuses_what_is_out_of_order():
-    ledger = Ledger()
-    ledger.enter(0, [0, 1])
-    for step, tasks in ((1, [1, 2]), (1, [3]), (0, [0]), (2, [2])):
-        with pytest.raises(AssertionError, match="ledger: step"):
-            ledger.enter(step, tasks)
-    ledger.enter(1, [2, 3])
-    assert ledger.ends == [2, 4]
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_after_a_failure_the_same_groups_can_be_taken_again(max_staleness):
+    """In a notebook, say, where the server has been seen to; and a state is at hand in between."""
+
+    async def refuse(request):
+        raise SourceLost("the server is gone")
+
+    trainer = Trainer(source := Scripted(), max_staleness=max_staleness, attempts=2)
+    source.sample, usual = refuse, source.sample
+    with trainer.scheduler as scheduler:
+        scheduler.publish()
+        with pytest.raises(SourceError, match="the server is gone"):
+            scheduler.take()
+        assert scheduler.state_dict()["ends"] == []
+        source.sample = usual
+        taken = [group[0].task for group in scheduler.take()]
+    assert taken == list(range(B)) and scheduler.ends == [B]
+
+
+def test_groups_that_were_cancelled_with_a_failed_publication_can_be_taken_again():
+    class Lost(Scripted):
+        """Its weights are gone while completions are under way, and can't be replaced at first."""
+
+        async def sample(self, request):
+            if self.asked < B:
+                self.at, self.asked = None, self.asked + 1
+                if self.asked == B:
+                    raise SourceLost("restarted")
+                await asyncio.sleep(60)
+            return await super().sample(request)
+
+        async def publish(self, weights, version):
+            if self.asked and self.down:
+                self.down -= 1
+                raise SourceLost("refuses weights")
+            await super().publish(weights, version)
+
+        def _reachable(self):
+            pass
+
+    trainer = Trainer(Lost(down=2), attempts=2)
+    with trainer.scheduler as scheduler:
+        scheduler.publish()
+        with pytest.raises(SourceError, match="refuses weights"):
+            scheduler.take()
+        assert scheduler.state_dict()["ready"] == {}
+        assert [group[0].task for group in scheduler.take()] == list(range(B))
+
+
+def test_a_step_that_was_skipped_is_refused():
+    with Trainer(Scripted()).scheduler as scheduler:
+        scheduler.publish()
+        scheduler.version = 1
+        scheduler.source.at = 1
+        with pytest.raises(AssertionError, match=r"step 1, on range.*, would come after step -1"):
+            scheduler.take(step=1)
 
 
 def test_it_works_where_an_event_loop_is_running_already():

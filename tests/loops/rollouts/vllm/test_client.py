@@ -197,7 +197,7 @@ class TestMeeting:
 
     def test_what_is_no_vllm_is_refused(self, connect, fake):
         fake.odd["/version"] = lambda body: (200, "<html>")
-        with pytest.raises(SourceError, match="is no vLLM; it says <html>"):
+        with pytest.raises(SourceError, match="/version: its answer has no 'version'; is it vLLM"):
             connect()
 
     def test_another_model_behind_the_address_is_refused(self, connect, fake, tmp_path):
@@ -828,6 +828,74 @@ class TestServers:
         for (tensors,) in got:
             assert all(torch.equal(tensors[name], tensor) for name, tensor in weights(3.0))
 
+    def test_the_next_part_of_the_weights_is_read_when_both_have_taken_the_last(self, source, pair, monkeypatch):
+        """Or else the parts that the slower one has not taken yet would be held in memory, up to the whole model."""
+        monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 1)  # of one tensor each
+        taken = [[], []]
+        for each, names, seconds in zip(pair, taken, (0.0, 0.05), strict=True):
+            each.odd["/update_weights"] = lambda body, names=names, seconds=seconds: (
+                time.sleep(seconds),
+                names.extend(load_file(body["update_info"]["path"])),
+                (200, {}),
+            )[-1]
+
+        def read():
+            for i in range(6):
+                assert [len(names) for names in taken] == [max(0, i - 1)] * 2, "one part is read ahead"
+                yield f"w{i}", torch.ones(3)
+
+        asyncio.run(source.publish(read(), 1))
+        assert taken == [[f"w{i}" for i in range(6)]] * 2
+
+    def test_where_all_are_down_the_first_that_is_back_is_enough(self, source, pair, model):
+        back = []
+
+        async def run():
+            await source.publish(weights(), 1)
+            for each in pair:
+                each.close()
+            threading.Timer(0.3, lambda: back.append(self.counting(Fake(model.tokenizer, pair[1].port)))).start()
+            assert await source.version() is None
+            await source.publish(weights(), 1)
+            assert (await source.sample(self.group(0)))[0].spans == [VersionSpan(1, 0, 3)]
+
+        try:
+            began = time.monotonic()
+            asyncio.run(run())
+            assert time.monotonic() - began < 15, "the patience with the other one is 30 s"
+        finally:
+            for server in back:
+                server.close()
+
+    def test_one_that_dies_while_it_is_asked_for_its_version_holds_up_nothing(self, source, pair, monkeypatch, caplog):
+        monkeypatch.setattr("burnish.loops.rollouts.vllm.server._SLACK", 0.5)
+
+        def die(body):
+            pair[0].odd["/health"] = lambda body: (None, 0)
+            return None, 0
+
+        async def run():
+            await source.publish(weights(), 1)
+            pair[0].odd["/weight_info"] = die
+            assert await source.version() == 1
+            assert (await source.sample(self.group(0)))[0].spans == [VersionSpan(1, 0, 3)]
+
+        began = time.monotonic()
+        asyncio.run(run())
+        assert time.monotonic() - began < 15
+
+    def test_one_that_answers_nothing_but_its_health_is_named_and_done_without(self, connect, pair, caplog):
+        source = VLLMServers([connect(url=each.url, timeout=0.3, patience=30.0) for each in pair])
+
+        async def run():
+            await source.publish(weights(), 1)
+            pair[0].odd.update({path: lambda body: (None, 60) for path in ("/weight_info", "/version")})
+            assert await source.version() == 1
+
+        asyncio.run(run())
+        (line,) = [record.getMessage() for record in caplog.records if "go on without it" in record.getMessage()]
+        assert pair[0].url in line and "1 of 2 servers" in line
+
     def test_the_other_takes_over_from_one_that_dies_until_it_is_back(self, source, pair, model, caplog):
         revived = []
 
@@ -869,6 +937,14 @@ class TestServers:
             each.odd["/inference/v1/generate"] = lambda body: (None, 0)
         with pytest.raises(SourceLost, match="can't be reached, or died"):
             asyncio.run(source.sample(self.group(0)))
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused(connect):
+    """By its ``SamplingParams``, to 0.01: with log-probs of a distribution that the trainer does not know of."""
+    source = connect()
+    with pytest.raises(ValueError, match=r"temperature: vLLM samples at 0\.01 or above, got 0\.005"):
+        published(source, ask(temperature=0.005))
+    assert published(source, ask(temperature=0.01), ask(temperature=0.0))
 
 
 def test_everything_works_in_one_event_loop_after_another(connect):

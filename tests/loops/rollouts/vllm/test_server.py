@@ -7,14 +7,19 @@ import random
 import signal
 import threading
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import vllm_model
+from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.settings import GRPO
+from burnish.loops.rl.settings import VLLM
 from burnish.loops.rollouts.sample import Request, SamplingParams
 from burnish.loops.rollouts.source import SourceError, SourceLost
-from burnish.loops.rollouts.vllm.server import VLLMServer
+from burnish.loops.rollouts.vllm.server import VLLMServer, VLLMServers
 from burnish.loops.rollouts.vllm.weights import Adapters, Files
 from conformance import Conformance, Subject
 from killed import assert_each_answer_once, assert_undisturbed, kill_and_resume
@@ -160,6 +165,47 @@ def test_a_run_on_two_ranks_starts_a_server_of_its_own(tmp_path):
     samples = stored(tmp_path / "run")
     assert len(samples) == 2 * 4 * 4
     assert all(span[0] == sample["task"] // 4 for sample in samples for span in sample["spans"])
+
+
+def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(server, directory, tmp_path, caplog):
+    """About 80 s of processor time, nearly all of it vLLM's two starts."""
+    fields = {**prepare(tmp_path), "model": str(directory / "model"), "max_tokens": 24, "temperature": 0.7, "steps": 5}
+    completed, kill, sample, publish = defaultdict(list), [], VLLMServer.sample, VLLMServers.publish
+
+    async def sample_and_kill(self, request):
+        if self._client.url == other.url and self.version_sent == 1 and not kill:
+            kill.append(threading.Timer(0.02, os.killpg, (other.pid, signal.SIGKILL)))
+            kill[0].start()
+        samples = await sample(self, request)
+        completed[self.version_sent, self._client.url] += samples
+        return samples
+
+    async def publish_and_revive(self, weights, version):
+        if version == 3:
+            other.revive()
+        VLLMServer.version_sent = version
+        await publish(self, weights, version)
+
+    with (
+        start(tmp_path) as other,
+        patch.object(VLLMServer, "version_sent", None, create=True),
+        patch.object(VLLMServer, "sample", sample_and_kill),
+        patch.object(VLLMServers, "publish", publish_and_revive),
+        patch("burnish.loops.runs.training.draw_curves"),
+    ):
+        urls = [server.url, other.url]
+        run_grpo(GRPO(**fields, output=str(tmp_path / "run"), source="vllm", vllm=VLLM(url=urls)))
+    for version in (0, 3, 4):
+        assert [len(completed[version, url]) for url in urls] == [8, 8], "each has two of the four groups"
+    for version in (1, 2):
+        assert [len(completed[version, url]) for url in urls] == [16, 0]
+    for (version, _), samples in completed.items():
+        assert {span.version for sample in samples for span in sample.spans} <= {version}
+    written = [(sample["task"], sample["index"]) for sample in stored(tmp_path / "run")]
+    assert written == [(task, index) for task in range(5 * 4) for index in range(4)]
+    assert all(line["sampling/logp_difference"] < TOLERANCE for line in lines(tmp_path / "run"))
+    (line,) = [record.getMessage() for record in caplog.records if "go on without it" in record.getMessage()]
+    assert other.url in line and "1 of 2 servers" in line
 
 
 @contextmanager
