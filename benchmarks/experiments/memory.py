@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from ..real_model import preference_pairs, write_jsonl
 from ..report import machine, say
@@ -58,6 +60,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo, reference, bfloat16": ("grpo", _GRPO | _BFLOAT16 | {"beta": 0.1}),
     "grpo, LoRA": ("grpo", _GRPO | _LORA),
 }
+_OTHERS = (FakeTensor, DTensor)  # that stand for tensors
 
 
 def varied(row: Any, sample: Any) -> float:
@@ -77,9 +80,9 @@ def configured(recipe: str, values: dict[str, Any]) -> tuple[Callable[[Any], Any
 
 
 def allocated() -> int:
-    """Bytes of all tensors that there are, but for those of a simulation."""
+    """Bytes of all tensors that there are, but for those of a simulation; quantized ones have classes of their own."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and type(each) not in _OTHERS]
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
