@@ -38,6 +38,7 @@ from ..report import machine, say
 _LORA: dict[str, Any] = {"lora": {"r": 16}}
 _BFLOAT16, _RECOMPUTED = {"dtype": "bfloat16"}, {"gradient_checkpointing": True}
 _SMALL = {"optimizer": "adamw_8bit"}
+_NESTED = {"quantize": "4bit", "quantize_kwargs": {"bnb_4bit_use_double_quant": True}}
 _GRPO: dict[str, Any] = {
     "rewards": {"varied": {"function": f"{__name__}:varied"}},
     "prompts_per_rollout": 4,
@@ -53,6 +54,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft, bfloat16": ("sft", _BFLOAT16),
     "sft, bfloat16 weights, 8-bit AdamW": ("sft", _BFLOAT16 | {"weights_dtype": "bfloat16"} | _SMALL),
     "sft, QLoRA, bfloat16, gradient checkpointing": ("sft", _LORA | _BFLOAT16 | _RECOMPUTED | {"quantize": "4bit"}),
+    "sft, nested QLoRA in bfloat16, 8-bit AdamW, gradient checkpointing": (
+        "sft",
+        _LORA | _BFLOAT16 | _RECOMPUTED | _NESTED | {"weights_dtype": "bfloat16"} | _SMALL,
+    ),
     "sft, LoRA, bfloat16, gradient checkpointing": ("sft", _LORA | _BFLOAT16 | _RECOMPUTED),
     "dpo": ("dpo", {}),
     "dpo, bfloat16, gradient checkpointing": ("dpo", _BFLOAT16 | _RECOMPUTED),

@@ -83,21 +83,15 @@ def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = Non
         with training.resources:
             context, feed, model = training.context, training.feed, training.context.model
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            _begin(simulation, training, trained)
+            policy, optimizer = training.state["policy"], training.state["parts"]["optimizer"]
+            _begin(simulation, context, optimizer, trained)
             if isinstance(rollouts := getattr(feed, "rollouts", feed), RolloutFeed):
                 _sample_last_tokens(simulation, rollouts, -(-config.prompts_per_rollout // ranks))
             with simulation.labeled("activations"):
                 tokens, micro_batches, batch = _largest(feed, model)
                 simulated = [batch] * min(micro_batches, 2)  # the second one meets the gradient of the first
-                train_step(
-                    context.accelerator,
-                    training.state["policy"],
-                    training.state["parts"]["optimizer"],
-                    simulated,
-                    training.objective,
-                    training.weightings,
-                    max_grad_norm=config.max_grad_norm or torch.inf,
-                )
+                losses, limit = (training.objective, training.weightings), config.max_grad_norm or torch.inf
+                train_step(context.accelerator, policy, optimizer, simulated, *losses, max_grad_norm=limit)
             if training.directory is not None:
                 with simulation.labeled("weights, to be saved"):
                     saved = named_weights(model, getattr(model.plain, "stored_dtype", None), tied=False)
@@ -120,9 +114,8 @@ def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = Non
     )
 
 
-def _begin(simulation: Simulation, training: Training, trained: Sequence[Any]) -> None:
+def _begin(simulation: Simulation, context: Any, optimizer: Any, trained: Sequence[Any]) -> None:
     """Name what is there when training begins, and what the first step leaves to all others."""
-    context, optimizer = training.context, training.state["parts"]["optimizer"]
     for tensor in [*context.model.parameters(), *context.model.buffers()]:
         simulation.relabel(tensor, "weights, trained" if tensor.requires_grad else "weights, frozen")
     for label in ("others", f"weights of {context.config.model}"):  # a copy; where it is sharded, read once more
@@ -169,17 +162,14 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
 
 def _count_quantized(memory: Counter[str], plain: Any, config: Any) -> None:
     """Weights of the linear layers, which were simulated whole, as bitsandbytes holds them: 4 bits and for each 64 a
-    float32, itself in 8 bits where it is quantized, or 8 bits and a float32 for each row; the one that computes is
-    whole."""
+    float32, or a byte where that is quantized; 8 bits and a float32 for each row. The one that computes is whole."""
     head, scale = plain.get_output_embeddings(), 1 if config.quantize_kwargs.get("bnb_4bit_use_double_quant") else 4
     layers = [each for each in plain.modules() if isinstance(each, torch.nn.Linear) and each is not head]
     frozen = [each.weight for each in layers if not each.weight.requires_grad]
     for weight in frozen:
         size = weight.numel()
-        memory["weights, frozen"] -= weight.nbytes
-        memory["weights, frozen"] += (
-            size // 2 + scale * size // 64 if config.quantize == "4bit" else size + 4 * len(weight)
-        )
+        held = size // 2 + scale * size // 64 if config.quantize == "4bit" else size + 4 * len(weight)
+        memory["weights, frozen"] += held - weight.nbytes
     memory["dequantized weight"] = max((weight.nbytes for weight in frozen), default=0)
 
 
@@ -218,6 +208,7 @@ def _tokens(batch: Batch, model: Any) -> int:
 @contextmanager
 def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
     """Within, a few functions of the library are others."""
+    live = simulation.live
 
     def without_server(config: Any, run: Any) -> Any:
         limit = getattr(run.model.plain.config.get_text_config(), "max_position_embeddings", None)
@@ -228,9 +219,7 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         "runs.checkpoint.load_newest": lambda *_, **__: 0,
         "runs.context.stored_tokens": _store_tokens,
         "runs.teacher.stored_tokens": _store_tokens,
-        "rollouts.local.source.free_share": lambda device: (
-            (capacity - simulation.live.total()) // 4 if capacity else 2 << 30
-        ),
+        "rollouts.local.source.free_share": lambda device: (capacity - live.total()) // 4 if capacity else 2 << 30,
         "rollouts.local.probe.objection": lambda plain, probe: None,  # compares values
         "rl.sources.open_source": without_server,
         "rl.sources.distributed": lambda accelerator, source, *_, **__: (source, None),
@@ -281,9 +270,8 @@ def _measure_largest(feed: RolloutFeed, rollout: Any, measure: Callable[[Batch],
 @contextmanager
 def _ranks(count: int) -> Iterator[None]:
     """On the CPU, and as if a launcher had started so many ranks."""
-    with patch.dict(os.environ):
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            os.environ.pop(name, None)
+    of_launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    with patch.dict(os.environ, {k: v for k, v in os.environ.items() if k not in of_launcher}, clear=True):
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState(cpu=True).num_processes = count  # no distributed type, so Accelerate wraps and sends nothing
         os.environ |= {"RANK": "0", "WORLD_SIZE": str(count), "LOCAL_RANK": "0"}

@@ -100,8 +100,7 @@ class Simulation(TorchDispatchMode):
                 return None
             if packet in _INDEXING:
                 args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
-        made = not fake and (_makes_weights(packet, args, kwargs) or _elements(packet, args, tensors) > _LARGE)
-        with self._fake if made else nullcontext():
+        with self._fake if not fake and _has_no_values(packet, args, kwargs, tensors) else nullcontext():
             result = func(*args, **kwargs)
         head = func.namespace == "burnish" and not str(packet).endswith("_backward")
         label = "logits" if head else _LABELS.get(func.namespace, self.label)
@@ -187,17 +186,15 @@ def _places(index: Tensor | None) -> list[Tensor | None]:
     return list(mask.nonzero().unbind(1))
 
 
-def _makes_weights(packet: Any, args: Any, kwargs: Any) -> bool:
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return packet in _FACTORIES and (dtype.is_floating_point or prod(args[0]) > _LARGE)
-
-
-def _elements(packet: Any, args: Any, tensors: list[Tensor]) -> int:
-    """Of what real tensors broadcast to, such as the mask of a row."""
+def _has_no_values(packet: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
+    """Weights that a factory makes, and what real tensors broadcast to where it is large, such as the mask of a row."""
+    if packet in _FACTORIES:
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return bool(dtype.is_floating_point or prod(args[0]) > _LARGE)
     if len(tensors) < 2 or packet in _INDEXING:
-        return 0
+        return False
     try:
         shape: Any = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
-        return prod(shape)
     except RuntimeError:
-        return 0
+        return False
+    return prod(shape) > _LARGE

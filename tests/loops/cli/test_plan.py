@@ -39,6 +39,11 @@ MORE = {
     "dpo, precomputed, padded": ("dpo", "pairs", {"reference": "precompute", "layout": "padded"}),
     "dpo, LoRA": ("dpo", "pairs", {**BFLOAT16, "lora": {"r": 8}}),
     "sft, QLoRA": ("sft", "texts", {**BFLOAT16, "lora": {"r": 8}, "quantize": "4bit"}),
+    "sft, nested QLoRA": (
+        "sft",
+        "texts",
+        {"lora": {"r": 8}, "quantize": "4bit", "quantize_kwargs": {"bnb_4bit_use_double_quant": True}},
+    ),
     "kto": ("kto", "marked", {}),
     "reward": ("reward", "pairs", {}),
     "grpo, ahead": ("grpo", "prompts", {**ONLINE, "group_size": 4, "max_staleness": 1}),
