@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from ..real_model import preference_pairs, write_jsonl
 from ..report import machine, say
@@ -36,6 +38,7 @@ from ..report import machine, say
 _LORA: dict[str, Any] = {"lora": {"r": 16}}
 _BFLOAT16, _RECOMPUTED = {"dtype": "bfloat16"}, {"gradient_checkpointing": True}
 _SMALL = {"optimizer": "adamw_8bit"}
+_NESTED = {"quantize": "4bit", "quantize_kwargs": {"bnb_4bit_use_double_quant": True}}
 _GRPO: dict[str, Any] = {
     "rewards": {"varied": {"function": f"{__name__}:varied"}},
     "prompts_per_rollout": 4,
@@ -51,6 +54,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft, bfloat16": ("sft", _BFLOAT16),
     "sft, bfloat16 weights, 8-bit AdamW": ("sft", _BFLOAT16 | {"weights_dtype": "bfloat16"} | _SMALL),
     "sft, QLoRA, bfloat16, gradient checkpointing": ("sft", _LORA | _BFLOAT16 | _RECOMPUTED | {"quantize": "4bit"}),
+    "sft, nested QLoRA in bfloat16, 8-bit AdamW, gradient checkpointing": (
+        "sft",
+        _LORA | _BFLOAT16 | _RECOMPUTED | _NESTED | {"weights_dtype": "bfloat16"} | _SMALL,
+    ),
     "sft, LoRA, bfloat16, gradient checkpointing": ("sft", _LORA | _BFLOAT16 | _RECOMPUTED),
     "dpo": ("dpo", {}),
     "dpo, bfloat16, gradient checkpointing": ("dpo", _BFLOAT16 | _RECOMPUTED),
@@ -58,6 +65,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo, reference, bfloat16": ("grpo", _GRPO | _BFLOAT16 | {"beta": 0.1}),
     "grpo, LoRA": ("grpo", _GRPO | _LORA),
 }
+_OTHERS = (FakeTensor, DTensor)  # that stand for tensors
 
 
 def varied(row: Any, sample: Any) -> float:
@@ -77,9 +85,9 @@ def configured(recipe: str, values: dict[str, Any]) -> tuple[Callable[[Any], Any
 
 
 def allocated() -> int:
-    """Bytes of all tensors that there are, but for those of a simulation."""
+    """Bytes of all tensors that there are, but for those of a simulation; quantized ones have classes of their own."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and type(each) not in _OTHERS]
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

@@ -7,7 +7,7 @@ The library's own code does it, but for a few functions (`_stand_ins`) that need
 """
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..batch import Batch
 from ..models.io import named_weights
-from ..models.simulation import Simulation
+from ..models.simulation import Simulation, simulate
 from ..rl.feed import RolloutFeed
 from ..rollouts.local.decode import DecodeSequence, draw
 from ..rollouts.sample import Request, Sample, VersionSpan
@@ -66,7 +66,7 @@ def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = Non
     Args:
         recipe: such as `run_dpo`, with its configuration.
         ranks: that there would be.
-        capacity: bytes of the device of each, for what takes a share of it.
+        capacity: bytes of the GPU of each; without, they are on the CPU.
 
     Raises:
         ValueError: what the recipe raises before its first step.
@@ -77,36 +77,30 @@ def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = Non
         of_rank = 2 * -(-config.micro_tokens // (config.group_size * config.max_tokens)) + 1
         prompts = min(config.prompts_per_rollout, ranks * of_rank * config.minibatches)
         fewer, share = replace(config, prompts_per_rollout=prompts), prompts / config.prompts_per_rollout
-    with _ranks(ranks), Simulation() as simulation, _stand_ins(simulation, capacity):
+    gpu = capacity is not None
+    with _ranks(ranks), simulate(gpu=gpu) as simulation, _stand_ins(simulation, capacity):
         training: Training = recipe.__wrapped__(fewer)  # a recipe opens a run, and takes its steps
         with training.resources:
             context, feed, model = training.context, training.feed, training.context.model
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            _begin(simulation, training, trained)
-            rollouts = getattr(feed, "rollouts", feed)
-            if isinstance(rollouts, RolloutFeed):
+            policy, optimizer = training.state["policy"], training.state["parts"]["optimizer"]
+            _begin(simulation, context, optimizer, trained)
+            if isinstance(rollouts := getattr(feed, "rollouts", feed), RolloutFeed):
                 _sample_last_tokens(simulation, rollouts, -(-config.prompts_per_rollout // ranks))
             with simulation.labeled("activations"):
                 tokens, micro_batches, batch = _largest(feed, model)
                 simulated = [batch] * min(micro_batches, 2)  # the second one meets the gradient of the first
-                train_step(
-                    context.accelerator,
-                    training.state["policy"],
-                    training.state["parts"]["optimizer"],
-                    simulated,
-                    training.objective,
-                    training.weightings,
-                    max_grad_norm=config.max_grad_norm or torch.inf,
-                )
-            if hasattr(model.model, "disable_adapter"):
-                with simulation.labeled("merged weights, to be saved"):
-                    merged = dict(named_weights(model))
-                del merged
+                losses, limit = (training.objective, training.weightings), config.max_grad_norm or torch.inf
+                train_step(context.accelerator, policy, optimizer, simulated, *losses, max_grad_norm=limit)
+            if training.directory is not None:
+                with simulation.labeled("weights, to be saved"):
+                    saved = named_weights(model, getattr(model.plain, "stored_dtype", None), tied=False)
+                    deque(saved, maxlen=1 if gpu else None)  # each goes from the GPU to the host
     memory = Counter({label: size for label, size in simulation.peak.items() if size > 0})
     if config.quantize is not None:
-        _count_quantized(memory, model.plain, config.quantize)
+        _count_quantized(memory, model.plain, config)
     if ranks > 1 and model.mesh is None:
-        memory["DDP buckets"] = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        memory["DDP buckets"] = sum(parameter.nbytes for parameter in trained)
     return Rehearsal(
         memory=memory,
         tokens=tokens / share,
@@ -120,9 +114,8 @@ def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = Non
     )
 
 
-def _begin(simulation: Simulation, training: Training, trained: Sequence[Any]) -> None:
-    """Label the memory in use when training begins, and what the first step leaves for later ones."""
-    context, optimizer = training.context, training.state["parts"]["optimizer"]
+def _begin(simulation: Simulation, context: Any, optimizer: Any, trained: Sequence[Any]) -> None:
+    """Name what is there when training begins, and what the first step leaves to all others."""
     for tensor in [*context.model.parameters(), *context.model.buffers()]:
         simulation.relabel(tensor, "weights, trained" if tensor.requires_grad else "weights, frozen")
     for label in ("others", f"weights of {context.config.model}"):  # a copy; where it is sharded, read once more
@@ -133,23 +126,21 @@ def _begin(simulation: Simulation, training: Training, trained: Sequence[Any]) -
     with simulation.labeled("optimizer"):
         optimizer.step()
         optimizer.zero_grad()
+    optimizer.step = simulation.labeled("optimizer's step")(optimizer.step)
     simulation.peak = simulation.live.copy()
 
 
 def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int) -> None:
     """Draw the last token of as many completions as are read together, those to so many prompts at most."""
     config, source = feed.config, vars(feed.scheduler)["source"]
-    if not hasattr(source, "runner"):  # of conversations, or a server
-        source = vars(source).get("source")
+    source = vars(source).get("source", source)  # of conversations
     if not hasattr(source, "runner"):
-        return
+        return  # a server samples
     if source.policy is not feed.context.model:
         for tensor in source.policy.parameters():
             simulation.relabel(tensor, "copy that samples")
-    prompt, sampling = (
-        max(feed.context.data["prompt"], key=len),
-        replace(config.sampling, max_tokens=_completion(config)),
-    )
+    prompt = max(feed.context.data["prompt"], key=len)
+    sampling = replace(config.sampling, max_tokens=_completion(config))
     longest = len(prompt) + sampling.max_tokens
     with simulation.labeled("keys and values"):
         batch = source._make_batch(longest)
@@ -169,17 +160,17 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
         del others
 
 
-def _count_quantized(memory: Counter[str], plain: Any, quantize: str) -> None:
-    """Weights of the linear layers, which were simulated whole, as bitsandbytes holds them: 4 bits and a float32 for
-    each 64, or 8 bits and a float32 for each row; the one that computes is whole."""
-    layers = [each for each in plain.modules() if isinstance(each, torch.nn.Linear)]
-    frozen = [
-        each.weight for each in layers if not each.weight.requires_grad and each is not plain.get_output_embeddings()
-    ]
+def _count_quantized(memory: Counter[str], plain: Any, config: Any) -> None:
+    """Weights of the linear layers, which were simulated whole, as bitsandbytes holds them: 4 bits and for each 64 a
+    float32, or a byte where that is quantized; 8 bits and a float32 for each row. The one that computes is whole."""
+    head, scale = plain.get_output_embeddings(), 1 if config.quantize_kwargs.get("bnb_4bit_use_double_quant") else 4
+    layers = [each for each in plain.modules() if isinstance(each, torch.nn.Linear) and each is not head]
+    frozen = [each.weight for each in layers if not each.weight.requires_grad]
     for weight in frozen:
-        kept = weight.numel() * (1 / 2 + 4 / 64) if quantize == "4bit" else weight.numel() + 4 * len(weight)
-        memory["weights, frozen"] -= weight.numel() * weight.element_size() - int(kept)
-    memory["dequantized weight"] = max((weight.numel() * weight.element_size() for weight in frozen), default=0)
+        size = weight.numel()
+        held = size // 2 + scale * size // 64 if config.quantize == "4bit" else size + 4 * len(weight)
+        memory["weights, frozen"] += held - weight.nbytes
+    memory["dequantized weight"] = max((weight.nbytes for weight in frozen), default=0)
 
 
 def _completion(config: Any) -> int:
@@ -216,7 +207,8 @@ def _tokens(batch: Batch, model: Any) -> int:
 
 @contextmanager
 def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
-    """Context in which a few functions of the library are replaced."""
+    """Within, a few functions of the library are others."""
+    live = simulation.live
 
     def without_server(config: Any, run: Any) -> Any:
         limit = getattr(run.model.plain.config.get_text_config(), "max_position_embeddings", None)
@@ -227,9 +219,7 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         "runs.checkpoint.load_newest": lambda *_, **__: 0,
         "runs.context.stored_tokens": _store_tokens,
         "runs.teacher.stored_tokens": _store_tokens,
-        "rollouts.local.source.free_share": lambda device: (
-            (capacity - simulation.live.total()) // 4 if capacity else 2 << 30
-        ),
+        "rollouts.local.source.free_share": lambda device: (capacity - live.total()) // 4 if capacity else 2 << 30,
         "rollouts.local.probe.objection": lambda plain, probe: None,  # compares values
         "rl.sources.open_source": without_server,
         "rl.sources.distributed": lambda accelerator, source, *_, **__: (source, None),
@@ -280,9 +270,8 @@ def _measure_largest(feed: RolloutFeed, rollout: Any, measure: Callable[[Batch],
 @contextmanager
 def _ranks(count: int) -> Iterator[None]:
     """On the CPU, and as if a launcher had started so many ranks."""
-    with patch.dict(os.environ):
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            os.environ.pop(name, None)
+    of_launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    with patch.dict(os.environ, {k: v for k, v in os.environ.items() if k not in of_launcher}, clear=True):
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState(cpu=True).num_processes = count  # no distributed type, so Accelerate wraps and sends nothing
         os.environ |= {"RANK": "0", "WORLD_SIZE": str(count), "LOCAL_RANK": "0"}

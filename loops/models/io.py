@@ -244,7 +244,8 @@ def save_model(
     if not write and not is_sharded(policy):
         return
     model, dtype, target = policy.model, getattr(policy.plain, "stored_dtype", None), directory / "model"
-    weights = {name: weight.detach().cpu() for name, weight in named_weights(policy, dtype) if write}
+    named = named_weights(policy, dtype, tied=False)
+    weights = {name: weight.detach().cpu() for name, weight in named if write}
     if isinstance(model, PeftModel):
         kept = re.compile("lora_|_to_save|token_ad")
         adapters = {name: whole(tensor) for name, tensor in model.state_dict().items() if kept.search(name)}
@@ -262,7 +263,8 @@ def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         model: Any = type(like)(config)
-    model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
+    tied = model.all_tied_weights_keys
+    model.load_state_dict({name: weights[tied.get(name, name)] for name in model.state_dict()}, assign=True)
     model.tie_weights()
     if model.can_generate():
         model.generation_config = like.generation_config
@@ -284,6 +286,8 @@ def _merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             # Loaded as a parameter, it would itself come to require gradients again.
             tensors = {kind: tensor.detach() for kind, tensor in held if kind not in module._non_persistent_buffers_set}
+            if isinstance(module, nn.Linear) and f"{path}.weight" not in known:  # quantized, without an adapter
+                tensors["weight"] = dequantize_module_weight(module).detach()
         for kind, tensor in tensors.items():
             place = f"{path}.{kind}" if path else kind
             if place not in known:
@@ -308,20 +312,22 @@ def _merged_layer(module: Any) -> dict[str, Tensor]:
     return {**merged, kind: weight}
 
 
-def named_weights(policy: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def named_weights(policy: Any, dtype: torch.dtype | None = None, *, tied: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy, or of its model, under the names of transformers, adapters merged.
 
     Weights of a sharded policy are gathered one by one: all ranks take part, and none holds more than one whole weight.
 
     Args:
-        dtype: of the floating-point weights; by default their own.
+        dtype: of the floating-point ones; unless given, that which they have.
+        tied: false, of a policy, leaves out those that its model ties to others.
     """
     model = policy.model if isinstance(policy, Backbone) else policy
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the last forward pass may have left it unsharded
     weights = _merged_weights(model) if isinstance(model, PeftModel) else model.state_dict().items()
-    yield from _gathered(weights, dtype)
+    left_out = () if tied else policy.plain.all_tied_weights_keys
+    yield from _gathered(((name, weight) for name, weight in weights if name not in left_out), dtype)
 
 
 def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Run the library's own code on tensors with a shape and no values, and count the bytes in use at its peak.
 
-    with Simulation() as simulation:
+    with simulate() as simulation:
         open_dpo(config)                the recipe as it is: its models, probes, losses, optimizer
 
 Nothing is estimated: the simulation makes the allocations of a run, without memory behind them. It can't see two
@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,9 +36,12 @@ _LABELS = {"fsdp": "gathered weights", "c10d": "gathered weights"}  # of the res
 class Simulation(TorchDispatchMode):
     """Context in which new floating-point tensors are fake, as are weights and everything computed from them.
 
-    Integers and small masks of the data stay real: batches are laid out, and tensors cut, as in a run. A fake value
-    that decides a branch takes the ordinary one: comparisons hold, nothing is infinite, all weights differ from 0.
-    Models of transformers have the shapes of their configuration; no weights are read.
+    Integers and small masks of the data stay real: batches are laid out, and tensors cut, as in a run. Where a fake
+    value decides what to do next, it is the ordinary one: comparisons hold, nothing is infinite, all weights differ
+    from 0.
+
+    Args:
+        gpu: an update by bitsandbytes is one kernel; on a CPU it computes whole tensors in float32.
 
     Attributes:
         label: label of new allocations; `labeled` changes it for a while.
@@ -45,38 +49,14 @@ class Simulation(TorchDispatchMode):
         peak: a copy of it when their sum was highest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.gpu = gpu
         self.label = "others"
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._storages: dict[int, tuple[Any, int, str]] = {}  # by address: a weak reference, bytes, label
-        self._patches = ExitStack()
-
-    def __enter__(self) -> "Simulation":
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: Any, size: int) -> Any:
-            resize(storage, size)
-            if storage._cdata in self._storages:  # how FSDP frees gathered weights
-                self._set(storage._cdata, "gathered weights", size)
-            return storage
-
-        for patched in (
-            patch.object(transformers.PreTrainedModel, "from_pretrained", classmethod(self._without_weights)),
-            patch.object(nn.Module, "_apply", _replace_tensors),
-            patch.object(torch.UntypedStorage, "resize_", resized),
-            warnings.catch_warnings(),
-        ):
-            self._patches.enter_context(patched)
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as copying a model does
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._patches.close()
 
     @contextmanager
     def labeled(self, label: str) -> Iterator[None]:
@@ -103,9 +83,10 @@ class Simulation(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # counted again with the local tensors
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if packet is aten._local_scalar_dense:
-                return _ordinary(args[0].dtype)
+        if fake := any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if packet is aten._local_scalar_dense:  # a true comparison, a count, or a small difference that is not 0
+                dtype = args[0].dtype
+                return True if dtype is torch.bool else 1e-9 if dtype.is_floating_point else 1
             if packet is aten.equal:
                 return True
             if packet is aten._unique2:  # as of equal values
@@ -113,14 +94,13 @@ class Simulation(TorchDispatchMode):
             if packet in (aten.any, aten.all) and len(args) == 1:
                 return torch.tensor(packet is aten.all)
             if func.namespace == "bitsandbytes" and not func._schema.returns:  # an optimizer's update, in place
+                if not self.gpu:  # its kernel is written in Python
+                    with self:
+                        func.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **kwargs)
                 return None
             if packet in _INDEXING:
                 args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
-            result = func(*args, **kwargs)
-        elif _makes_weights(packet, args, kwargs) or _elements(packet, args, tensors) > _LARGE:
-            with self._fake:
-                result = func(*args, **kwargs)
-        else:
+        with self._fake if not fake and _has_no_values(packet, args, kwargs, tensors) else nullcontext():
             result = func(*args, **kwargs)
         head = func.namespace == "burnish" and not str(packet).endswith("_backward")
         label = "logits" if head else _LABELS.get(func.namespace, self.label)
@@ -151,16 +131,37 @@ class Simulation(TorchDispatchMode):
         if size > size_before and self.live.total() > self.peak.total():
             self.peak = self.live.copy()
 
-    def _without_weights(
-        self, kind: Any, /, name: Any, *args: Any, config: Any = None, dtype: Any = None, **options: Any
+
+@contextmanager
+def simulate(*, gpu: bool = False) -> Iterator[Simulation]:
+    """Within a `Simulation`, models of transformers have the shapes of their configuration; no weights are read."""
+    simulation, resize = Simulation(gpu=gpu), torch.UntypedStorage.resize_
+
+    def from_pretrained(
+        kind: Any, /, name: Any, *args: Any, config: Any = None, dtype: Any = None, **options: Any
     ) -> Any:
-        """In place of ``from_pretrained``: a model of these shapes."""
         attention = {key: options.pop(key) for key in ("attn_implementation",) if key in options}
         options.pop("quantization_config", None)
         if config is None:
             config = transformers.AutoConfig.from_pretrained(name, **options)
-        with self.labeled(f"weights of {name}"):
+        with simulation.labeled(f"weights of {name}"):
             return kind._from_config(config, dtype=dtype or config.dtype or torch.float32, **attention)
+
+    def resized(storage: Any, size: int) -> Any:
+        resize(storage, size)
+        if storage._cdata in simulation._storages:  # FSDP lets go of gathered weights so
+            simulation._set(storage._cdata, "gathered weights", size)
+        return storage
+
+    with (
+        patch.object(transformers.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
+        patch.object(nn.Module, "_apply", _replace_tensors),
+        patch.object(torch.UntypedStorage, "resize_", resized),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which a copy of a model does
+        with simulation:
+            yield simulation
 
 
 def _replace_tensors(module: Any, function: Any, recurse: bool = True) -> Any:
@@ -177,11 +178,6 @@ def _replace_tensors(module: Any, function: Any, recurse: bool = True) -> Any:
     return module
 
 
-def _ordinary(dtype: torch.dtype) -> bool | int | float:
-    """A value that passes for a true comparison, a count, or a small difference that is not 0."""
-    return True if dtype is torch.bool else 1e-9 if dtype.is_floating_point else 1
-
-
 def _places(index: Tensor | None) -> list[Tensor | None]:
     """An index by a mask as indices by positions; of a mask without values, all."""
     if index is None or index.dtype is not torch.bool:
@@ -190,17 +186,15 @@ def _places(index: Tensor | None) -> list[Tensor | None]:
     return list(mask.nonzero().unbind(1))
 
 
-def _makes_weights(packet: Any, args: Any, kwargs: Any) -> bool:
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return packet in _FACTORIES and (dtype.is_floating_point or prod(args[0]) > _LARGE)
-
-
-def _elements(packet: Any, args: Any, tensors: list[Tensor]) -> int:
-    """Of what real tensors broadcast to, such as the mask of a row."""
+def _has_no_values(packet: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
+    """Weights that a factory makes, and what real tensors broadcast to where it is large, such as the mask of a row."""
+    if packet in _FACTORIES:
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return bool(dtype.is_floating_point or prod(args[0]) > _LARGE)
     if len(tensors) < 2 or packet in _INDEXING:
-        return 0
+        return False
     try:
         shape: Any = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
-        return prod(shape)
     except RuntimeError:
-        return 0
+        return False
+    return prod(shape) > _LARGE

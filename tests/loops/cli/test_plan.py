@@ -8,7 +8,7 @@ import torch
 from burnish.benchmarks.experiments.memory import configured, measured_peak
 from burnish.loops.cli import main
 from burnish.loops.cli.plan import Gpus, alternatives, plan
-from burnish.loops.models.simulation import Simulation
+from burnish.loops.models.simulation import simulate
 from forked import run_forked
 from tiny import save_model, sums, write_rows
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -39,6 +39,11 @@ MORE = {
     "dpo, precomputed, padded": ("dpo", "pairs", {"reference": "precompute", "layout": "padded"}),
     "dpo, LoRA": ("dpo", "pairs", {**BFLOAT16, "lora": {"r": 8}}),
     "sft, QLoRA": ("sft", "texts", {**BFLOAT16, "lora": {"r": 8}, "quantize": "4bit"}),
+    "sft, nested QLoRA": (
+        "sft",
+        "texts",
+        {"lora": {"r": 8}, "quantize": "4bit", "quantize_kwargs": {"bnb_4bit_use_double_quant": True}},
+    ),
     "kto": ("kto", "marked", {}),
     "reward": ("reward", "pairs", {}),
     "grpo, ahead": ("grpo", "prompts", {**ONLINE, "group_size": 4, "max_staleness": 1}),
@@ -150,6 +155,20 @@ def test_memory_is_what_the_settings_make_it(settings):
     assert adapters.memory["reference"] < 0.01 * weights
 
 
+def test_weights_to_be_saved_are_held_in_the_dtype_of_the_checkpoint_but_not_on_a_gpu(settings):
+    fields = {**BFLOAT16, "lora": {"r": 8}, "quantize": "4bit", "gradient_checkpointing": True, "micro_tokens": 100}
+    run = settings("sft", "texts", **fields)
+    on_cpu, on_gpu, unsaved = (
+        plan(*run),
+        plan(*run, Gpus.parse("80GB")),
+        plan(run[0], dataclasses.replace(run[1], output=None)),
+    )
+    held = 4 * (on_cpu.parameters - on_cpu.trained)
+    assert held < on_cpu.memory["weights, to be saved"] < 1.1 * held
+    assert on_gpu.memory["weights, to be saved"] < 0.2 * held
+    assert unsaved.memory["weights, to be saved"] == 0
+
+
 def test_shards_divide_what_a_rank_keeps_and_the_layer_at_hand_is_gathered(settings):
     function, config = settings("dpo", "pairs", parallel={"dp_shard_size": 8})
     whole, sharded = plan(*settings("dpo", "pairs")), plan(function, config, Gpus.parse("8x80GB"))
@@ -230,7 +249,7 @@ def test_gpus_are_read_with_their_number_and_kind():
 
 
 def test_a_simulation_counts_what_lives_and_forgets_what_is_freed():
-    with Simulation() as simulation:
+    with simulate() as simulation:
         weight = torch.nn.Parameter(torch.empty(1000, 100))
         part = weight[:10]
         assert simulation.live["others"] == 400_000
@@ -243,8 +262,22 @@ def test_a_simulation_counts_what_lives_and_forgets_what_is_freed():
         assert simulation.live["others"] == 0
 
 
+@pytest.mark.parametrize(("gpu", "tensors"), [(True, 0), (False, 5)])
+def test_an_8_bit_update_computes_tensors_in_float32_on_a_cpu_alone(gpu, tensors):
+    optimizers = pytest.importorskip("bitsandbytes", reason="the extra 'quant' is not installed").optim
+    with simulate(gpu=gpu) as simulation:
+        weight = torch.nn.Parameter(torch.empty(1000, 1000))
+        optimizer = optimizers.AdamW8bit([weight])
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        live = simulation.live.total()
+        simulation.peak.clear()
+        optimizer.step()
+        assert simulation.peak.total() == pytest.approx(live + tensors * 4_000_000 if tensors else 0, rel=0.01)
+
+
 def test_values_that_decide_are_ordinary_and_masks_of_the_data_cut():
-    with Simulation():
+    with simulate():
         x = torch.empty(5) + 1
         assert x.isfinite().all() and not x.isnan().any() and 0 < float(x.sum()) < 1e-6
         assert x[torch.tensor([True, False, True, False, False])].shape == (2,)

@@ -7,7 +7,7 @@ import torch
 from burnish.loops.batch import collate
 from burnish.loops.config import Common, Lora
 from burnish.loops.models.activations import sequence_lengths
-from burnish.loops.models.io import load_model, load_tokenizer, save_model
+from burnish.loops.models.io import load_model, load_tokenizer, named_weights, save_model
 from burnish.loops.models.policy import Policy
 from burnish.loops.train.optimizers import make_optimizer
 from tiny import FAMILIES, make_examples, make_model
@@ -217,11 +217,14 @@ def test_noise_on_embeddings_is_that_of_the_paper_and_only_in_training(start):
 
 
 @pytest.mark.filterwarnings("ignore")  # of bitsandbytes, about the CPU
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_four_bit_model_trains_its_adapters_and_is_saved(nested, start, tmp_path):
+@pytest.mark.parametrize(
+    ("nested", "targets"), [(False, "all-linear"), (True, "all-linear"), (False, ["q_proj", "up_proj"])]
+)
+def test_a_four_bit_model_trains_its_adapters_and_is_saved(nested, targets, start, tmp_path):
     pytest.importorskip("bitsandbytes", reason="the extra 'quant' is not installed")
     kwargs = {"bnb_4bit_use_double_quant": nested}
-    policy = Policy(load_model(config(start, quantize="4bit", quantize_kwargs=kwargs, lora=Lora(r=2, use_dora=nested))))
+    lora = Lora(r=2, use_dora=nested, target_modules=targets)
+    policy = Policy(load_model(config(start, quantize="4bit", quantize_kwargs=kwargs, lora=lora)))
     batch = collate(make_examples(2))
     policy(batch).logprob.sum().backward()
     trained = [p for p in policy.parameters() if p.requires_grad]
@@ -235,6 +238,20 @@ def test_a_four_bit_model_trains_its_adapters_and_is_saved(nested, start, tmp_pa
     save_model(policy, load_tokenizer(config(start)), tmp_path)
     loaded = Policy(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
     torch.testing.assert_close(loaded(batch).logprob, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("lora", [Lora(), Lora(r=2)])
+def test_a_tied_weight_is_converted_once_to_be_saved(lora, tmp_path):
+    start = save_tiny_model(tmp_path / "start", dtype=torch.bfloat16, tie_word_embeddings=True)
+    policy = Policy(load_model(config(start, lora=lora)))
+    assert policy.plain.dtype == torch.float32
+    tied, once = (dict(named_weights(policy, torch.bfloat16, tied=tied)) for tied in (True, False))
+    assert tied.keys() - once.keys() == {"lm_head.weight"} and once.keys() < tied.keys()
+    save_model(policy, load_tokenizer(config(start)), tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert loaded.state_dict().keys() == tied.keys()
+    assert all(torch.equal(value, tied[name]) for name, value in loaded.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore")
