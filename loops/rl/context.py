@@ -43,6 +43,7 @@ class RLContext(RunContext[Policy]):
         follow: on the others, what they do where the scheduler publishes weights; see `from_main`.
         sample_log: ``sample_log(samples)`` keeps those of a rollout, also groups that were passed over.
         converse: ``converse(source, row=...)`` makes a source of conversations, given the row of each task.
+        order: which prompt of the data each task completes.
         eval_rows: the rows that held-out prompts come from.
         monitor: warns of degenerate rewards.
     """
@@ -52,6 +53,7 @@ class RLContext(RunContext[Policy]):
     follow: Follower | None = None
     sample_log: Callable[[Sequence[Sample]], None] | None = None
     converse: Callable[..., RolloutSource] | None = None
+    order: Callable[[int], int] = lambda task: task
     eval_rows: Sequence[Row] = ()
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
@@ -168,7 +170,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     )
     log = open_sample_log(run.file("samples.jsonl"), config.show_every, run.tokenizer.decode, accelerator.trackers)
     return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, follow=follow, sample_log=log,
-                     converse=converse, eval_rows=eval_rows)  # fmt: skip
+                     converse=converse, order=order, eval_rows=eval_rows)  # fmt: skip
 
 
 def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Accelerator) -> Sequence[RewardFunction]:

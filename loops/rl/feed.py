@@ -67,19 +67,30 @@ class RolloutFeed:
         self.metrics: dict[str, float] = {}  # of the rollout at hand, the same in each of its steps
 
     def __call__(self, step: int) -> list[Batch]:
-        config = self.config
-        number, part = divmod(step, self.steps_per_rollout)
+        number = step // self.steps_per_rollout
         if self.rollout is None or number != self.step // self.steps_per_rollout:
             self.rollout = self._collect(number)
         self.step = step
-        units = self.select(self.rollout)
+        examples = self._examples(self.rollout, step)
+        return self.rollout.micro_batches(self.config.micro_tokens, examples=examples, **self.batching)
+
+    def plan(self, step: int) -> list[list[int]]:
+        """For a step on the rollout at hand, the prompts of each micro-batch, as indices into the data."""
+        assert self.rollout is not None
+        examples, samples = self._examples(self.rollout, step), self.rollout.samples
+        plan = self.rollout.plan(self.config.micro_tokens, examples=examples, **self.batching)
+        return [[self.context.order(samples[completions[0]].task) for completions in part] for part in plan]
+
+    def _examples(self, rollout: RolloutBuffer, step: int) -> list[list[int]]:
+        """Those of a step on a rollout, as indices of completions."""
+        config, (number, part) = self.config, divmod(step, self.steps_per_rollout)
+        units = self.select(rollout)
         if config.minibatches > 1:  # each unit is in one of them, drawn anew in each epoch
             epoch, minibatch = divmod(part, config.minibatches)
             bits = np.random.Philox(np.random.SeedSequence([config.seed, number, epoch])).random_raw(len(units))
             drawn = np.argsort(bits, kind="stable")[minibatch :: config.minibatches]
             units = [units[i] for i in sorted(drawn)]
-        examples = [example for unit in units for example in unit]
-        return self.rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)
+        return [example for unit in units for example in unit]
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """A step was taken, with these metrics over all ranks; nothing of it is remembered here."""

@@ -24,7 +24,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data import Accounting, Batches, Records, Stream, StreamBatches, Tokenization, load_data, token_cost
+from ...data import Accounting, Batches, Records, Stream, StreamBatches, Tokenization, load_data, token_cost, where
 from ..config import Common
 from ..models.backbone import Backbone
 from ..models.io import load_model, load_tokenizer
@@ -45,6 +45,8 @@ Model = TypeVar("Model", bound=Backbone)
 TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
 
 log = logging.getLogger(__name__)
+
+_NAMED = 4  # rows in a message
 
 
 @dataclass
@@ -82,6 +84,15 @@ class RunContext(Generic[Model]):
     def file(self, name: str) -> Path | None:
         """A file in the directory of the run; None if it has none."""
         return None if self.config.output is None else self.directory / name
+
+    def name_rows(self, step: int, examples: Sequence[int]) -> str:
+        """Name, for a message, the first few rows that these examples of the data of a step were made of."""
+        data, records = self.data, self.records
+        if self.stream is not None:
+            data, records = self.stream.open(step), self.stream.records(step)
+        rows = list(dict.fromkeys(data[list(examples)]["_row" if "_row" in data.column_names else "row"]))
+        named = ", ".join(where(records, row) for row in rows[:_NAMED])
+        return named if len(rows) <= _NAMED else f"{named} and {len(rows) - _NAMED} more"
 
     def feed(
         self, data: Dataset, *, whole: bool = False, per_token: Sequence[TokenColumns] = (), **options: Any

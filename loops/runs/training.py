@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from ..models.io import save_model
@@ -23,7 +24,7 @@ from ..train.step import StepResult, evaluate, optimize, prepare, sum_over_ranks
 from . import checkpoint, stop
 from .directory import claimed
 from .feed import Feed, digest
-from .ranks import gloo_group, meet, watching
+from .ranks import from_main, gloo_group, meet, watching
 from .report import draw_curves, journal, written
 
 if TYPE_CHECKING:
@@ -183,7 +184,18 @@ class Training:
             steps=self.feed.steps,
             start=self.start,
             max_grad_norm=config.max_grad_norm or math.inf,
+            describe=self._describe,
         )
+
+    def _describe(self, step: int, micro_batches: list[int]) -> str:
+        """Name rows of these micro-batches of all ranks; if there are none, rows of the whole step."""
+        if not hasattr(self.feed, "plan"):  # one of the caller's own
+            return "look at what its feed gave"
+        plan = self.feed.plan(step)
+        examples = gather_object([index for i in micro_batches for index in plan[i]])
+        what = "the loss is not finite in a micro-batch of" if examples else "its losses are finite, and its rows are"
+        examples = examples or gather_object([index for part in plan for index in part])
+        return f"{what} {from_main(self.context.accelerator, lambda: self.context.name_rows(step, examples))}"
 
     def _due(self, step: int, every: int | None) -> bool:
         return step == self.feed.steps or (every is not None and step % every == 0)
