@@ -113,7 +113,8 @@ class MixedFeed:
 
         def order(task: int) -> int:
             rollout, place = divmod(task, config.batch_size)
-            indices = self.data.batches.indices(replaced[rollout])  # the last step may lack some: its first come again
+            # The last step may lack some: its first come again.
+            indices: list[int] = self.data.batches.indices(replaced[rollout])
             return indices[place % len(indices)]
 
         settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}

@@ -145,11 +145,17 @@ class RolloutBuffer:
             layout: of the policy, whose rows decide whether a shared prompt is computed once.
             accelerator: this process, unless given.
         """
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"rollout: max_tokens must be >= 1, got {max_tokens}")
+        if examples is None:
+            examples = [example for group in self.split_groups(max_tokens, layout) for example in group]
         process: Any = accelerator or PartialState()
+        plan = balanced([self._cost(example, layout) for example in examples], process.num_processes, max_tokens)
         tokens = torch.split(torch.arange(len(self.sequence)), self.lengths.tolist())  # of each completion
         samples, trained = self.samples, self.trained
         batches = []
-        for parts in self.plan(max_tokens, examples=examples, layout=layout, accelerator=process):
+        for positions in plan[process.process_index]:
+            parts = [examples[position] for position in positions]
             index = torch.cat([torch.arange(0), *(tokens[i] for part in parts for i in part)])
             columns = {name: column[index] for name, column in self.columns.items()}
             batch = [
@@ -158,22 +164,6 @@ class RolloutBuffer:
             ]
             batches.append(collate(batch, columns, process.device))
         return batches
-
-    def plan(
-        self,
-        max_tokens: int | None,
-        *,
-        examples: Sequence[list[int]] | None,
-        layout: Layout,
-        accelerator: Accelerator,
-    ) -> list[list[list[int]]]:
-        """The examples of each of `micro_batches`, as indices of their completions."""
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"rollout: max_tokens must be >= 1, got {max_tokens}")
-        if examples is None:
-            examples = [example for group in self.split_groups(max_tokens, layout) for example in group]
-        plan = balanced([self._cost(example, layout) for example in examples], accelerator.num_processes, max_tokens)
-        return [[examples[position] for position in part] for part in plan[accelerator.process_index]]
 
     def _cost(self, completions: Sequence[int], layout: Layout) -> int:
         """Tokens of an example, as `data.token_cost` counts them."""

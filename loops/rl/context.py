@@ -99,11 +99,9 @@ class RLContext(RunContext[Policy]):
     def evaluate(self) -> dict[str, float]:
         """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""
         scheduler: Any = self.scheduler
-        source: Any = open_local(self.config, self, version=0)
-        follower: Follower | None = None
-        if (ranks := self.accelerator.num_processes) > 1:
-            groups = len(cast(Dataset, self.eval_data))
-            source, follower = distributed(self.accelerator, source, ranks=ranks, groups=groups, purpose="evaluation")
+        groups, source = len(cast(Dataset, self.eval_data)), open_local(self.config, self, version=0)
+        opened: Any = distributed(self.accelerator, source, purpose="evaluation", groups=groups)
+        source, follower = opened
         metrics: dict[str, float] = from_main(self.accelerator, lambda: scheduler.run(self._evaluate(source)))
         if follower is not None:
             follower.close()

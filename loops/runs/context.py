@@ -38,7 +38,7 @@ from .feed import Feed, stored_tokens
 from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
 from .ranks import main_first
-from .reference import Reference, SyncedReference, check_reference, column, load_reference, make_reference
+from .reference import Reference, SyncedReference, check_reference, load_reference, make_reference
 from .training import Training
 
 Model = TypeVar("Model", bound=Backbone)
@@ -164,7 +164,7 @@ class RunContext(Generic[Model]):
                 tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator)
                 return {"ref_logprob": tensors["logprob"]}
 
-            return column("ref_logprob"), columns
+            return lambda batch: batch.columns["ref_logprob"], columns
         reference = make_reference(policy, config, kind, temperature=temperature)
         self.synced = reference if isinstance(reference, SyncedReference) else None
         return autocast(reference), lambda data: {}

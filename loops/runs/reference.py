@@ -175,8 +175,3 @@ class SyncedReference:
 
 def _copied(policy: Policy) -> Policy:
     return copy.deepcopy(policy, {id(policy.critic): None})  # without a critic
-
-
-def column(name: str) -> Reference:
-    """Log-probs that were computed before and travel with the batch."""
-    return lambda batch: batch.columns[name]
