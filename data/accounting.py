@@ -12,7 +12,7 @@ from datasets import Dataset, List, Value
 
 from .records import Records
 
-NOTES = {  # columns that an encoded dataset has until `summarize` has read them
+NOTES = {  # columns that an encoded dataset has until `summarize` has read them; `_row` stays, for messages
     "_kind": Value("string"),
     "_problem": Value("string"),
     "_truncated": Value("bool"),

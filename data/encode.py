@@ -87,7 +87,8 @@ def encode_supervised(
             assistant for `messages`, completion for `prompt`/`completion`, all for `text`.
 
     Returns:
-        Columns prompt, completions, trained and the numeric columns of the records; and an account of every row.
+        Columns prompt, completions, trained, the numeric columns of the records, and `_row`, where each example is in
+        the records; and an account of every row.
 
     Raises:
         DataError: naming source, row and fix.
@@ -138,7 +139,8 @@ def encode_prompts(
 
     An int64 column `row` says where each prompt is in the records, whose other columns are for rewards.
     """
-    return _encode(records, tokenizer, options, columns.PROMPTS, examples.prompt_only)
+    data, accounting = _encode(records, tokenizer, options, columns.PROMPTS, examples.prompt_only)
+    return data.rename_column("_row", "row"), accounting
 
 
 def encode_stepwise(
@@ -214,9 +216,8 @@ def _encode(
     features = Features({name: each[0] if same[name] else Value("float64") for name, each in kinds.items()})
     tables, start = [], 0
     for part, (data, _) in zip(parts, encoded, strict=True):
-        if "row" in shared:  # of all parts one after another
-            data = data.remove_columns("row").add_column("row", np.asarray(data["row"]) + start)
-        data = data.select_columns(shared)
+        of_all_parts = np.asarray(data["_row"]) + start  # one after another
+        data = data.remove_columns("_row").add_column("_row", of_all_parts).select_columns(shared)
         tables.append(data if data.features == features else data.cast(features))
         start += len(part.dataset)
     return concatenate_datasets(tables), combine([accounting for _, accounting in encoded])
@@ -279,9 +280,7 @@ def _encode_part(
         raise DataError(f"{records.source}: no row is left to train on\n{accounting}")
     if len(kept) < len(encoded):
         encoded = encoded.select(kept)
-    if prompts_only:
-        encoded = encoded.rename_column("_row", "row")
-    return encoded.remove_columns([name for name in NOTES if name in encoded.column_names]), accounting
+    return encoded.remove_columns([name for name in NOTES if name != "_row"]), accounting
 
 
 def _encode_rows(

@@ -62,7 +62,7 @@ class Stream:
         """
         if step != self.number:
             with quiet():
-                encoded, accounting = self.encode(self._records(step))
+                encoded, accounting = self.encode(self.records(step))
             for part in accounting.parts or [accounting]:
                 counted = [self.accounts[part.source]] if part.source in self.accounts else []
                 self.accounts[part.source] = combine([*counted, part], part.source)
@@ -75,7 +75,8 @@ class Stream:
         first, *others = self.accounts.values()
         return combine([first, *others]) if others else first
 
-    def _records(self, step: int) -> list[Records]:
+    def records(self, step: int) -> list[Records]:
+        """The rows of a step, by their parts."""
         numbers: list[list[int]] = [[] for _ in self.parts]
         for draw in range(step * self.batch_size, (step + 1) * self.batch_size):
             chunk, at = divmod(draw, CHUNK)

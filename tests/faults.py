@@ -41,7 +41,7 @@ TESTS = {
     "SIGKILL at random moments and in writes; a checkpoint cut (sft, dpo)": (SAME, ["runs/test_resume.py"]),
     "SIGKILL at random moments and in writes of online runs": (
         "the same bits, resumed; each sample once", ["recipes/test_killed_online.py"]),
-    "SIGKILL of a rank in a step of 7 recipes, resumed on 1, 2 and 4 ranks, in copies or shards": (
+    "SIGKILL of a rank in a step of 11 recipes, resumed on 1, 2 and 4 ranks, in copies or shards": (
         "weights, metrics and log-probs of one process to 1e-10, resumed", ["runs/test_recipes_resharded.py"]),
     "another number of ranks, or kind of shards": ("the weights of one process to 1e-10", [
         "runs/test_resharding.py::test_a_run_goes_on_in_another_world_to_the_same_weights"]),
@@ -55,7 +55,13 @@ TESTS = {
     "NaN in the gradient of one step": ("the step skipped and counted, the run goes on", [
         "runs/test_outside_faults.py::test_a_step_whose_gradient_is_no_number_is_skipped_and_the_run_goes_on",
         "train/test_step.py::test_a_gradient_that_is_not_finite_is_skipped_and_counted"]),
-    "NaN in weights, or in every gradient": ("a message after five steps; rows are not named", [
+    "NaN in the loss of a row, or of a sampled completion, on one rank or two": (
+        "the step skipped by all ranks, the rows of its micro-batch named", [
+            "runs/test_outside_faults.py::test_rows_whose_loss_is_no_number_are_named",
+            "runs/test_outside_faults.py::test_rows_of_streamed_parts_are_named",
+            "runs/test_outside_faults.py::test_prompts_whose_loss_is_no_number_are_named",
+            "runs/test_outside_faults.py::test_the_rank_whose_row_it_is_names_it_and_all_skip_the_step"]),
+    "NaN in weights, or in every gradient": ("a message after five steps that names rows", [
         "runs/test_outside_faults.py::test_weights_that_are_no_numbers_end_the_run_in_one_line",
         "train/test_step.py::test_training_stops_when_gradients_stay_infinite"]),
     "NaN in the weights that sample": ("a message that names them; the source lives on", [

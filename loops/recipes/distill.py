@@ -111,22 +111,28 @@ class MixedFeed:
         self.rollout_of = {step: rollout for rollout, step in enumerate(replaced)}
         self.last = -1  # latest requested step
 
-        def prompt(task: int) -> list[int]:
+        def order(task: int) -> int:
             rollout, place = divmod(task, config.batch_size)
-            indices = self.data.batches.indices(replaced[rollout])  # the last step may lack some: its first come again
-            return list(self.data.example(indices[place % len(indices)]).prompt)
+            # The last step may lack some: its first come again.
+            indices: list[int] = self.data.batches.indices(replaced[rollout])
+            return indices[place % len(indices)]
 
         settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
         online = OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
-        scheduler, follow = open_scheduler(online, context, prompt)
+        scheduler, follow = open_scheduler(online, context, lambda task: self.data.example(order(task)).prompt)
         trackers = context.accelerator.trackers
         log = open_sample_log(context.file("samples.jsonl"), config.show_every, context.tokenizer.decode, trackers)
         parts = {**vars(context), "config": online, "scheduler": scheduler, "follow": follow, "sample_log": log}
-        self.rollouts = RolloutFeed(RLContext(**parts))
+        self.rollouts = RolloutFeed(RLContext(**parts, order=order))
 
     def __call__(self, step: int) -> list[Batch]:
         self.last, rollout = step, self.rollout_of.get(step)
         return marked(self.data(step), False) if rollout is None else marked(self.rollouts(rollout), True)
+
+    def plan(self, step: int) -> list[list[int]]:
+        """The indices of the data's examples, or of those whose prompts are completed, in each micro-batch."""
+        rollout = self.rollout_of.get(step)
+        return self.data.plan(step) if rollout is None else self.rollouts.plan(rollout)
 
     def report(self) -> Mapping[str, float]:
         on_policy = self.last in self.rollout_of

@@ -9,6 +9,7 @@ Sharing the backbone needs no second model, and c limits the effect of the value
 critic.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,8 @@ from ..rl.policy_gradient import policy_losses, train_policy
 from ..runs.training import Training, to_the_end
 from ..train.losses import Term, tensors_needed, units_of
 from .settings import PPO
+
+log = logging.getLogger(__name__)
 
 
 class ValueHead(nn.Linear):
@@ -80,6 +83,8 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
     """
     device = next(model.parameters()).device
     if config.value_model is not None:
+        if sharding:
+            log.warning("value_model: tried out before it is sharded, so every rank reads all of it")
         return Policy(model, **config.kernel, **sharding, critic=open_critic(config).to(device))
     wrapped: Any = model
     plain = wrapped.get_base_model() if hasattr(model, "get_base_model") else wrapped

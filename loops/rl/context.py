@@ -43,6 +43,7 @@ class RLContext(RunContext[Policy]):
         follow: on the others, called when the scheduler publishes weights; see `from_main`.
         sample_log: ``sample_log(samples)`` keeps those of a rollout, also groups that were passed over.
         converse: ``converse(source, row=...)`` makes a source of conversations, given the row of each task.
+        order: which prompt of the data each task completes.
         eval_rows: the rows that held-out prompts come from.
         monitor: warns of degenerate rewards.
     """
@@ -52,6 +53,7 @@ class RLContext(RunContext[Policy]):
     follow: Follower | None = None
     sample_log: Callable[[Sequence[Sample]], None] | None = None
     converse: Callable[..., RolloutSource] | None = None
+    order: Callable[[int], int] = lambda task: task
     eval_rows: Sequence[Row] = ()
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
@@ -97,11 +99,9 @@ class RLContext(RunContext[Policy]):
     def evaluate(self) -> dict[str, float]:
         """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""
         scheduler: Any = self.scheduler
-        source: Any = open_local(self.config, self, version=0)
-        follower: Follower | None = None
-        if (ranks := self.accelerator.num_processes) > 1:
-            groups = len(cast(Dataset, self.eval_data))
-            source, follower = distributed(self.accelerator, source, ranks=ranks, groups=groups, purpose="evaluation")
+        groups, source = len(cast(Dataset, self.eval_data)), open_local(self.config, self, version=0)
+        opened: Any = distributed(self.accelerator, source, purpose="evaluation", groups=groups)
+        source, follower = opened
         metrics: dict[str, float] = from_main(self.accelerator, lambda: scheduler.run(self._evaluate(source)))
         if follower is not None:
             follower.close()
@@ -168,7 +168,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     )
     log = open_sample_log(run.file("samples.jsonl"), config.show_every, run.tokenizer.decode, accelerator.trackers)
     return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, follow=follow, sample_log=log,
-                     converse=converse, eval_rows=eval_rows)  # fmt: skip
+                     converse=converse, order=order, eval_rows=eval_rows)  # fmt: skip
 
 
 def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Accelerator) -> Sequence[RewardFunction]:

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,28 +31,33 @@ def distributed(
     weights: Callable[[], NamedWeights] = tuple,
     *,
     purpose: str = "sampling",
+    ranks: int | None = None,
     **options: Any,
-) -> "tuple[DistributedSource | None, Follower | None]":
-    """On rank 0 the source of all ranks; on the others, a `Follower` of its publications. Every rank calls it.
+) -> "tuple[RolloutSource | None, Follower | None]":
+    """On rank 0 the source of all ranks; on the others, what follows its publications. Every rank calls it.
 
     Args:
-        source, weights: see `Follower`.
+        source, weights: see `Follower`. The source itself is returned in a process alone.
         purpose: names the connections between the ranks; each source has its own.
+        ranks: how many sample; all unless given.
         options: of `DistributedSource`.
     """
+    if accelerator.num_processes == 1:
+        return source, None
     group = gloo_group(purpose)
     if accelerator.is_main_process:
         assert source is not None
-        return DistributedSource(accelerator, source, group, **options), None
+        return DistributedSource(accelerator, source, group, ranks or accelerator.num_processes, **options), None
     return None, Follower(accelerator, source, weights, group)
 
 
+@dataclass(eq=False)
 class DistributedSource:
     """The sources of all ranks as one, on rank 0; see `distributed`.
 
     `publish` is to be called in a `from_main` with the `Follower` for the others to follow.
 
-    Args:
+    Attributes:
         source: of this rank.
         group: the ranks over gloo.
         ranks: how many sample; 1 where they only take part in gathering weights, for a server that rank 0 talks to.
@@ -61,25 +66,20 @@ class DistributedSource:
             than ranks, several ranks share a group.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        source: RolloutSource,
-        group: Any,
-        *,
-        ranks: int,
-        gathered: bool = False,
-        groups: int = 1,
-        group_size: int = 1,
-    ) -> None:
-        self.source: Any = source
-        self.overlaps, self.stored = source.overlaps, source.stored
-        self.context: int | None = getattr(source, "context", None)  # the longest prompt and completion together
-        self.ranks, self.gathered, self.group_size = ranks, gathered, group_size
-        self.parts = min(group_size, -(-ranks // groups))  # of a group
-        self.accelerator, self._group = accelerator, group
-        self._unsent: list[list[tuple[int, Request]]] = [[] for _ in range(ranks)]
-        self._awaited: list[dict[int | None, asyncio.Future[Any]]] = [{} for _ in range(ranks)]
+    accelerator: Accelerator
+    source: RolloutSource
+    group: Any
+    ranks: int
+    gathered: bool = False
+    groups: int = 1
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.overlaps, self.stored = self.source.overlaps, self.source.stored
+        self.context: int | None = getattr(self.source, "context", None)  # the longest prompt and completion together
+        self.parts = min(self.group_size, -(-self.ranks // self.groups))  # of a group
+        self._unsent: list[list[tuple[int, Request]]] = [[] for _ in range(self.ranks)]
+        self._awaited: list[dict[int | None, asyncio.Future[Any]]] = [{} for _ in range(self.ranks)]
         self._talks: dict[tuple[int, Any], asyncio.Task[None]] = {}  # by rank and direction
         self._requests, self._closed = 0, False
 
@@ -108,8 +108,7 @@ class DistributedSource:
                     deque(weights, maxlen=0)
 
     async def version(self) -> int | None:
-        version: int | None = await self.source.version()
-        return version
+        return await self.source.version()
 
     async def close(self) -> None:
         if self._closed:
@@ -132,20 +131,20 @@ class DistributedSource:
             async with asyncio.timeout(_PARTING):
                 if (sending := self._talks.get((rank, self._send))) is not None:
                     await asyncio.wait([sending])
-                await off_loop(partial(send, None, rank, self._group))
+                await off_loop(partial(send, None, rank, self.group))
                 self._talk(rank, self._receive)
                 await goodbye
 
     async def _sample(self, rank: int, request: Request) -> list[Sample]:
         if rank == 0:
-            samples: list[Sample] = await self.source.sample(request)
-            return samples
+            return await self.source.sample(request)
         self._requests += 1
         number, completed = self._requests, asyncio.get_running_loop().create_future()
         self._unsent[rank].append((number, request))
         self._awaited[rank][number] = completed
         self._talk(rank, self._send)
         self._talk(rank, self._receive)
+        samples: list[Sample]
         samples, problem = await completed
         if problem is not None:
             raise SourceError(f"rank {rank}: {problem}")
@@ -161,14 +160,14 @@ class DistributedSource:
         try:
             while self._unsent[rank]:
                 requests, self._unsent[rank] = self._unsent[rank], []
-                await off_loop(partial(send, requests, rank, self._group))
+                await off_loop(partial(send, requests, rank, self.group))
         except RankLost as error:
             self._fail(rank, error)
 
     async def _receive(self, rank: int) -> None:
         try:
             while self._awaited[rank]:
-                number, outcome = await off_loop(partial(receive, rank, self._group))
+                number, outcome = await off_loop(partial(receive, rank, self.group))
                 completed = self._awaited[rank].pop(number, None)
                 if completed is not None and not completed.done():  # and was not given up
                     completed.set_result(outcome)
@@ -186,25 +185,23 @@ class DistributedSource:
             raise SourceError("distributed: the source is closed; make a new one")
 
 
+@dataclass(eq=False)
 class Follower:
     """Follow the `DistributedSource` of rank 0 on another rank, until that is closed.
 
-    Args:
+    Attributes:
         source: samples this rank's share; None where rank 0 alone samples.
         weights: ``weights()`` are the trainer's at this moment, see `RolloutScheduler`.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        source: RolloutSource | None,
-        weights: Callable[[], NamedWeights],
-        group: Any,
-    ) -> None:
-        self.source, self.weights = source, weights
-        self._group, self._device = group, accelerator.device
+    accelerator: Accelerator
+    source: RolloutSource | None
+    weights: Callable[[], NamedWeights]
+    group: Any
+
+    def __post_init__(self) -> None:
         self._replies: asyncio.Queue[tuple[int | None, Any]] = asyncio.Queue()
-        if source is not None:
+        if self.source is not None:
             self._loop = EventLoop(background=True)
             self._loop.run(self._start())
 
@@ -221,8 +218,8 @@ class Follower:
             self._loop.thread.join(_PARTING)
 
     async def _start(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.set_device(self.accelerator.device)  # of this thread
         self._serving = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
@@ -230,7 +227,7 @@ class Follower:
         under_way: set[asyncio.Task[None]] = set()
         replying = asyncio.create_task(self._reply())
         with suppress(RankLost):
-            while (requests := await off_loop(partial(receive, 0, self._group))) is not None:
+            while (requests := await off_loop(partial(receive, 0, self.group))) is not None:
                 for number, request in requests:
                     task = asyncio.create_task(self._complete(number, request))
                     under_way.add(task)
@@ -256,4 +253,4 @@ class Follower:
         with suppress(RankLost):
             while number is not None:
                 number, outcome = await self._replies.get()
-                await off_loop(partial(send, (number, outcome), 0, self._group))
+                await off_loop(partial(send, (number, outcome), 0, self.group))

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -25,12 +26,13 @@ log = logging.getLogger(__name__)
 PATIENCE = 8  # takes in a row, for one rollout, in which groups without variance are passed over
 
 
+@dataclass
 class RolloutFeed:
     """``feed(step)`` gives this rank's micro-batches of that step.
 
     A rollout is a set of samples drawn at once and trained on in one optimizer step or several.
 
-    Args:
+    Attributes:
         context: its configuration is an `OnlineConfig`, its scheduler samples, its rewards score, its policy measures.
         advantages: columns [tokens] that are computed over a whole rollout.
         measure: columns [tokens] that the policy gives of each batch before anything is learned from the rollout.
@@ -41,23 +43,17 @@ class RolloutFeed:
         first_step: receives the metrics of the first step on each rollout, before which nothing was learned from it.
     """
 
-    def __init__(
-        self,
-        context: RLContext,
-        *,
-        advantages: Callable[[RolloutBuffer], Mapping[str, Tensor]] = lambda rollout: {},
-        measure: Callable[[Batch], Mapping[str, Tensor]] | None = None,
-        select: Callable[[RolloutBuffer], list[list[list[int]]]] | None = None,
-        dynamic_sampling: bool = False,
-        report: Callable[[RolloutBuffer], Mapping[str, float]] = lambda rollout: {},
-        first_step: Callable[[Mapping[str, float]], None] = lambda metrics: None,
-    ) -> None:
-        self.context, self.config, self.scheduler = context, context.config, context.scheduler
-        self.advantages, self.measure, self.dynamic_sampling = advantages, measure, dynamic_sampling
-        self.select = select or (
-            lambda rollout: rollout.split_groups(self.config.micro_tokens, self.batching["layout"])
-        )
-        self.report_rollout, self.first_step = report, first_step
+    context: RLContext
+    advantages: Callable[[RolloutBuffer], Mapping[str, Tensor]] = lambda rollout: {}
+    measure: Callable[[Batch], Mapping[str, Tensor]] | None = None
+    select: Callable[[RolloutBuffer], list[list[list[int]]]] | None = None
+    dynamic_sampling: bool = False
+    report: Callable[[RolloutBuffer], Mapping[str, float]] = lambda rollout: {}
+    first_step: Callable[[Mapping[str, float]], None] = lambda metrics: None
+
+    def __post_init__(self) -> None:
+        context = self.context
+        self.config, self.scheduler = context.config, context.scheduler
         self.batching: dict[str, Any] = {"layout": context.model.layout, "accelerator": context.accelerator}
         self.steps_per_rollout: int = self.config.steps_per_rollout
         rollouts = -(-len(context.data) * self.config.epochs // self.config.prompts_per_rollout)
@@ -72,7 +68,8 @@ class RolloutFeed:
         if self.rollout is None or number != self.step // self.steps_per_rollout:
             self.rollout = self._collect(number)
         self.step = step
-        units = self.select(self.rollout)
+        split = self.select or (lambda rollout: rollout.split_groups(config.micro_tokens, self.batching["layout"]))
+        units = split(self.rollout)
         if config.minibatches > 1:  # each unit is in one of them, drawn anew in each epoch
             epoch, minibatch = divmod(part, config.minibatches)
             bits = np.random.Philox(np.random.SeedSequence([config.seed, number, epoch])).random_raw(len(units))
@@ -80,6 +77,12 @@ class RolloutFeed:
             units = [units[i] for i in sorted(drawn)]
         examples = [example for unit in units for example in unit]
         return self.rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)
+
+    def plan(self, step: int) -> list[list[int]]:
+        """The prompts of each micro-batch of a step on the rollout at hand, as indices into the data."""
+        assert self.rollout is not None
+        tasks = {id(sample.prompt): sample.task for sample in self.rollout.samples}  # an example has a sample's own
+        return [[self.context.order(tasks[id(each.prompt)]) for each in batch.examples] for batch in self(step)]
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of a step over all ranks; nothing of them is stored here."""
@@ -117,7 +120,7 @@ class RolloutFeed:
             self._measure(rollout, self.measure)
         for name, column in self.advantages(rollout).items():
             rollout[name] = column
-        self.metrics = {**context.metrics(rollout), **self.report_rollout(rollout), **passed_over}
+        self.metrics = {**context.metrics(rollout), **self.report(rollout), **passed_over}
         return rollout
 
     def _buffer(self, groups: list[list[Sample]], number: int) -> RolloutBuffer:

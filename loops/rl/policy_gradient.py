@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ...objectives import PerSequence, PerToken, Stats, correction, kl_estimate, policy, sampler_mismatch, sequence_sum
 from ...objectives.types import Bound
 from ..batch import Batch
-from ..runs.reference import column
 from ..runs.training import Training
 from ..train import losses as terms
 from ..train import weighting as weights
@@ -158,7 +157,7 @@ def train_policy(
     logged = {**losses, "sampling/logp_difference": Term(mismatch.measure, 0.0), **terms.ENTROPY}
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
-    reads = reference if stored is None else column("ref_logp")
+    reads = reference if stored is None else lambda batch: batch.columns["ref_logp"]
     read = terms.policy_tensors(reference=reads, outputs=terms.outputs_for(losses), temperature=config.temperature)
     read = rollout_tensors(read, config)
     return context.train(logged, read, feed, report=lambda: {**feed.metrics, **mismatch.report()}, save=save)

@@ -114,12 +114,12 @@ def open_scheduler(
         return opened
 
     source, follow = on_main(accelerator, open_there) or local, None
-    if accelerator.num_processes > 1 and (by_policy or sharded):
+    if by_policy or sharded:
         source, follow = distributed(
             accelerator,
             source,
             weights,
-            ranks=accelerator.num_processes if by_policy else 1,
+            ranks=None if by_policy else 1,
             gathered=sharded,
             groups=config.prompts_per_rollout,
             group_size=config.group_size,

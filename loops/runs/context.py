@@ -24,7 +24,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data import Accounting, Batches, Records, Stream, StreamBatches, Tokenization, load_data, token_cost
+from ...data import Accounting, Batches, Records, Stream, StreamBatches, Tokenization, load_data, token_cost, where
 from ..config import Common
 from ..models.backbone import Backbone, evaluating
 from ..models.io import load_model, load_tokenizer
@@ -38,13 +38,15 @@ from .feed import Feed, stored_tokens
 from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
 from .ranks import main_first
-from .reference import Reference, SyncedReference, check_reference, column, load_reference, make_reference
+from .reference import Reference, SyncedReference, check_reference, load_reference, make_reference
 from .training import Training
 
 Model = TypeVar("Model", bound=Backbone)
 TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
 
 log = logging.getLogger(__name__)
+
+_NAMED = 4  # rows in a message
 
 
 @dataclass
@@ -82,6 +84,15 @@ class RunContext(Generic[Model]):
     def file(self, name: str) -> Path | None:
         """Path of a file in the run directory; None if the run has no directory."""
         return None if self.config.output is None else self.directory / name
+
+    def name_rows(self, step: int, examples: Sequence[int]) -> str:
+        """Name, for a message, the first few rows that these examples of the data of a step were made of."""
+        data, records = self.data, self.records
+        if self.stream is not None:
+            data, records = self.stream.open(step), self.stream.records(step)
+        rows = list(dict.fromkeys(data[list(examples)]["_row" if "_row" in data.column_names else "row"]))
+        named = ", ".join(where(records, row) for row in rows[:_NAMED])
+        return named if len(rows) <= _NAMED else f"{named} and {len(rows) - _NAMED} more"
 
     def feed(
         self, data: Dataset, *, whole: bool = False, per_token: Sequence[TokenColumns] = (), **options: Any
@@ -154,7 +165,7 @@ class RunContext(Generic[Model]):
                     tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator)
                 return {"ref_logprob": tensors["logprob"]}
 
-            return column("ref_logprob"), columns
+            return lambda batch: batch.columns["ref_logprob"], columns
         reference = make_reference(policy, config, kind, temperature=temperature)
         self.synced = reference if isinstance(reference, SyncedReference) else None
         return autocast(reference), lambda data: {}

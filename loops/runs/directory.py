@@ -32,7 +32,8 @@ def claimed(config: Common, description: str, accelerator: Accelerator) -> Itera
     with the process at the latest. Every rank calls it.
 
     Raises:
-        ValueError: if another process trains in the directory, or has started to since it was checked.
+        ValueError: if another process trains in the directory, or has begun to since it was looked at, or its file
+            system has no locks.
         MainProcessError: on the other ranks, with its message.
     """
 
@@ -44,9 +45,14 @@ def claimed(config: Common, description: str, accelerator: Accelerator) -> Itera
         lock = held.enter_context((directory / ".lock").open("w"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             message = f"output: another process trains in {directory}; wait for it, or name another directory"
             raise ValueError(message) from error
+        except OSError as error:  # as of network file systems: ENOLCK, EOPNOTSUPP, ENOSYS
+            raise ValueError(
+                f"output: {directory} can't be locked against other runs ({error.strerror}); mount its file system "
+                "with locks (flock), or name a directory on another one"
+            ) from error
         if not config.resume:
             check_directory(config)
         (directory / "config.yaml").write_text(description)

@@ -176,8 +176,3 @@ class SyncedReference:
 
 def _copied(policy: Policy) -> Policy:
     return copy.deepcopy(policy, {id(policy.critic): None})  # without a critic
-
-
-def column(name: str) -> Reference:
-    """Precomputed log-probs from the columns of the batch."""
-    return lambda batch: batch.columns[name]

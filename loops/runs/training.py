@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, ParamSpec
 
 from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from ..models.io import save_model
@@ -23,11 +24,8 @@ from ..train.step import StepResult, evaluate, optimize, prepare, sum_over_ranks
 from . import checkpoint, stop
 from .directory import claimed
 from .feed import Feed, digest
-from .ranks import gloo_group, meet, watching
+from .ranks import from_main, gloo_group, meet, watching
 from .report import draw_curves, journal, written
-
-if TYPE_CHECKING:
-    from .context import RunContext
 
 P = ParamSpec("P")
 
@@ -47,14 +45,14 @@ class Training:
     `RunContext.train` makes it and describes its arguments.
 
     Attributes:
-        context: the open run: model, data, ranks and settings.
+        context: the `RunContext`: what is trained, on which ranks, and its settings.
         state: what a checkpoint holds, as `checkpoint.save` takes it.
         start: number of steps taken before, by the run that is resumed.
         metrics: of the last step.
         best: the saved step whose ``keep_best`` is the best; None before there is one.
     """
 
-    context: "RunContext[Any]"
+    context: Any
     losses: Losses
     read: TensorReader
     feed: Any
@@ -96,7 +94,8 @@ class Training:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.context.tokenizer
+        tokenizer: PreTrainedTokenizerBase = self.context.tokenizer
+        return tokenizer
 
     def train(self) -> dict[str, float]:
         """Take all steps; returns the metrics of the last one."""
@@ -118,6 +117,19 @@ class Training:
         batch = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
         epoch = len(context.data) / batch
         AcceleratorState._shared_state.update(vars(accelerator.state))  # see `open_accelerator`
+        taken = optimize(
+            self.state["policy"],
+            self.feed,
+            self.objective,
+            self.weightings,
+            accelerator=accelerator,
+            optimizer=parts["optimizer"],
+            schedule=parts["schedule"],
+            steps=steps,
+            start=self.start,
+            max_grad_norm=config.max_grad_norm or math.inf,
+            describe=self._describe,
+        )
         with self.resources:
             gloo_group("checkpoint")  # made before training: the others would wait in vain for a rank that has died
             with (
@@ -131,7 +143,7 @@ class Training:
                 if self.evaluation is not None and self.start == 0:
                     self._evaluate(0)
                     log(0, self.metrics)
-                for step in self._optimize():
+                for step in taken:
                     self.metrics = {**step.metrics, **self.report()}
                     for observer in self.observers.values():
                         observer.observe(self.metrics)
@@ -173,20 +185,15 @@ class Training:
                     print(stopped, file=sys.stderr)
                 raise stopped
 
-    def _optimize(self) -> Iterator[StepResult]:
-        config, parts = self.context.config, self.state["parts"]
-        return optimize(
-            self.state["policy"],
-            self.feed,
-            self.objective,
-            self.weightings,
-            accelerator=self.context.accelerator,
-            optimizer=parts["optimizer"],
-            schedule=parts["schedule"],
-            steps=self.feed.steps,
-            start=self.start,
-            max_grad_norm=config.max_grad_norm or math.inf,
-        )
+    def _describe(self, step: int, micro_batches: list[int]) -> str:
+        """Name rows of these micro-batches of all ranks; if there are none, rows of the whole step."""
+        if not hasattr(self.feed, "plan"):  # one of the caller's own
+            return "look at what its feed gave"
+        plan = self.feed.plan(step)
+        examples = gather_object([index for i in micro_batches for index in plan[i]])
+        what = "the loss is not finite in a micro-batch of" if examples else "its losses are finite, and its rows are"
+        examples = examples or gather_object([index for part in plan for index in part])
+        return f"{what} {from_main(self.context.accelerator, lambda: self.context.name_rows(step, examples))}"
 
     def _due(self, step: int, every: int | None) -> bool:
         return step == self.feed.steps or (every is not None and step % every == 0)

@@ -6,6 +6,7 @@
 The gradient of a step is the same for every split into micro-batches and ranks, see `weighting`.
 """
 
+import logging
 import math
 import time
 import warnings
@@ -28,6 +29,8 @@ from .weighting import Weightings
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
 
 Name = TypeVar("Name")
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 5  # steps in a row without a finite gradient before training stops
 
@@ -106,6 +109,7 @@ def train_step(
     weightings: Weightings,
     *,
     max_grad_norm: float,
+    not_finite: Callable[[list[int]], object] = len,
 ) -> dict[str, float]:
     """Accumulate the gradient of one global batch and take one optimizer step.
 
@@ -116,6 +120,8 @@ def train_step(
         weightings: ``{name: (coefficient, weighting)}`` of the named losses to sum. A coefficient of 0 measures without
             training.
         max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
+        not_finite: where the gradient is not finite, which is so on all ranks, it gets the numbers of those of this
+            rank's micro-batches whose loss is not finite either.
 
     Returns:
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
@@ -127,15 +133,20 @@ def train_step(
     # reduced for each micro-batch: until then each rank would keep the whole gradient.
     sharded = isinstance(policy, FSDPModule)
     scale = 1 if sharded else accelerator.num_processes
+    totals = []
     for i, batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         with nullcontext() if last or sharded else accelerator.no_sync(policy):
-            accelerator.backward(sums.add(i, objective(policy, batch)) * scale)
+            total = torch.as_tensor(sums.add(i, objective(policy, batch)))
+            accelerator.backward(total * scale)
+        totals.append(total.detach())
     norm: Any = accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm)
     grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     taken = math.isfinite(grad_norm) and grad_norm > 0  # at 0, momentum alone would move the weights
     if taken:
         optimizer.step()
+    if not math.isfinite(grad_norm):
+        not_finite([i for i, total in enumerate(totals) if not total.isfinite()])
     optimizer.zero_grad()
     tokens = float(sum(len(batch.target) for batch in micro_batches))
     examples = [example for batch in micro_batches for example in batch.examples]
@@ -162,8 +173,13 @@ def optimize(
     steps: int,
     start: int = 0,
     max_grad_norm: float = 1.0,
+    describe: Callable[[int, list[int]], str] = lambda step, micro_batches: f"micro-batches {micro_batches}",
 ) -> Iterator[StepResult]:
     """Yield after each optimizer step. ``batches(k)`` gives this rank's micro-batches of step k, counted from 0.
+
+    Args:
+        describe: ``describe(k, micro_batches)`` says, for a message, what a step is made of whose gradient is not
+            finite, given those of this rank's micro-batches whose loss is not finite either. Every rank calls it.
 
     Raises:
         FloatingPointError: after `PATIENCE` steps in a row whose gradient was not finite.
@@ -173,17 +189,21 @@ def optimize(
         began = time.perf_counter()
         learning_rate = float(schedule.get_last_lr()[0])
         step = accelerator, policy, optimizer, batches(number - 1), objective, weightings
-        metrics = train_step(*step, max_grad_norm=max_grad_norm)
+        not_finite: list[int] = []
+        metrics = train_step(*step, max_grad_norm=max_grad_norm, not_finite=not_finite.extend)
         with warnings.catch_warnings():
             # When the first step is skipped, torch complains about the order of the two calls.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             schedule.step()
         failures = 0 if math.isfinite(metrics["grad_norm"]) else failures + 1
+        parts = describe(number - 1, not_finite) if failures else ""
         if failures == PATIENCE:
             raise FloatingPointError(
                 f"optimize: the gradient was not finite in {PATIENCE} steps in a row, the last one step {number}: "
-                "lower the learning rate, or look for log-probs of -inf in the data"
+                f"lower the learning rate, or look for log-probs of -inf in the data; {parts}"
             )
+        if failures and accelerator.is_main_process:
+            log.warning("step %d is skipped, as its gradient is not finite; %s", number, parts)
         seconds = time.perf_counter() - began
         yield StepResult(number, {**metrics, "learning_rate": learning_rate, "seconds": seconds})
 

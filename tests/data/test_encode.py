@@ -132,7 +132,7 @@ def test_preference_tokens_are_those_of_the_peer(rows, max_length, tokenizer, tr
 def test_numeric_columns_pass_through_and_others_are_reported(byte_tokenizer) -> None:
     rows = [{"text": "ab", "margin": 1.5, "votes": 3, "sure": True, "author": "x", "chat_template_kwargs": None}]
     dataset, accounting = encode_supervised(rows, byte_tokenizer())
-    assert dataset.column_names == ["margin", "votes", "sure", "prompt", "completions", "trained"]
+    assert dataset.column_names == ["margin", "votes", "sure", "prompt", "completions", "trained", "_row"]
     assert (dataset[0]["margin"], dataset[0]["votes"], dataset[0]["sure"]) == (1.5, 3, True)
     assert accounting.unused == ("author",)
     assert "unused columns: author" in str(accounting)
@@ -199,7 +199,8 @@ def test_skipped_rows_are_counted_by_kind_and_none_is_lost(bad_file, byte_tokeni
     assert accounting.skipped == dict.fromkeys(BAD, 1)
     assert (accounting.read, accounting.kept) == (8, 2) == (sum(accounting.skipped.values()) + 2, len(dataset))
     assert [len(example(dataset, index).prompt) for index in range(2)] == [2, 5]
-    assert dataset.column_names == ["margin", "prompt", "completions", "trained"]
+    assert dataset.column_names == ["margin", "prompt", "completions", "trained", "_row"]
+    assert dataset["_row"][:] == [0, 7]
     assert accounting.first["prompt too long"].startswith("pairs.jsonl line 7: the prompt has 8 tokens")
     assert accounting.truncated == 1  # "other" + "aaaa<eos>" is 10 tokens
     assert accounting.total_tokens == 2 + 5 + 3 + 5 + 3 + 3

@@ -1,4 +1,4 @@
-"""Whole runs of every offline recipe, on as many ranks and in as many shards as are asked for."""
+"""Whole runs of every offline recipe and of an online one, on as many ranks and in as many shards as are asked for."""
 
 import gc
 import itertools
@@ -15,11 +15,12 @@ import transformers
 from accelerate import Accelerator
 from burnish.loops.config import Lora, Parallel, Teacher
 from burnish.loops.recipes.distill import run_distill
+from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.kto import run_kto
 from burnish.loops.recipes.preference import run_cpo, run_dpo, run_orpo
 from burnish.loops.recipes.prm import run_prm
 from burnish.loops.recipes.reward import run_reward
-from burnish.loops.recipes.settings import CPO, DPO, KTO, ORPO, PRM, SFT, Distill, Reward
+from burnish.loops.recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PRM, SFT, Distill, Reward
 from burnish.loops.recipes.sft import run_sft
 from burnish.loops.runs import ranks
 from signalled import in_step
@@ -29,6 +30,9 @@ from torch.distributed.tensor import DTensor
 ROWS = 17  # in batches of five, which neither two nor four ranks share evenly
 _COMMON = {"steps": 3, "batch_size": 5, "micro_tokens": 40, "learning_rate": 1e-2, "schedule": "constant"}
 _COMMON |= {"dtype": "float64", "max_grad_norm": 0.5, "weight_decay": 0.1}
+# Four steps on each rollout, so that a checkpoint may hold one that has further steps.
+_ONLINE = {"rewards": {"online:even": 1.0}, "prompts_per_rollout": 3, "group_size": 3, "max_tokens": 6, "show_every": 0}
+_ONLINE |= {"epochs_per_rollout": 2, "minibatches": 2, "old_logprobs": "recomputed", "beta": 0.1}
 
 # By name: recipe, its settings, which data, and what differs from the settings that all share.
 RUNS = {
@@ -48,6 +52,7 @@ RUNS = {
     "sft_bfloat16": (run_sft, SFT, "messages", {"model": "bfloat16", "dtype": "bfloat16"}),
     "dpo_bfloat16": (run_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "bfloat16"}),
     "distill_top_k": (run_distill, Distill, "messages", {"teacher": Teacher(model="teacher", top_k=5)}),
+    "grpo": (run_grpo, GRPO, "prompts", _ONLINE),
 }
 
 
@@ -64,6 +69,7 @@ def prepare(directory):
     completions = ["1+1", "=2", "2"]
     steps = [{"prompt": f"{i}=", "completions": completions, "labels": [True, False, i % 2 == 0]} for i in range(ROWS)]
     write_rows(directory / "pairs.jsonl", pairs)
+    write_rows(directory / "prompts.jsonl", [{"prompt": pair["prompt"]} for pair in pairs])
     write_rows(directory / "messages.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs])
     write_rows(directory / "feedback.jsonl", feedback)
     write_rows(directory / "steps.jsonl", steps)
@@ -84,6 +90,8 @@ def train(start, shards, name, output, mortal=None, **fields):
     directory = Path(start)
     fields = {**_COMMON, "model": "start", **differences, **fields, "parallel": Parallel(shards), "output": output}
     fields |= {"data": str(directory / f"{data}.jsonl"), "model": str(directory / fields["model"])}
+    if data == "prompts":
+        del fields["batch_size"]
     if teacher := fields.get("teacher"):
         fields["teacher"] = replace(teacher, model=str(directory / teacher.model))
     norm = transformers.models.llama.modeling_llama.LlamaRMSNorm

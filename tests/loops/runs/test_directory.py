@@ -1,7 +1,9 @@
 """One run, one directory: one writer, one configuration, one set of data."""
 
+import errno
 import fcntl
 import json
+import os
 import subprocess
 import sys
 
@@ -71,6 +73,22 @@ def test_a_directory_has_one_writer(settings, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="output: another process trains in"):
             run_sft(SFT(**settings, resume=True))
     run_sft(SFT(**settings, resume=True))
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_told_from_another_writer(number, settings, monkeypatch):
+    usual = fcntl.flock
+
+    def flock(file, operation):
+        if isinstance(file, int):  # a cache's
+            return usual(file, operation)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    message = rf"can't be locked against other runs \({os.strerror(number)}\); mount its file system with locks"
+    with pytest.raises(ValueError, match=message) as caught:
+        run_sft(SFT(**settings))
+    assert "another process" not in str(caught.value) and "another one" in str(caught.value)
 
 
 def test_of_two_runs_that_begin_at_once_one_is_refused(settings, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,14 +12,19 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.cli import main
+from burnish.loops.recipes import grpo
 from burnish.loops.recipes.grpo import run_grpo
-from burnish.loops.recipes.settings import GRPO, SFT
+from burnish.loops.recipes.preference import run_dpo
+from burnish.loops.recipes.settings import DPO, GRPO, SFT
 from burnish.loops.recipes.sft import run_sft
+from forked import run_forked
+from grids import slow
 from killed import assert_undisturbed
 from online import prepare
 from safetensors.torch import load_file, save_file
 from signalled import in_step
 from tiny import save_model, sums, write_rows
+from transformers import AutoTokenizer
 
 
 @pytest.fixture
@@ -84,11 +90,13 @@ def test_weights_that_are_no_numbers_end_the_run_in_one_line(settings, capsys):
     assert last.startswith(
         "burnish sft: optimize: the gradient was not finite in 5 steps in a row, the last one step 5:"
     )
+    named = r"; the loss is not finite in a micro-batch of rows\.jsonl line [1-8], rows\.jsonl line [1-8]$"
+    assert re.search(named, last), last
     assert not (Path(settings["output"]) / "model").exists()
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_step_whose_gradient_is_no_number_is_skipped_and_the_run_goes_on(step, settings, monkeypatch):
+def test_a_step_whose_gradient_is_no_number_is_skipped_and_the_run_goes_on(step, settings, monkeypatch, caplog):
     usual = Accelerator.backward
 
     def backward(accelerator, loss, **options):
@@ -97,11 +105,104 @@ def test_a_step_whose_gradient_is_no_number_is_skipped_and_the_run_goes_on(step,
 
     with in_step(step, lambda: monkeypatch.setattr(Accelerator, "backward", backward)):
         run_sft(SFT(**settings))
+    named = r"its losses are finite, and its rows are rows\.jsonl line [1-8], rows\.jsonl line [1-8]$"
+    (line,) = warnings(caplog)
+    assert re.search(named, line), line
     lines = [json.loads(line) for line in (Path(settings["output"]) / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped"] for line in lines] == [float(line["step"] == step) for line in lines]
     assert all(
         weight.isfinite().all() for weight in load_file(Path(settings["output"]) / "model/model.safetensors").values()
     )
+
+
+def poisoned(directory, poison="~", **options):
+    """A small model without a number for the embedding of one byte."""
+    path = save_model(directory, **options) / "model.safetensors"
+    weights = load_file(path)
+    token = AutoTokenizer.from_pretrained(directory).convert_tokens_to_ids(poison)
+    weights["model.embed_tokens.weight"][token] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    return directory
+
+
+def with_poison(rows, *places):
+    """The rows, of which those at these places, from 1, have the byte in their prompt."""
+    for place in places:
+        rows[place - 1]["prompt"][0]["content"] += "~"
+    return rows
+
+
+def warnings(caplog):
+    return [message for message in caplog.messages if "is skipped" in message]
+
+
+def skipped(run):
+    return [
+        line["step"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if line["skipped"]
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rows_of_a_micro_batch", "named"),
+    [
+        (1, "rows.jsonl line 5"),
+        (6, "rows.jsonl line 1, rows.jsonl line 2, rows.jsonl line 4, rows.jsonl line 5 and 2 more"),
+    ],
+)
+def test_rows_whose_loss_is_no_number_are_named(rows_of_a_micro_batch, named, dtype, settings, tmp_path, caplog):
+    """By their lines, of which one was left out."""
+    poisoned(Path(settings["model"]))
+    rows = [{**pair, "rejected": pair["chosen"]} if i == 2 else pair for i, pair in enumerate(with_poison(sums(13), 5))]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    micro_tokens = None if rows_of_a_micro_batch > 1 else 10
+    settings |= {"data": str(data), "on_bad_row": "skip", "batch_size": 6, "micro_tokens": micro_tokens, "steps": 2}
+    run_dpo(DPO(**settings, shuffle=False, dtype=dtype))
+    (line,) = warnings(caplog)
+    assert line.endswith(f"the loss is not finite in a micro-batch of {named}"), line
+    assert skipped(tmp_path / "run") == [1]
+
+
+def test_rows_of_streamed_parts_are_named(settings, tmp_path, caplog):
+    poisoned(Path(settings["model"]))
+    parts = [str(write_rows(tmp_path / f"{name}.jsonl", with_poison(sums(6), 2))) for name in ("a", "b")]
+    options = {"data": parts, "streaming": True, "shuffle": False, "batch_size": 4, "steps": 3, "micro_tokens": 10}
+    run_dpo(DPO(**{**settings, **options}))
+    named = [line.rpartition(" of ")[2] for line in warnings(caplog)]
+    assert set(", ".join(named).split(", ")) == {"a.jsonl row 2", "b.jsonl row 2"}, named
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_prompts_whose_loss_is_no_number_are_named(minibatches, tmp_path, monkeypatch, caplog):
+    config = {**prepare(tmp_path), "output": str(tmp_path / "run"), "steps": 4 * minibatches}
+    poison, usual = AutoTokenizer.from_pretrained(config["model"]).convert_tokens_to_ids("~"), grpo.advantages
+
+    def advantages(rollout, *, config):
+        columns = usual(rollout, config=config)
+        bad = torch.tensor([poison in sample.prompt for sample in rollout.samples])
+        columns["advantage"][bad[rollout.sequence]] = float("nan")
+        return columns
+
+    monkeypatch.setattr(grpo, "advantages", advantages)
+    rows = [{"prompt": pair["prompt"]} for pair in with_poison(sums(16), 3, 9)]
+    config["data"] = str(write_rows(tmp_path / "prompts.jsonl", rows))
+    run_grpo(GRPO(**config, micro_tokens=10, minibatches=minibatches))
+    named = [line.rpartition(" of ")[2] for line in warnings(caplog)]
+    assert set(", ".join(named).split(", ")) == {"prompts.jsonl line 3", "prompts.jsonl line 9"}, named
+    assert len(skipped(tmp_path / "run")) == len(named) <= 2
+
+
+@pytest.mark.parametrize(("shards", "dtype"), [(1, "float64"), (2, "float64"), slow(2, "bfloat16")])
+def test_the_rank_whose_row_it_is_names_it_and_all_skip_the_step(shards, dtype, tmp_path):
+    poisoned(tmp_path / "start", dtype=torch.float64)
+    rows = with_poison([{"messages": pair["prompt"] + pair["chosen"], **pair} for pair in sums(10)], 7)
+    write_rows(tmp_path / "messages.jsonl", [{"messages": row["messages"]} for row in rows])
+    options = {"steps": 2, "micro_tokens": 10, "shuffle": False, "dtype": dtype}
+    outcomes = run_forked(2, "sharded", str(tmp_path), shards, [("sft", str(tmp_path / "run"), options)])
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+    line = "step 2 is skipped, as its gradient is not finite; the loss is not finite in a micro-batch of "
+    assert [printed.count(f"{line}messages.jsonl line 7\n") for _, printed in outcomes] == [1, 0], outcomes
+    assert skipped(tmp_path / "run") == [2]
 
 
 class Code:

@@ -1,4 +1,7 @@
-"""A recipe that is killed on some ranks goes on, on others, to the weights, metrics and log-probs of one process."""
+"""A recipe that is killed on some ranks goes on, on others, to the weights, metrics and log-probs of one process.
+
+An online one goes on to the same samples as well.
+"""
 
 import json
 import random
@@ -11,16 +14,17 @@ from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
 from forked import run_forked
 from grids import covering
+from killed import untimed
 from safetensors.torch import load_file
 from sharded import prepare
 from shared import made_once
 from tiny import make_examples
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 EXACT = 1e-10
 STEPS, SAVE_EVERY = 6, 2
 ORDERS = {"steps": STEPS, "save_every": SAVE_EVERY}
-RECIPES = ["sft", "dpo", "dpo_adapters", "dpo_precomputed", "kto", "reward", "distill"]
+RECIPES = ["sft", "dpo", "dpo_adapters", "dpo_precomputed", "kto", "orpo", "cpo", "reward", "prm", "distill", "grpo"]
 # In how many ranks of which kind; the number of shards that a copy of the model is in.
 SHARDS = {"1 one": 1, "2 ddp": 1, "2 fsdp": 2, "4 ddp": 1, "4 fsdp": 4, "4 hsdp": 2}
 KILLED = ["1 one", "2 ddp", "2 fsdp", "4 hsdp"]
@@ -77,15 +81,20 @@ def killed(tmp_path_factory, start):
     return get
 
 
-def lines(run):
-    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in logged]
+def samples(run):
+    """What an online recipe has sampled, each once, and the log-probs apart."""
+    path = run / "samples.jsonl"
+    stored = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [sample.pop("logprobs") for sample in stored], stored
 
 
 def outputs(recipe, run):
     """Log-probs, or scores, under the model that a run has left, as transformers loads it."""
     if recipe == "reward":
         model = AutoModelForSequenceClassification.from_pretrained(run / "model", dtype="auto")
+        return model(torch.arange(20).reshape(2, 10)).logits
+    if recipe == "prm":
+        model = AutoModelForTokenClassification.from_pretrained(run / "model", dtype="auto")
         return model(torch.arange(20).reshape(2, 10)).logits
     return Policy(AutoModelForCausalLM.from_pretrained(run / "model", dtype="auto"))(collate(make_examples(3))).logprob
 
@@ -94,6 +103,10 @@ def outputs(recipe, run):
     ("world", "cases"),
     [
         *(pytest.param(world, cases, id=world) for world, cases in QUICK.items()),
+        *(
+            pytest.param(world, [("grpo", "2 fsdp")], id=f"online to {world}", marks=pytest.mark.slow)
+            for world in ("1 one", "2 ddp", "2 fsdp")
+        ),
         *(
             pytest.param(
                 world, [(recipe, source) for recipe, source, target in ALL if target == world],
@@ -118,7 +131,11 @@ def test_a_recipe_that_was_killed_goes_on_in_another_world_to_the_end_of_one_pro
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=EXACT, msg=f"{run.name}: {name}")
             assert source != world or world != "1 one" or torch.equal(weights[name], weight)
-        assert [line["step"] for line in lines(run)] == list(range(1, STEPS + 1))
-        for line, same in zip(lines(run), lines(one), strict=True):
+        assert [line["step"] for line in untimed(run)] == list(range(1, STEPS + 1))
+        for line, same in zip(untimed(run), untimed(one), strict=True):
             assert line == pytest.approx(same, rel=EXACT, abs=EXACT), run.name
+        (logprobs, sampled), (same, same_samples) = samples(run), samples(one)
+        assert sampled == same_samples and (recipe != "grpo" or len(sampled) == 2 * 3 * 3)
+        for each, other in zip(logprobs, same, strict=True):
+            assert each == pytest.approx(other, rel=EXACT, abs=EXACT), run.name
         torch.testing.assert_close(outputs(recipe, run), outputs(recipe, one), rtol=0, atol=EXACT)

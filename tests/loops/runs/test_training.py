@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from burnish.loops.config import Teacher
 from burnish.loops.recipes.distill import open_distill
 from burnish.loops.recipes.grpo import open_grpo
-from burnish.loops.recipes.settings import GRPO, SFT, Distill
+from burnish.loops.recipes.kto import open_kto
+from burnish.loops.recipes.settings import GRPO, KTO, SFT, Distill
 from burnish.loops.recipes.sft import open_sft
 from burnish.loops.rollouts.local.source import LocalSource
 from online import prepare
@@ -67,6 +68,27 @@ def test_a_teacher_computes_in_the_precision_of_its_run_when_another_run_is_open
         assert metrics_of(training) == alone
     finally:
         torch.set_autocast_dtype("cpu", default)
+
+
+@pytest.mark.parametrize("recipe", ["kto", "grpo", "distill"])
+def test_a_plan_says_which_examples_or_prompts_are_in_each_micro_batch(recipe, settings, tmp_path):
+    if recipe == "grpo":
+        training = open_grpo(GRPO(**{**prepare(tmp_path), "micro_tokens": 60, "minibatches": 2, "steps": 4}))
+    elif recipe == "kto":
+        data = write_rows(tmp_path / "pairs.jsonl", sums(8))
+        training = open_kto(KTO(**{**settings, "data": str(data)}, micro_tokens=30))
+    else:
+        teacher = Teacher(model=str(save_model(tmp_path / "teacher", seed=1)))
+        online = {"on_policy": 0.5, "max_tokens": 6, "steps": 6, "show_every": 0}
+        training = open_distill(Distill(**settings, teacher=teacher, micro_tokens=30, **online))
+    kinds, micro_batches = set(), 0
+    for step in training:
+        planned, batches = training.feed.plan(step.number - 1), training.feed(step.number - 1)
+        prompts = [[training.context.data[index]["prompt"] for index in part] for part in planned]
+        assert prompts == [[list(example.prompt) for example in batch.examples] for batch in batches]
+        kinds.add(step.metrics.get("on_policy"))
+        micro_batches += len(planned)
+    assert micro_batches > training.feed.steps and (recipe != "distill" or kinds == {0.0, 1.0})
 
 
 def test_a_run_whose_steps_are_never_taken_closes_its_source(tmp_path, monkeypatch):
