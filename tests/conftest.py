@@ -1,5 +1,6 @@
 """What has to be settled before anything imports torch or Triton, and how the suite is spread over processes."""
 
+import gc
 import importlib.util
 import os
 from importlib.metadata import version
@@ -50,6 +51,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files of this folder, which are of the longest: no process should end with one of them."""
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what imports and collection have left: millions of objects, each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let go, at exit, of what was frozen."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)
