@@ -1,7 +1,11 @@
 """What has to be settled before anything imports torch or Triton, and how the suite is spread over processes."""
 
+import gc
+import getpass
 import importlib.util
 import os
+import shutil
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
             f"tests: the interpreter of triton {version('triton')} makes an integer of an array of one, "
             f"for which numpy must be < 2.4, got {version('numpy')}; pip install 'numpy<2.4'"
         )
+    if not hasattr(config, "workerinput"):
+        hold_temporary_files(config)
     if config.option.markexpr == "not slow" and all("::" in argument for argument in config.args):
         config.option.markexpr = ""  # a test that is asked for by its name runs
     if config.getoption("cpu_times"):
@@ -47,9 +53,33 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(cpu_times.Recorder(config.getoption("cpu_times")))
 
 
+def hold_temporary_files(config: pytest.Config) -> None:
+    """Give tests and their processes, many of which are killed, one folder for what they leave: it goes at the end.
+
+    Folders of failed tests stay where pytest keeps them, and what inductor has compiled serves the next time.
+    """
+    place = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", place)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{place}/torchinductor_{getpass.getuser()}")
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="burnish-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(tempfile.tempdir, ignore_errors=True))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files of this folder, which are of the longest: no process should end with one of them."""
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what imports and collection have left: millions of objects, each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let go, at exit, of what was frozen."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,11 @@ def test_ray_train_runs_a_recipe_on_two_workers(tmp_path):
     data, output = write_rows(tmp_path / "data.jsonl", rows), tmp_path / "run"
     flags = ["--model", model, "--data", data, "--output", output, "--steps", "2", "--batch_size", "4"]
     command = [sys.executable, EXAMPLES / "ray_train.py", "--cpu", "--workers", "2", "--storage", tmp_path / "ray"]
-    done = subprocess.run([*map(str, [*command, "sft", *flags])], capture_output=True, text=True, timeout=500)
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # for paths of sockets, which may have 107 characters
+        environment = {**os.environ, "RAY_TMPDIR": short}
+        done = subprocess.run(
+            [*map(str, [*command, "sft", *flags])], env=environment, capture_output=True, text=True, timeout=500
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (output / "model/model.safetensors").exists()
     assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [1, 2]

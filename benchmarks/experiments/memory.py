@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.output / "memory.json"
     if options.only and path.exists():  # the others stay as they were measured
         report["figures"] = json.loads(path.read_text())["figures"]
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as name:
         pairs = list(preference_pairs(4 * options.rows, seed=0))
         texts = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
         prompts = [{"prompt": pair["prompt"]} for pair in pairs[: _GRPO["prompts_per_rollout"]]]

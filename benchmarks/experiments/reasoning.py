@@ -131,13 +131,13 @@ def summary(steps: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
 
 
 def draw(steps: Sequence[dict[str, Any]], picture: Path) -> None:
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as name:
         kept = ({key: value for key, value in step.items() if key in DRAWN} for step in steps)
         draw_curves(write_jsonl(Path(name) / "metrics.jsonl", kept), picture)
 
 
 def main(arguments: Sequence[str]) -> None:
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as name:
         report = train(Path(arguments[0] if arguments else name))
     (RESULTS / "smollm2_grpo.json").write_text(json.dumps(report, indent=1) + "\n")
     draw(report["steps"], RESULTS / "smollm2_grpo.png")

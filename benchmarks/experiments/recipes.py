@@ -83,7 +83,7 @@ def main(recipes: list[str]) -> None:
     recipes = common.chosen(recipes, RUNS)
     rows = {"trained": TRAINED, "held out": HELD_OUT, "steps": STEPS, "batch size": 8}
     results = common.earlier(RESULTS) | {"rows": rows}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as name:
         for recipe in recipes:
             directory = Path(name) / recipe
             flags = []

@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     report: dict[str, Any] = {"machine": machine(torch.device("cpu")), "figures": {}}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as name:
         measured = [answers(options.rounds)]
         if options.model:
             measured.append(one_step(options.model, Path(name)))

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(encode(flags.data, flags.tokenizer, flags.processes[0])))
         return 0
     runs = []
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as directory:
         data = str(write_jsonl(Path(directory) / "pairs.jsonl", pairs(flags.rows)))
         for processes in flags.processes:
             cache = {"HF_DATASETS_CACHE": f"{directory}/cache-{processes}", "TOKENIZERS_PARALLELISM": "false"}

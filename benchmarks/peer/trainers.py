@@ -155,7 +155,7 @@ def compare(
     """Figures of every provider, over ``rounds`` interleaved processes each."""
     before, chosen = load(), RECIPES[recipe]
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as temporary:
         directory = Path(temporary)
         model = chosen.model(model, directory)
         data = write_jsonl(directory / "rows.jsonl", chosen.rows(preference_pairs(steps * batch_size, seed=0)))
@@ -187,7 +187,7 @@ def compare(
 def gradient_differences(recipe: str, names: Iterable[str], model: Path, data: Path) -> dict[str, float]:
     """Ours from the peer's, in a step on the same completions: in the loss or the gradient, whichever is more."""
     ours = [name for name in names if not name.startswith(PEER)] or ["burnish"]
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as directory:
         evidence = Path(directory)
         setting = (model, data, sampled.COMPARED, 1, evidence)
         losses = {name: float(in_own_process(recipe, name, *setting)["losses"][0]) for name in (*ours, PEER)}
@@ -331,7 +331,7 @@ def train_burnish(
     """Metrics of each step."""
     chosen = RECIPES[recipe]
     settings, run = chosen.resolve()
-    with tempfile.TemporaryDirectory() as output:
+    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as output:
         batch = {"prompts_per_rollout" if chosen.samples else "batch_size": batch_size}
         fixed = {"steps": steps, "learning_rate": learning_rate, "schedule": "constant", "shuffle": False}
         places = {"model": str(model), "data": str(data), "output": output}
@@ -365,7 +365,7 @@ def train_trl(
         tokenizer.pad_token = tokenizer.eos_token
     rows = batch_size * peer.ours.get("group_size", 1)
     more: dict[str, Any] = {"reward_funcs": sampled.vowels, "rollout_func": rollout} if peer.samples else {}
-    with tempfile.TemporaryDirectory() as output:
+    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as output:
         settings = {
             "output_dir": output,
             "per_device_train_batch_size": rows,

@@ -1,79 +1,20 @@
 """Reinforcement learning from Python, without a recipe: its loop, and the same numbers as the recipe's."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from burnish.loops import (
-    Files,
-    LocalSource,
-    Policy,
-    RolloutBuffer,
-    RolloutScheduler,
-    SamplingParams,
-    VLLMServer,
-    from_main,
-    sequence_mean,
-    train_step,
-)
+from burnish.loops import Files, LocalSource, RolloutBuffer, VLLMServer
 from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rollouts.sample import Sample, VersionSpan
-from burnish.objectives import clipped_surrogate, group_advantage
+from burnish.objectives import group_advantage
+from forked import run_forked
+from rl_loop import COMPLETIONS, GROUPS, PROMPTS, STEPS, TOKENS, train
 from tiny import save_model, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_fake import Fake
 from vllm_servers import TOLERANCE, furthest, start
-
-PROMPTS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(6)]
-STEPS, GROUPS, COMPLETIONS, TOKENS = 3, 4, 4, 6
-
-
-def even(completion, answer):
-    """A reward of text: it is given the completion, and columns of the row by their names."""
-    return sum(ord(letter) % 2 == 0 for letter in completion) / (len(completion) + len(answer))
-
-
-def objective(policy, batch):
-    logp, old = policy(batch).logprob, batch.columns["sampled_logp"]
-    return {"grpo": clipped_surrogate(logp, old, batch.columns["advantage"], clip_low=0.2, clip_high=0.2)}
-
-
-def train(directory, make_source, *, rewards=(even,), steps=STEPS, precision="no"):
-    """The loop; returns the metrics of every step, and the policy."""
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    policy = Policy(AutoModelForCausalLM.from_pretrained(directory).train())
-    adamw = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0, fused=True)  # as recipes have it
-    prepared, optimizer = accelerator.prepare(policy, adamw)
-    main = accelerator.is_main_process
-    source = make_source(policy, tokenizer) if main else None
-    sampling = SamplingParams(TOKENS)
-    scheduler = RolloutScheduler(source, PROMPTS, group_size=COMPLETIONS, sampling=sampling) if main else None
-    metrics = []
-
-    def sample():
-        scheduler.publish(policy)
-        return scheduler.take(GROUPS)
-
-    for _ in range(steps):
-        rollout = RolloutBuffer(from_main(accelerator, sample))
-        scores = rollout.score(rewards)
-        rollout["advantage"] = group_advantage(scores.total, scores.group)[rollout.sequence]
-        batches = rollout.micro_batches(64, layout=policy.layout)
-        weightings = {"grpo": (1.0, sequence_mean)}
-        step = train_step(accelerator, prepared, optimizer, batches, objective, weightings, max_grad_norm=1.0)
-        metrics.append({**step, "reward": scores.total.mean().item(), "samples": rollout.samples})
-    if main:
-        scheduler.close()
-    return metrics, policy
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +38,12 @@ def test_the_loop_gives_the_numbers_of_the_recipe(directory, dtype, tmp_path, mo
         metrics, policy = request.getfixturevalue("looped")
     else:
         metrics, policy = train(directory, autocasting, precision="bf16")
-    monkeypatch.syspath_prepend(Path(__file__).parent)
     monkeypatch.setattr("burnish.loops.runs.training.draw_curves", lambda metrics, picture: None)
     config = GRPO(
         model=str(directory),
         data=str(write_rows(tmp_path / "prompts.jsonl", PROMPTS)),
         output=str(tmp_path / "run"),
-        rewards={"test_rl_loop:even": 1.0},
+        rewards={"rl_loop:even": 1.0},
         prompts_per_rollout=GROUPS,
         group_size=COMPLETIONS,
         max_tokens=TOKENS,
@@ -160,14 +100,9 @@ def test_a_real_server_samples_from_what_was_published_last(tmp_path):
 
 
 def test_two_ranks_take_the_steps_of_one(directory, looped):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-    support = str(Path(__file__).parents[1] / "support")
-    paths = os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run([*command, directory], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    two = json.loads(done.stdout.splitlines()[-1])
-    for line, step in zip(two, looped[0], strict=True):
+    outcomes = run_forked(2, "rl_loop", str(directory))
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+    for line, step in zip(json.loads(outcomes[0][1].splitlines()[-1]), looped[0], strict=True):
         assert line == pytest.approx({name: step[name] for name in line}, rel=1e-5, abs=1e-6)
 
 
@@ -190,9 +125,3 @@ def test_what_must_not_be_trained_on_is_masked():
     (batch,) = rollout.micro_batches(100)
     assert batch.sequences == 2
     assert batch.columns["advantage"].tolist() == pytest.approx([-0.7071] * 2 + [0.7071] * 2, abs=1e-4)
-
-
-if __name__ == "__main__":
-    steps, _ = train(sys.argv[1], LocalSource)
-    if os.environ["RANK"] == "0":
-        print(json.dumps([{name: step[name] for name in ("loss", "grad_norm", "reward", "tokens")} for step in steps]))

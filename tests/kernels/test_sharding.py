@@ -1,7 +1,5 @@
 """A vocabulary split over ranks gives what the whole one gives, on every rank."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import shards
 import torch
 from burnish.kernels import Shard
+from forked import run_forked
 from heads import CASES, in_dtype, logprobs
 
 SPLIT_ROWS = {"d_weight", "d_bias", "d_B"}
@@ -18,7 +17,8 @@ SPLIT_ROWS = {"d_weight", "d_bias", "d_B"}
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found."""
     directory = tmp_path_factory.mktemp("shards")
-    subprocess.run([sys.executable, shards.__file__, directory], check=True, timeout=120)
+    for status, printed in run_forked(3, "shards", str(directory)):
+        assert status == 0, printed
     return [torch.load(Path(directory, f"{rank}.pt")) for rank in range(3)]
 
 

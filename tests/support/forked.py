@@ -1,10 +1,13 @@
 """Functions in processes of their own, forked from one that has imported what they need and computed nothing.
 
-That process starts with the first call, imports each module once, and ends with the process that started it. Imports
-take seconds and a fork takes none; what has run autograd or threads, as pytest's own process has, must not fork.
+That process starts with the first call, imports each module once, and is killed with the process that started it, as
+are the processes that it forks. Imports take seconds and a fork takes none; what has run autograd or threads, as
+pytest's own process has, must not fork.
 """
 
+import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -19,12 +22,13 @@ import traceback
 from pathlib import Path
 
 GRACE = 60.0  # seconds in which a process should notice that another one of its group failed
+PR_SET_PDEATHSIG = 1
 
 
 @functools.cache
 def _server():
     return subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, __file__, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -52,11 +56,19 @@ def run_forked(count, module, *arguments, timeout=600):
     return json.loads(line)
 
 
+def die_with(parent):
+    """Have the kernel kill this process when the thread that started it ends; ``parent`` is that thread's process."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
+
+
 def fork(function, arguments, environment, log):
     """The id of a process that calls the function, and exits with status 0 if that returns."""
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child:
         return child
+    die_with(parent)
     os.environ |= {name: str(value) for name, value in environment.items()}
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
@@ -104,15 +116,20 @@ def run(count, function, arguments, directory):
     return list(zip(wait_for_all(children), [log.read_text() for log in logs], strict=True))
 
 
-def main():
+def main(parent):
+    die_with(parent)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever an import prints is no answer
     for line in sys.stdin:
         count, module, *arguments = json.loads(line)
+        if module not in sys.modules:
+            importlib.import_module(module)
+            gc.collect()
+            gc.freeze()  # a child that looked at the million objects of the imports would have its own copy of them
         with tempfile.TemporaryDirectory() as directory:
-            outcomes = run(count, importlib.import_module(module).be_rank, arguments, directory)
+            outcomes = run(count, sys.modules[module].be_rank, arguments, directory)
         print(json.dumps(outcomes), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -1,7 +1,4 @@
-"""``python shards.py OUT``: log-probs and gradients of heads whose vocabulary is split over three gloo ranks."""
-
-import sys
-from pathlib import Path
+"""Log-probs and gradients of heads whose vocabulary is split over three gloo ranks."""
 
 import torch
 import torch.distributed as dist
@@ -43,8 +40,9 @@ def shard_of(case: dict, rank: int) -> dict:
     return case | split
 
 
-def run(rank: int, directory: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3)
+def be_rank(directory: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     passes.ROWS, passes.COLUMNS, passes.KEEP = 24, 32, 20_000
     shard = Shard(dist.group.WORLD, BOUNDS[rank])
     results = {
@@ -56,8 +54,3 @@ def run(rank: int, directory: str) -> None:
         results["error"] = str(error)
     torch.save(results, f"{directory}/{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    out = Path(sys.argv[1])
-    torch.multiprocessing.spawn(run, (str(out),), nprocs=3)

