@@ -197,4 +197,4 @@ def _has_no_values(packet: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -
         shape: Any = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
     except RuntimeError:
         return False
-    return prod(shape) > _LARGE
+    return bool(prod(shape) > _LARGE)
