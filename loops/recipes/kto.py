@@ -106,12 +106,7 @@ def prepare_feedback(
 
 @torch.no_grad()
 def kl_of_mismatched(
-    feed: Feed,
-    step: int,
-    policy: Policy,
-    reference: Reference,
-    accelerator: Accelerator,
-    max_length: int | None = None,
+    feed: Feed, step: int, policy: Policy, reference: Reference, accelerator: Accelerator, max_length: int | None = None
 ) -> torch.Tensor:
     """KTO's z₀ of a step, one number for all ranks: the KL estimate from completions of other prompts.
 
