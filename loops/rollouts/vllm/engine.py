@@ -110,8 +110,8 @@ class VLLMEngine:
         refuse_closed(self._closed, "vllm")
         await send_weights([self], self._check_weights(weights), version)
 
-    async def update(self, step: Callable[["VLLMEngine"], Coroutine[Any, Any, None]]) -> None:
-        await step(self)
+    async def update(self, step: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        await step(self, *arguments)
 
     async def version(self) -> int | None:
         refuse_closed(self._closed, "vllm")

@@ -142,8 +142,8 @@ class VLLMServer:
     async def publish(self, weights: NamedWeights, version: int) -> None:
         await send_weights([self], self.check_weights(weights), version)
 
-    async def update(self, step: Callable[[VLLMClient], Coroutine[Any, Any, None]]) -> None:
-        await self._within_patience(step(self._client))
+    async def update(self, step: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        await self._within_patience(step(self._client, *arguments))
         self._note_heard()
 
     async def version(self) -> int | None:

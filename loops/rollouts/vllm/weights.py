@@ -41,25 +41,25 @@ async def send_weights(sources: Sequence[Any], weights: NamedWeights, version: i
     """Send the weights to all sources in lockstep; returns the errors of those that failed, and raises if all did.
 
     They are read once, a part at a time, and the next part when every source has taken this one: however slow one of
-    them is, all of their copies of a part take no more than 1 GiB, or a single tensor.
+    them is, their copies of a part take no more than 1 GiB in all, or one tensor each.
 
     Args:
-        sources: with ``updates``, and ``update(step)``, which awaits ``step(vllm)`` within the source's patience.
+        sources: with ``updates``, and ``update(step, *arguments)``: ``step(vllm, *arguments)`` within their patience.
     """
     failed: dict[Any, BaseException] = {}
 
-    async def each(step: Callable[[Any, Any], Awaitable[None]]) -> None:
+    async def each(step: str, *arguments: Any) -> None:
         left = [source for source in sources if source not in failed]
-        steps = [source.update(functools.partial(step, source.updates)) for source in left]
+        steps = [source.update(getattr(source.updates, step), *arguments) for source in left]
         outcomes = await asyncio.gather(*steps, return_exceptions=True)
         failed.update({source: error for source, error in zip(left, outcomes, strict=True) if error is not None})
 
-    await each(lambda updates, vllm: updates.begin(vllm))
+    await each("begin")
     for part, last in _parts(weights, _PART // len(sources)):
-        await each(lambda updates, vllm, part=part, last=last: updates.send(vllm, part, last))
+        await each("send", part, last)
         if len(failed) == len(sources):
             break
-    await each(lambda updates, vllm: updates.finish(vllm, version))
+    await each("finish", version)
     if len(failed) == len(sources):
         raise next(iter(failed.values()))
     return failed
