@@ -112,9 +112,8 @@ class MixedFeed:
         self.last = -1  # latest requested step
 
         def order(task: int) -> int:
-            rollout, place = divmod(task, config.batch_size)
-            # The last step may lack some: its first come again.
-            indices: list[int] = self.data.batches.indices(replaced[rollout])
+            rollout, place = divmod(task, int(config.batch_size))
+            indices = self.data.batches.indices(replaced[rollout])  # the last step may lack some: its first come again
             return indices[place % len(indices)]
 
         settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}

@@ -99,9 +99,9 @@ class RLContext(RunContext[Policy]):
     def evaluate(self) -> dict[str, float]:
         """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""
         scheduler: Any = self.scheduler
-        groups, source = len(cast(Dataset, self.eval_data)), open_local(self.config, self, version=0)
-        opened: Any = distributed(self.accelerator, source, purpose="evaluation", groups=groups)
-        source, follower = opened
+        source: Any = open_local(self.config, self, version=0)
+        groups = len(cast(Dataset, self.eval_data))
+        source, follower = distributed(self.accelerator, source, purpose="evaluation", groups=groups)
         metrics: dict[str, float] = from_main(self.accelerator, lambda: scheduler.run(self._evaluate(source)))
         if follower is not None:
             follower.close()

@@ -8,7 +8,7 @@ Request seeds are hashes of (run, task, index, turn), so that it does not matter
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -116,9 +116,7 @@ class DistributedSource:
         self._closed = True
         goodbyes = []
         for rank in range(1, self.ranks):
-            for completion in self._awaited[rank].values():
-                if not completion.done():
-                    completion.set_exception(SourceError("distributed: the source was closed"))
+            self._fail(rank, SourceError("distributed: the source was closed"))
             goodbye: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._unsent[rank], self._awaited[rank] = [], {None: goodbye}
             goodbyes.append(self._part(rank, goodbye))
@@ -150,31 +148,31 @@ class DistributedSource:
             raise SourceError(f"rank {rank}: {problem}")
         return samples
 
-    def _talk(self, rank: int, what: Callable[[int], Any]) -> None:
-        """Send to a rank, or receive from it, unless that is already in progress."""
+    def _talk(self, rank: int, what: Callable[[int], Awaitable[None]]) -> None:
+        """Send to a rank, or receive from it, unless that is under way already."""
         if (talk := self._talks.get((rank, what))) is None or talk.done():
-            self._talks[rank, what] = asyncio.create_task(what(rank))
+            self._talks[rank, what] = asyncio.create_task(self._while_connected(rank, what))
+
+    async def _while_connected(self, rank: int, what: Callable[[int], Awaitable[None]]) -> None:
+        try:
+            await what(rank)
+        except RankLost as error:
+            self._fail(rank, error)
 
     async def _send(self, rank: int) -> None:
         """Requests of the same turn of the event loop go together: the same ones make up the same batches there."""
-        try:
-            while self._unsent[rank]:
-                requests, self._unsent[rank] = self._unsent[rank], []
-                await off_loop(partial(send, requests, rank, self.group))
-        except RankLost as error:
-            self._fail(rank, error)
+        while self._unsent[rank]:
+            requests, self._unsent[rank] = self._unsent[rank], []
+            await off_loop(partial(send, requests, rank, self.group))
 
     async def _receive(self, rank: int) -> None:
-        try:
-            while self._awaited[rank]:
-                number, outcome = await off_loop(partial(receive, rank, self.group))
-                completed = self._awaited[rank].pop(number, None)
-                if completed is not None and not completed.done():  # and was not given up
-                    completed.set_result(outcome)
-        except RankLost as error:
-            self._fail(rank, error)
+        while self._awaited[rank]:
+            number, outcome = await off_loop(partial(receive, rank, self.group))
+            completed = self._awaited[rank].pop(number, None)
+            if completed is not None and not completed.done():  # and was not given up
+                completed.set_result(outcome)
 
-    def _fail(self, rank: int, error: RankLost) -> None:
+    def _fail(self, rank: int, error: Exception) -> None:
         for completed in self._awaited[rank].values():
             if not completed.done():
                 completed.set_exception(error)

@@ -90,8 +90,9 @@ class RunContext(Generic[Model]):
         data, records = self.data, self.records
         if self.stream is not None:
             data, records = self.stream.open(step), self.stream.records(step)
-        rows = list(dict.fromkeys(data[list(examples)]["_row" if "_row" in data.column_names else "row"]))
-        named = ", ".join(where(records, row) for row in rows[:_NAMED])
+        known = [name for name in ("_row", "row") if name in data.column_names]  # unless the caller has encoded them
+        rows = list(dict.fromkeys(data[list(examples)][known[0]] if known else examples))
+        named = ", ".join(where(records, row) if known else f"example {row + 1}" for row in rows[:_NAMED])
         return named if len(rows) <= _NAMED else f"{named} and {len(rows) - _NAMED} more"
 
     def feed(

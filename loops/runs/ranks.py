@@ -71,8 +71,7 @@ def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Calla
 def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
     """Return ``function()``, called on the main process first and then on the others, which find its files on the disk.
 
-    Raises:
-        MainProcessError: on the other ranks, with its message, where the main process raises an error.
+    Raises what `from_main` does.
     """
     computed = on_main(accelerator, lambda: (function(),))
     return computed[0] if computed else function()
@@ -81,8 +80,7 @@ def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
     """Call the function on the main process only and return its result there; None on the others, which wait for it.
 
-    Raises:
-        MainProcessError: on the other ranks, with its message, where the main process raises an error.
+    Raises what `from_main` does.
     """
     computed: list[T] = []
     from_main(accelerator, lambda: computed.append(function()))

@@ -45,27 +45,35 @@ def journal(
         partial = path.with_suffix(".partial")
         partial.write_text("".join(before))
         partial.replace(path)
-    with progress(steps, start, visible=main) as show:
+    console = Console()
+    columns = ("step", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    disable = not (main and console.is_terminal)
+    bar = Progress(*columns, "{task.description}", console=console, disable=disable)
+    task = bar.add_task("", total=steps, completed=start)
+    shown = -math.inf  # when the last line was
 
-        def log(step: int, metrics: Mapping[str, float]) -> None:
-            nonlocal num_tokens
-            numbers = {
-                name: value if isinstance(value, int | float) else float(value) for name, value in metrics.items()
-            }
-            if path is not None and main:
-                with path.open("a") as file:
-                    file.write(json.dumps({"step": step, **numbers}) + "\n")
-            num_tokens += numbers.get("input_tokens", 0.0)
-            totals = {"epoch": step / steps_per_epoch, "num_tokens": num_tokens} if "loss" in numbers else {}
-            accelerator.log(for_trackers(step, {**numbers, **totals}), step=step)
-            if step:
-                show(step, numbers)
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        nonlocal num_tokens, shown
+        numbers = {name: value if isinstance(value, int | float) else float(value) for name, value in metrics.items()}
+        if path is not None and main:
+            with path.open("a") as file:
+                file.write(json.dumps({"step": step, **numbers}) + "\n")
+        num_tokens += numbers.get("input_tokens", 0.0)
+        totals = {"epoch": step / steps_per_epoch, "num_tokens": num_tokens} if "loss" in numbers else {}
+        accelerator.log(for_trackers(step, {**numbers, **totals}), step=step)
+        if step:
+            text = "  ".join(f"{name} {numbers[name]:.4g}" for name in _SHOWN if name in numbers)
+            bar.update(task, completed=step, description=text)
+            if disable and main and (step == steps or time.monotonic() - shown > _QUIET):
+                shown = time.monotonic()
+                console.print(f"step {step}/{steps}  {text}", soft_wrap=True)
 
-        try:
+    try:
+        with nullcontext() if disable else bar:
             yield log
-        finally:
-            for tracker in accelerator.trackers:  # `end_training` would end the process group as well
-                tracker.finish()
+    finally:
+        for tracker in accelerator.trackers:  # `end_training` would end the process group as well
+            tracker.finish()
 
 
 def written(directory: Path | None, start: int) -> list[str]:
@@ -74,28 +82,6 @@ def written(directory: Path | None, start: int) -> list[str]:
     lines = path.read_text().splitlines(keepends=True) if directory and start and path.exists() else []
     # A process that was killed may have left half a line at the end.
     return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
-
-
-@contextmanager
-def progress(steps: int, start: int, *, visible: bool) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """A bar on a terminal, a line every few seconds elsewhere; yields ``show(step, metrics)``."""
-    console = Console()
-    columns = ("step", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    disable = not (visible and console.is_terminal)
-    bar = Progress(*columns, "{task.description}", console=console, disable=disable)
-    task = bar.add_task("", total=steps, completed=start)
-    shown = -math.inf  # time of the last line
-
-    def show(step: int, metrics: Mapping[str, float]) -> None:
-        nonlocal shown
-        text = "  ".join(f"{name} {metrics[name]:.4g}" for name in _SHOWN if name in metrics)
-        bar.update(task, completed=step, description=text)
-        if bar.disable and visible and (step == steps or time.monotonic() - shown > _QUIET):
-            shown = time.monotonic()
-            console.print(f"step {step}/{steps}  {text}", soft_wrap=True)
-
-    with nullcontext() if bar.disable else bar:
-        yield show
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:

@@ -91,6 +91,14 @@ def test_a_plan_says_which_examples_or_prompts_are_in_each_micro_batch(recipe, s
     assert micro_batches > training.feed.steps and (recipe != "distill" or kinds == {0.0, 1.0})
 
 
+def test_rows_are_named_by_their_lines_and_where_nothing_tells_these_by_their_examples(settings):
+    training = open_sft(SFT(**settings))
+    assert training.context.name_rows(0, [2, 0, 2]) == "messages.jsonl line 3, messages.jsonl line 1"
+    training.context.data = training.context.data.remove_columns("_row")  # as of a caller that encodes rows itself
+    named = "example 3, example 1, example 2, example 8 and 2 more"
+    assert training.context.name_rows(0, [2, 0, 1, 7, 4, 5]) == named
+
+
 def test_a_run_whose_steps_are_never_taken_closes_its_source(tmp_path, monkeypatch):
     closed, close = [], LocalSource.close
 
