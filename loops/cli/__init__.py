@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 from ... import __version__
 from ..registry import nearest
 from .arguments import completion, parse
-from .trl import from_command, read, split_flags, table, to_yaml
+from .trl import from_command, read, split_flags, to_yaml
+from .trl_rules import table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

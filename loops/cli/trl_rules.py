@@ -293,7 +293,7 @@ def divergence(trl: Translation) -> dict[str, Any]:
         fields = dict.fromkeys(("temperature", "teacher.temperature"), float(trl["temperature"]))
     if "beta" in trl.given:
         beta = float(trl["beta"])
-        fields["teacher.divergence"] = {0: "forward_kl", 1: "reverse_kl"}.get(beta, "jsd")
+        fields["teacher.divergence"] = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
         fields |= {} if beta in (0, 1) else {"teacher.beta": beta}
     return fields
 
