@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -93,15 +92,21 @@ def _processor_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
+def _words(file: Path) -> list[str]:
+    return file.read_text().split()
+
+
 def _watched(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, int]:
     """Standard output, and the most bytes without mapped files that the process or one of its children has had."""
     most = 0
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as running:
-        watched = psutil.Process(running.pid)
+        process = Path("/proc", str(running.pid))
         while running.poll() is None:
-            with contextlib.suppress(psutil.Error):
-                memory = [each.memory_info() for each in (watched, *watched.children(recursive=True))]
-                most = max(most, *(each.rss - each.shared for each in memory))
+            with contextlib.suppress(OSError):
+                children = [Path("/proc", pid) for task in process.glob("task/*/children") for pid in _words(task)]
+                status = [_words(each / "status") for each in (process, *children)]
+                kilobytes = [words[words.index("RssAnon:") + 1] for words in status if "RssAnon:" in words]
+                most = max([most, *(int(each) * 1024 for each in kilobytes)])
             time.sleep(0.25)
         output = running.stdout.read() if running.stdout else ""
     if running.returncode:

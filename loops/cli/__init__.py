@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 from ... import __version__
 from ..registry import nearest
 from .arguments import completion, parse
-from .trl import from_command, read, table, to_yaml
+from .trl import from_command, read, split_flags, to_yaml
+from .trl_rules import table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,12 +84,6 @@ def _usage() -> str:
     return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields; TRL's files and flags work as they are."
 
 
-def _bench(arguments: list[str]) -> int:
-    from ...benchmarks.__main__ import main as bench
-
-    return bench(arguments)
-
-
 def _completion(arguments: list[str]) -> int:
     if arguments not in (["bash"], ["zsh"]):
         print("usage: burnish completion bash, or zsh", file=sys.stderr)
@@ -102,11 +97,9 @@ def _data(arguments: list[str]) -> int:
     if recipe not in _RECIPES or recipe == "demo" or not words:
         print("usage: burnish data <recipe> recipe.yaml [--rows 3] [--any.field value]", file=sys.stderr)
         return 2
-    rows = "3"
-    if "--rows" in words[:-1]:
-        at = words.index("--rows")
-        _, rows = words[at : at + 2]
-        words[at : at + 2] = []
+    flags = split_flags(words)
+    rows = next((" ".join(values) for name, values, _ in flags if name == "rows"), "3")
+    words = [token for name, _, tokens in flags if name != "rows" for token in tokens]
     if not rows.isdecimal():
         print(f"burnish data: rows: wanted a number, got {rows}", file=sys.stderr)
         return 2
@@ -160,7 +153,7 @@ def _translate(arguments: list[str]) -> int:
 
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "bench": (_bench, _BENCH),
+    "bench": (lambda words: int(import_module(f"{_PACKAGE}.benchmarks.__main__").main(words)), _BENCH),
     "completion": (_completion, 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'),
     "data": (_data, "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3."),
     "env": (_env, "Print versions and devices for a report of a bug: burnish env config.yaml."),
@@ -222,16 +215,15 @@ def _go_offline(config: Any) -> None:
     """Where the Hub has no address, look for models among those that were downloaded, instead of trying for minutes."""
     from urllib.request import getproxies
 
-    models = [config, getattr(config, "teacher", None)]
-    names = [getattr(config, "value_model", None), *(getattr(each, "model", None) for each in models)]
-    if getproxies() or all(name is None or os.path.exists(name) for name in names):
-        return
     from huggingface_hub import constants
 
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
+    models = [config, getattr(config, "teacher", None)]
+    names = [getattr(config, "value_model", None), *(getattr(each, "model", None) for each in models)]
+    if not getproxies() and not all(name is None or os.path.exists(name) for name in names):
+        try:
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+        except OSError:
+            constants.HF_HUB_OFFLINE = True
 
 
 def _settings(recipe: str) -> Any:

@@ -146,7 +146,13 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
         message = str(error)
     text = " ".join([*tokens[0].split("=", 1)[1:], *tokens[1:]]) or "nothing"
     if "arguments are required" in message:
-        return _reward_complaint(loaded(text)) if name == "rewards" else ""
+        if name != "rewards":
+            return ""
+        from ..rewards.resolve import SHIPPED
+
+        names = [each.get("function", key) if isinstance(each, dict) else key for key, each in loaded(text).items()]
+        unknown = [key for key in names if ":" not in key and key not in SHIPPED]
+        return nearest("rewards: no", unknown[0], SHIPPED) if unknown else ""
     hint: Any = parser.fields
     for part in name.split("."):
         hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
@@ -163,15 +169,6 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
         return f"{name}: {complaint}" + "".join(near[1:])
     inner = re.search(r"(?:Given|Got) value: ([^\n]*)", message)
     return f"{name}: wanted {wording(hint)}, got {inner[1] if inner and inner[1] else text!r}"
-
-
-def _reward_complaint(spec: Any) -> str:
-    """The first name in ``rewards`` that is none, and has no module of its own."""
-    from ..rewards.resolve import SHIPPED
-
-    names = [each.get("function", name) if isinstance(each, Mapping) else name for name, each in spec.items()]
-    unknown = [name for name in names if name not in SHIPPED and ":" not in name]
-    return nearest("rewards: no", unknown[0], SHIPPED) if unknown else ""
 
 
 class _Parser(ArgumentParser):

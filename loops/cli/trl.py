@@ -243,10 +243,8 @@ def flattened(ours: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of groups by their names with a dot."""
     flat: dict[str, Any] = {}
     for name, value in ours.items():
-        inner = (
-            value if name in ("lora", "teacher", "vllm", "limits", "parallel") and isinstance(value, Mapping) else None
-        )
-        flat |= {name: value} if inner is None else {f"{name}.{key}": each for key, each in inner.items()}
+        is_group = name in ("lora", "teacher", "vllm", "limits", "parallel") and isinstance(value, Mapping)
+        flat |= {f"{name}.{key}": each for key, each in value.items()} if is_group else {name: value}
     return flat
 
 

@@ -248,12 +248,8 @@ def policy_loss(trl: Translation) -> dict[str, Any]:
 
 def clipping(trl: Translation) -> dict[str, Any]:
     low = 0.2 if trl["epsilon"] is None else float(trl["epsilon"])
-    return {
-        "loss_kwargs": {
-            "clip_low": low,
-            "clip_high": low if trl["epsilon_high"] is None else float(trl["epsilon_high"]),
-        }
-    }
+    high = low if trl["epsilon_high"] is None else float(trl["epsilon_high"])
+    return {"loss_kwargs": {"clip_low": low, "clip_high": high}}
 
 
 def correction(trl: Translation) -> dict[str, Any]:
@@ -294,20 +290,18 @@ def policy(trl: Translation) -> dict[str, Any]:
 def divergence(trl: Translation) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if "temperature" in trl.given:
-        fields = {"temperature": float(trl["temperature"]), "teacher.temperature": float(trl["temperature"])}
-    if "beta" not in trl.given:
-        return fields
-    beta = float(trl["beta"])
-    if beta in (0, 1):
-        return {**fields, "teacher.divergence": "reverse_kl" if beta else "forward_kl"}
-    return {**fields, "teacher.divergence": "jsd", "teacher.beta": beta}
+        fields = dict.fromkeys(("temperature", "teacher.temperature"), float(trl["temperature"]))
+    if "beta" in trl.given:
+        beta = float(trl["beta"])
+        fields["teacher.divergence"] = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+        fields |= {} if beta in (0, 1) else {"teacher.beta": beta}
+    return fields
 
 
 def prompts(trl: Translation) -> dict[str, Any]:
-    limit = trl["max_prompt_length"]
-    return (
-        {"max_prompt_length": limit} if limit is None else {"max_prompt_length": int(limit), "truncation": "keep_end"}
-    )
+    if (limit := trl["max_prompt_length"]) is None:
+        return {"max_prompt_length": None}
+    return {"max_prompt_length": int(limit), "truncation": "keep_end"}
 
 
 def data(trl: Translation) -> dict[str, Any]:
