@@ -31,10 +31,15 @@ P = ParamSpec("P")
 def _recipe(name: str, settings: Callable[P, Any], opened_by: str) -> "Callable[P, Training]":
     """The recipe opened by ``module:open_...``, as a function with the signature of its settings."""
     module, _, function = opened_by.partition(":")
+    hints: Any = settings
+    groups = {each.name: each.default_factory for each in fields(hints) if is_dataclass(each.default_factory)}
 
     def recipe(*args: P.args, **kwargs: P.kwargs) -> "Training":
         values = inspect.signature(settings).bind_partial(*args).arguments | kwargs
-        config = build(name, settings, {field: _nested(name, settings, field, values[field]) for field in values})
+        for group, make in groups.items():
+            if isinstance(values.get(group), Mapping):
+                values[group] = build(f"{name}: {group}", make, values[group])
+        config = build(name, settings, values)
         opened: Training = getattr(import_module(f".recipes.{module}", __package__), function)(config)
         return opened
 
@@ -42,12 +47,6 @@ def _recipe(name: str, settings: Callable[P, Any], opened_by: str) -> "Callable[
     recipe.__name__ = recipe.__qualname__ = name
     vars(recipe)["__signature__"] = inspect.signature(settings)
     return recipe
-
-
-def _nested(name: str, settings: Any, field: str, value: Any) -> Any:
-    """The settings of a group, such as lora, if they are given as a mapping."""
-    groups = {each.name: each.default_factory for each in fields(settings) if is_dataclass(each.default_factory)}
-    return build(f"{name}: {field}", groups[field], value) if field in groups and isinstance(value, Mapping) else value
 
 
 sft = _recipe("sft", SFT, "sft:open_sft")

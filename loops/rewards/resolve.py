@@ -105,12 +105,10 @@ def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> 
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
     function = adapted(function)
     try:
-        parameters = inspect.signature(function)
-    except ValueError:  # a built-in function has none that can be read
-        return function
-    try:
-        parameters.bind(None, None)
+        inspect.signature(function).bind(None, None)
     except TypeError as error:
         wanted = "wanted the parameters (completion, and columns of the data), or (row, sample)"
-        raise ValueError(f"reward {name}: {wanted}, got {parameters}") from error
+        raise ValueError(f"reward {name}: {wanted}, got {inspect.signature(function)}") from error
+    except ValueError:  # a built-in function has no signature that can be read
+        pass
     return function
