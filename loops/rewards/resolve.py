@@ -6,8 +6,7 @@ rewards:
   my_module:function: 0.5                       # your own: function, class, or one written for TRL
   brief: {function: length, target: 100}        # under another name, of which it may be one of several
 
-In Python, the function itself may take the place of its name, and one function or a list of them that of a mapping,
-with weights of 1.
+In Python, a function may take the place of its name, and one or a list of them that of a mapping with weights of 1.
 """
 
 import inspect

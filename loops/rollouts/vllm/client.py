@@ -30,8 +30,7 @@ class Rejected(SourceError):
 
 
 class _Reply(dict[str, Any]):
-    """The JSON object in a server's response; a missing key, or a response that is not JSON, raises an error that shows
-    it.
+    """The JSON object in a server's response; a missing key, or a response that is not JSON, is an error that shows it.
 
     Raises:
         SourceError: names what was looked for.
