@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; without the packages that it needs, a line that says how to get them."""
+    """Run the command; if packages are missing, print how to install them."""
     try:
         from .loops.cli import main as command
     except ModuleNotFoundError as error:

@@ -11,8 +11,8 @@ from typing import Any
 def lazy_exports(package: str) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package whose ``__init__`` imports its exports under ``if TYPE_CHECKING:``.
 
-    Type checkers and editors read those imports; at run time each is made when its name is first used. ``__all__`` is
-    all of their names.
+    Type checkers and editors read those imports; at run time each import happens when its name is first used.
+    ``__all__`` is all of their names.
     """
     module = sys.modules[package]
     source = {

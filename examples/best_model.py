@@ -1,4 +1,4 @@
-"""Keep the model with the lowest loss on held-out data, whatever comes after it.
+"""Keep the model with the lowest loss on held-out data, however training continues.
 
     python best_model.py MODEL DATA HELD_OUT OUTPUT
 

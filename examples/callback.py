@@ -1,4 +1,4 @@
-"""A callback that was written for the Trainer of transformers, called by a loop of one's own.
+"""Call a callback written for transformers' Trainer from your own loop.
 
 python callback.py MODEL DATA
 """

@@ -1,4 +1,4 @@
-"""A metric of one's own: the share of held-out questions whose likeliest answer is right, in curves.png and trackers.
+"""A metric of your own: the share of held-out questions whose likeliest answer is right, in curves.png and trackers.
 
 python own_metric.py MODEL DATA HELD_OUT OUTPUT        rows have a prompt and a completion
 """

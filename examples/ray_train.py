@@ -1,8 +1,8 @@
-"""A recipe on the workers of Ray Train, which begins again where a worker was lost:
+"""A recipe on the workers of Ray Train, which restarts it after a worker was lost:
 
     python examples/ray_train.py --workers 8 dpo --config dpo.yaml --output /shared/runs/dpo
 
-Ray gives every worker a GPU and torch's variables, which is all that burnish wants of a launcher; checkpoints stay
+Ray gives every worker a GPU and torch's variables, which is all that burnish needs from a launcher; checkpoints are
 burnish's own, in --output, which all machines must see.
 """
 
@@ -15,7 +15,7 @@ from ray.train.torch import TorchTrainer
 
 
 def work(config: dict[str, Any]) -> None:
-    """One rank. What ends with another status than 0 is a failure, and tried again."""
+    """One rank. An exit status other than 0 is a failure, and Ray tries again."""
     os.environ.update(config["environment"])
     from burnish.loops.cli import main
 

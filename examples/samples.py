@@ -1,4 +1,4 @@
-"""Watch what the model says to held-out prompts while DPO trains it.
+"""Print completions of held-out prompts while DPO trains the model.
 
 python samples.py MODEL PAIRS OUTPUT
 """

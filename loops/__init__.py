@@ -1,4 +1,4 @@
-"""Losses into optimizer steps: the only room that knows models, ranks, devices and disks.
+"""From losses to optimizer steps: the only package that knows models, ranks, devices and disks.
 
 batch               what objectives see
 models/             rows, hidden states, log-probs and scores of Hugging Face models

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import update_wrapper
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 from .recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, RLOO, SFT, Distill, OnlineDPO, Reward
 from .registry import build
@@ -31,10 +31,14 @@ P = ParamSpec("P")
 def _recipe(name: str, settings: Callable[P, Any], opened_by: str) -> "Callable[P, Training]":
     """The recipe opened by ``module:open_...``, as a function with the signature of its settings."""
     module, _, function = opened_by.partition(":")
+    kinds: Any = {each.name: each.default_factory for each in fields(cast(Any, settings))}
 
     def recipe(*args: P.args, **kwargs: P.kwargs) -> "Training":
         values = inspect.signature(settings).bind_partial(*args).arguments | kwargs
-        config = build(name, settings, {field: _nested(name, settings, field, values[field]) for field in values})
+        for field, value in values.items():
+            if is_dataclass(kinds.get(field)) and isinstance(value, Mapping):
+                values[field] = build(f"{name}: {field}", kinds[field], value)
+        config = build(name, settings, values)
         opened: Training = getattr(import_module(f".recipes.{module}", __package__), function)(config)
         return opened
 
@@ -42,12 +46,6 @@ def _recipe(name: str, settings: Callable[P, Any], opened_by: str) -> "Callable[
     recipe.__name__ = recipe.__qualname__ = name
     vars(recipe)["__signature__"] = inspect.signature(settings)
     return recipe
-
-
-def _nested(name: str, settings: Any, field: str, value: Any) -> Any:
-    """The settings of a group, such as lora, if they are given as a mapping."""
-    groups = {each.name: each.default_factory for each in fields(settings) if is_dataclass(each.default_factory)}
-    return build(f"{name}: {field}", groups[field], value) if field in groups and isinstance(value, Mapping) else value
 
 
 sft = _recipe("sft", SFT, "sft:open_sft")

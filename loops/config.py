@@ -72,8 +72,7 @@ _hints = cache(get_type_hints)
 
 
 def range_complaint(value: Any, hint: Any) -> str | None:
-    """Describe the range or the choices that a value violates; None if one of the alternatives of its type accepts
-    it."""
+    """Describe the range or the choices that a value violates; None if its type accepts it."""
     if any(_takes(kind, value) for kind in kinds(hint)):
         return None
     for kind in kinds(hint):
@@ -148,8 +147,7 @@ class Lora(Settings):
     use_rslora: bool = False
     """Multiply by alpha / sqrt(r) instead (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
     use_dora: bool = False
-    """Train the norm of each weight's columns separately from their direction (DoRA: Liu et al. 2024,
-    arXiv:2402.09353)."""
+    """Train the norm of each weight's columns apart from its direction (DoRA: Liu et al. 2024, arXiv:2402.09353)."""
     init_lora_weights: bool | str = True
     """Start of the adapters: true adds nothing to the model; others of peft are gaussian, pissa, olora, ..."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -210,8 +208,8 @@ class Common(Settings):
     optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {betas: [0.9, 0.95], eps: 1e-6}."""
     schedule: Schedule = "linear"
-    """Schedule of transformers for the learning rate after the warmup; reduce_lr_on_plateau and greedy follow the loss
-    of evaluations."""
+    """Schedule of transformers for the learning rate after the warmup; reduce_lr_on_plateau and greedy follow
+    eval/loss."""
     schedule_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the schedule, such as {min_lr_rate: 0.1} for cosine_with_min_lr."""
     warmup: NonNegativeFloat = 0.0
@@ -339,8 +337,7 @@ class Teacher(Settings):
     prefix = "teacher."
 
     model: Named | None = None
-    """Name or directory of the teacher, a causal language model with the same tokenizer; from Python, also the
-    model."""
+    """Name or directory of the teacher, a causal LM with the same tokenizer; from Python, also the model."""
     logprobs: str | None = None
     """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run with top_k left."""
     top_k: PositiveInt | None = None

@@ -92,8 +92,8 @@ def plan(recipe: Callable[[Any], Any], config: Any, gpus: Gpus | None = None) ->
 
     Args:
         recipe: such as `run_dpo`, with its configuration.
-        gpus: that it would run on; without, as many ranks as were started, or as hold one copy of the model, on
-            machines of unknown memory.
+        gpus: that it would run on; without, the ranks that were started, or that hold one copy of the model, of unknown
+            memory.
 
     Raises:
         ValueError: what the recipe raises before its first step.

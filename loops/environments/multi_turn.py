@@ -34,8 +34,7 @@ class Step(NamedTuple):
     """An environment's reply to a completion.
 
     Attributes:
-        observation: messages, a text (a user's), or token ids, which then hold everything between this completion and
-            the next.
+        observation: messages, a text (a user's), or token ids of everything between this completion and the next.
         done: whether the conversation is over; its observation is then ignored.
         reward: for this completion; a conversation's is the sum over its turns. None gives none.
         counts: numbers to be summed over the conversation and kept in ``sample.info``.
@@ -262,7 +261,7 @@ class MultiTurnSource:
 
 
 class _Played:
-    """An environment that is closed once none of its functions runs: a plain function that timed out continues in a
+    """An environment that is closed once none of its functions runs: a plain one that timed out continues in a
     thread."""
 
     def __init__(self, environment: Environment) -> None:

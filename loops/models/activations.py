@@ -23,8 +23,8 @@ def checkpoint_activations(model: Any, keep: Literal[True, "selective", "offload
     """Recompute the activations of each layer in backward: gradients stay the same, bit for bit.
 
     Args:
-        keep: for each layer, its input (True), its input in host memory ("offload"), or its input and its matrix
-            products ("selective").
+        keep: per layer, its input (True), its input in host memory ("offload"), or input and matrix products
+            ("selective").
 
     Raises:
         ValueError: to offload, if there is no accelerator, or this version of transformers can't.

@@ -72,8 +72,7 @@ def load_model(config: Common) -> nn.Module:
 
 
 def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
-    """The classifier to train, with its own head if the model has such a head, or a new one with ``len(labels)``
-    outputs.
+    """The classifier to train, with its own head if there is one, or a new one with ``len(labels)`` outputs.
 
     For an architecture without such a class in `transformers`, one is assembled from parts; once saved, that model can
     only be loaded by `burnish`, and a warning says so.
@@ -96,8 +95,7 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
 def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     """A model to train, in the configured precision, without dropout; quantized and with adapters if configured.
 
-    A model passed as an object is converted in place to that precision, unless it has adapters already, or is
-    quantized.
+    A model passed as an object is converted in place to that precision, unless it has adapters or is quantized.
 
     Raises:
         ValueError: if a quantized model is to be trained without adapters, or FlexAttention on a CPU, or if a model
@@ -155,8 +153,7 @@ def _unread(plain: Any) -> dict[str, nn.Module]:
 
 
 def _may_stay_in_files(config: Common, task: str) -> bool:
-    """True if the model can be sharded before its weights are read. Creating some adapters reads weights, or copies
-    them."""
+    """True if the model can be sharded before its weights are read. Creating some adapters reads or copies weights."""
     lora, sharded = config.lora, config.parallel.dp_shard_size > 1
     made = not lora.adds_nothing or lora.use_dora or lora.kwargs or lora.target_parameters or lora.modules_to_save
     read = lora.enabled and bool(made or task != "CAUSAL_LM")  # those of a classifier copy its head

@@ -5,8 +5,8 @@ sampling, ``head(hidden, exact_logits=True)``. All of them round the same factor
 module with the same parameters under the same names, so hooks of DDP and FSDP fire, tied weights stay tied, and the
 model saves, loads and generates as before.
 
-Weights are looked up at every call: peft switches, disables and merges adapters, and weights that FSDP shards are whole
-only within the call.
+Weights are looked up at every call: peft switches, disables and merges adapters, and FSDP's weights are whole only
+within the call.
 """
 
 import functools

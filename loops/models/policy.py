@@ -1,7 +1,6 @@
 """A Hugging Face causal language model for objectives: a batch in, one log-prob per trained token out.
 
-A probe tests whether its head can be fused when the policy is created; if not, it falls back to full logits, with one
-log line.
+A probe tests at creation whether its head can be fused; if not, it falls back to full logits, with one log line.
 """
 
 import logging

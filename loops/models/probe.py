@@ -31,8 +31,7 @@ REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Attribute
 
 
 def objection(plain: nn.Module, probe: Callable[[], str | None]) -> str | None:
-    """The probe's objection to a `transformers` model: None if the first layers pass, otherwise the objection of the
-    whole model.
+    """The probe's objection to a `transformers` model: None if the first layers pass, else that of the whole model.
 
     A model may refuse to run without its other layers, so only the whole model's refusal counts.
     """

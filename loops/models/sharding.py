@@ -50,8 +50,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
 
 @contextmanager
 def left_in_files(wanted: bool = True) -> Iterator[None]:
-    """Context in which `transformers`, if ``wanted``, loads models whose matrices stay in their files until `shard`
-    reads them.
+    """Context in which `transformers`, if ``wanted``, leaves the matrices of models in their files until `shard` reads
+    them.
 
     Each is one NaN, expanded to its shape, and has a ``place``: file and key. Everything else is loaded as usual:
     names, ties, new heads, vectors, buffers. Every rank reads the whole of a model that is quantized, or whose files

@@ -5,8 +5,7 @@
     A_t, R_t     generalized advantage estimates and returns, from the values of the policy that begins the rollout
     loss         clipped surrogate of A, whitened over all tokens of the rollout, + c · clipped squared error of V to R
 
-Sharing the backbone needs no second model, and c limits the effect of the values on it; `value_model` is the paper's
-critic.
+Sharing the backbone needs no second model, and c limits the values' effect on it; `value_model` is the paper's critic.
 """
 
 import logging

@@ -34,7 +34,7 @@ class SFT(OfflineConfig):
     """A token objective of burnish.objectives.supervised, or a mix: {nll: 1.0, z_loss: 1.0e-4}; label smoothing is
     {label_smoothed_nll: {label_smoothing: 0.1}}."""
     weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Weight of a token in every loss without a weighting of its own: the same for each, or 1 over its completion's
+    """Weight of a token in every loss without its own weighting: the same for each, or 1 over its completion's
     length."""
     train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
     """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text. A

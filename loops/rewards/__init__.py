@@ -11,12 +11,12 @@
             return min(0.0, self.longest - len(sample.tokens)) / self.longest
 
 and in the configuration: ``rewards: {my_rewards:right: 1.0, my_rewards:Short: {weight: 0.1, longest: 50}}``. Parameters
-are given by their names: ``completion`` is its text, and others are columns of the data; or ``(row, sample)`` by their
-places, where `Sample` has tokens, text and how it ended. A function of TRL, ``(completions, **columns)``, works too.
-The score is a number, the higher the better; None where the function does not apply. What raises, takes longer than its
-``timeout``, or returns something else masks the completion; in all calls of the first rollout, it ends the run.
+are passed by name: ``completion`` is the text, and others are columns of the data; or as ``(row, sample)`` by position,
+where `Sample` has tokens, text and the reason it ended. A function of TRL, ``(completions, **columns)``, works too. The
+score is a number, the higher the better; None where the function does not apply. A call that raises, exceeds its
+``timeout``, or returns anything else masks the completion; a first rollout of nothing but errors ends the run.
 
-scoring      many functions at once, and what they could not score
+scoring      many functions at once, and their failures
 table        the scores of a rollout, what a step logs of them, and warnings about degenerate ones
 resolve      the names in a configuration
 sandbox, trl                                       a process of its own; functions written for TRL

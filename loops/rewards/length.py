@@ -20,7 +20,6 @@ class LengthTarget(Settings):
     """
 
     prefix = "length."
-
     target: NonNegativeInt
     coefficient: PositiveFloat = 0.0003
 
@@ -44,7 +43,6 @@ class SoftOverlong(Settings):
     """
 
     prefix = "soft_overlong."
-
     limit: PositiveInt
     buffer: NonNegativeInt
 
@@ -71,7 +69,6 @@ class Repetition(Settings):
     """
 
     prefix = "repetition."
-
     n: PositiveInt = 3
     penalty: NonNegativeFloat = 1.0
 
@@ -101,14 +98,13 @@ class CosineLength(Settings):
     Args:
         limit: L, tokens.
         right, wrong: (a, b), the rewards of right and wrong completions of no token and of L tokens.
-        correct: a plain function whose score is 0.5 or more for a right completion; None is passed on, and anything but
-            a number is NaN.
+        correct: a plain function whose score is 0.5 or more for a right completion; None is passed on, other values are
+            NaN.
 
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.1.
     """
 
     prefix = "cosine."
-
     limit: PositiveInt
     right: tuple[float, float] = (1.0, 0.5)
     wrong: tuple[float, float] = (-1.0, -0.5)

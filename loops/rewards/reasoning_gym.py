@@ -68,7 +68,6 @@ def _verifier(task: str) -> Any:
 
 
 def _gym(task: str) -> Any:
-    """The library; ValueError unless it has this task."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -90,6 +89,5 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: dict[str, Any]) -> Any:
-    """The inverse, for one JSON object with decoded parts."""
     ((kind, items),) = value.items()
     return tuple(items) if kind == "tuple" else dict(items)

@@ -6,8 +6,7 @@ rewards:
   my_module:function: 0.5                       # your own: function, class, or one written for TRL
   brief: {function: length, target: 100}        # under another name, of which it may be one of several
 
-In Python, the function itself may take the place of its name, and one function or a list of them that of a mapping,
-with weights of 1.
+In Python, a function may take the place of its name, and one or a list of them that of a mapping with weights of 1.
 """
 
 import inspect
@@ -105,12 +104,10 @@ def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> 
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
     function = adapted(function)
     try:
-        parameters = inspect.signature(function)
-    except ValueError:  # a built-in function has none that can be read
-        return function
-    try:
-        parameters.bind(None, None)
+        inspect.signature(function).bind(None, None)
     except TypeError as error:
         wanted = "wanted the parameters (completion, and columns of the data), or (row, sample)"
-        raise ValueError(f"reward {name}: {wanted}, got {parameters}") from error
+        raise ValueError(f"reward {name}: {wanted}, got {inspect.signature(function)}") from error
+    except ValueError:  # a built-in function has no signature that can be read
+        pass
     return function

@@ -1,7 +1,6 @@
 """Reward models, which score a completion, and process reward models, which score its steps.
 
-They read the policy's sampled tokens, because tokenizing the text again may give other tokens; so a model with another
-vocabulary is refused.
+They read the policy's sampled tokens, because tokenizing text again may give others; another vocabulary is refused.
 """
 
 from collections.abc import Sequence
@@ -27,8 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class RewardModel:
     """The score that a reward model gives to prompt and completion, where the completion ends (`loops.recipes.reward`).
 
-    A completion without a token can't be scored. Completions of one prompt are scored together, and the prompt is read
-    once.
+    A completion without a token can't be scored. Completions of one prompt are scored together; it is read once.
 
     Args:
         tokenizer: the policy's.

@@ -97,8 +97,7 @@ def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step
 def from_text(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adapt a reward function of text, ``f(completion, ...)``, which is called by the names of its parameters.
 
-    ``completion`` is the text of the completion, ``row`` the whole row, and every other parameter one of its columns,
-    such as ``prompt``.
+    ``completion`` is the text of the completion, ``row`` the whole row, others are its columns, such as ``prompt``.
     """
     columns = [name for name in required(function) if name not in ("completion", "row", "sample")]
     return marked(partial(_call_by_names, function), function, columns=columns)
@@ -199,9 +198,9 @@ def as_score(value: Any) -> float | str | None:
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a user's function: an async one is awaited, and must not block the event loop.
 
-    A plain one is called in a daemon thread, which is abandoned when its time is up: a thread can't be stopped, and one
-    that never releases the interpreter (a regular expression that backtracks forever) blocks all others; use `isolated`
-    for those.
+    A plain one is called in a daemon thread, which is abandoned when its time is up: threads can't be stopped, and one
+    that never releases the interpreter (a regular expression that backtracks forever) blocks all others; see
+    `isolated`.
     """
     try:
         if is_async(function):

@@ -132,8 +132,7 @@ class RewardMonitor:
 
     Args:
         factor: ratio of a score to the usual one, or of one reward's spread to another's, from which it is reported.
-        patience: steps from which the usual score is learned, and steps in a row without a score, a difference or an
-            end.
+        patience: steps that show what is usual, and steps in a row without a score, a difference or an end.
     """
 
     factor: float = 100.0

@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..registry import blaming
 from ..rollouts.sample import Row, Sample
 
 IGNORABLE = ("case", "punctuation", "articles", "whitespace", "numbers", "unicode")
@@ -27,7 +28,8 @@ class Format:
     pattern: str = THINK
 
     def __post_init__(self) -> None:
-        _compiled("format", self.pattern)
+        with blaming(f"format: {self.pattern!r} is no regular expression", re.error):
+            re.compile(self.pattern)
 
     def __call__(self, row: Row, sample: Sample) -> float:
         return float(re.fullmatch(self.pattern, sample.text, re.DOTALL) is not None)
@@ -38,8 +40,7 @@ class ExactMatch:
     """1 if the normalized answer equals that of the row, or one of the row's, and 0 otherwise.
 
     Args:
-        column: name of the column with the right answer, or a list of them; a completion of a row without one is not
-            scored.
+        column: name of the column with the right answer, or a list of them; without an answer there is no score.
         extract: a regular expression; its last match in the text is the answer, or its first group if it has one. A
             completion without a match is wrong.
         ignore: see `normalize`. All of them by default but "unicode".
@@ -52,7 +53,8 @@ class ExactMatch:
     ignore: Sequence[str] = IGNORABLE[:-1]
 
     def __post_init__(self) -> None:
-        _compiled("exact_match", self.extract)
+        with blaming(f"exact_match: {self.extract!r} is no regular expression", re.error):
+            re.compile(self.extract)
         unknown = sorted(set(self.ignore) - set(IGNORABLE))
         if unknown:
             raise ValueError(f"exact_match: ignore knows {', '.join(IGNORABLE)}, got {', '.join(map(repr, unknown))}")
@@ -106,10 +108,3 @@ def _number(text: str) -> str:
     whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
     number = f"{whole}.{fraction}" if fraction else whole
     return f"-{number}" if text[0] in "-−" and number != "0" else number
-
-
-def _compiled(who: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{who}: {pattern!r} is no regular expression: {error}") from error

@@ -153,7 +153,7 @@ class PolicyGradientConfig(OnlineConfig):
     old_logprobs: Literal["sampled", "recomputed"] | None = None
     """The denominator of ratios: the sampler's own log-probs, or the trainer's at the start of the rollout; null is
     recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
-    and sampled otherwise."""
+    else sampled."""
     correction: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"] = "none"
     """Weight, or mask, of a token by how far trainer and sampler are apart; not with old_logprobs sampled."""
     correction_low: NonNegativeFloat | None = None

@@ -222,7 +222,7 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
 def open_sample_log(
     path: Path | None, show_every: int, decode: Callable[[list[int]], Any] = str, trackers: Sequence[Any] = ()
 ) -> Callable[[Sequence[Sample]], None]:
-    """Return ``write(samples)``, which appends a rollout to a file, if there is one, and prints a few of every
+    """Return ``write(samples)``, which appends a rollout to a file, if any, and prints a few of every
     ``show_every``-th.
 
     The first call drops recorded samples from its first task on: an earlier process of a resumed run drew them.

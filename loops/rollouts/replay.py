@@ -76,8 +76,8 @@ class ReplaySource:
     objectives correct for it.
 
     Args:
-        samples: for instance from `read_samples`; of two with the same task and index the later one counts, as in the
-            file of a resumed run.
+        samples: for instance from `read_samples`; of two with the same task and index the later counts, as after a
+            resume.
     """
 
     overlaps = stored = True

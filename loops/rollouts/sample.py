@@ -25,8 +25,7 @@ class SamplingParams:
     Attributes:
         max_tokens: the longest completion.
         temperature: of the softmax; 0 takes the likeliest token, and its log-probs are those of temperature 1.
-        top_p, top_k: truncation of the distribution, none at 1 and 0. Log-probs are those of the truncated
-            distribution.
+        top_p, top_k: truncation of the distribution, none at 1 and 0. Log-probs are those after truncation.
         stop: token ids that end a completion, as its last token.
     """
 

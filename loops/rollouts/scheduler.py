@@ -4,9 +4,9 @@
     age             v minus the oldest version that a completion was sampled from, at the step v that trains on it
     admission       with B tasks per step, at version v only the first (v + 1 + max_staleness)·B may have been begun
 
-Tasks are trained on in their order, B per step, so that what is begun at version v is trained on by step
-v + max_staleness: no age can exceed max_staleness, and nothing is ever discarded. At max_staleness 0 nothing is sampled
-while the trainer trains.
+Tasks are trained on in their order, B per step, so that what is begun at version v is trained on by step v +
+max_staleness: no age can exceed max_staleness, and nothing is ever discarded. At max_staleness 0 nothing is sampled
+during training.
 
 Seeds are hashes of the request, so pending requests need not be saved: they are made again.
 """
@@ -69,8 +69,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         sampling: 256 tokens at temperature 1 unless given; without stop tokens it gets those of source and tokenizer.
         seed: seed of the run; each completion has its own, a hash of this one and its place.
         shuffle: permute every pass over the list of prompts.
-        weights: ``weights()`` are the trainer's at this moment, as `RolloutSource.publish` wants them; `publish` may
-            name others.
+        weights: ``weights()`` are the trainer's now, as `RolloutSource.publish` wants them; `publish` may name others.
         score: ``await score(group)`` is called as groups finish, to reward them while others are under way.
         attempts: how often a group, or a publication, is tried before the run ends with the source's error, where it is
             worth retrying; what the source refuses for good ends the run at once.

@@ -90,8 +90,7 @@ class RolloutSource(Protocol):
         """Complete a prompt, in the order of ``request.indices``. Requests may run at the same time."""
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        """Draw from these weights from now on. Pending requests continue, and their spans say where the weights
-        changed.
+        """Draw from these weights from now on. Pending requests continue; their spans say where weights changed.
 
         ``weights`` are the parameters by the names that transformers gives them, adapters merged; it is read once.
         """

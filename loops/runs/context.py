@@ -132,15 +132,15 @@ class RunContext(Generic[Model]):
     def reference(
         self, kind: str, *, needed: bool = True, temperature: float = 1.0
     ) -> tuple[Reference | None, TokenColumns]:
-        """The reference: the policy before the first step, or ``config.ref_model``; and the columns that hold its
-        precomputed log-probs.
+        """The reference: the policy before the first step, or ``config.ref_model``; and columns of its precomputed
+        log-probs.
 
         Args:
             kind: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in
                 the run directory; auto is copy without adapters, and with them adapters_off, or a copy of the adapters
                 alone if they don't start at zero. The copy of a policy in shards is read from ``config.model``, and in
-                shards as well, of the same precision: the log-probs of weights in bfloat16 would not be those that the
-                policy starts with.
+                shards as well, of the same precision: bfloat16 weights would give other log-probs than the policy
+                starts with.
             needed: whether any loss takes a reference; none is made otherwise.
             temperature: softmax temperature of the policy that it is compared with, unless it is precomputed.
 

@@ -1,7 +1,6 @@
 """How ranks wait for each other: for the main process without a limit, and never for a process that has ended.
 
-All of this uses gloo: waiting in NCCL occupies the device, and times out after ten minutes, less than a rollout may
-take.
+All of this uses gloo: waiting in NCCL occupies the device, and times out after ten minutes; rollouts may take longer.
 """
 
 import logging

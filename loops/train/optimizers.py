@@ -174,8 +174,7 @@ class MuonWithAdamW(Optimizer):
 
 
 class InFloat32(Optimizer):
-    """Mixed into the class of an optimizer, which then sees each bfloat16 parameter, one at a time, as a float32 tensor
-    w.
+    """Mixed into an optimizer's class, which then sees each bfloat16 parameter, one at a time, as a float32 tensor w.
 
     stochastic     w is the parameter, and becomes the bfloat16 number below or above by chance: `round_stochastically`
     compensated    w is the parameter plus 16 bits that are kept beside it: w is never rounded, and the parameter is w

@@ -114,10 +114,9 @@ def train_step(
     """Accumulate the gradient of one global batch and take one optimizer step.
 
     Args:
-        micro_batches: this rank's part of the global batch; the same number on every rank, some of them empty if
-            necessary.
+        micro_batches: this rank's part of the global batch; the same number on every rank, some may be empty.
         objective: ``objective(policy, batch) -> {name: (loss, stats)}``, unreduced.
-        weightings: ``{name: (coefficient, weighting)}`` of the named losses to sum. A coefficient of 0 measures without
+        weightings: ``{name: (coefficient, weighting)}`` of the named losses to sum. Coefficient 0 measures without
             training.
         max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
         not_finite: where the gradient is not finite, which is so on all ranks, it gets the numbers of those of this
@@ -125,8 +124,7 @@ def train_step(
 
     Returns:
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
-        ``skipped``: 1 if no step was taken, because the gradient was not finite or was 0 everywhere, for example
-        without any trained token.
+        ``skipped``: 1 if no step was taken, because the gradient was not finite, or 0 as without any trained token.
     """
     sums = Sums(accelerator, micro_batches, weightings)
     # The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),

@@ -24,8 +24,7 @@ _SCRIPT = (([1, 2], ([1, 5, 6], [2, 5, 6])), ([3], ([1, 6, 4], [2, 6, 4])))
 
 
 def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], ContinuousBatch | StaticBatch]:
-    """Return a function from the longest sequence to a batch of the fastest kind that passes the probe for this
-    model."""
+    """Return the maker of batches, by their longest sequence, of the fastest kind that passes the probe."""
     plain = runner.policy.plain
     config = plain.config.get_text_config()
 
@@ -79,8 +78,7 @@ def _window(config: Any) -> float:
 
 
 def _try_out(batch: ContinuousBatch | StaticBatch, runner: ModelRunner) -> str | None:
-    """The reason why this batch can't be used; None if its states are those that the plain model computes for each
-    text."""
+    """The reason why this batch can't be used; None if its states are those of the plain model for each text."""
     try:
         with runner.inference():
             read = _read_script(batch)
@@ -132,8 +130,7 @@ def _read_script(batch: ContinuousBatch | StaticBatch) -> list[list[tuple[list[i
 
 
 def _plain_states(runner: ModelRunner, texts: list[list[int]], shift: int = 0) -> Tensor:
-    """States of the last tokens, float64 [texts, ...], each text read alone, with its last token moved so many
-    positions."""
+    """States of the last tokens, float64 [texts, ...], each text read alone, its last token moved so many positions."""
     states = []
     for text in texts:
         inputs: dict[str, Any] = {"input_ids": runner.ids([text]), "use_cache": False}

@@ -24,8 +24,7 @@ class LocalSource:
 
     Nothing may train while completions are under way, as nothing does where `RolloutScheduler` is synchronous;
     otherwise use a `DetachedSource`. Completions grow by one token at a time, and other tasks of the event loop may run
-    in between. Requests that arrive together are sorted before they are begun, so that the same requests make up the
-    same batches.
+    in between. Requests that arrive together are sorted, so that the same requests make up the same batches.
 
     Args:
         policy: its module generates, with its adapters and in its precision, in evaluation mode.

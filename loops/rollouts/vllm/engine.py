@@ -35,8 +35,7 @@ def start_engine(
         model: directory or name; its weights are replaced by the first that are published.
         dtype: the precision that it computes in; the trainer's, or else log-probs differ.
         sleep: let it give its memory back, where vLLM's build can (on GPUs).
-        options: further arguments of ``vllm.LLM``, such as ``max_model_len``, or ``gpu_memory_utilization``, which is
-            `SHARE` unless it is given.
+        options: further arguments of ``vllm.LLM``, such as ``max_model_len``, or ``gpu_memory_utilization`` (`SHARE`).
 
     Raises:
         SourceError: if vLLM is not installed, or is of another version than those that are known to work.

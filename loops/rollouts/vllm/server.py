@@ -89,8 +89,8 @@ class VLLMServer:
     Args:
         url: ``http://host:port``.
         config, tokenizer: of the trained model; those of the server's model, which must be readable here, unless given.
-        updates: how weights get there, see `burnish.loops.rollouts.vllm.weights`; `Files` in memory unless given, for a
-            server on this machine.
+        updates: how weights get there, see `burnish.loops.rollouts.vllm.weights`; by default `Files` in memory, on this
+            machine.
         dtype: the precision that the server must compute in: the trainer's, or else log-probs differ. None takes any.
         concurrency: completions under way at once; further ones wait here.
         timeout: seconds that one completion may take; it is requested again then.
