@@ -21,6 +21,7 @@ from ..runs.training import Training, to_the_end
 from ..train import losses as terms
 from ..train.losses import Losses, Term, tensors_needed
 from ..train.mix import TOKEN_LOSSES, distillation, losses_of, parse_losses
+from ..models.sharding import tp_size
 from ..train.step import sum_over_ranks
 from .settings import KTO
 
@@ -119,7 +120,7 @@ def kl_of_mismatched(
             log_ratio = policy(batch).logprob - reference(batch)
             ratios.append(sequence_sum(log_ratio, batch.sequence, batch.sequences).double())
     local = {"sum": sum(float(ratio.sum()) for ratio in ratios), "count": float(sum(map(len, ratios)))}
-    total = sum_over_ranks(accelerator, local)
+    total = sum_over_ranks(accelerator, local, copies=tp_size(policy))
     mean = torch.tensor([total["sum"] / max(total["count"], 1.0)], device=accelerator.device, dtype=torch.float64)
     return kto_kl(mean, torch.zeros_like(mean)).to(torch.promote_types(policy.plain.dtype, torch.float32))
 

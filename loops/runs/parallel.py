@@ -42,32 +42,51 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
         ValueError: if there are fewer ranks than processes, or ``dp_shard_size`` does not divide them, or there would
             be quantized weights in shards.
     """
-    ranks, size = accelerator.num_processes, config.parallel.dp_shard_size
+    ranks, parallel = accelerator.num_processes, config.parallel
+    shards, together, size = parallel.dp_shard_size, parallel.tp_size, parallel.copy_size
+    field = "parallel.dp_shard_size" if together == 1 else "parallel.tp_size"
     if _started() != ranks:
         raise ValueError(f"{_started()} processes were started, and the process group has {ranks}; {_START}")
     if ranks % size:
+        times = f"times dp_shard_size={shards}, " if together > 1 < shards else ""
         raise ValueError(
-            f"parallel.dp_shard_size: must divide the number of ranks, which is {ranks}, got {size}; lower it, or "
+            f"{field}: {times}must divide the number of ranks, which is {ranks}, got {size}; lower it, or "
             f"start a multiple of {size} (torchrun --nproc_per_node {size})"
         )
     if size > 1 and config.quantize is not None:
         raise ValueError(
-            f"parallel.dp_shard_size: quantized weights can't be sharded, got {size} and quantize={config.quantize}; "
+            f"{field}: quantized weights can't be sharded, got {size} and quantize={config.quantize}; "
             "leave one of them out"
+        )
+    if together > 1 and config.lora.enabled:
+        raise ValueError(
+            f"{field}: the layers under adapters are not split; leave lora out, or shard by "
+            f"--parallel.dp_shard_size {size} instead"
         )
     if ranks > 1:
         copies = "one copy" if size == ranks else f"{ranks // size} copies"
-        sharding = "" if size == 1 else f", {'each ' if size < ranks else ''}sharded over {size}"
-        accelerator.print(f"{ranks} ranks: {copies} of the model{sharding}")
+        each = "each " if size < ranks else ""
+        parts = f"sharded over {shards}" if shards > 1 else ""
+        parts += (" and " if parts else "") + f"split over {together}" if together > 1 else ""
+        accelerator.print(f"{ranks} ranks: {copies} of the model{parts and f', {each}{parts}'}")
 
 
 def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:
-    """The ranks as copies of the model and shards of each; None if every rank has a whole copy."""
-    ranks, size = accelerator.num_processes, config.parallel.dp_shard_size
-    if size == 1:
+    """The ranks as copies of the model, shards of each, and ranks that compute together; None if every rank has a
+    whole copy."""
+    parallel = config.parallel
+    if parallel.copy_size == 1:
         return None
-    shape, names = ((size,), ("dp_shard",)) if size == ranks else ((ranks // size, size), ("dp_replicate", "dp_shard"))
-    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
+    sizes = {"dp_replicate": accelerator.num_processes // parallel.copy_size, "dp_shard": parallel.dp_shard_size}
+    sizes |= {"tp": parallel.tp_size}
+    used = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(accelerator.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def data_rank(config: Common, accelerator: Accelerator) -> tuple[int, int]:
+    """This rank's number among those that read data of their own, and how many these are."""
+    size = config.parallel.tp_size
+    return accelerator.process_index // size, accelerator.num_processes // size
 
 
 def _started() -> int:

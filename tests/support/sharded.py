@@ -69,20 +69,27 @@ def prepare(directory):
     write_rows(directory / "steps.jsonl", steps)
 
 
-def be_rank(start, shards, runs):
+def be_rank(start, shards, runs, together=1):
     """Run these of `RUNS` one after another, each a name, a directory and its orders, in shards over so many ranks."""
     for name, output, orders in runs:
         with measured() as most:
-            train(start, shards, name, output, **orders)
+            train(start, shards, name, output, together=together, **orders)
         if int(os.environ.get("RANK", 0)) == 0:
             Path(output, "most.json").write_text(json.dumps(most))
 
 
-def train(start, shards, name, output, mortal=None, **fields):
+def train(start, shards, name, output, mortal=None, together=1, **fields):
     """Train, to the end unless one rank is mortal: (rank, step) is where it dies by SIGKILL."""
     recipe, settings, data, differences = RUNS[name]
     directory = Path(start)
-    fields = {**_COMMON, "model": "start", **differences, **fields, "parallel": Parallel(shards), "output": output}
+    fields = {
+        **_COMMON,
+        "model": "start",
+        **differences,
+        **fields,
+        "parallel": Parallel(shards, together),
+        "output": output,
+    }
     fields |= {"data": str(directory / f"{data}.jsonl"), "model": str(directory / fields["model"])}
     if teacher := fields.get("teacher"):
         fields["teacher"] = replace(teacher, model=str(directory / teacher.model))

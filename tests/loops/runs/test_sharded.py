@@ -1,17 +1,24 @@
 """Whole runs whose weights, gradients and optimizer state are in shards end where one process does."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from burnish.loops.batch import collate
+from burnish.loops.config import Lora, Parallel
 from burnish.loops.models.policy import Policy
+from burnish.loops.recipes.settings import GRPO, SFT
+from burnish.loops.rl.context import check_online
+from burnish.loops.runs.parallel import check_ranks
 from forked import run_forked
 from grids import slow
 from peft import PeftModel
 from safetensors.torch import load_file
 from sharded import RUNS, prepare
 from shared import made_once
+from split import FAMILIES, REFUSED
 from tiny import make_examples
 from transformers import AutoModelForCausalLM
 
@@ -21,23 +28,28 @@ BFLOAT16 = ("sft_bfloat16", "dpo_bfloat16")
 REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16))
 CASES = [(name, 2, 2) for name in QUICK] + [slow(name, 2, 2) for name in REST]
 CASES += [slow(name, 4, shards) for shards in (4, 2) for name in (*QUICK, *REST)]
+SPLIT = ("sft", "dpo")
+SPLIT_REST = tuple(name for name in (*QUICK, *REST) if name not in SPLIT and "adapters" not in name)
+SPLIT_CASES = [(name, 2, 1) for name in SPLIT] + [slow(name, 2, 1) for name in SPLIT_REST]
+SPLIT_CASES += [slow(name, 4, shards) for shards in (2, 1) for name in (*SPLIT, *SPLIT_REST)]
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """``trained(names, ranks, shards)`` is the directory of the directories of these runs, and of what was printed."""
+    """``trained(names, ranks, shards, tp_size)`` is the directory of the directories of these runs, and of what was
+    printed."""
 
-    def get(names, ranks=1, shards=1):
+    def get(names, ranks=1, shards=1, tp_size=1):
         start = made_once(tmp_path_factory, "sharded-start", prepare)
 
         def make(folder):
             runs = [(name, str(folder / name), {}) for name in names]
-            outcomes = run_forked(ranks, "sharded", str(start), shards, runs)
+            outcomes = run_forked(ranks, "sharded", str(start), shards, runs, tp_size)
             for status, printed in outcomes:
                 assert status == 0, printed[-3000:]
             (folder / "printed.txt").write_text(outcomes[0][1])
 
-        return made_once(tmp_path_factory, f"sharded-{names[0]}-{len(names)}-{ranks}-{shards}", make)
+        return made_once(tmp_path_factory, f"sharded-{names[0]}-{len(names)}-{ranks}-{shards}-{tp_size}", make)
 
     return get
 
@@ -61,13 +73,27 @@ def last_metrics(run):
 @pytest.mark.parametrize(("name", "ranks", "shards"), CASES)
 def test_a_run_in_shards_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, trained):
     names = QUICK if name in QUICK else REST
-    one, several = trained(names) / name, trained(names, ranks, shards) / name
+    assert_same_end(trained(names) / name, trained(names, ranks, shards) / name)
+
+
+def assert_same_end(one, several):
     expected, weights = (load_file(run / "model/model.safetensors") for run in (one, several))
     assert weights.keys() == expected.keys()
     for key, weight in expected.items():
         torch.testing.assert_close(weights[key], weight, rtol=0, atol=EXACT, msg=key)
     assert last_metrics(several) == pytest.approx(last_metrics(one), rel=EXACT, abs=EXACT)
     assert last_metrics(one)["grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize(("name", "ranks", "shards"), SPLIT_CASES)
+def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, trained):
+    names, both = SPLIT if name in SPLIT else SPLIT_REST, QUICK if name in QUICK else REST
+    several = trained(names, ranks, shards, 2)
+    assert_same_end(trained(both) / name, several / name)
+    size = ranks // shards // 2
+    copies = "one copy of the model, " if size == 1 else f"{size} copies of the model, each "
+    parts = f"sharded over {shards} and split over 2" if shards > 1 else "split over 2"
+    assert f"{ranks} ranks: {copies}{parts}\n" in (several / "printed.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -85,10 +111,13 @@ def test_no_rank_holds_more_than_its_shard_of_any_model_or_gradient(names, ranks
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("name", BFLOAT16)
-def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_loaded(name, trained):
+def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_loaded(name, sizes, trained):
     start = load_file(trained(BFLOAT16) / "../sharded-start/bfloat16/model.safetensors")
-    copies, shards = (load_file(trained(BFLOAT16, 2, size) / name / "model/model.safetensors") for size in (1, 2))
+    copies, shards = (
+        load_file(trained(BFLOAT16, 2, *each) / name / "model/model.safetensors") for each in ((1, 1), sizes)
+    )
     assert {weight.dtype for weight in shards.values()} == {torch.bfloat16}
     for key, weight in copies.items():
         moved = (weight - start[key]).double().norm()
@@ -111,6 +140,65 @@ def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_p
     torch.testing.assert_close(logprobs(loaded), expected, rtol=0, atol=EXACT)
     adapted = PeftModel.from_pretrained(start, two / "adapter").double()
     torch.testing.assert_close(logprobs(adapted), expected, rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="session")
+def split(tmp_path_factory):
+    """What two ranks found that split a model of each family, see `split.be_rank`."""
+
+    def make(folder):
+        outcomes = run_forked(2, "split", str(folder / "results.json"))
+        assert all(status == 0 for status, _ in outcomes), outcomes[0][1][-3000:]
+
+    return json.loads((made_once(tmp_path_factory, "split", make) / "results.json").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_in_slices_has_the_log_probs_and_gradients_of_the_whole(family, split):
+    results = split["families"][family]
+    assert results["largest"] > 1e-3  # of the smallest gradient
+    exact = 1e-6 if family == "gemma3" else EXACT  # it computes its norms of heads, and their gradient, in float32
+    for name, difference in results["differences"].items():
+        assert difference <= exact * results["largest"], name
+    assert results["norm"] == pytest.approx(results["expected_norm"], rel=exact)
+    assert results["held"] == results["outside"] + results["split"] / 2 and results["split"] > 0
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_can_not_be_split_is_refused_in_a_line(refused, split):
+    message = split["refused"][refused]
+    assert message.startswith("ValueError: parallel.tp_size: ") and "\n" not in message
+    assert REFUSED[refused][1] in message
+
+
+def test_slices_that_the_ranks_or_recipes_cannot_hold_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ranks, start = SimpleNamespace(num_processes=4, print=print), {"model": "", "data": "", "output": ""}
+    for parallel, fields, message in (
+        (Parallel(1, 3), {}, "must divide the number of ranks, which is 4, got 3"),
+        (Parallel(4, 2), {}, "times dp_shard_size=4, must divide the number of ranks, which is 4, got 8"),
+        (Parallel(2, 2), {"quantize": "4bit"}, "quantized weights can't be sharded, got 4 and quantize=4bit"),
+        (Parallel(2, 2), {"lora": Lora(r=4)}, "leave lora out, or shard by --parallel.dp_shard_size 4 instead"),
+    ):
+        with pytest.raises(ValueError, match=r"^parallel\.tp_size: ") as error:
+            check_ranks(SFT(**start, parallel=parallel, **fields), ranks)
+        assert message in str(error.value)
+    with pytest.raises(ValueError, match=r"^parallel\.tp_size: only recipes that sample nothing split layers, got 2"):
+        check_online(GRPO(**start, rewards={"exact_match": 1.0}, parallel=Parallel(1, 2)))
+
+
+def test_a_run_in_slices_goes_on_in_one_process_and_the_other_way_round(trained, tmp_path):
+    start, whole = trained(QUICK).parent / "sharded-start", trained(QUICK) / "dpo"
+    for ranks, to, directory in ((2, 1, tmp_path / "to one"), (1, 2, tmp_path / "to two")):
+        for sizes, orders in ((ranks, {"save_every": 2}), (to, {"resume": True})):
+            ((status, printed), *_) = run_forked(
+                sizes, "sharded", str(start), 1, [("dpo", str(directory), orders)], sizes
+            )
+            assert status == 0, printed[-3000:]
+            if not orders.get("resume"):
+                shutil.rmtree(directory / "checkpoints/step-00000003")
+                shutil.rmtree(directory / "model")
+        assert_same_end(whole, directory)
 
 
 def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
