@@ -68,7 +68,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
         # It advises one sum over both dimensions of the mesh instead of two, of single numbers.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for module in (*reversed(layers), model):  # what a unit contains is sharded before it
-        _read_shards(module, mesh, whole=together is not None)
+        _read_shards(module, mesh, all_rows=together is not None)
         if together is not None:
             _split(module, together, plan)
         # The outermost one, too: parameters of which an optimizer or a checkpoint asks are always shards.
@@ -141,12 +141,12 @@ def _stay(model: Any, places: Mapping[int, Any], missing: set[str]) -> bool:
     return all(missing.intersection(pair) for pair in model.all_tied_weights_keys.items())
 
 
-def _read_shards(unit: nn.Module, mesh: DeviceMesh, *, whole: bool) -> None:
+def _read_shards(unit: nn.Module, mesh: DeviceMesh, *, all_rows: bool) -> None:
     """Give the matrices of a unit that are in files their memory, and read the rows of this rank's shards, or all.
 
     The other rows stay unset: `fully_shard` drops them.
     """
-    shards, rank = (1, 0) if whole else (mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+    shards, rank = (1, 0) if all_rows else (mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
     read: dict[Tensor, nn.Parameter] = {}
     for module in unit.modules():
         for name, parameter in module._parameters.items():
@@ -176,8 +176,8 @@ def _plan(model: nn.Module, layers: Sequence[nn.Module], size: int) -> dict[nn.M
         who, config = f"parallel.tp_size: {type(root).__name__}", root.config.get_text_config()
         instead = "shard it by --parallel.dp_shard_size instead"
         for field in ("num_attention_heads", "num_key_value_heads"):
-            if (getattr(config, field, None) or size) % size:
-                raise ValueError(f"{who} has {field}={getattr(config, field)}, no multiple of {size}; lower it")
+            if isinstance(heads := getattr(config, field, None), int) and heads % size:
+                raise ValueError(f"{who} has {field}={heads}, no multiple of {size}; lower it")
         styles: Mapping[str, str] = getattr(root, "_tp_plan", None) or {}
         for path, part in (*root.named_modules(), *root.named_parameters()):
             style = styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
@@ -221,14 +221,14 @@ def _compute_locally(module: Any, gradient: Placement) -> None:
 
     @wraps(forward)
     def locally(*args: Any, **kwargs: Any) -> Any:
-        held = dict(module._parameters)
-        module._parameters |= {
-            name: each.to_local(grad_placements=[gradient]) for name, each in held.items() if each is not None
-        }
+        held = {name: each for name, each in module._parameters.items() if each is not None}
+        if any(each.placements != (Replicate(),) for each in held.values()):
+            raise RuntimeError(f"{type(module).__name__}: FSDP gathers weights for what `shard` was given; call that")
+        module._parameters |= {name: each.to_local(grad_placements=[gradient]) for name, each in held.items()}
         try:
             return forward(*args, **kwargs)
         finally:
-            module._parameters.update(held)
+            module._parameters |= held
 
     module.forward = locally
 

@@ -13,6 +13,7 @@ from ...objectives import PerSequence, Stats, feedback, kto_kl, sequence_sum
 from ..batch import Batch, collate
 from ..models.backbone import evaluating
 from ..models.policy import Policy
+from ..models.sharding import tp_size
 from ..runs.context import open_run
 from ..runs.feed import Feed
 from ..runs.reference import Reference
@@ -21,7 +22,6 @@ from ..runs.training import Training, to_the_end
 from ..train import losses as terms
 from ..train.losses import Losses, Term, tensors_needed
 from ..train.mix import TOKEN_LOSSES, distillation, losses_of, parse_losses
-from ..models.sharding import tp_size
 from ..train.step import sum_over_ranks
 from .settings import KTO
 

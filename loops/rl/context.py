@@ -191,11 +191,6 @@ def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Ac
 def check_online(config: OnlineConfig) -> None:
     """Raise ValueError, before anything is loaded, if completions can't be sampled, or not be learned from."""
     check_sampling(config)
-    if config.parallel.tp_size > 1:
-        raise ValueError(
-            f"parallel.tp_size: only recipes that sample nothing split layers, got {config.parallel.tp_size}; shard by "
-            "--parallel.dp_shard_size instead"
-        )
     if config.schedule in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(
             f"schedule: {config.schedule} follows eval/loss, and held-out prompts have rewards; use another"

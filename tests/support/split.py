@@ -94,5 +94,9 @@ def be_rank(output):
             Policy(make(), mesh=mesh)
         except Exception as error:
             refused[name] = f"{type(error).__name__}: {error}"
+    try:
+        policy.plain(torch.tensor([[3, 4]]))
+    except RuntimeError as error:
+        refused["a call that nothing is gathered for"] = str(error)
     if os.environ["RANK"] == "0":
         Path(output).write_text(json.dumps({"families": families, "refused": refused}))

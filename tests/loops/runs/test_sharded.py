@@ -9,8 +9,8 @@ import torch
 from burnish.loops.batch import collate
 from burnish.loops.config import Lora, Parallel
 from burnish.loops.models.policy import Policy
-from burnish.loops.recipes.settings import GRPO, SFT
-from burnish.loops.rl.context import check_online
+from burnish.loops.recipes.settings import GRPO, SFT, Distill
+from burnish.loops.rl.sources import check_sampling
 from burnish.loops.runs.parallel import check_ranks
 from forked import run_forked
 from grids import slow
@@ -171,6 +171,11 @@ def test_what_can_not_be_split_is_refused_in_a_line(refused, split):
     assert REFUSED[refused][1] in message
 
 
+def test_no_module_computes_with_weights_that_were_not_gathered_for_it(split):
+    call = split["refused"]["a call that nothing is gathered for"]
+    assert call == "Embedding: FSDP gathers weights for what `shard` was given; call that"
+
+
 def test_slices_that_the_ranks_or_recipes_cannot_hold_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     ranks, start = SimpleNamespace(num_processes=4, print=print), {"model": "", "data": "", "output": ""}
@@ -183,22 +188,27 @@ def test_slices_that_the_ranks_or_recipes_cannot_hold_are_refused(monkeypatch):
         with pytest.raises(ValueError, match=r"^parallel\.tp_size: ") as error:
             check_ranks(SFT(**start, parallel=parallel, **fields), ranks)
         assert message in str(error.value)
-    with pytest.raises(ValueError, match=r"^parallel\.tp_size: only recipes that sample nothing split layers, got 2"):
-        check_online(GRPO(**start, rewards={"exact_match": 1.0}, parallel=Parallel(1, 2)))
+    for config in (GRPO(**start, parallel=Parallel(1, 2)), Distill(**start, on_policy=0.5, parallel=Parallel(1, 2))):
+        with pytest.raises(ValueError, match=r"^parallel\.tp_size: a run that samples completions splits no layers"):
+            check_sampling(config)
 
 
 def test_a_run_in_slices_goes_on_in_one_process_and_the_other_way_round(trained, tmp_path):
-    start, whole = trained(QUICK).parent / "sharded-start", trained(QUICK) / "dpo"
-    for ranks, to, directory in ((2, 1, tmp_path / "to one"), (1, 2, tmp_path / "to two")):
-        for sizes, orders in ((ranks, {"save_every": 2}), (to, {"resume": True})):
-            ((status, printed), *_) = run_forked(
-                sizes, "sharded", str(start), 1, [("dpo", str(directory), orders)], sizes
-            )
+    start, whole, noisy = trained(QUICK).parent / "sharded-start", tmp_path / "whole", {"neftune_noise_alpha": 5.0}
+
+    def run(ranks, directory, **orders):
+        runs = [("sft", str(directory), {**noisy, **orders})]
+        for status, printed in run_forked(ranks, "sharded", str(start), 1, runs, ranks):
             assert status == 0, printed[-3000:]
-            if not orders.get("resume"):
-                shutil.rmtree(directory / "checkpoints/step-00000003")
-                shutil.rmtree(directory / "model")
-        assert_same_end(whole, directory)
+
+    run(1, whole)
+    for ranks, then in ((2, 1), (1, 2)):
+        directory = tmp_path / f"{ranks} to {then}"
+        run(ranks, directory, save_every=2)
+        shutil.rmtree(directory / "checkpoints/step-00000003")
+        shutil.rmtree(directory / "model")
+        run(then, directory, resume=True)
+        assert_same_end(whole, directory)  # with the same noise
 
 
 def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
