@@ -29,10 +29,32 @@ def check_launcher() -> None:
         if os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on"):
             raise ValueError(
                 f"{variable}: Accelerate's {wrapper} is not supported; launch without it (torchrun, or accelerate "
-                "launch --multi_gpu), and shard the model by --parallel.dp_shard_size, the ranks that hold one copy"
+                f"launch --multi_gpu), and shard the model by {_same_in_flags()}"
             )
     if _started() > 1 and not any(variable in os.environ for variable in _LOCAL_RANKS):
         raise ValueError(f"{_started()} processes were announced, and this one has no LOCAL_RANK; {_START}")
+
+
+def _same_in_flags() -> str:
+    """The settings of burnish for what a configuration file of Accelerate asks for, and what has none."""
+
+    def asked(name: str, default: str = "") -> str:
+        return os.environ.get(name, default).lower()
+
+    replicas, together, *sequence = (
+        int(asked(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) for kind in ("DP_REPLICATE", "TP", "CP", "SP")
+    )
+    flags = {
+        "parallel.dp_shard_size": max(_started() // (replicas * together), 1),
+        "parallel.tp_size": together if together > 1 else None,
+        "dtype": "bfloat16" if asked("ACCELERATE_MIXED_PRECISION") == "bf16" else None,
+        "gradient_checkpointing": "true" if asked("FSDP_ACTIVATION_CHECKPOINTING") == "true" else None,
+    }
+    devices = [asked(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none") for kind in ("OPTIMIZER", "PARAM")]
+    offloaded = asked("FSDP_OFFLOAD_PARAMS") == "true" or devices != ["none", "none"]
+    missing = ["nothing is offloaded"] if offloaded else []
+    missing += ["sequences are not split over ranks"] if sequence != [1, 1] else []
+    return "; ".join([" ".join(f"--{name} {value}" for name, value in flags.items() if value), *missing])
 
 
 def check_ranks(config: Common, accelerator: Accelerator) -> None:
@@ -47,6 +69,12 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
     field = "parallel.dp_shard_size" if together == 1 else "parallel.tp_size"
     if _started() != ranks:
         raise ValueError(f"{_started()} processes were started, and the process group has {ranks}; {_START}")
+    launched, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), config.dtype
+    if launched != "no" and (launched, computed) != ("bf16", "bfloat16"):
+        raise ValueError(
+            f"dtype: accelerate launch asks for {launched}, got {computed}; pass --dtype bfloat16, or launch with "
+            "--mixed_precision no"
+        )
     if ranks % size:
         times = f"times dp_shard_size={shards}, " if together > 1 < shards else ""
         raise ValueError(

@@ -47,6 +47,8 @@ RUNS = {
     "distill": (run_distill, Distill, "messages", {"teacher": Teacher(model="teacher")}),
     "sft_bfloat16": (run_sft, SFT, "messages", {"model": "bfloat16", "dtype": "bfloat16"}),
     "dpo_bfloat16": (run_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "bfloat16"}),
+    "sft_float32": (run_sft, SFT, "messages", {"model": "bfloat16", "dtype": "float32"}),
+    "dpo_float32": (run_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "float32"}),
     "distill_top_k": (run_distill, Distill, "messages", {"teacher": Teacher(model="teacher", top_k=5)}),
 }
 

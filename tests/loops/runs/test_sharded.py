@@ -1,7 +1,10 @@
 """Whole runs whose weights, gradients and optimizer state are in shards end where one process does."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,7 @@ from burnish.loops.config import Lora, Parallel
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.settings import GRPO, SFT, Distill
 from burnish.loops.rl.sources import check_sampling
-from burnish.loops.runs.parallel import check_ranks
+from burnish.loops.runs.parallel import check_launcher, check_ranks
 from forked import run_forked
 from grids import slow
 from peft import PeftModel
@@ -19,13 +22,13 @@ from safetensors.torch import load_file
 from sharded import RUNS, prepare
 from shared import made_once
 from split import FAMILIES, REFUSED
-from tiny import make_examples
+from tiny import make_examples, save_model, sums, write_rows
 from transformers import AutoModelForCausalLM
 
 EXACT = 1e-10
 QUICK = ("sft", "dpo", "kto", "distill")
-BFLOAT16 = ("sft_bfloat16", "dpo_bfloat16")
-REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16))
+BFLOAT16, FLOAT32 = ("sft_bfloat16", "dpo_bfloat16"), ("sft_float32", "dpo_float32")
+REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16, *FLOAT32))
 CASES = [(name, 2, 2) for name in QUICK] + [slow(name, 2, 2) for name in REST]
 CASES += [slow(name, 4, shards) for shards in (4, 2) for name in (*QUICK, *REST)]
 SPLIT = ("sft", "dpo")
@@ -111,18 +114,31 @@ def test_no_rank_holds_more_than_its_shard_of_any_model_or_gradient(names, ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("name", BFLOAT16)
-def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_loaded(name, sizes, trained):
+def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_loaded(name, trained):
     start = load_file(trained(BFLOAT16) / "../sharded-start/bfloat16/model.safetensors")
-    copies, shards = (
-        load_file(trained(BFLOAT16, 2, *each) / name / "model/model.safetensors") for each in ((1, 1), sizes)
-    )
+    copies, shards = (load_file(trained(BFLOAT16, 2, size) / name / "model/model.safetensors") for size in (1, 2))
     assert {weight.dtype for weight in shards.values()} == {torch.bfloat16}
     for key, weight in copies.items():
         moved = (weight - start[key]).double().norm()
         # The order of sums over micro-batches and ranks is another one, which rounding to bfloat16 mostly hides.
         assert moved > 0 and (shards[key] - weight).double().norm() <= 0.01 * moved, key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shards", "tp_size", "bound"), [(2, 1, 1.01), (1, 2, 2.0)])
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bfloat16_on_two_ranks_ends_as_near_to_float32_as_in_one_process(name, shards, tp_size, bound, trained):
+    one, two = trained((*BFLOAT16, *FLOAT32)), trained(BFLOAT16, 2, shards, tp_size)
+    runs = (one / name.replace("bfloat16", "float32"), one / name, two / name)
+    exact, alone, together = (load_file(run / "model/model.safetensors") for run in runs)
+    assert {weight.dtype for weight in together.values()} == {torch.bfloat16}
+
+    def error(weights):
+        return torch.stack([(weights[key] - exact[key]).double().norm() for key in exact]).norm()
+
+    # A slice's part of a sum over features is rounded to bfloat16, too.
+    assert 0 < error(together) <= bound * error(alone)
 
 
 @pytest.mark.slow
@@ -211,6 +227,77 @@ def test_a_run_in_slices_goes_on_in_one_process_and_the_other_way_round(trained,
         assert_same_end(whole, directory)  # with the same noise
 
 
+# Configuration files of Accelerate, as TRL carries them; what each is refused by, and the settings to use instead.
+FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": True}}
+CONFIGS = {
+    "fsdp2": (FSDP, {}, "ACCELERATE_USE_FSDP: ", "--parallel.dp_shard_size 2 --dtype bfloat16\n"),
+    "fsdp2, checkpointed and offloaded": (
+        FSDP,
+        {"fsdp_activation_checkpointing": True, "fsdp_offload_params": True},
+        "ACCELERATE_USE_FSDP: ",
+        "--parallel.dp_shard_size 2 --dtype bfloat16 --gradient_checkpointing true; nothing is offloaded\n",
+    ),
+    "tensor and context": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": FSDP["fsdp_config"],
+            "parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 1},
+        },
+        {},
+        "ACCELERATE_USE_",
+        "--parallel.dp_shard_size 1 --parallel.tp_size 2 --dtype bfloat16\n",
+    ),
+    "several gpus": (
+        {"distributed_type": "MULTI_GPU"},
+        {},
+        "dtype: accelerate launch asks for bf16, got float32; ",
+        "",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_file_of_accelerate_is_refused_in_a_line_that_names_the_same_settings(name, tmp_path):
+    content, more, reason, settings = CONFIGS[name]
+    content = {**content, "compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16", "num_processes": 2}
+    if more:
+        content["fsdp_config"] = {**content["fsdp_config"], **more}
+    (tmp_path / "accelerate.json").write_text(json.dumps(content))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.json")]
+    data = write_rows(tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(4)])
+    paths = ["--model", str(save_model(tmp_path / "start")), "--data", str(data), "--output", str(tmp_path / "run")]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    ended = subprocess.run(
+        [*command, "-m", "burnish", "sft", *paths], env=environment, capture_output=True, text=True, timeout=300
+    )
+    lines = [line for line in ended.stderr.splitlines(keepends=True) if line.startswith("burnish sft: ")]
+    assert ended.returncode == 1 and lines and not (tmp_path / "run").exists()
+    for line in lines:  # of one rank, or both
+        assert line.startswith(f"burnish sft: {reason}") and line.endswith(settings or "\n")
+
+
+def test_what_deepspeed_offloads_is_named_where_it_is_refused(monkeypatch):
+    for variable, value in (("USE_DEEPSPEED", "true"), ("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")):
+        monkeypatch.setenv(f"ACCELERATE_{variable}", value)
+    for variable, value in (("ACCELERATE_MIXED_PRECISION", "bf16"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(variable, value)
+    settings = "--parallel.dp_shard_size 8 --dtype bfloat16; nothing is offloaded$"
+    with pytest.raises(ValueError, match=f"^ACCELERATE_USE_DEEPSPEED: .* shard the model by {settings}"):
+        check_launcher()
+
+
+def test_the_precision_that_a_launcher_asks_for_is_that_of_the_run(monkeypatch):
+    ranks, start = SimpleNamespace(num_processes=1, print=print), {"model": "", "data": "", "output": ""}
+    for launched, computed in (("bf16", "bfloat16"), ("no", "bfloat16"), ("no", "float32")):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        check_ranks(SFT(**start, dtype=computed), ranks)
+    for launched, computed in (("bf16", "float32"), ("fp16", "float32"), ("fp8", "bfloat16")):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        with pytest.raises(ValueError, match=f"^dtype: accelerate launch asks for {launched}, got {computed}; pass"):
+            check_ranks(SFT(**start, dtype=computed), ranks)
+
+
 def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
     assert simulated["held"] == pytest.approx(simulated["parameters"] / 64)
     assert simulated["gradient"] == pytest.approx(simulated["parameters"] / 64)
@@ -220,3 +307,7 @@ def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
     counts = {"allgather": 4 * units, "reduce_scatter": 2 * units, "allreduce": 0}
     assert simulated["one copy"] == counts
     assert simulated["8 copies"] == counts | {"allreduce": 2 * units}
+
+
+def test_under_autocast_weights_and_gradients_travel_in_float32(simulated):
+    assert simulated["autocast"] == {"allgather": ["torch.float32"], "reduce_scatter": ["torch.float32"]}
