@@ -174,6 +174,14 @@ class Parallel(Settings):
     dp_shard_size: PositiveInt = 1
     """Ranks that hold one copy of the model, its gradient and its optimizer state in shards (FSDP). 1 gives each rank a
     copy (DDP), all of them hold one together, and a divisor of their number makes several copies (HSDP)."""
+    tp_size: PositiveInt = 1
+    """Ranks that train on the same data together, each with a slice of the matrices of every layer (tensor
+    parallelism, by the plan of transformers). With dp_shard_size, that many such groups hold one copy."""
+
+    @property
+    def copy_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.dp_shard_size * self.tp_size
 
 
 @dataclass(frozen=True)

@@ -108,15 +108,16 @@ def plan(recipe: Callable[[Any], Any], config: Any, gpus: Gpus | None = None) ->
 
 
 def _started(config: Any) -> int:
-    return int(os.environ.get("WORLD_SIZE") or config.parallel.dp_shard_size)
+    return int(os.environ.get("WORLD_SIZE") or config.parallel.copy_size)
 
 
 def alternatives(config: Any, gpus: Gpus) -> Iterator[tuple[str, Any]]:
     """Settings that reduce memory, the cheapest first, and the configuration with each."""
     whole, bfloat16 = not (config.lora.enabled or config.quantize), config.dtype == "bfloat16"
+    shards = gpus.count // config.parallel.tp_size
     changes: dict[str, Any] = {
         "dtype": None if bfloat16 else "bfloat16",
-        "parallel.dp_shard_size": gpus.count if config.parallel.dp_shard_size < gpus.count else None,
+        "parallel.dp_shard_size": shards if config.parallel.dp_shard_size < shards else None,
         "gradient_checkpointing": None if config.gradient_checkpointing else True,
         "micro_tokens": (config.micro_tokens or 8192) // 4 if (config.micro_tokens or 8192) > 1024 else None,
         "reference": "precompute" if whole and getattr(config, "reference", None) in ("auto", "copy") else None,

@@ -1,14 +1,20 @@
-"""Models sharded over the ranks of a mesh: FSDP2, and HSDP if the mesh has a dimension of copies as well.
+"""Models in shards over the ranks of a mesh: FSDP2, HSDP where the mesh has a dimension of copies as well, and tensor
+parallelism where it has one named "tp".
 
-Each transformer layer is a unit, and the rest is one more: embeddings, last norm and heads, which may share a weight.
-The parameters of a unit are whole on a rank only while it computes, forward or backward; in between, every rank holds
-its shard of each of them, of its gradient, and of the optimizer's state.
+Each transformer layer is a unit, and all that is left is one more: embeddings, last norm and heads, which may share a
+weight. The parameters of a unit are whole on a rank only while it computes, forward or backward; in between, every rank
+holds its shard of each of them, of its gradient, and of the optimizer's state.
+
+Under tensor parallelism the ranks of a group compute the same rows together. The matrices of a layer that the plan of
+`transformers` names are never whole: each rank multiplies by its slice. All else is the same on each of them.
 """
 
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -16,11 +22,21 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
 log = logging.getLogger(__name__)
+
+# Styles of the plans of transformers.
+_SPLIT: dict[str, Any] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+}
+_OF_LOCAL_HEADS = "replicated_with_grad_allreduce"
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> None:
@@ -30,17 +46,32 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
     whole gradient of more than a unit.
 
     Args:
-        mesh: the ranks that hold one copy; in two dimensions, copies and the shards of each.
-        methods: names of methods, besides forward, during which parameters are unsharded. None may call another one.
+        mesh: the ranks that hold one copy; in two dimensions, copies and the shards of each. A last dimension named
+            "tp" is of ranks that compute together.
+        methods: names of those, beside forward, within which parameters are whole too. None may call another one.
+
+    Raises:
+        ValueError: if it is to be split for tensor parallelism, and has no plan for that, one of other styles, or
+            other layers or sizes than that takes.
     """
+    names = mesh.mesh_dim_names or ()
+    together = mesh["tp"] if "tp" in names else None
+    mesh = mesh if together is None else mesh[names[:-1]]
     # transformers names the classes of its layers; those of a critic or an encoder are among them.
     kinds = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     if not layers:
         log.warning("%s: its layers have no known class, so all of it is gathered at once", type(model).__name__)
-    for module in (*reversed(layers), model):  # nested units are sharded first
-        _read_shards(module, mesh)
-        # The outermost unit, too: optimizers and checkpoints always see shards.
+    plan: Mapping[nn.Module, str] = {}
+    if together is not None:
+        plan = _plan(model, layers, together.size())
+        # It advises one sum over both dimensions of the mesh instead of two, of single numbers.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    for module in (*reversed(layers), model):  # what a unit contains is sharded before it
+        _read_shards(module, mesh, all_rows=together is not None)
+        if together is not None:
+            _split(module, together, plan)
+        # The outermost one, too: parameters of which an optimizer or a checkpoint asks are always shards.
         unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
@@ -111,12 +142,12 @@ def _stay(model: Any, places: Mapping[int, Any], missing: set[str]) -> bool:
     return all(missing.intersection(pair) for pair in model.all_tied_weights_keys.items())
 
 
-def _read_shards(unit: nn.Module, mesh: DeviceMesh) -> None:
-    """Allocate the matrices of a unit that are still in files, and read the rows of this rank's shards.
+def _read_shards(unit: nn.Module, mesh: DeviceMesh, *, all_rows: bool) -> None:
+    """Give the matrices of a unit that are in files their memory, and read the rows of this rank's shards, or all.
 
     The other rows stay unset: `fully_shard` drops them.
     """
-    shards, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    shards, rank = (1, 0) if all_rows else (mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
     read: dict[Tensor, nn.Parameter] = {}
     for module in unit.modules():
         for name, parameter in module._parameters.items():
@@ -130,6 +161,77 @@ def _read_shards(unit: nn.Module, mesh: DeviceMesh) -> None:
                 memory[rank * size : (rank + 1) * size] = rows
                 read[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
             module._parameters[name] = read[parameter]
+
+
+def tp_size(policy: nn.Module) -> int:
+    """The number of ranks that compute the same rows together."""
+    mesh: DeviceMesh | None = getattr(policy, "mesh", None)
+    return mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
+
+
+def _plan(model: nn.Module, layers: Sequence[nn.Module], size: int) -> dict[nn.Module, str]:
+    """The style of each module of these layers that the plans of `transformers` name."""
+    plan: dict[Any, str] = {}
+    in_layers = {part for layer in layers for part in (*layer.modules(), *layer.parameters())}
+    for root in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        who, config = f"parallel.tp_size: {type(root).__name__}", root.config.get_text_config()
+        instead = "shard it by --parallel.dp_shard_size instead"
+        for field in ("num_attention_heads", "num_key_value_heads"):
+            if isinstance(heads := getattr(config, field, None), int) and heads % size:
+                raise ValueError(f"{who} has {field}={heads}, no multiple of {size}; lower it")
+        styles: Mapping[str, str] = getattr(root, "_tp_plan", None) or {}
+        for path, part in (*root.named_modules(), *root.named_parameters()):
+            style = styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+            if style is None or part not in in_layers:
+                continue
+            if style not in (*_SPLIT, _OF_LOCAL_HEADS) or isinstance(part, nn.Parameter):
+                raise ValueError(f"{who} is split by {style!r} ({path}), which is not supported; {instead}")
+            if style in _SPLIT:
+                if (kind := type(part)) is not nn.Linear:
+                    raise ValueError(f"{who}: {path} is no linear layer of torch, but {kind.__module__}; {instead}")
+                if (features := part.out_features if style.startswith("colwise") else part.in_features) % size:
+                    raise ValueError(f"{who}: {features} features of {path} are no multiple of {size}; lower it")
+            plan[part] = style
+        if not any(module in plan for module in root.modules()):
+            raise ValueError(f"{who}: transformers has no plan to split its layers; {instead}")
+    return plan
+
+
+def _split(unit: nn.Module, mesh: DeviceMesh, plan: Mapping[nn.Module, str]) -> None:
+    """Make DTensors of the parameters of a unit, as far as they are none: slices by the plan, and all else whole."""
+    copies: dict[Tensor, nn.Parameter] = {}  # of tied ones
+    for module in list(unit.modules()):
+        own, style = {name: each for name, each in module._parameters.items() if each is not None}, plan.get(module)
+        if not own or all(isinstance(each, DTensor) for each in own.values()):
+            continue
+        if style in _SPLIT:
+            parallelize_module(module, mesh, _SPLIT[style](), src_data_rank=None)
+            continue
+        for name, each in own.items():
+            if each not in copies:
+                copy = distribute_tensor(each.detach(), mesh, [Replicate()], src_data_rank=None)
+                copies[each] = nn.Parameter(copy, requires_grad=each.requires_grad)
+            module._parameters[name] = copies[each]
+        # Each rank has the gradient of all, or that of its own attention heads.
+        _compute_locally(module, Partial() if style == _OF_LOCAL_HEADS else Replicate())
+
+
+def _compute_locally(module: Any, gradient: Placement) -> None:
+    """Let a module, all of whose parameters are whole on each rank, compute with plain tensors."""
+    forward = module.forward
+
+    @wraps(forward)
+    def locally(*args: Any, **kwargs: Any) -> Any:
+        held = {name: each for name, each in module._parameters.items() if each is not None}
+        if any(each.placements != (Replicate(),) for each in held.values()):
+            raise RuntimeError(f"{type(module).__name__}: FSDP gathers weights for what `shard` was given; call that")
+        module._parameters |= {name: each.to_local(grad_placements=[gradient]) for name, each in held.items()}
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters |= held
+
+    module.forward = locally
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from ..train.losses import Losses, TensorReader
 from ..train.mix import STEP_COUPLED
 from .directory import check_directory, to_yaml
 from .feed import Feed, stored_tokens
-from .parallel import check_launcher, check_ranks, open_mesh
+from .parallel import check_launcher, check_ranks, data_rank, open_mesh
 from .preflight import check_files, check_tokens
 from .ranks import main_first
 from .reference import Reference, SyncedReference, check_reference, load_reference, make_reference
@@ -105,6 +105,7 @@ class RunContext(Generic[Model]):
             options: further arguments of `Feed`.
         """
         config, accelerator = self.config, self.accelerator
+        rank, ranks = data_rank(config, accelerator)
         if lacking := [name for name in options.get("columns", ()) if name not in data.column_names]:
             raise ValueError(
                 f"data: no column {lacking[0]!r}, which a loss reads; there are {', '.join(data.column_names)}"
@@ -115,8 +116,8 @@ class RunContext(Generic[Model]):
             if computed:
                 raise ValueError(f"streaming: {', '.join(computed)} can't be computed of all data before training")
             plan = {"micro_tokens": config.micro_tokens, "shared_prompt": self.model.layout == "shared"}
-            streamed = StreamBatches(self.stream, steps=steps, ranks=accelerator.num_processes, **plan)
-            return Feed(self.stream, streamed, accelerator.process_index, accelerator.device, **options)
+            streamed = StreamBatches(self.stream, steps=steps, ranks=ranks, **plan)
+            return Feed(self.stream, streamed, rank, accelerator.device, **options)
         batches = Batches(
             token_cost(data, shared_prompt=self.model.layout == "shared"),
             batch_size=len(data) if whole else config.batch_size,
@@ -125,9 +126,9 @@ class RunContext(Generic[Model]):
             shuffle=config.shuffle and not whole,
             epochs=config.epochs if steps is None else None,
             steps=steps,
-            ranks=accelerator.num_processes,
+            ranks=ranks,
         )
-        return Feed(data, batches, accelerator.process_index, accelerator.device, per_token=computed, **options)
+        return Feed(data, batches, rank, accelerator.device, per_token=computed, **options)
 
     def reference(
         self, kind: str, *, needed: bool = True, temperature: float = 1.0
@@ -316,7 +317,7 @@ def open_accelerator(config: Common) -> Accelerator:
         log_with=trackers or None,
         project_dir=config.output,
         # Cached casts of weights would add up to the whole model on each rank.
-        kwargs_handlers=[AutocastKwargs(cache_enabled=config.parallel.dp_shard_size == 1)],
+        kwargs_handlers=[AutocastKwargs(cache_enabled=config.parallel.copy_size == 1)],
     )
     # Its own: the shared one is changed by runs of another precision, and by the `TrainingArguments` of transformers.
     accelerator.state.__dict__ = dict(vars(accelerator.state))

@@ -100,7 +100,8 @@ def stored_tokens(
             lengths = [sum(map(sum, example.trained)) for example in batch.examples]
             parts = {name: torch.split(tensor.cpu(), lengths) for name, tensor in compute(batch).items()}
             computed += [(index, {name: part[i] for name, part in parts.items()}) for i, index in enumerate(indices)]
-        examples = [tensors for _, tensors in sorted(gather_object(computed), key=lambda pair: pair[0])]
+        by_index = dict(gather_object(computed))  # ranks may have computed the same ones
+        examples = [by_index[index] for index in sorted(by_index)]
         if accelerator.is_main_process:
             path.parent.mkdir(parents=True, exist_ok=True)
             tensors = {name: torch.cat([example[name] for example in examples]) for name in examples[0]}

@@ -29,10 +29,32 @@ def check_launcher() -> None:
         if os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on"):
             raise ValueError(
                 f"{variable}: Accelerate's {wrapper} is not supported; launch without it (torchrun, or accelerate "
-                "launch --multi_gpu), and shard the model by --parallel.dp_shard_size, the ranks that hold one copy"
+                f"launch --multi_gpu), and shard the model by {_same_in_flags()}"
             )
     if _started() > 1 and not any(variable in os.environ for variable in _LOCAL_RANKS):
         raise ValueError(f"{_started()} processes were announced, and this one has no LOCAL_RANK; {_START}")
+
+
+def _same_in_flags() -> str:
+    """The settings of burnish for what a configuration file of Accelerate asks for, and what has none."""
+
+    def asked(name: str, default: str = "") -> str:
+        return os.environ.get(name, default).lower()
+
+    replicas, together, *sequence = (
+        int(asked(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) for kind in ("DP_REPLICATE", "TP", "CP", "SP")
+    )
+    flags = {
+        "parallel.dp_shard_size": max(_started() // (replicas * together), 1),
+        "parallel.tp_size": together if together > 1 else None,
+        "dtype": "bfloat16" if asked("ACCELERATE_MIXED_PRECISION") == "bf16" else None,
+        "gradient_checkpointing": "true" if asked("FSDP_ACTIVATION_CHECKPOINTING") == "true" else None,
+    }
+    devices = [asked(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none") for kind in ("OPTIMIZER", "PARAM")]
+    offloaded = asked("FSDP_OFFLOAD_PARAMS") == "true" or devices != ["none", "none"]
+    missing = ["nothing is offloaded"] if offloaded else []
+    missing += ["sequences are not split over ranks"] if sequence != [1, 1] else []
+    return "; ".join([" ".join(f"--{name} {value}" for name, value in flags.items() if value), *missing])
 
 
 def check_ranks(config: Common, accelerator: Accelerator) -> None:
@@ -42,32 +64,57 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
         ValueError: if there are fewer ranks than processes, or ``dp_shard_size`` does not divide them, or there would
             be quantized weights in shards.
     """
-    ranks, size = accelerator.num_processes, config.parallel.dp_shard_size
+    ranks, parallel = accelerator.num_processes, config.parallel
+    shards, together, size = parallel.dp_shard_size, parallel.tp_size, parallel.copy_size
+    field = "parallel.dp_shard_size" if together == 1 else "parallel.tp_size"
     if _started() != ranks:
         raise ValueError(f"{_started()} processes were started, and the process group has {ranks}; {_START}")
-    if ranks % size:
+    launched, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), config.dtype
+    if launched != "no" and (launched, computed) != ("bf16", "bfloat16"):
         raise ValueError(
-            f"parallel.dp_shard_size: must divide the number of ranks, which is {ranks}, got {size}; lower it, or "
+            f"dtype: accelerate launch asks for {launched}, got {computed}; pass --dtype bfloat16, or launch with "
+            "--mixed_precision no"
+        )
+    if ranks % size:
+        times = f"times dp_shard_size={shards}, " if together > 1 < shards else ""
+        raise ValueError(
+            f"{field}: {times}must divide the number of ranks, which is {ranks}, got {size}; lower it, or "
             f"start a multiple of {size} (torchrun --nproc_per_node {size})"
         )
     if size > 1 and config.quantize is not None:
         raise ValueError(
-            f"parallel.dp_shard_size: quantized weights can't be sharded, got {size} and quantize={config.quantize}; "
+            f"{field}: quantized weights can't be sharded, got {size} and quantize={config.quantize}; "
             "leave one of them out"
+        )
+    if together > 1 and config.lora.enabled:
+        raise ValueError(
+            f"{field}: the layers under adapters are not split; leave lora out, or shard by "
+            f"--parallel.dp_shard_size {size} instead"
         )
     if ranks > 1:
         copies = "one copy" if size == ranks else f"{ranks // size} copies"
-        sharding = "" if size == 1 else f", {'each ' if size < ranks else ''}sharded over {size}"
-        accelerator.print(f"{ranks} ranks: {copies} of the model{sharding}")
+        each = "each " if size < ranks else ""
+        parts = f"sharded over {shards}" if shards > 1 else ""
+        parts += (" and " if parts else "") + f"split over {together}" if together > 1 else ""
+        accelerator.print(f"{ranks} ranks: {copies} of the model{parts and f', {each}{parts}'}")
 
 
 def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:
-    """The mesh of ranks, copies of the model times shards of each; None if every rank has a whole copy."""
-    ranks, size = accelerator.num_processes, config.parallel.dp_shard_size
-    if size == 1:
+    """The ranks as copies of the model, shards of each, and ranks that compute together; None if every rank has a
+    whole copy."""
+    parallel = config.parallel
+    if parallel.copy_size == 1:
         return None
-    shape, names = ((size,), ("dp_shard",)) if size == ranks else ((ranks // size, size), ("dp_replicate", "dp_shard"))
-    return init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
+    sizes = {"dp_replicate": accelerator.num_processes // parallel.copy_size, "dp_shard": parallel.dp_shard_size}
+    sizes |= {"tp": parallel.tp_size}
+    used = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(accelerator.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def data_rank(config: Common, accelerator: Accelerator) -> tuple[int, int]:
+    """This rank's number among those that read data of their own, and how many these are."""
+    size = config.parallel.tp_size
+    return accelerator.process_index // size, accelerator.num_processes // size
 
 
 def _started() -> int:

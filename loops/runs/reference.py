@@ -24,7 +24,7 @@ Reference = Callable[[Batch], Tensor]
 
 def check_reference(config: Any, kind: str) -> None:
     """Raise ValueError if the reference is to follow the policy and can't, or is of shards that can't be copied."""
-    if config.parallel.dp_shard_size > 1 and config.ref_model_sync_steps:
+    if config.parallel.copy_size > 1 and config.ref_model_sync_steps:
         raise ValueError("ref_model_sync_steps: no reference in shards follows the policy; leave one of them out")
     if config.ref_model_sync_steps and (kind not in ("auto", "copy") or config.ref_model or config.lora.enabled):
         raise ValueError(

@@ -72,7 +72,7 @@ def _components(path: str, tensor: Tensor) -> dict[str, Tensor]:
         return {path: tensor}
     if isinstance(tensor, DTensor):
         place = zip(tensor.device_mesh.shape, tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
-        path += "".join(f"@{at}of{size}" for size, placement, at in place if placement.is_shard())
+        path += "".join(f"@{at}of{size}" for size, placement, at in place if not placement.is_replicate())
     return {f"{path}.{name}": getattr(local, name) for name in local.__tensor_flatten__()[0]}
 
 

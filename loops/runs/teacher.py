@@ -101,7 +101,7 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     else:
         named = blaming(f"teacher.model: {model}")
         check_same_vocabulary(context.tokenizer, named(AutoTokenizer.from_pretrained)(model))
-        with left_in_files(student.parallel.dp_shard_size > 1):
+        with left_in_files(student.parallel.copy_size > 1):
             model = named(AutoModelForCausalLM.from_pretrained)(model, dtype=getattr(torch, student.dtype))
     model, mesh = model.requires_grad_(False), context.model.mesh
     if mesh is None:

@@ -259,7 +259,7 @@ def _shard(parameter: Tensor) -> int:
         return 0
     number, mesh = 0, parameter.device_mesh
     for size, placement, place in zip(mesh.shape, parameter.placements, mesh.get_coordinate() or (), strict=True):
-        number = number * size + place if placement.is_shard() else number
+        number = number if placement.is_replicate() else number * size + place
     return number
 
 

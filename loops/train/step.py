@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from ...objectives import Stats
 from ..batch import Batch
 from ..models.backbone import evaluating
+from ..models.sharding import tp_size
 from .weighting import Weightings
 
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
@@ -51,11 +52,13 @@ class Sums:
         denominators: Z of each loss over all micro-batches of all ranks; 0 for a loss without any unit, whose sum is 0.
     """
 
-    def __init__(self, accelerator: Accelerator, micro_batches: Sequence[Batch], weightings: Weightings) -> None:
-        self.accelerator, self.weightings = accelerator, weightings
+    def __init__(
+        self, accelerator: Accelerator, policy: nn.Module, micro_batches: Sequence[Batch], weightings: Weightings
+    ) -> None:
+        self.accelerator, self.weightings, self.copies = accelerator, weightings, tp_size(policy)
         self.weights = [{name: weigh(batch) for name, (_, weigh) in weightings.items()} for batch in micro_batches]
         shares = {name: sum((weights[name].share for weights in self.weights), 0.0) for name in weightings}
-        self.denominators = sum_over_ranks(accelerator, shares)
+        self.denominators = sum_over_ranks(accelerator, shares, copies=self.copies)
         self.sums: dict[str, Tensor | float] = {}  # metric -> Σ w·x of this rank
         self.term: dict[str, str] = {}  # metric -> the loss whose weights it shares
 
@@ -80,7 +83,7 @@ class Sums:
         for name in self.weightings:  # Σ w of each loss, which for `fixed_length` is not its denominator
             values["weight", name] = float(sum(weights[name].weight.sum() for weights in self.weights))
         values |= {("count", name): count for name, count in counts.items()}
-        total = sum_over_ranks(self.accelerator, values)
+        total = sum_over_ranks(self.accelerator, values, copies=self.copies)
         means = {}
         for metric in self.sums:
             name = self.term[metric]
@@ -126,7 +129,7 @@ def train_step(
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
         ``skipped``: 1 if no step was taken, because the gradient was not finite, or 0 as without any trained token.
     """
-    sums = Sums(accelerator, micro_batches, weightings)
+    sums = Sums(accelerator, policy, micro_batches, weightings)
     # The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),
     # reduced for each micro-batch: until then each rank would keep the whole gradient.
     sharded = isinstance(policy, FSDPModule)
@@ -153,10 +156,11 @@ def train_step(
     return {**metrics, "grad_norm": grad_norm, **counts, "skipped": float(not taken)}
 
 
-def sum_over_ranks(accelerator: Accelerator, values: Mapping[Name, float]) -> dict[Name, float]:
+def sum_over_ranks(accelerator: Accelerator, values: Mapping[Name, float], *, copies: int = 1) -> dict[Name, float]:
+    """Sums over ranks; ``copies`` is how many of them have the same values, of the same data: see `tp_size`."""
     packed = torch.tensor(list(values.values()), dtype=torch.float64, device=accelerator.device)
     total: Any = accelerator.reduce(packed, reduction="sum")
-    return dict(zip(values, total.tolist(), strict=True))
+    return dict(zip(values, (total / copies).tolist(), strict=True))
 
 
 def optimize(
@@ -215,7 +219,7 @@ def evaluate(
     weightings: Weightings,
 ) -> dict[str, float]:
     """The metrics of `train_step` over these batches, without training."""
-    sums = Sums(accelerator, micro_batches, weightings)
+    sums = Sums(accelerator, policy, micro_batches, weightings)
     with evaluating(policy):
         for i, batch in enumerate(micro_batches):
             sums.add(i, objective(policy, batch))

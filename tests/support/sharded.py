@@ -51,6 +51,8 @@ RUNS = {
     "distill": (run_distill, Distill, "messages", {"teacher": Teacher(model="teacher")}),
     "sft_bfloat16": (run_sft, SFT, "messages", {"model": "bfloat16", "dtype": "bfloat16"}),
     "dpo_bfloat16": (run_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "bfloat16"}),
+    "sft_float32": (run_sft, SFT, "messages", {"model": "bfloat16", "dtype": "float32"}),
+    "dpo_float32": (run_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "float32"}),
     "distill_top_k": (run_distill, Distill, "messages", {"teacher": Teacher(model="teacher", top_k=5)}),
     "grpo": (run_grpo, GRPO, "prompts", _ONLINE),
 }
@@ -75,20 +77,27 @@ def prepare(directory):
     write_rows(directory / "steps.jsonl", steps)
 
 
-def be_rank(start, shards, runs):
+def be_rank(start, shards, runs, together=1):
     """Run these of `RUNS` one after another, each a name, a directory and its orders, in shards over so many ranks."""
     for name, output, orders in runs:
         with measured() as most:
-            train(start, shards, name, output, **orders)
+            train(start, shards, name, output, together=together, **orders)
         if int(os.environ.get("RANK", 0)) == 0:
             Path(output, "most.json").write_text(json.dumps(most))
 
 
-def train(start, shards, name, output, mortal=None, **fields):
+def train(start, shards, name, output, mortal=None, together=1, **fields):
     """Train, to the end unless one rank is mortal: (rank, step) is where it dies by SIGKILL."""
     recipe, settings, data, differences = RUNS[name]
     directory = Path(start)
-    fields = {**_COMMON, "model": "start", **differences, **fields, "parallel": Parallel(shards), "output": output}
+    fields = {
+        **_COMMON,
+        "model": "start",
+        **differences,
+        **fields,
+        "parallel": Parallel(shards, together),
+        "output": output,
+    }
     fields |= {"data": str(directory / f"{data}.jsonl"), "model": str(directory / fields["model"])}
     if data == "prompts":
         del fields["batch_size"]

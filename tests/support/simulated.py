@@ -14,21 +14,26 @@ from burnish.loops.runs.parallel import open_mesh
 from tiny import make_examples, make_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 RANKS, LAYERS = 64, 3
 KINDS = ("allgather", "reduce_scatter", "allreduce")
 
 
 class Collectives(TorchDispatchMode):
-    """Count the collectives of each kind."""
+    """Count the collectives of each kind, and note the dtypes of what they send."""
 
     def __init__(self):
         super().__init__()
         self.counts = dict.fromkeys(KINDS, 0)
+        self.dtypes = {}
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         if function.namespace == "c10d":
-            self.counts[next(kind for kind in KINDS if kind in function.__name__)] += 1
+            sent = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
+            kind = next(kind for kind in KINDS if kind in function.__name__)
+            self.counts[kind] += 1
+            self.dtypes[kind] = sorted({*self.dtypes.get(kind, ()), *(str(tensor.dtype) for tensor in sent)})
         return function(*arguments, **(options or {}))
 
 
@@ -52,5 +57,10 @@ def be_rank(output):
             results["parameters"] = parameters
             results["held"] = sum(parameter.to_local().nbytes for parameter in policy.parameters())
             results["gradient"] = sum(parameter.grad.to_local().nbytes for parameter in policy.parameters())
+    policy = Policy(make_model(dtype=torch.float32), layout="padded")
+    shard(policy, mesh["dp_shard"])
+    with Collectives() as sent, torch.autocast("cpu", torch.bfloat16):
+        policy(collate(make_examples(2))).logprob.sum().backward()
+    results["autocast"] = sent.dtypes
     dist.destroy_process_group()
     Path(output).write_text(json.dumps(results))

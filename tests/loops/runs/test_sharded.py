@@ -1,43 +1,58 @@
 """Whole runs whose weights, gradients and optimizer state are in shards end where one process does."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from burnish.loops.batch import collate
+from burnish.loops.config import Lora, Parallel
 from burnish.loops.models.policy import Policy
+from burnish.loops.recipes.settings import GRPO, SFT, Distill
+from burnish.loops.rl.sources import check_sampling
+from burnish.loops.runs.parallel import check_launcher, check_ranks
 from forked import run_forked
 from grids import slow
 from peft import PeftModel
 from safetensors.torch import load_file
 from sharded import RUNS, prepare
 from shared import made_once
-from tiny import make_examples
+from split import FAMILIES, REFUSED
+from tiny import make_examples, save_model, sums, write_rows
 from transformers import AutoModelForCausalLM
 
 EXACT = 1e-10
 QUICK = ("sft", "dpo", "kto", "distill")
-BFLOAT16 = ("sft_bfloat16", "dpo_bfloat16")
-REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16))
+BFLOAT16, FLOAT32 = ("sft_bfloat16", "dpo_bfloat16"), ("sft_float32", "dpo_float32")
+REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16, *FLOAT32))
 CASES = [(name, 2, 2) for name in QUICK] + [slow(name, 2, 2) for name in REST]
 CASES += [slow(name, 4, shards) for shards in (4, 2) for name in (*QUICK, *REST)]
+SPLIT = ("sft", "dpo")
+SPLIT_REST = tuple(name for name in (*QUICK, *REST) if name not in SPLIT and "adapters" not in name)
+SPLIT_CASES = [(name, 2, 1) for name in SPLIT] + [slow(name, 2, 1) for name in SPLIT_REST]
+SPLIT_CASES += [slow(name, 4, shards) for shards in (2, 1) for name in (*SPLIT, *SPLIT_REST)]
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """``trained(names, ranks, shards)`` is the directory of the directories of these runs, and of what was printed."""
+    """``trained(names, ranks, shards, tp_size)`` is the directory of the directories of these runs, and of what was
+    printed."""
 
-    def get(names, ranks=1, shards=1):
+    def get(names, ranks=1, shards=1, tp_size=1):
         start = made_once(tmp_path_factory, "sharded-start", prepare)
 
         def make(folder):
             runs = [(name, str(folder / name), {}) for name in names]
-            outcomes = run_forked(ranks, "sharded", str(start), shards, runs)
+            outcomes = run_forked(ranks, "sharded", str(start), shards, runs, tp_size)
             for status, printed in outcomes:
                 assert status == 0, printed[-3000:]
             (folder / "printed.txt").write_text(outcomes[0][1])
 
-        return made_once(tmp_path_factory, f"sharded-{names[0]}-{len(names)}-{ranks}-{shards}", make)
+        return made_once(tmp_path_factory, f"sharded-{names[0]}-{len(names)}-{ranks}-{shards}-{tp_size}", make)
 
     return get
 
@@ -61,13 +76,27 @@ def last_metrics(run):
 @pytest.mark.parametrize(("name", "ranks", "shards"), CASES)
 def test_a_run_in_shards_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, trained):
     names = QUICK if name in QUICK else REST
-    one, several = trained(names) / name, trained(names, ranks, shards) / name
+    assert_same_end(trained(names) / name, trained(names, ranks, shards) / name)
+
+
+def assert_same_end(one, several):
     expected, weights = (load_file(run / "model/model.safetensors") for run in (one, several))
     assert weights.keys() == expected.keys()
     for key, weight in expected.items():
         torch.testing.assert_close(weights[key], weight, rtol=0, atol=EXACT, msg=key)
     assert last_metrics(several) == pytest.approx(last_metrics(one), rel=EXACT, abs=EXACT)
     assert last_metrics(one)["grad_norm"] > 1e-3
+
+
+@pytest.mark.parametrize(("name", "ranks", "shards"), SPLIT_CASES)
+def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, trained):
+    names, both = SPLIT if name in SPLIT else SPLIT_REST, QUICK if name in QUICK else REST
+    several = trained(names, ranks, shards, 2)
+    assert_same_end(trained(both) / name, several / name)
+    size = ranks // shards // 2
+    copies = "one copy of the model, " if size == 1 else f"{size} copies of the model, each "
+    parts = f"sharded over {shards} and split over 2" if shards > 1 else "split over 2"
+    assert f"{ranks} ranks: {copies}{parts}\n" in (several / "printed.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -97,6 +126,22 @@ def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_l
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("shards", "tp_size", "bound"), [(2, 1, 1.01), (1, 2, 2.0)])
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bfloat16_on_two_ranks_ends_as_near_to_float32_as_in_one_process(name, shards, tp_size, bound, trained):
+    one, two = trained((*BFLOAT16, *FLOAT32)), trained(BFLOAT16, 2, shards, tp_size)
+    runs = (one / name.replace("bfloat16", "float32"), one / name, two / name)
+    exact, alone, together = (load_file(run / "model/model.safetensors") for run in runs)
+    assert {weight.dtype for weight in together.values()} == {torch.bfloat16}
+
+    def error(weights):
+        return torch.stack([(weights[key] - exact[key]).double().norm() for key in exact]).norm()
+
+    # A slice's part of a sum over features is rounded to bfloat16, too.
+    assert 0 < error(together) <= bound * error(alone)
+
+
+@pytest.mark.slow
 def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_probs_of_one_process(trained):
     one, two = (trained(REST, n, n) / "dpo_adapters" for n in (1, 2))
     batch = collate(make_examples(3))
@@ -113,6 +158,146 @@ def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_p
     torch.testing.assert_close(logprobs(adapted), expected, rtol=0, atol=1e-6)
 
 
+@pytest.fixture(scope="session")
+def split(tmp_path_factory):
+    """What two ranks found that split a model of each family, see `split.be_rank`."""
+
+    def make(folder):
+        outcomes = run_forked(2, "split", str(folder / "results.json"))
+        assert all(status == 0 for status, _ in outcomes), outcomes[0][1][-3000:]
+
+    return json.loads((made_once(tmp_path_factory, "split", make) / "results.json").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_in_slices_has_the_log_probs_and_gradients_of_the_whole(family, split):
+    results = split["families"][family]
+    assert results["largest"] > 1e-3  # of the smallest gradient
+    exact = 1e-6 if family == "gemma3" else EXACT  # it computes its norms of heads, and their gradient, in float32
+    for name, difference in results["differences"].items():
+        assert difference <= exact * results["largest"], name
+    assert results["norm"] == pytest.approx(results["expected_norm"], rel=exact)
+    assert results["held"] == results["outside"] + results["split"] / 2 and results["split"] > 0
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_can_not_be_split_is_refused_in_a_line(refused, split):
+    message = split["refused"][refused]
+    assert message.startswith("ValueError: parallel.tp_size: ") and "\n" not in message
+    assert REFUSED[refused][1] in message
+
+
+def test_no_module_computes_with_weights_that_were_not_gathered_for_it(split):
+    call = split["refused"]["a call that nothing is gathered for"]
+    assert call == "Embedding: FSDP gathers weights for what `shard` was given; call that"
+
+
+def test_slices_that_the_ranks_or_recipes_cannot_hold_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ranks, start = SimpleNamespace(num_processes=4, print=print), {"model": "", "data": "", "output": ""}
+    for parallel, fields, message in (
+        (Parallel(1, 3), {}, "must divide the number of ranks, which is 4, got 3"),
+        (Parallel(4, 2), {}, "times dp_shard_size=4, must divide the number of ranks, which is 4, got 8"),
+        (Parallel(2, 2), {"quantize": "4bit"}, "quantized weights can't be sharded, got 4 and quantize=4bit"),
+        (Parallel(2, 2), {"lora": Lora(r=4)}, "leave lora out, or shard by --parallel.dp_shard_size 4 instead"),
+    ):
+        with pytest.raises(ValueError, match=r"^parallel\.tp_size: ") as error:
+            check_ranks(SFT(**start, parallel=parallel, **fields), ranks)
+        assert message in str(error.value)
+    for config in (GRPO(**start, parallel=Parallel(1, 2)), Distill(**start, on_policy=0.5, parallel=Parallel(1, 2))):
+        with pytest.raises(ValueError, match=r"^parallel\.tp_size: a run that samples completions splits no layers"):
+            check_sampling(config)
+
+
+def test_a_run_in_slices_goes_on_in_one_process_and_the_other_way_round(trained, tmp_path):
+    start, whole, noisy = trained(QUICK).parent / "sharded-start", tmp_path / "whole", {"neftune_noise_alpha": 5.0}
+
+    def run(ranks, directory, **orders):
+        runs = [("sft", str(directory), {**noisy, **orders})]
+        for status, printed in run_forked(ranks, "sharded", str(start), 1, runs, ranks):
+            assert status == 0, printed[-3000:]
+
+    run(1, whole)
+    for ranks, then in ((2, 1), (1, 2)):
+        directory = tmp_path / f"{ranks} to {then}"
+        run(ranks, directory, save_every=2)
+        shutil.rmtree(directory / "checkpoints/step-00000003")
+        shutil.rmtree(directory / "model")
+        run(then, directory, resume=True)
+        assert_same_end(whole, directory)  # with the same noise
+
+
+# Configuration files of Accelerate, as TRL carries them; what each is refused by, and the settings to use instead.
+FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": True}}
+CONFIGS = {
+    "fsdp2": (FSDP, {}, "ACCELERATE_USE_FSDP: ", "--parallel.dp_shard_size 2 --dtype bfloat16\n"),
+    "fsdp2, checkpointed and offloaded": (
+        FSDP,
+        {"fsdp_activation_checkpointing": True, "fsdp_offload_params": True},
+        "ACCELERATE_USE_FSDP: ",
+        "--parallel.dp_shard_size 2 --dtype bfloat16 --gradient_checkpointing true; nothing is offloaded\n",
+    ),
+    "tensor and context": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": FSDP["fsdp_config"],
+            "parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 1},
+        },
+        {},
+        "ACCELERATE_USE_",
+        "--parallel.dp_shard_size 1 --parallel.tp_size 2 --dtype bfloat16\n",
+    ),
+    "several gpus": (
+        {"distributed_type": "MULTI_GPU"},
+        {},
+        "dtype: accelerate launch asks for bf16, got float32; ",
+        "",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_file_of_accelerate_is_refused_in_a_line_that_names_the_same_settings(name, tmp_path):
+    content, more, reason, settings = CONFIGS[name]
+    content = {**content, "compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16", "num_processes": 2}
+    if more:
+        content["fsdp_config"] = {**content["fsdp_config"], **more}
+    (tmp_path / "accelerate.json").write_text(json.dumps(content))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.json")]
+    data = write_rows(tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(4)])
+    paths = ["--model", str(save_model(tmp_path / "start")), "--data", str(data), "--output", str(tmp_path / "run")]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    ended = subprocess.run(
+        [*command, "-m", "burnish", "sft", *paths], env=environment, capture_output=True, text=True, timeout=300
+    )
+    lines = [line for line in ended.stderr.splitlines(keepends=True) if line.startswith("burnish sft: ")]
+    assert ended.returncode == 1 and lines and not (tmp_path / "run").exists()
+    for line in lines:  # of one rank, or both
+        assert line.startswith(f"burnish sft: {reason}") and line.endswith(settings or "\n")
+
+
+def test_what_deepspeed_offloads_is_named_where_it_is_refused(monkeypatch):
+    for variable, value in (("USE_DEEPSPEED", "true"), ("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")):
+        monkeypatch.setenv(f"ACCELERATE_{variable}", value)
+    for variable, value in (("ACCELERATE_MIXED_PRECISION", "bf16"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(variable, value)
+    settings = "--parallel.dp_shard_size 8 --dtype bfloat16; nothing is offloaded$"
+    with pytest.raises(ValueError, match=f"^ACCELERATE_USE_DEEPSPEED: .* shard the model by {settings}"):
+        check_launcher()
+
+
+def test_the_precision_that_a_launcher_asks_for_is_that_of_the_run(monkeypatch):
+    ranks, start = SimpleNamespace(num_processes=1, print=print), {"model": "", "data": "", "output": ""}
+    for launched, computed in (("bf16", "bfloat16"), ("no", "bfloat16"), ("no", "float32")):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        check_ranks(SFT(**start, dtype=computed), ranks)
+    for launched, computed in (("bf16", "float32"), ("fp16", "float32"), ("fp8", "bfloat16")):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        with pytest.raises(ValueError, match=f"^dtype: accelerate launch asks for {launched}, got {computed}; pass"):
+            check_ranks(SFT(**start, dtype=computed), ranks)
+
+
 def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
     assert simulated["held"] == pytest.approx(simulated["parameters"] / 64)
     assert simulated["gradient"] == pytest.approx(simulated["parameters"] / 64)
@@ -122,3 +307,7 @@ def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
     counts = {"allgather": 4 * units, "reduce_scatter": 2 * units, "allreduce": 0}
     assert simulated["one copy"] == counts
     assert simulated["8 copies"] == counts | {"allreduce": 2 * units}
+
+
+def test_under_autocast_weights_and_gradients_travel_in_float32(simulated):
+    assert simulated["autocast"] == {"allgather": ["torch.float32"], "reduce_scatter": ["torch.float32"]}
