@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ..batch import Batch
 from ..models.io import named_weights
 from ..models.sharding import tp_size
-from ..models.simulation import Simulation
+from ..models.simulation import Simulation, simulate
 from ..rl.feed import RolloutFeed
 from ..rollouts.local.decode import DecodeSequence, draw
 from ..rollouts.sample import Request, Sample, VersionSpan

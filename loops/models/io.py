@@ -153,7 +153,8 @@ def _unread(plain: Any) -> dict[str, nn.Module]:
 
 
 def _may_stay_in_files(config: Common, task: str) -> bool:
-    """Can the model be sharded before its weights are read? Making some adapters reads weights, or copies them."""
+    """True if the model can be sharded before its weights are read. Creating some adapters reads weights, or copies
+    them."""
     lora, sharded = config.lora, config.parallel.copy_size > 1
     made = not lora.adds_nothing or lora.use_dora or lora.kwargs or lora.target_parameters or lora.modules_to_save
     read = lora.enabled and bool(made or task != "CAUSAL_LM")  # those of a classifier copy its head

@@ -1,12 +1,12 @@
-"""Models in shards over the ranks of a mesh: FSDP2, HSDP where the mesh has a dimension of copies as well, and tensor
-parallelism where it has one named "tp".
+"""Models sharded over the ranks of a mesh: FSDP2, HSDP if the mesh has a dimension of copies as well, and tensor
+parallelism if it has one named "tp".
 
-Each transformer layer is a unit, and all that is left is one more: embeddings, last norm and heads, which may share a
-weight. The parameters of a unit are whole on a rank only while it computes, forward or backward; in between, every rank
-holds its shard of each of them, of its gradient, and of the optimizer's state.
+Each transformer layer is a unit, and the rest is one more: embeddings, last norm and heads, which may share a weight.
+The parameters of a unit are whole on a rank only while it computes, forward or backward; in between, every rank holds
+its shard of each of them, of its gradient, and of the optimizer's state.
 
 Under tensor parallelism the ranks of a group compute the same rows together. The matrices of a layer that the plan of
-`transformers` names are never whole: each rank multiplies by its slice. All else is the same on each of them.
+`transformers` names are never whole: each rank multiplies by its slice. Everything else is replicated in the group.
 """
 
 import logging
@@ -48,11 +48,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
     Args:
         mesh: the ranks that hold one copy; in two dimensions, copies and the shards of each. A last dimension named
             "tp" is of ranks that compute together.
-        methods: names of those, beside forward, within which parameters are whole too. None may call another one.
+        methods: names of methods, besides forward, during which parameters are unsharded. None may call another one.
 
     Raises:
-        ValueError: if it is to be split for tensor parallelism, and has no plan for that, one of other styles, or
-            other layers or sizes than that takes.
+        ValueError: for tensor parallelism, if `transformers` has no plan for the model, or one whose styles, layers
+            or sizes are not supported.
     """
     names = mesh.mesh_dim_names or ()
     together = mesh["tp"] if "tp" in names else None
@@ -65,13 +65,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
     plan: Mapping[nn.Module, str] = {}
     if together is not None:
         plan = _plan(model, layers, together.size())
-        # It advises one sum over both dimensions of the mesh instead of two, of single numbers.
+        # It advises to reduce single numbers over both dimensions of the mesh at once.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    for module in (*reversed(layers), model):  # what a unit contains is sharded before it
+    for module in (*reversed(layers), model):  # nested units are sharded first
         _read_shards(module, mesh, all_rows=together is not None)
         if together is not None:
             _split(module, together, plan)
-        # The outermost one, too: parameters of which an optimizer or a checkpoint asks are always shards.
+        # The outermost unit, too: optimizers and checkpoints always see shards.
         unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
@@ -143,7 +143,7 @@ def _stay(model: Any, places: Mapping[int, Any], missing: set[str]) -> bool:
 
 
 def _read_shards(unit: nn.Module, mesh: DeviceMesh, *, all_rows: bool) -> None:
-    """Give the matrices of a unit that are in files their memory, and read the rows of this rank's shards, or all.
+    """Allocate the matrices of a unit that are still in files, and read the rows of this rank's shards, or all rows.
 
     The other rows stay unset: `fully_shard` drops them.
     """
@@ -198,7 +198,7 @@ def _plan(model: nn.Module, layers: Sequence[nn.Module], size: int) -> dict[nn.M
 
 
 def _split(unit: nn.Module, mesh: DeviceMesh, plan: Mapping[nn.Module, str]) -> None:
-    """Make DTensors of the parameters of a unit, as far as they are none: slices by the plan, and all else whole."""
+    """Make DTensors of the parameters of a unit that are none yet: slices by the plan, and replicas of the others."""
     copies: dict[Tensor, nn.Parameter] = {}  # of tied ones
     for module in list(unit.modules()):
         own, style = {name: each for name, each in module._parameters.items() if each is not None}, plan.get(module)
@@ -212,12 +212,12 @@ def _split(unit: nn.Module, mesh: DeviceMesh, plan: Mapping[nn.Module, str]) -> 
                 copy = distribute_tensor(each.detach(), mesh, [Replicate()], src_data_rank=None)
                 copies[each] = nn.Parameter(copy, requires_grad=each.requires_grad)
             module._parameters[name] = copies[each]
-        # Each rank has the gradient of all, or that of its own attention heads.
+        # Each rank computes the whole gradient, or the part from its own attention heads.
         _compute_locally(module, Partial() if style == _OF_LOCAL_HEADS else Replicate())
 
 
 def _compute_locally(module: Any, gradient: Placement) -> None:
-    """Let a module, all of whose parameters are whole on each rank, compute with plain tensors."""
+    """Let a module whose parameters are replicated compute with plain tensors."""
     forward = module.forward
 
     @wraps(forward)

@@ -112,7 +112,7 @@ def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:
 
 
 def data_rank(config: Common, accelerator: Accelerator) -> tuple[int, int]:
-    """This rank's number among those that read data of their own, and how many these are."""
+    """The index of this rank's tensor-parallel group, which reads the same rows, and the number of such groups."""
     size = config.parallel.tp_size
     return accelerator.process_index // size, accelerator.num_processes // size
 
