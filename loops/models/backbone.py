@@ -107,6 +107,14 @@ class Backbone(nn.Module):
         ids = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
         return {**ids, "attention_mask": mask, "use_cache": False}
 
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Context of a probe: without dropout, and under autocast if the weights are of two precisions."""
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        mixed = {torch.float32, torch.bfloat16} <= dtypes
+        with evaluating(self.model), torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
+            yield
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:

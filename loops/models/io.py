@@ -139,6 +139,9 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         add_noise(model, config.neftune_noise_alpha)
     if adapters:
         model = _with_adapters(model, config, task)
+        if config.weights_dtype == "float32":  # peft makes copies of modules, and new heads, in the model's precision
+            for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     for module in _unread(model.get_base_model() if isinstance(model, PeftModel) else model).values():
         module.requires_grad_(False)  # DDP would wait for their gradients
     return model.train()  # type: ignore[no-any-return]
@@ -172,7 +175,10 @@ def _with_adapters(model: Any, config: Common, task: str) -> Any:
         if not Path(lora.path, "adapter_config.json").exists():
             raise ValueError(f"lora.path: {lora.path} holds no adapter_config.json; give the directory of an adapter")
         return PeftModel.from_pretrained(model, lora.path, is_trainable=True, **options)
-    fields: dict[str, Any] = {name: value for name, value in vars(lora).items() if name not in ("kwargs", "path")}
+    # peft adds to the lists it is given.
+    fields: dict[str, Any] = {
+        name: copy.copy(value) for name, value in vars(lora).items() if name not in ("kwargs", "path")
+    }
     fields |= {"lora_alpha": fields.pop("alpha"), "lora_dropout": fields.pop("dropout"), "task_type": task}
     new_head = () if task == "CAUSAL_LM" else ("score", "classifier")  # trains whole
     if parts := (*new_head, *_unread(model)):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...kernels import Backend, Extra, LogitTransform, TopK, logits_logprob
 from ..batch import Batch
-from .backbone import Backbone, Layout, evaluating
+from .backbone import Backbone, Layout
 from .lm_head import CannotFuse, TeacherOutputs, fuse, logit_transform, operands
 from .probe import PROBE, choose_layout, objection
 from .scorer import Scorer
@@ -166,7 +166,7 @@ class Policy(Backbone):
                 raise CannotFuse("it has no output embedding")
             if self.plain.base_model is self.plain:
                 raise CannotFuse("transformers does not say what is below its head")
-            with evaluating(self.model):
+            with self.probing():
                 logits = super().model_output(rows)
                 fuse(self.head, self.transform, backend, keep_bytes)
                 fused = self.head(super().hidden(rows), target=target).logprob

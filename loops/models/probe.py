@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...data import Example
-from .backbone import Backbone, Layout, Rows, evaluating
+from .backbone import Backbone, Layout, Rows
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _find_mixing(backbone: Backbone, layout: Layout, output: Callable[[Rows], Te
         PROBE[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]]),
         PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]]),
     ]
-    with evaluating(backbone.model):
+    with backbone.probing():
         try:
             before, after = (output(backbone.arranged(examples, layout, one_row=True)) for examples in (PROBE, changed))
             expected = output(backbone.arranged(PROBE, "padded"))

@@ -76,7 +76,8 @@ class Scorer(Backbone):
     def _score(self, rows: Rows) -> Tensor:
         hidden = super().hidden(rows)
         with torch.autocast(hidden.device.type, enabled=False):  # losses compare scores, which bfloat16 makes equal
-            output: Tensor = self.head(hidden.to(next(self.head.parameters()).dtype))
+            weight = list(self.head.parameters())[-1]  # under peft the copy that trains comes last
+            output: Tensor = self.head(hidden.to(weight.dtype))
         return output[:, 0].clone() if output.shape[1] == 1 else output[:, 1] - output[:, 0]  # FSDP warns of views
 
     @torch.no_grad()
@@ -84,7 +85,7 @@ class Scorer(Backbone):
         """Compare with the model's own forward pass on a short text."""
         first, *rest = (token for token in range(2, 7) if token != self.plain.config.pad_token_id)
         text = [Example([first], [rest], [[token == rest[-1] for token in rest]])]
-        with evaluating(self.model):
+        with self.probing():
             score = self._score(self.arranged(text, "padded"))
             logits: Tensor = self.plain(torch.tensor([[first, *rest]], device=self.device), use_cache=False).logits
         output = logits.flatten(0, -2)[-1]

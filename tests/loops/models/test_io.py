@@ -1,14 +1,16 @@
 """Models in and out: what was trained is what transformers loads."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from burnish.loops.batch import collate
 from burnish.loops.config import Common, Lora
 from burnish.loops.models.activations import sequence_lengths
-from burnish.loops.models.io import load_model, load_tokenizer, named_weights, save_model
+from burnish.loops.models.io import load_classifier, load_model, load_tokenizer, named_weights, save_model
 from burnish.loops.models.policy import Policy
+from burnish.loops.models.scorer import Scorer
 from burnish.loops.train.optimizers import make_optimizer
 from tiny import FAMILIES, make_examples, make_model
 from tiny import save_model as save_tiny_model
@@ -149,9 +151,28 @@ def test_bfloat16_keeps_what_is_trained_in_float32(start):
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
     half = load_model(config(start, dtype="bfloat16", weights_dtype="bfloat16", lora=Lora(r=2)))
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    adapters = load_model(config(start, dtype="bfloat16", lora=Lora(r=2)))
-    assert {p.dtype for p in adapters.parameters() if p.requires_grad} == {torch.float32}
-    assert {p.dtype for p in adapters.parameters() if not p.requires_grad} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("load", "wrap", "lora"),
+    [
+        (load_model, Policy, Lora(r=2)),
+        (load_model, Policy, Lora(r=2, modules_to_save=["embed_tokens", "lm_head"])),
+        (partial(load_classifier, task="SEQ_CLS", labels={0: "score"}), Scorer, Lora(r=2)),
+    ],
+    ids=["adapters", "whole modules", "new head"],
+)
+def test_bfloat16_keeps_what_is_trained_beside_adapters_in_float32(load, wrap, lora, start):
+    model = load(config(start, dtype="bfloat16", lora=lora))
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+    assert torch.bfloat16 in {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
+    assert wrap(model).layout == wrap(load(config(start))).layout  # its probes understand both
+
+
+def test_settings_of_adapters_are_not_changed_by_peft(start):
+    lora = Lora(r=2, modules_to_save=["embed_tokens"])
+    load_classifier(config(start, lora=lora), "SEQ_CLS", {0: "score"})
+    assert lora.modules_to_save == ["embed_tokens"]
 
 
 class Products(TorchDispatchMode):
