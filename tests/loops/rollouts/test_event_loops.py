@@ -4,6 +4,7 @@ import asyncio
 import gc
 import signal
 import threading
+import time
 import warnings
 from contextlib import closing
 
@@ -53,10 +54,12 @@ def test_an_interrupted_wait_cancels_what_runs_in_the_background():
         started.wait(10)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
     with closing(EventLoop(background=True)) as loop:
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             loop.run(wait())
+        signal.signal(signal.SIGINT, before)
         assert cancelled.wait(10)
         assert loop.run(asyncio.sleep(0, "well")) == "well"
 
@@ -83,9 +86,13 @@ def test_a_wait_that_is_cancelled_leaves_its_thread_behind_which_is_used_again_w
             await asyncio.wait_for(off_loop(hang), 0.2)
         assert await off_loop(threading.current_thread) not in threads
 
-    async def reused():
-        while await off_loop(threading.current_thread) not in threads:
-            await asyncio.sleep(0.01)
+    def pause():
+        time.sleep(0.05)
+        return threading.current_thread()
+
+    async def reused():  # by one of as many calls at once as there may be idle threads from other tests
+        while threads[0] not in await asyncio.gather(*(off_loop(pause) for _ in range(16))):
+            pass
 
     asyncio.run(body())
     assert threads[0].is_alive() and threads[0].daemon
