@@ -55,22 +55,22 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
             or sizes are not supported.
     """
     names = mesh.mesh_dim_names or ()
-    together = mesh["tp"] if "tp" in names else None
-    mesh = mesh if together is None else mesh[names[:-1]]
+    tp_mesh = mesh["tp"] if "tp" in names else None
+    mesh = mesh if tp_mesh is None else mesh[names[:-1]]
     # transformers names the classes of its layers; those of a critic or an encoder are among them.
     kinds = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     if not layers:
         log.warning("%s: its layers have no known class, so all of it is gathered at once", type(model).__name__)
     plan: Mapping[nn.Module, str] = {}
-    if together is not None:
-        plan = _plan(model, layers, together.size())
+    if tp_mesh is not None:
+        plan = _plan(model, layers, tp_mesh.size())
         # It advises to reduce single numbers over both dimensions of the mesh at once.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for module in (*reversed(layers), model):  # nested units are sharded first
-        _read_shards(module, mesh, all_rows=together is not None)
-        if together is not None:
-            _split(module, together, plan)
+        _read_shards(module, mesh, all_rows=tp_mesh is not None)
+        if tp_mesh is not None:
+            _split(module, tp_mesh, plan)
         # The outermost unit, too: optimizers and checkpoints always see shards.
         unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)

@@ -214,8 +214,8 @@ def load_newest(
             f"{path} could not be read{by}: start again with --resume true, or remove it to go on from the one before "
             f"({cause})"
         ) from error
-    rank, together = accelerator.process_index, tp_size(plain)
-    random_file = path / f"random-{rank // together * together}.pt"  # ranks that compute together draw the same
+    rank, split = accelerator.process_index, tp_size(plain)
+    random_file = path / f"random-{rank // split * split}.pt"  # ranks that compute together draw the same
     if random_file.exists():
         set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
     else:

@@ -41,12 +41,12 @@ def _same_in_flags() -> str:
     def asked(name: str, default: str = "") -> str:
         return os.environ.get(name, default).lower()
 
-    replicas, together, *sequence = (
+    replicas, split, *sequence = (
         int(asked(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) for kind in ("DP_REPLICATE", "TP", "CP", "SP")
     )
     flags = {
-        "parallel.dp_shard_size": max(_started() // (replicas * together), 1),
-        "parallel.tp_size": together if together > 1 else None,
+        "parallel.dp_shard_size": max(_started() // (replicas * split), 1),
+        "parallel.tp_size": split if split > 1 else None,
         "dtype": "bfloat16" if asked("ACCELERATE_MIXED_PRECISION") == "bf16" else None,
         "gradient_checkpointing": "true" if asked("FSDP_ACTIVATION_CHECKPOINTING") == "true" else None,
     }
@@ -65,8 +65,8 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
             be quantized weights in shards.
     """
     ranks, parallel = accelerator.num_processes, config.parallel
-    shards, together, size = parallel.dp_shard_size, parallel.tp_size, parallel.copy_size
-    field = "parallel.dp_shard_size" if together == 1 else "parallel.tp_size"
+    shards, split, size = parallel.dp_shard_size, parallel.tp_size, parallel.copy_size
+    field = "parallel.dp_shard_size" if split == 1 else "parallel.tp_size"
     if _started() != ranks:
         raise ValueError(f"{_started()} processes were started, and the process group has {ranks}; {_START}")
     launched, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), config.dtype
@@ -76,7 +76,7 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
             "--mixed_precision no"
         )
     if ranks % size:
-        times = f"times dp_shard_size={shards}, " if together > 1 < shards else ""
+        times = f"times dp_shard_size={shards}, " if split > 1 < shards else ""
         raise ValueError(
             f"{field}: {times}must divide the number of ranks, which is {ranks}, got {size}; lower it, or "
             f"start a multiple of {size} (torchrun --nproc_per_node {size})"
@@ -86,7 +86,7 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
             f"{field}: quantized weights can't be sharded, got {size} and quantize={config.quantize}; "
             "leave one of them out"
         )
-    if together > 1 and config.lora.enabled:
+    if split > 1 and config.lora.enabled:
         raise ValueError(
             f"{field}: the layers under adapters are not split; leave lora out, or shard by "
             f"--parallel.dp_shard_size {size} instead"
@@ -95,7 +95,7 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
         copies = "one copy" if size == ranks else f"{ranks // size} copies"
         each = "each " if size < ranks else ""
         parts = f"sharded over {shards}" if shards > 1 else ""
-        parts += (" and " if parts else "") + f"split over {together}" if together > 1 else ""
+        parts += (" and " if parts else "") + f"split over {split}" if split > 1 else ""
         accelerator.print(f"{ranks} ranks: {copies} of the model{parts and f', {each}{parts}'}")
 
 
