@@ -33,6 +33,11 @@ def test_it_has_at_most_150_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_ci_finds_its_command_in_it():
+    (pattern,) = re.findall(r"grep -E '(.*)' README.md", (ROOT / ".ci/run").read_text())
+    assert len(re.findall(pattern, (ROOT / "README.md").read_text(), flags=re.M)) == 1
+
+
 def test_twenty_lines_take_preference_pairs_to_a_step(names):
     exec(PAIRS, names)
     metrics = names["metrics"]
