@@ -17,7 +17,7 @@ the end of a completion or of a step.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -111,8 +111,8 @@ class Backbone(nn.Module):
     def probing(self) -> Iterator[None]:
         """Context of a probe: without dropout, and under autocast if the weights are of two precisions."""
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
-        mixed = {torch.float32, torch.bfloat16} <= dtypes
-        with evaluating(self.model), torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
+        mixed = {torch.float32, torch.bfloat16} <= dtypes  # else the caller's autocast, if any, holds
+        with evaluating(self.model), torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
             yield
 
 
