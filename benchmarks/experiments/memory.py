@@ -165,14 +165,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         files = {recipe: str(write_jsonl(Path(name) / f"{recipe}.jsonl", rows)) for recipe, rows in data.items()}
         random = f"random, {options.layers} layers of {options.width}"
         cases = [(model, run) for model in (options.model.name, random) for run in RUNS]
-        for model, run in cases[: None if options.width else len(RUNS)]:
+        for number, (model, run) in enumerate(cases[: None if options.width else len(RUNS)]):
             if options.only and not re.search(options.only, f"{model}: {run}"):
                 continue
             directory = options.model
             if model == random and not (directory := Path(name) / "random").exists():
                 random_model(directory, str(options.model), options.width, options.layers)
             recipe, values = RUNS[run]
-            output = {"output": f"{name}/{len(report['figures'])}", "steps": 2, "save_every": None}
+            output = {"output": f"{name}/{number}", "steps": 2, "save_every": None}
             settings = {"model": str(directory), "data": files[recipe], **output, **values}
             if "group_size" not in settings:
                 settings["batch_size"] = options.rows
