@@ -8,7 +8,7 @@ import tensor_cores
 import torch
 from burnish.kernels import Head, divergence_passes, linear_divergence, softmax
 from burnish.kernels.head import Shard
-from grids import grid, slow
+from grids import grid
 from pairs import (
     BETAS,
     CASES,
@@ -419,19 +419,20 @@ def test_fullgraph_compile_serves_every_number_of_tokens_with_one_graph(beta: fl
             torch.testing.assert_close(leaves(case)[name].grad, leaf.grad, rtol=0, atol=0)
 
 
+@pytest.mark.slow  # by default those of a log-prob are compiled
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 @pytest.mark.parametrize("small_tiles", [40_000], indirect=True, ids=["some_kept"])
-@pytest.mark.parametrize("beta", [slow(0.0), 0.5])
 @pytest.mark.usefixtures("small_tiles")
-def test_compiled_tiles_are_as_good_and_compiled_once(beta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_tiles_are_as_good_and_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(softmax, "COMPILE_FROM", 0)
     monkeypatch.setattr(softmax, "_uncompilable", set())
     torch._dynamo.reset()
     case = CASES["everything"]
     rows = ("student_hidden", "teacher_hidden", "temperature")
-    assert_as_good_as_the_reference(case, beta, torch.float32)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert_as_good_as_the_reference(case | {name: case[name][:30] for name in rows}, beta, torch.float32)
+    for beta in (0.0, 0.5):
+        assert_as_good_as_the_reference(case, beta, torch.float32)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert_as_good_as_the_reference(case | {name: case[name][:30] for name in rows}, beta, torch.float32)
     assert not softmax._uncompilable
 
 
