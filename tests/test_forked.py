@@ -29,12 +29,24 @@ def until(condition, seconds=30.0):
     return condition()
 
 
+def finding(directory):
+    """The environment of a process that finds the modules of this directory, and those of tests/support."""
+    places = [str(directory), str(Path(__file__).parent / "support"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+
+def test_a_process_that_forked_ends_without_a_warning(tmp_path):
+    (tmp_path / "greeter.py").write_text("def be_rank(): print('hello')")
+    code = "from forked import run_forked; print(run_forked(2, 'greeter'))"
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", code]
+    done = subprocess.run(command, env=finding(tmp_path), capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (r"[[0, 'hello\n'], [0, 'hello\n']]" + "\n", "")
+
+
 def test_no_rank_outlives_the_process_that_asked_for_it(tmp_path):
     (tmp_path / "sleeper.py").write_text(SLEEPER)
-    places = [str(tmp_path), str(Path(__file__).parent / "support"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     code = f"from forked import run_forked; run_forked(2, 'sleeper', {str(tmp_path)!r})"
-    asker = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    asker = subprocess.Popen([sys.executable, "-c", code], env=finding(tmp_path))
     notes = [tmp_path / "0", tmp_path / "1"]
     assert until(lambda: all(note.exists() and note.read_text() for note in notes))
     ranks = [int(note.read_text()) for note in notes]

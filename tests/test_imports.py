@@ -108,6 +108,7 @@ def test_importing_objectives_loads_torch_and_its_annotations_only(tmp_path: Pat
     assert not {f"burnish.{room}" for room in ROOMS - {"objectives"}} & added
 
 
+@pytest.mark.slow
 def test_importing_objectives_costs_at_most_a_fifth_more_than_torch(tmp_path: Path) -> None:
     # Processor time, and the minimum over runs, because a busy machine only ever adds to it.
     code = "from time import process_time as t; a = t(); import torch; b = t(); import burnish.objectives; "
@@ -116,6 +117,7 @@ def test_importing_objectives_costs_at_most_a_fifth_more_than_torch(tmp_path: Pa
     assert more <= 0.2 * torch, f"import torch {torch:.2f} s, and then import burnish.objectives {more:.2f} s"
 
 
+@pytest.mark.slow
 def test_a_script_in_the_repository_root_does_not_load_our_kernels_under_the_name_of_another_package():
     script = "import transformers.activations, sys; import burnish.kernels; print(sorted(vars(sys.modules['kernels'])))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)

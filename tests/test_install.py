@@ -71,6 +71,7 @@ def test_the_command_says_in_a_line_how_training_is_installed(arguments):
     assert len(done.stderr.splitlines()) == 1 and 'pip install "burnish[train]"' in done.stderr
 
 
+@pytest.mark.slow
 def test_a_recipe_says_in_a_line_what_is_missing():
     arguments = ["sft", "--model", "m", "--data", "d.jsonl", "--output", "o"]
     done = without({"transformers"}, COMMAND, *arguments)

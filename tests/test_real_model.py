@@ -49,6 +49,7 @@ def turned(pairs):
         yield {**pair, "rejected": [{"role": "assistant", "content": word}]}
 
 
+@pytest.mark.slow
 def test_two_steps_of_sft_lower_the_held_out_loss_and_the_model_reloads_with_it(model, tmp_path):
     flags = ["--steps", "2", "--batch_size", "4", "--learning_rate", "1e-4", "--schedule", "constant"]
     before, after = train("sft", tmp_path, model, conversations, (8, 6), *flags)

@@ -14,7 +14,6 @@ from rl_loop import COMPLETIONS, GROUPS, PROMPTS, STEPS, TOKENS, train
 from tiny import save_model, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_fake import Fake
-from vllm_servers import TOLERANCE, furthest, start
 
 
 @pytest.fixture(scope="module")
@@ -84,19 +83,6 @@ def test_a_server_takes_the_place_of_the_policys_own_source(directory, tmp_path,
     assert published == ["0", "1", "2"]
     assert [sample.task for step in metrics for sample in step["samples"]][::COMPLETIONS] == list(range(12))
     assert all(step["skipped"] == 0 < step["grad_norm"] for step in metrics)
-
-
-@pytest.mark.slow
-def test_a_real_server_samples_from_what_was_published_last(tmp_path):
-    server = start(tmp_path)
-    try:
-        metrics, _ = train(tmp_path / "model", lambda policy, tokenizer: VLLMServer(server.url), steps=2)
-    finally:
-        server.close()
-    first, second = (step["samples"] for step in metrics)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert furthest(first, model) < TOLERANCE < furthest(second, model)
-    assert [{span.version for sample in step for span in sample.spans} for step in (first, second)] == [{0}, {1}]
 
 
 def test_two_ranks_take_the_steps_of_one(directory, looped):

@@ -419,6 +419,7 @@ def test_fullgraph_compile_serves_every_number_of_tokens_with_one_graph(beta: fl
             torch.testing.assert_close(leaves(case)[name].grad, leaf.grad, rtol=0, atol=0)
 
 
+@pytest.mark.slow  # by default those of a log-prob are compiled
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 @pytest.mark.parametrize("small_tiles", [40_000], indirect=True, ids=["some_kept"])
 @pytest.mark.usefixtures("small_tiles")

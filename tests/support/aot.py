@@ -211,7 +211,7 @@ def measured(only: str) -> dict[str, Figures | str]:
     found: dict[str, Figures | str] = {}
     for (name, architecture), (case, call) in itertools.product(ARCHITECTURES.items(), CASES.items()):
         label = f"{name} {case}"
-        if only in label:
+        if re.search(only, label):
             start = time.process_time()
             try:
                 with compiling_only(architecture) as compiled:
@@ -249,7 +249,7 @@ def complaints(found: dict[str, Figures | str], committed: dict[str, Any]) -> It
 def main() -> None:
     parser = argparse.ArgumentParser(description="Registers, spills and shared memory of every Triton kernel.")
     parser.add_argument("--update", action="store_true", help="write what is found into the budget")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the cases with this in their name")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only the cases with this pattern in their name")
     parser.add_argument("--budget", type=Path, default=BUDGET, metavar="FILE")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:

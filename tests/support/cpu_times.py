@@ -17,6 +17,7 @@ SHOWN = 40
 PAGE = """# The {shown} tests that take most processor time
 
 Made by `{command}`: {tests:,} tests in {total:,.0f} processor seconds, children included; {share:.0%} is in this table.
+By the clock these tests took {clock:,.0f} s: what is more than the first number was spent waiting.
 Each process of pytest takes {collection:.0f} s more before its first test, to import and collect.
 
 | seconds | test |
@@ -48,7 +49,7 @@ class Recorder:
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.collection = 0.0
+        self.collection = self.clock = 0.0
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
@@ -68,6 +69,7 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += getattr(report, "processor_seconds", 0.0)  # a worker that died sent none
         self.collection = getattr(report, "collection", self.collection)
+        self.clock += report.duration
 
     def pytest_terminal_summary(self) -> None:
         slowest = sorted(self.seconds.items(), key=lambda item: -item[1])[:SHOWN]
@@ -77,6 +79,7 @@ class Recorder:
             command=" ".join(["pytest", *sys.argv[1:]]),
             tests=len(self.seconds),
             total=total,
+            clock=self.clock,
             share=sum(seconds for _, seconds in slowest) / max(total, 1e-9),
             collection=self.collection,
             rows="\n".join(f"| {seconds:.1f} | {test} |" for test, seconds in slowest),

@@ -5,6 +5,7 @@ are the processes that it forks. Imports take seconds and a fork takes none; wha
 pytest's own process has, must not fork.
 """
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -27,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 
 @functools.cache
 def _server():
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, __file__, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -35,6 +36,17 @@ def _server():
         start_new_session=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server):
+    """Kill the server and what it has forked, and close its pipes."""
+    _server.cache_clear()
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGKILL)
+    with server:  # waits, and closes
+        pass
 
 
 def run_forked(count, module, *arguments, timeout=600):
@@ -45,13 +57,11 @@ def run_forked(count, module, *arguments, timeout=600):
     server = _server()
     print(json.dumps([count, module, *arguments]), file=server.stdin, flush=True)
     if not select.select([server.stdout], [], [], timeout)[0]:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        _server.cache_clear()
+        _end(server)
         raise TimeoutError(f"{module}.be_rank{arguments} has not ended in {timeout} s")
     line = server.stdout.readline()
     if not line:
-        _server.cache_clear()
+        _end(server)
         raise RuntimeError(f"the process that should import {module} and fork has ended; its stderr says why")
     return json.loads(line)
 
@@ -123,7 +133,9 @@ def main(parent):
     for line in sys.stdin:
         count, module, *arguments = json.loads(line)
         if module not in sys.modules:
+            gc.disable()  # a fifth of the time of an import goes into looking for garbage
             importlib.import_module(module)
+            gc.enable()
             gc.collect()
             gc.freeze()  # a child that looked at the million objects of the imports would have its own copy of them
         with tempfile.TemporaryDirectory() as directory:

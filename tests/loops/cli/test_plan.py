@@ -155,6 +155,7 @@ def test_memory_is_what_the_settings_make_it(settings):
     assert adapters.memory["reference"] < 0.01 * weights
 
 
+@pytest.mark.slow
 def test_weights_to_be_saved_are_held_in_the_dtype_of_the_checkpoint_but_not_on_a_gpu(settings):
     fields = {**BFLOAT16, "lora": {"r": 8}, "quantize": "4bit", "gradient_checkpointing": True, "micro_tokens": 100}
     run = settings("sft", "texts", **fields)
@@ -196,6 +197,7 @@ def test_sampling_counts_keys_and_values_of_all_that_are_read_together(settings)
     assert many.memory["keys and values"] > 80e6
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_is_told_what_would_make_it_smaller(flags, capsys):
     assert main(["plan", "dpo", *flags("dpo", "pairs"), "--gpus", "2x1.02GB"]) == 1
     printed = capsys.readouterr().out

@@ -21,8 +21,7 @@ from burnish.loops.rl.policy_gradient import SamplerMismatch, corrections, rollo
 from burnish.loops.rollouts.sample import Sample
 from burnish.objectives import effective_sample_size
 from forked import run_forked
-from grids import slow
-from online import Killed, dying_in_step, lines, prepare, stored, under_torchrun
+from online import Killed, dying_in_step, lines, prepare, stored
 from safetensors.torch import load_file
 
 LOGGED = {
@@ -324,18 +323,7 @@ def test_answers_drawn_while_training_are_of_bounded_age_and_on_record_once(comm
     assert [sample["task"] for sample in stored(tmp_path / "run")][::4] == list(range(16))
 
 
-def by_forks(fields):
-    outcomes = run_forked(2, "online", fields)
-    assert [status for status, _ in outcomes] == [0, 0], outcomes
-
-
-def by_torchrun(fields):
-    done = under_torchrun(2, fields, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.parametrize("launch", [by_forks, slow(by_torchrun)])
-def test_two_ranks_end_with_the_weights_of_one(launch, common, tmp_path):
+def test_two_ranks_end_with_the_weights_of_one(common, tmp_path):
     """One of them samples and judges; held-out answers too."""
     fields = {
         **common,
@@ -347,7 +335,8 @@ def test_two_ranks_end_with_the_weights_of_one(launch, common, tmp_path):
     }
     fields |= {"eval_data": common["data"], "micro_tokens": 60}
     run_grpo(GRPO(**fields, output=str(tmp_path / "one")))
-    launch({**fields, "output": str(tmp_path / "two")})
+    outcomes = run_forked(2, "online", {**fields, "output": str(tmp_path / "two")})
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
     one, two = (load_file(tmp_path / name / "model/model.safetensors") for name in ("one", "two"))
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-6, atol=1e-6)

@@ -158,7 +158,8 @@ with stop.signals(visible=True) as received:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
 
 
-@pytest.mark.parametrize("name", [slow("SIGINT"), "SIGTERM", slow("SIGUSR1")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
 def test_the_command_exits_with_the_status_of_the_signal(settings, name):
     flags = [f"--{field}={value}" for field, value in {**settings, "steps": 100_000}.items()]
     command = [sys.executable, "-m", "burnish", "sft", *flags]

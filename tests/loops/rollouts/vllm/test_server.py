@@ -25,7 +25,8 @@ from conformance import Conformance, Subject
 from killed import assert_each_answer_once, assert_undisturbed, kill_and_resume
 from online import Killed, lines, prepare, stored, under_torchrun
 from peft import LoraConfig
-from transformers import AutoConfig, AutoTokenizer
+from rl_loop import train
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from vllm_servers import CONTEXT, ENVIRONMENT, TOLERANCE, VOCABULARY, connect, furthest, start, vllm_python
 
 pytestmark = pytest.mark.slow
@@ -134,6 +135,14 @@ def test_bfloat16_weights_and_those_of_a_deeper_model(server, directory):
             VLLMServer(server.url, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32")
 
     asyncio.run(run())
+
+
+def test_a_loop_without_a_recipe_samples_from_what_was_published_last(server, directory):
+    metrics, _ = train(directory / "model", lambda policy, tokenizer: VLLMServer(server.url), steps=2)
+    first, second = (step["samples"] for step in metrics)
+    model = AutoModelForCausalLM.from_pretrained(directory / "model")
+    assert furthest(first, model) < TOLERANCE < furthest(second, model)
+    assert [{span.version for sample in step for span in sample.spans} for step in (first, second)] == [{0}, {1}]
 
 
 def test_wrong_flags_of_a_real_server_are_named(server, directory):
