@@ -57,10 +57,12 @@ class Backbone(nn.Module):
         model: a `transformers` model, plain or wrapped by peft.
         read: where trained tokens are read: at the position before their own, or at their own.
         mesh: the ranks that shard its parameters, see `shard`; None if every rank has all of them.
+        param_dtype: dtype that they gather the parameters of layers in; None for their own.
     """
 
     read: Literal["before", "at"] = "before"
     mesh: DeviceMesh | None = None
+    param_dtype: torch.dtype | None = None
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -111,6 +113,7 @@ class Backbone(nn.Module):
     def probing(self) -> Iterator[None]:
         """Context of a probe: without dropout, and under autocast if the weights are of two precisions."""
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        dtypes |= {self.param_dtype} if self.param_dtype else set()
         mixed = {torch.float32, torch.bfloat16} <= dtypes  # else the caller's autocast, if any, holds
         with evaluating(self.model), torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
             yield

@@ -50,6 +50,7 @@ class Policy(Backbone):
         critic: a model of its own for the values instead, trained along with this one.
         mesh: the ranks that shard all of this, see `shard`. All of them make the policy, and call together
             what computes with it: forward, ``hidden``, ``model_output``, ``logits``, ``top_k`` and ``teacher_outputs``.
+        param_dtype: dtype that they gather the parameters of layers in; their own by default.
 
     Raises:
         ValueError: if sequences see each other in a layout that was named, or if there is a value head and the model's
@@ -66,11 +67,13 @@ class Policy(Backbone):
         value_head: nn.Module | None = None,
         critic: Scorer | None = None,
         mesh: DeviceMesh | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model)
-        self.value_head, self.critic, self.mesh = value_head, critic, mesh
+        self.value_head, self.critic, self.mesh, self.param_dtype = value_head, critic, mesh, param_dtype
         if mesh is not None:
-            shard(self, mesh, ("hidden", "model_output", "logits", "top_k", "_try_fusing"))
+            methods = ("hidden", "model_output", "logits", "top_k", "_try_fusing")
+            shard(self, mesh, methods, param_dtype=param_dtype)
         reason = objection(self.plain, lambda: self._try_fusing(backend, keep_bytes))
         if reason is not None:
             log.warning("%s: log-probs are taken from full logits: %s", type(self.plain).__name__, reason)

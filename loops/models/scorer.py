@@ -33,6 +33,7 @@ class Scorer(Backbone):
         layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps sequences apart.
         read: where each marked token is read; "before", in the state it is chosen in, makes a value function.
         mesh: the ranks that hold it in shards, see `shard`. All of them make the scorer and call it together.
+        param_dtype: dtype that they gather the parameters of layers in; their own by default.
 
     Raises:
         ValueError: if the model has no linear head of one or two outputs on its last hidden states, or if sequences see
@@ -48,11 +49,12 @@ class Scorer(Backbone):
         layout: Layout | Literal["auto"] = "auto",
         read: Literal["before", "at"] = "at",
         mesh: DeviceMesh | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model)
-        self.mesh = mesh
+        self.mesh, self.param_dtype = mesh, param_dtype
         if mesh is not None:
-            shard(self, mesh, ("hidden", "_check_head"))
+            shard(self, mesh, ("hidden", "_check_head"), param_dtype=param_dtype)
         self._check_head()
         self.layout: Layout = choose_layout(self, layout, self.hidden)
         self.read = read  # the head is checked where transformers reads

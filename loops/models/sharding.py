@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
@@ -39,7 +39,9 @@ _SPLIT: dict[str, Any] = {
 _OF_LOCAL_HEADS = "replicated_with_grad_allreduce"
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> None:
+def shard(
+    model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = (), *, param_dtype: torch.dtype | None = None
+) -> None:
     """Shard all parameters of a model, in place and on the devices of the mesh; they become DTensors.
 
     Gradients are summed, not averaged, over all ranks of the mesh, after every backward pass: no rank ever holds the
@@ -49,6 +51,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
         mesh: the ranks that hold one copy; in two dimensions, copies and the shards of each. A last dimension named
             "tp" is of ranks that compute together.
         methods: names of methods, besides forward, during which parameters are unsharded. None may call another one.
+        param_dtype: dtype that the parameters of layers are gathered in, that of autocast, which takes half of the
+            memory and messages; gradients are summed in float32. Without it, and in the outermost unit, their own.
 
     Raises:
         ValueError: for tensor parallelism, if `transformers` has no plan for the model, or one whose styles, layers
@@ -72,7 +76,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = ()) -> No
         if tp_mesh is not None:
             _split(module, tp_mesh, plan)
         # The outermost unit, too: optimizers and checkpoints always see shards.
-        unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        precision = MixedPrecisionPolicy()
+        if param_dtype is not None and module is not model:
+            precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        unit: Any = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     for method in methods:

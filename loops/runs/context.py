@@ -154,7 +154,7 @@ class RunContext(Generic[Model]):
             return None, lambda data: {}
         policy: Any = self.model
         if config.ref_model is not None:
-            policy = load_reference(config, self.tokenizer, policy.mesh, self.accelerator.device)
+            policy = load_reference(config, self.tokenizer, policy, self.accelerator.device)
         # In the policy's precision: rounding in only one of the two would look like a difference.
         autocast = self.accelerator.autocast()
         if kind == "precompute":
@@ -236,7 +236,7 @@ def open_run(
     Args:
         encode: ``encode(records, tokenizer, ..., **options)``, see `burnish.data`.
         wrap: makes a `Policy` or a `Scorer` of the model; a policy by default. If there are ranks to shard it over,
-            ``wrap(model, mesh=...)``.
+            ``wrap(model, mesh=..., param_dtype=...)``.
         records: to train on, and held out: what `load_data` gives for the configuration.
         load_weights: loads the model; a causal language model by default.
         accelerator: the one of a run that is already open.
@@ -272,7 +272,8 @@ def open_run(
     if config.quantize is None and not getattr(model, "is_quantized", False) and mesh is None:
         model = model.to(accelerator.device)  # shards find their own device
     make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
-    wrapped = make(model, **({} if mesh is None else {"mesh": mesh}))
+    param_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
+    wrapped = make(model, **({} if mesh is None else {"mesh": mesh, "param_dtype": param_dtype}))
     return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream, description)
 
 

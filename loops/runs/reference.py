@@ -33,8 +33,8 @@ def check_reference(config: Any, kind: str) -> None:
         )
 
 
-def load_reference(config: Any, tokenizer: Any, mesh: Any, device: torch.device) -> Policy:
-    """``config.ref_model``, frozen, in the precision of the computation.
+def load_reference(config: Any, tokenizer: Any, policy: Policy, device: torch.device) -> Policy:
+    """``config.ref_model``, frozen, in the precision of the computation, in shards if the policy is.
 
     Raises:
         DataError: if it has other tokens than the policy.
@@ -48,7 +48,8 @@ def load_reference(config: Any, tokenizer: Any, mesh: Any, device: torch.device)
     config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", **plain)
     check_same_vocabulary(tokenizer, load_tokenizer(config))
     model = load_model(config).requires_grad_(False)
-    return Policy(model if mesh else model.to(device), **config.kernel, mesh=mesh).eval()
+    sharding = {"mesh": policy.mesh, "param_dtype": policy.param_dtype}
+    return Policy(model if policy.mesh else model.to(device), **config.kernel, **sharding).eval()
 
 
 def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:
@@ -66,7 +67,8 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
         if isinstance(config.model, nn.Module):
             raise ValueError("model: one in memory can't be sharded twice, and a copy is its reference; give its name")
         again = load_model(config).requires_grad_(False)
-        return frozen(Policy(again, **config.kernel, mesh=policy.mesh), temperature=temperature)
+        sharding = {"mesh": policy.mesh, "param_dtype": policy.param_dtype}
+        return frozen(Policy(again, **config.kernel, **sharding), temperature=temperature)
     return (adapters_copy if adapters else frozen_copy)(policy, temperature=temperature)
 
 

@@ -106,4 +106,4 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     model, mesh = model.requires_grad_(False), context.model.mesh
     if mesh is None:
         model = model.to(accelerator.device)
-    return Policy(model, **student.kernel, mesh=mesh).eval()
+    return Policy(model, **student.kernel, mesh=mesh, param_dtype=context.model.param_dtype).eval()

@@ -136,5 +136,7 @@ def measured():
 
 
 def _in_full_precision(norm, hidden):
-    """transformers computes it in float32, in which the roundings of two splits may differ."""
-    return torch.nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    """transformers computes it in float32, in which the roundings of two splits may differ. Under autocast the weight
+    is rounded, as it is where it is gathered from shards."""
+    rounded = norm.weight.bfloat16() if torch.is_autocast_enabled("cpu") else norm.weight
+    return torch.nn.functional.rms_norm(hidden, norm.weight.shape, rounded.to(hidden.dtype), norm.variance_epsilon)

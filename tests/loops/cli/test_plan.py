@@ -179,6 +179,15 @@ def test_shards_divide_what_a_rank_keeps_and_the_layer_at_hand_is_gathered(setti
     assert layer < sharded.memory["gathered weights"] < 0.9 * whole.memory["weights, trained"]
 
 
+def test_layers_are_gathered_in_the_precision_of_the_computation_and_gradients_summed_in_float32(settings):
+    fields = {"parallel": {"dp_shard_size": 8}, "reference": "precompute"}
+    float32, bfloat16 = (
+        plan(*settings("dpo", "pairs", **fields, **dtype), Gpus.parse("8x80GB")).memory for dtype in ({}, BFLOAT16)
+    )
+    assert bfloat16["gathered weights"] < 0.65 * float32["gathered weights"]
+    assert bfloat16["weights, trained"] == float32["weights, trained"]
+
+
 def test_ranks_share_a_step_and_each_has_buckets_for_the_gradient(settings):
     function, config = settings("sft", "texts", batch_size=24, micro_tokens=200)
     one, four = plan(function, config, Gpus.parse("1x80GB")), plan(function, config, Gpus.parse("4x80GB"))
