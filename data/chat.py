@@ -53,6 +53,7 @@ class Encoder:
     tokenizer: "PreTrainedTokenizerBase"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    _pieces: dict[str, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.chat_template is not None:
@@ -204,15 +205,12 @@ class Encoder:
 
     def _piece(self, text: str) -> list[int]:
         """The tokens of a text between two cuts; pieces come several times: a prompt before each of its completions."""
-        if text not in self._pieces:
-            if len(self._pieces) >= 64 or len(text) > 2**16:  # so few that they take no memory to speak of
+        ids = self._pieces.get(text)
+        if ids is None:
+            if len(self._pieces) >= 64 or len(text) > 2**16:  # keep few, which take little memory
                 self._pieces.clear()
-            self._pieces[text] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        return self._pieces[text]
-
-    @cached_property
-    def _pieces(self) -> dict[str, list[int]]:
-        return {}
+            ids = self._pieces[text] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     @cached_property
     def _cuts(self) -> re.Pattern[str] | None:
@@ -227,12 +225,9 @@ class Encoder:
         if backend is None or (kind.__call__, kind._encode_plus) != (Fast.__call__, Fast._encode_plus):
             return None
         tokens = [token for token in backend.get_added_tokens_decoder().values() if not token.normalized]
+        looks_beside = any(token.lstrip or token.rstrip or token.single_word for token in tokens)
         pre_tokenizer = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer else b""
-        if (
-            self.tokenizer.split_special_tokens
-            or any(token.lstrip or token.rstrip or token.single_word for token in tokens)
-            or b'"prepend_scheme":"first"' in pre_tokenizer
-        ):
+        if looks_beside or b'"prepend_scheme":"first"' in pre_tokenizer or self.tokenizer.split_special_tokens:
             return None
         self.tokenizer("", add_special_tokens=False)  # turns off truncation and padding
         names = sorted((token.content for token in tokens), key=len, reverse=True)

@@ -3,7 +3,8 @@
 Short conversational pairs of random words are written to a JSON Lines file. A process of its own reads it, encodes it
 by `encode_preference` and plans every step of an epoch, as `burnish dpo` does, once for each number of ``--processes``;
 what it writes to the disk is not there yet. The rows must come out the same each time. Processor seconds are of all
-processes together.
+processes together, and of the parent, which is the part that more processes don't share; on a machine that does other
+work, too, they say more than the seconds.
 
 Memory is looked at twice a second, and listed for each tenth of the time: of the parent and of each process that
 tokenizes the resident set, which counts pages of the files that are mapped, and ``private``, what is not of a file; of
@@ -69,7 +70,7 @@ def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
     from ...data import Batches, Tokenization, encode_preference, load_data, token_cost
 
     loaded: Any = AutoTokenizer.from_pretrained(tokenizer)
-    cpu_before, times = _processor_seconds(), [time.perf_counter()]
+    cpu_before, parent_before, times = _processor_seconds(), time.process_time(), [time.perf_counter()]
     records, _ = load_data(data)
     times.append(time.perf_counter())
     encoded, accounting = encode_preference(records, loaded, Tokenization(max_length=1024, processes=processes))
@@ -79,7 +80,7 @@ def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
     )
     steps = sum(1 for step in range(len(batches)) if batches.plan(step))
     times.append(time.perf_counter())
-    cpu_seconds = _processor_seconds() - cpu_before
+    cpu_seconds, parent_cpu_seconds = _processor_seconds() - cpu_before, time.process_time() - parent_before
     rows = hashlib.sha256()
     for table in encoded.with_format("arrow").iter(1000):
         for column in table.columns:
@@ -96,6 +97,7 @@ def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
         "seconds": times[-1] - times[0],
         **{name: after - before for name, (before, after) in zip(parts, pairwise(times), strict=True)},
         "cpu_seconds": cpu_seconds,
+        "parent_cpu_seconds": parent_cpu_seconds,
         "sha256": rows.hexdigest(),
     }
 
@@ -128,12 +130,10 @@ def _watched(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, dict[
         output = running.stdout.read() if running.stdout else ""
     if running.returncode:
         raise subprocess.CalledProcessError(running.returncode, command)
-    names = dict.fromkeys(name for sample in samples for name in sample)
     bounds = [len(samples) * tenth // 10 for tenth in range(11)]
-    return output, {
-        name: [round(max((sample.get(name, 0) for sample in samples[a:b]), default=0)) for a, b in pairwise(bounds)]
-        for name in names
-    }
+    tenths = [samples[begin : max(end, begin + 1)] for begin, end in pairwise(bounds)]
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return output, {name: [round(max(each.get(name, 0) for each in tenth)) for tenth in tenths] for name in names}
 
 
 def _words(file: Path) -> list[str]:
@@ -156,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = []
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as directory:
         data = str(write_jsonl(Path(directory) / "pairs.jsonl", pairs(flags.rows)))
-        for processes in flags.processes:
-            cache = {"HF_DATASETS_CACHE": f"{directory}/cache-{processes}", "TOKENIZERS_PARALLELISM": "false"}
+        for number, processes in enumerate(flags.processes):
+            cache = {"HF_DATASETS_CACHE": f"{directory}/cache-{number}", "TOKENIZERS_PARALLELISM": "false"}
             command = [sys.executable, "-m", f"{__package__}.tokens", "--tokenizer", flags.tokenizer, "--data", data]
             output, memory = _watched([*command, "--processes", str(processes)], os.environ | cache)
             run = json.loads(output.splitlines()[-1]) | {"memory_mb": memory}
