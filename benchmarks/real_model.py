@@ -107,7 +107,8 @@ def labeled(pairs: Iterable[dict[str, Any]], kinds: Iterable[str]) -> Iterator[d
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    with path.open("w") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     return path
 
 

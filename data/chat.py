@@ -53,6 +53,7 @@ class Encoder:
     tokenizer: "PreTrainedTokenizerBase"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    _pieces: dict[str, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.chat_template is not None:
@@ -168,6 +169,8 @@ class Encoder:
 
     def bare(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Tokens of a text without those that the tokenizer adds; a template writes its own BOS."""
+        if self._cuts is not None and not add_special_tokens:
+            return [token for piece in self._cuts.split(text) if piece for token in self._piece(piece)]
         settings: dict[str, Any] = {"add_special_tokens": add_special_tokens, "return_attention_mask": False}
         return list(self.tokenizer(text, verbose=False, **settings)["input_ids"])
 
@@ -199,6 +202,36 @@ class Encoder:
                 return apply(conversation=texts)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise BadRow("template", f"the chat template refuses the conversation: {error}") from error
+
+    def _piece(self, text: str) -> list[int]:
+        """The tokens of a text between two cuts; pieces come several times: a prompt before each of its completions."""
+        ids = self._pieces.get(text)
+        if ids is None:
+            if len(self._pieces) >= 64 or len(text) > 2**16:  # keep few, which take little memory
+                self._pieces.clear()
+            ids = self._pieces[text] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _cuts(self) -> re.Pattern[str] | None:
+        """The added tokens at which a fast tokenizer cuts a text before it looks at each piece by itself.
+
+        None if that is not all there is to it: a token takes white space beside it along or wants to be a word, the
+        first piece of a text gets a space, or a class has its own way.
+        """
+        from transformers import PreTrainedTokenizerFast as Fast
+
+        kind, backend = type(self.tokenizer), getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or (kind.__call__, kind._encode_plus) != (Fast.__call__, Fast._encode_plus):
+            return None
+        tokens = [token for token in backend.get_added_tokens_decoder().values() if not token.normalized]
+        looks_beside = any(token.lstrip or token.rstrip or token.single_word for token in tokens)
+        pre_tokenizer = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer else b""
+        if looks_beside or b'"prepend_scheme":"first"' in pre_tokenizer or self.tokenizer.split_special_tokens:
+            return None
+        self.tokenizer("", add_special_tokens=False)  # turns off truncation and padding
+        names = sorted((token.content for token in tokens), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
 
     @cached_property
     def _source(self) -> str:

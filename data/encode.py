@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset, DatasetInfo, Features, List, Value, concatenate_datasets
 from datasets.fingerprint import generate_random_fingerprint
 from datasets.table import InMemoryTable
@@ -207,19 +209,18 @@ def _encode(
         parts = cast(list[Records], records)
     else:
         parts = [records] if isinstance(records, Records) else load_data(records)[0]
-    encoded = [_encode_part(part, tokenizer, options, layouts, *args, **kwargs) for part in parts]
+    starts = accumulate((len(part.dataset) for part in parts[:-1]), initial=0)  # of the rows, one part after another
+    encoded = [
+        _encode_part(part, tokenizer, options, layouts, start, *args, **kwargs)
+        for part, start in zip(parts, starts, strict=True)
+    ]
     if len(encoded) == 1:
         return encoded[0]
     shared = [name for name in encoded[0][0].column_names if all(name in data.column_names for data, _ in encoded)]
     kinds = {name: [data.features[name] for data, _ in encoded] for name in shared}
-    same = {name: all(kind == each[0] for kind in each) for name, each in kinds.items()}
-    features = Features({name: each[0] if same[name] else Value("float64") for name, each in kinds.items()})
-    tables, start = [], 0
-    for part, (data, _) in zip(parts, encoded, strict=True):
-        of_all_parts = np.asarray(data["_row"]) + start  # one after another
-        data = data.remove_columns("_row").add_column("_row", of_all_parts).select_columns(shared)
-        tables.append(data if data.features == features else data.cast(features))
-        start += len(part.dataset)
+    features = Features({name: k[0] if k.count(k[0]) == len(k) else Value("float64") for name, k in kinds.items()})
+    tables = [data.select_columns(shared) for data, _ in encoded]
+    tables = [data if data.features == features else data.cast(features) for data in tables]
     return concatenate_datasets(tables), combine([accounting for _, accounting in encoded])
 
 
@@ -228,6 +229,7 @@ def _encode_part(
     tokenizer: "Tokenizer",
     options: Tokenization,
     layouts: Sequence[tuple[str, ...]],
+    start: int,
     encode: Callable[..., EncodedExample | list[EncodedExample]],
     annotation: Mapping[str, Value | List] | None = None,
     required: Sequence[str] = (),
@@ -245,11 +247,10 @@ def _encode_part(
     encoder = Encoder(tokenizer, options.chat_template, options.chat_template_kwargs)
     encode = partial(encode, limit=options.limit("error" if prompts_only else "keep_start"))
     read = {*layout, *columns.OPTION_COLUMNS}
-    structures = {name: kind for name, kind in source.features.items() if name in read}
     settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
-    settings["structures"] = structures
-    arguments: dict[str, Any] = {**settings, "encoder": encoder, "annotation": next(iter(annotation or ()), "")}
-    arguments["made"] = list(features)
+    settings["structures"] = {name: kind for name, kind in source.features.items() if name in read}
+    arguments: dict[str, Any] = {**settings, "encoder": encoder, "schema": features.arrow_schema}
+    arguments["annotation"] = next(iter(annotation or ()), "")
     try:
         if options.cached:
             fingerprint = _fingerprint(source, encoder, settings)
@@ -266,8 +267,7 @@ def _encode_part(
                 desc=f"Tokenizing {records.source}",
             )
         else:
-            rows = _encode_rows(source[:], list(range(len(source))), **arguments)
-            table = InMemoryTable.from_pydict(rows, schema=features.arrow_schema)
+            table = InMemoryTable(_encode_rows(source[:], list(range(len(source))), **arguments))
             # `Dataset.from_dict` would fingerprint the table: longer than a small one takes, and nothing reads it.
             encoded = Dataset(table, DatasetInfo(features=features), fingerprint=generate_random_fingerprint())
     except BadRow as bad:
@@ -278,6 +278,9 @@ def _encode_part(
     kept, accounting = summarize(encoded, records, labeled=labeled, max_length=options.max_length, unused=unused)
     if not len(kept):
         raise DataError(f"{records.source}: no row is left to train on\n{accounting}")
+    if start:
+        rows = encoded.data.column("_row").to_numpy() + start
+        encoded = encoded.remove_columns("_row").add_column("_row", rows)
     if len(kept) < len(encoded):
         encoded = encoded.select(kept)
     return encoded.remove_columns([name for name in NOTES if name != "_row"]), accounting
@@ -294,9 +297,9 @@ def _encode_rows(
     required: Sequence[str],
     structures: Mapping[str, Any],
     annotation: str,
-    made: Sequence[str],
-) -> dict[str, list[Any]]:
-    out: dict[str, list[Any]] = {name: [] for name in made}
+    schema: pa.Schema,
+) -> pa.Table:
+    out: dict[str, list[Any]] = {name: [] for name in schema.names}
     for position, index in enumerate(indices):
         record = {name: column[position] for name, column in rows.items()}
         record |= {name: columns.without_invented(record[name], kind) for name, kind in structures.items()}
@@ -313,12 +316,14 @@ def _encode_rows(
             raise BadRow("setting", str(error), index) from error
         for one in encoded:
             notes = (kind, problem, one.truncated, one.shortened, one.digests, index)
-            values = (
-                record | one.example._asdict() | {annotation: one.annotation} | dict(zip(NOTES, notes, strict=True))
-            )
+            values = record | {annotation: one.annotation} | dict(zip(NOTES, notes, strict=True))
+            prompt, completions, trained = one.example
+            values["prompt"] = np.array(prompt, np.int32)  # lists of a batch of long rows would take gigabytes
+            values["completions"] = [np.array(ids, np.int32) for ids in completions]
+            values["trained"] = [np.array(mask, bool) for mask in trained]
             for name, column in out.items():
                 column.append(values.get(name))
-    return out
+    return pa.table(out, schema)
 
 
 def _numeric_columns(

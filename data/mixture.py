@@ -210,10 +210,13 @@ def _renamed(dataset: Dataset, names: Mapping[str, str]) -> Dataset:
     for new, several in sources.items():
         if len(several) > 1:
 
-            def joined(row: Mapping[str, Any], new: str = new, several: Sequence[str] = several) -> dict[str, str]:
-                return {new: "\n\n".join(str(row[name]) for name in several if row[name])}
+            def joined(
+                rows: Mapping[str, list[Any]], new: str = new, several: Sequence[str] = several
+            ) -> dict[str, list[str]]:
+                texts = zip(*(rows[name] for name in several), strict=True)
+                return {new: ["\n\n".join(str(text) for text in row if text) for row in texts]}
 
-            dataset = dataset.map(joined, remove_columns=several, desc=f"Joining {new}")
+            dataset = dataset.map(joined, batched=True, remove_columns=several, desc=f"Joining {new}")
     return dataset.rename_columns({old[0]: new for new, old in sources.items() if len(old) == 1 and old[0] != new})
 
 
@@ -225,8 +228,8 @@ def _conversational(dataset: Dataset, system_prompt: str, source: str) -> Datase
         raise DataError(f"{source}: system_prompt: {wanted}, found ({', '.join(dataset.column_names)})")
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
 
-    def as_messages(row: Mapping[str, Any]) -> dict[str, list[Message]]:
-        turns = {name: [{"role": role, "content": row[name]}] for name, role in roles.items()}
-        return turns | {"prompt": system + turns["prompt"]}
+    def as_messages(rows: Mapping[str, list[str]]) -> dict[str, list[list[Message]]]:
+        turns = {name: [[{"role": role, "content": text}] for text in rows[name]] for name, role in roles.items()}
+        return turns | {"prompt": [system + turn for turn in turns["prompt"]]}
 
-    return dataset.map(as_messages, remove_columns=list(roles), desc="Making conversations")
+    return dataset.map(as_messages, batched=True, remove_columns=list(roles), desc="Making conversations")

@@ -48,7 +48,8 @@ class Records:
         """Name a row for a message: its line in a JSON Lines file, its number elsewhere; both count from 1."""
         row = row if self.picked is None else int(self.picked[row])
         if self.lines is not None:
-            numbers = [number for number, line in enumerate(self.lines.read_bytes().split(b"\n"), 1) if line.strip()]
+            with self.lines.open("rb") as file:
+                numbers = np.fromiter((number for number, line in enumerate(file, 1) if line.strip()), dtype=np.int64)
             if len(numbers) == (self.available or len(self.dataset)):
                 return f"{self.source} line {numbers[row]}"
         return f"{self.source} row {row + 1}"

@@ -1,10 +1,14 @@
 """Processor seconds, wall seconds and memory to encode preference pairs: ``burnish bench tokens --tokenizer DIR``.
 
-Short conversational pairs of random words are written to a JSON Lines file, and encoded from it by `encode_preference`
-in a process of its own, once for each number of ``--processes``; what it writes to the disk is not there yet. The rows
-must come out the same each time. Processor seconds are of all processes together. Memory is that of the process that
-has most: its resident set, which counts pages of the files that are mapped, and what it has without these, which is
-looked at four times a second.
+Short conversational pairs of random words are written to a JSON Lines file. A process of its own reads it, encodes it
+by `encode_preference` and plans every step of an epoch, as `burnish dpo` does, once for each number of ``--processes``;
+what it writes to the disk is not there yet. The rows must come out the same each time. Processor seconds are of all
+processes together, and of the parent, which is the part that more processes don't share; on a machine that does other
+work, too, they say more than the seconds.
+
+Memory is looked at twice a second, and listed for each tenth of the time: of the parent and of each process that
+tokenizes the resident set, which counts pages of the files that are mapped, and ``private``, what is not of a file; of
+all together the latter, pages that they share counted once.
 """
 
 import argparse
@@ -20,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +64,23 @@ def pairs(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
-    """Encode a file and say what it took; called in a process of its own."""
+    """Read, encode and plan a file and say what it took; called in a process of its own."""
     from transformers import AutoTokenizer
 
-    from ...data import Tokenization, encode_preference
+    from ...data import Batches, Tokenization, encode_preference, load_data, token_cost
 
     loaded: Any = AutoTokenizer.from_pretrained(tokenizer)
-    before, began = _processor_seconds(), time.perf_counter()
-    encoded, accounting = encode_preference(data, loaded, Tokenization(max_length=1024, processes=processes))
-    seconds, cpu_seconds = time.perf_counter() - began, _processor_seconds() - before
+    cpu_before, parent_before, times = _processor_seconds(), time.process_time(), [time.perf_counter()]
+    records, _ = load_data(data)
+    times.append(time.perf_counter())
+    encoded, accounting = encode_preference(records, loaded, Tokenization(max_length=1024, processes=processes))
+    times.append(time.perf_counter())
+    batches = Batches(
+        token_cost(encoded, shared_prompt=True), batch_size=64, micro_tokens=16_384, seed=0, epochs=1, ranks=2
+    )
+    steps = sum(1 for step in range(len(batches)) if batches.plan(step))
+    times.append(time.perf_counter())
+    cpu_seconds, parent_cpu_seconds = _processor_seconds() - cpu_before, time.process_time() - parent_before
     rows = hashlib.sha256()
     for table in encoded.with_format("arrow").iter(1000):
         for column in table.columns:
@@ -75,14 +88,16 @@ def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
                 rows.update(pc.list_value_length(column).to_numpy().tobytes())
                 column = pc.list_flatten(column)
             rows.update(column.to_numpy().tobytes())
-    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    parts = ("read_seconds", "encode_seconds", "plan_seconds")
     return {
         "processes": processes,
         "rows": len(encoded),
         "tokens": accounting.total_tokens,
-        "seconds": seconds,
+        "steps": steps,
+        "seconds": times[-1] - times[0],
+        **{name: after - before for name, (before, after) in zip(parts, pairwise(times), strict=True)},
         "cpu_seconds": cpu_seconds,
-        "max_rss_mb": max(resource.getrusage(kind).ru_maxrss for kind in kinds) / 1024,
+        "parent_cpu_seconds": parent_cpu_seconds,
         "sha256": rows.hexdigest(),
     }
 
@@ -92,26 +107,37 @@ def _processor_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def _words(file: Path) -> list[str]:
-    return file.read_text().split()
+def _memory(process: Path) -> dict[str, float]:
+    """The resident set of a process, and its pages of no file, shared ones in full and by their share, in MB."""
+    lines = (line.split() for line in (process / "smaps_rollup").read_text().splitlines()[1:])
+    kilobytes = {words[0]: int(words[1]) / 1024 for words in lines}
+    return {"resident": kilobytes["Rss:"], "private": kilobytes["Anonymous:"], "share": kilobytes["Pss_Anon:"]}
 
 
-def _watched(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, int]:
-    """Standard output, and the most bytes without mapped files that the process or one of its children has had."""
-    most = 0
+def _watched(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, dict[str, list[float]]]:
+    """Standard output, and the most MB in each tenth of the time, see above."""
+    samples: list[dict[str, float]] = []
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as running:
-        process = Path("/proc", str(running.pid))
+        parent = Path("/proc", str(running.pid))
         while running.poll() is None:
-            with contextlib.suppress(OSError):
-                children = [Path("/proc", pid) for task in process.glob("task/*/children") for pid in _words(task)]
-                status = [_words(each / "status") for each in (process, *children)]
-                kilobytes = [words[words.index("RssAnon:") + 1] for words in status if "RssAnon:" in words]
-                most = max([most, *(int(each) * 1024 for each in kilobytes)])
-            time.sleep(0.25)
+            with contextlib.suppress(OSError, KeyError):
+                children = [Path("/proc", pid) for task in parent.glob("task/*/children") for pid in _words(task)]
+                sizes = {"parent": _memory(parent)} | {f"process {n}": _memory(c) for n, c in enumerate(children, 1)}
+                sample = {f"{name}, {kind}": mb for name, size in sizes.items() for kind, mb in size.items()}
+                shares = [sample.pop(f"{name}, share") for name in sizes]
+                samples.append(sample | {"all, private": sum(shares)})
+            time.sleep(0.5)
         output = running.stdout.read() if running.stdout else ""
     if running.returncode:
         raise subprocess.CalledProcessError(running.returncode, command)
-    return output, most
+    bounds = [len(samples) * tenth // 10 for tenth in range(11)]
+    tenths = [samples[begin : max(end, begin + 1)] for begin, end in pairwise(bounds)]
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return output, {name: [round(max(each.get(name, 0) for each in tenth)) for tenth in tenths] for name in names}
+
+
+def _words(file: Path) -> list[str]:
+    return file.read_text().split()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,11 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = []
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as directory:
         data = str(write_jsonl(Path(directory) / "pairs.jsonl", pairs(flags.rows)))
-        for processes in flags.processes:
-            cache = {"HF_DATASETS_CACHE": f"{directory}/cache-{processes}", "TOKENIZERS_PARALLELISM": "false"}
+        for number, processes in enumerate(flags.processes):
+            cache = {"HF_DATASETS_CACHE": f"{directory}/cache-{number}", "TOKENIZERS_PARALLELISM": "false"}
             command = [sys.executable, "-m", f"{__package__}.tokens", "--tokenizer", flags.tokenizer, "--data", data]
-            output, anonymous = _watched([*command, "--processes", str(processes)], os.environ | cache)
-            run = json.loads(output.splitlines()[-1]) | {"max_anonymous_mb": anonymous / 2**20}
+            output, memory = _watched([*command, "--processes", str(processes)], os.environ | cache)
+            run = json.loads(output.splitlines()[-1]) | {"memory_mb": memory}
             run["cpu_seconds_per_10k"] = run["cpu_seconds"] / run["rows"] * 10_000
             run["minutes_per_million"] = run["seconds"] / run["rows"] * 1e6 / 60
             runs.append(run)
@@ -142,7 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{processes} processes: {run['cpu_seconds_per_10k']:.1f} processor seconds per 10,000 pairs, "
                 f"{run['minutes_per_million']:.1f} minutes per million, "
                 f"{runs[0]['seconds'] / run['seconds']:.2f}x as fast as {runs[0]['processes']}, "
-                f"{run['max_rss_mb']:.0f} MB, {run['max_anonymous_mb']:.0f} MB of them without files"
+                f"{max(memory['all, private'])} MB without files, "
+                f"{run['plan_seconds']:.1f} s to plan {run['steps']:,} steps"
             )
     if len({run["sha256"] for run in runs}) > 1:
         raise RuntimeError("the rows depend on the number of processes")

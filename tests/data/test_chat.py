@@ -1,8 +1,12 @@
+import copy
+import random
 import re
 
 import pytest
 from burnish.data.chat import Encoder, common_prefix
 from burnish.data.columns import BadRow
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -257,3 +261,57 @@ def test_a_prompt_gives_up_tokens_that_merge_with_an_answer(byte_tokenizer) -> N
 )
 def test_common_prefix(a, b, shared) -> None:
     assert common_prefix(a, b) == shared
+
+
+ALPHABET = [*"ab \n▁éx", "<", ">"]
+PIECES = ["<a>", "<a>b", "<e>", "a", "b", " ", "  ", "\n", "é", "e\u0301", "ab", " b", "x<", ">"]
+PRE_TOKENIZERS = {
+    "none": None,
+    "words": pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+(?!\S)|\s?\w+"), "isolated"),
+    "first": pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first", split=False)]),
+    "always": pre_tokenizers.Metaspace(prepend_scheme="always"),
+    "never": pre_tokenizers.Metaspace(prepend_scheme="never"),
+    "bytes": pre_tokenizers.ByteLevel(add_prefix_space=True),
+}
+NORMALIZERS = {
+    "none": None,
+    "prepends": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    "composes": normalizers.Sequence([normalizers.NFC(), normalizers.Strip()]),
+}
+ADDED: dict[str, dict[str, bool]] = {
+    "plain": {}, "left": {"lstrip": True}, "right": {"rstrip": True}, "word": {"single_word": True},
+    "normalized": {"normalized": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pre_tokenizer", PRE_TOKENIZERS)
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("added", ADDED)
+def test_a_text_has_the_tokens_that_its_tokenizer_gives_the_whole(pre_tokenizer, normalizer, added):
+    pieces = [*ALPHABET, *pre_tokenizers.ByteLevel.alphabet(), "▁b", "Ġb", "ab", "▁ab"]
+    core = Tokenizer(
+        models.BPE({piece: n for n, piece in enumerate(dict.fromkeys(pieces))}, [("▁", "b"), ("Ġ", "b"), ("a", "b")])
+    )
+    if PRE_TOKENIZERS[pre_tokenizer]:
+        core.pre_tokenizer = PRE_TOKENIZERS[pre_tokenizer]
+    if NORMALIZERS[normalizer]:
+        core.normalizer = NORMALIZERS[normalizer]
+    core.add_special_tokens([AddedToken("<a>", **ADDED[added]), AddedToken("<a>b", normalized=False), "<e>"])
+    core.enable_padding(length=64)  # left by another call
+    core.enable_truncation(3)
+    encoder, peer = Encoder(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>")), copy.deepcopy(core)
+    peer.no_padding()
+    peer.no_truncation()
+    draw = random.Random(0)
+    for _ in range(300):
+        text = "".join(draw.choices(PIECES, k=draw.randint(0, 9)))
+        assert encoder.bare(text) == peer.encode(text, add_special_tokens=False).ids, text
+
+
+def test_a_tokenizer_that_changes_texts_itself_has_its_way(byte_tokenizer):
+    class Shouts(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, **options):
+            return super()._encode_plus(text.upper(), **options)
+
+    tokenizer = Shouts(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    assert Encoder(tokenizer).bare("<|im_start|>a") == tokenizer("<|im_start|>a", add_special_tokens=False)["input_ids"]

@@ -2,8 +2,10 @@ import json
 import re
 import subprocess
 import sys
+import tracemalloc
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 from burnish.data import DataError, Tokenization, encode_preference, encode_supervised, example, load
 from datasets import Dataset
@@ -272,6 +274,34 @@ def test_several_processes_give_the_same_and_the_same_errors(bad_file, byte_toke
     assert account == same_account
     with pytest.raises(DataError, match=r"records row \d: .*; .*(fill|remove)"):
         encode_preference(rows, byte_tokenizer(), Tokenization(max_length=8, processes=2))
+
+
+def peak_of_encoding(path, tokenizer, rows: list[dict[str, str]]) -> int:
+    """Bytes at most of Python, and those that Arrow holds in the end; records and tokens are on the disk."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    records, before = load(path), pa.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        dataset, _ = encode_preference(records, tokenizer)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(dataset) == len(rows) and dataset.cache_files
+    return peak + pa.total_allocated_bytes() - before
+
+
+def test_three_times_the_rows_take_no_more_memory(tmp_path, byte_tokenizer) -> None:
+    def rows(count: int) -> list[dict[str, str]]:
+        return [{"prompt": f"prompt {n}", "chosen": "yes " * 10, "rejected": "no " * 10} for n in range(count)]
+
+    few, many = (peak_of_encoding(tmp_path / f"{n}.jsonl", byte_tokenizer(), rows(n)) for n in (1000, 3000))
+    assert many - few < 2000 * 50  # an example has 80 tokens and as many masks
+
+
+def test_rows_of_many_tokens_wait_for_their_batch_in_few_bytes(tmp_path, byte_tokenizer) -> None:
+    rows = [{"prompt": "prompt " * 600 + f"{n}", "chosen": "yes " * 600, "rejected": "no " * 600} for n in range(100)]
+    tokens = sum(len(row[name]) for row in rows for name in row)
+    assert peak_of_encoding(tmp_path / "long.jsonl", byte_tokenizer(), rows) < 12 * tokens  # text, id and mask of each
 
 
 def test_pairs_that_are_there_both_ways_are_counted(byte_tokenizer) -> None:

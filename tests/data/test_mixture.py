@@ -1,6 +1,7 @@
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -208,6 +209,16 @@ def test_each_part_is_encoded_by_its_own_layout_and_counted(write, byte_tokenize
     assert (account.read, account.kept, account.parts[1].available) == (6, len(mixed), 4)
     assert str(account).splitlines()[0].startswith("2 parts: 6 rows read, ")
     assert "\n  chat.jsonl: 3 rows read of 4, " in str(account)
+
+
+def test_a_mixture_with_rows_left_out_is_not_written_again(write, byte_tokenizer) -> None:
+    rows = [{"prompt": f"p{n}", "completion": "c" * (n != 1)} for n in range(3)]
+    data = [write("x", rows), write("y", rows)]
+    mixed, account = encode_supervised(data, byte_tokenizer(), Tokenization(on_bad_row="skip"))
+    folders = [Path(part.dataset.cache_files[0]["filename"]).parent for part in load_data(data)[0]]
+    assert [len(list(folder.glob("cache-*.arrow"))) for folder in folders] == [1, 1]
+    assert mixed["_row"][:] == [0, 2, 3, 5]
+    assert account.skipped == {"empty": 2}
 
 
 def test_numbers_beside_the_parts_agree(write, byte_tokenizer) -> None:

@@ -1,5 +1,6 @@
 import json
 import re
+import tracemalloc
 
 import datasets
 import pytest
@@ -35,6 +36,16 @@ def test_every_source_of_records_gives_the_same_rows(tmp_path) -> None:
     ]
     for source in sources:
         assert list(load(source).dataset) == ROWS, source
+
+
+def test_a_row_of_a_large_file_is_named_without_holding_the_file(tmp_path) -> None:
+    records = load(write(tmp_path / "a.jsonl", "\n" + lines([{"prompt": "a" * 100_000}] * 100)))
+    tracemalloc.start()
+    try:
+        assert records.where(99) == "a.jsonl line 101"
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_part_of_a_split_can_be_read(tmp_path) -> None:
