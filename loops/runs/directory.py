@@ -77,7 +77,8 @@ def check_directory(config: Common) -> None:
         raise ValueError(
             f"output: {config.output} already holds a run; go on with it (--resume true) or name another directory"
         )
-    now, before = yaml.safe_load(to_yaml(config)), None
+    now = yaml.safe_load(to_yaml(config))
+    before: Any = None
     with suppress(yaml.YAMLError):
         before = yaml.safe_load(path.read_bytes())
     if not isinstance(before, dict):

@@ -76,8 +76,7 @@ def _check_model(field: str, path: Path) -> None:
             f"{field}: {path} is neither a directory that holds a model and its tokenizer, nor one on the Hub: {wrong}"
         )
     if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
-        trained = path / "model"
-        hint = f"; a run left one in {trained}" if (trained / "config.json").exists() else ""
+        hint = f"; a run left one in {path / 'model'}" if (path / "model/config.json").exists() else ""
         raise ValueError(
             f"{field}: {path}: no config.json; wanted the directory that holds a model and its tokenizer{hint}"
         )

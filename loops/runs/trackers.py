@@ -34,9 +34,7 @@ _PRIVATE = "vllm.environment"  # may hold keys
 
 def open_trackers(accelerator: Accelerator, config: Common, start: int) -> None:
     """Start the configured trackers under the project and the name of the run, and give them the configuration.
-
-    Args:
-        start: the step that a run resumes from; TensorBoard hides what an earlier process logged after it.
+    TensorBoard hides what an earlier process logged after the step ``start``, from which the run resumes.
 
     Raises:
         ValueError: if one of them does not start, for example without a login.
