@@ -97,13 +97,11 @@ def check_directory(config: Common) -> None:
 
 def _completed(settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Settings with the defaults of those that they lack, as those of an earlier version do."""
-    completed = dict(settings)
+    completed = {}
     for each in fields(config):
-        if each.name not in settings:
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            completed[each.name] = _described(default)
-        elif isinstance(settings[each.name], Mapping) and is_dataclass(group := getattr(config, each.name)):
-            completed[each.name] = _completed(settings[each.name], group)
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        value, group = settings.get(each.name, _described(default)), getattr(config, each.name)
+        completed[each.name] = _completed(value, group) if isinstance(value, dict) and is_dataclass(group) else value
     return completed
 
 
