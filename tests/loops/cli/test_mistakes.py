@@ -398,7 +398,7 @@ def test_the_traceback_of_a_mistake_is_shown_on_demand(burnish):
         (PermissionError(13, "Permission denied", "/x/y"), "Permission denied: '/x/y'"),
         (ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"), "flash_attn.*install what is missing"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: lower micro_tokens"),
-        (KeyboardInterrupt(), "interrupted before the first step"),
+        (KeyboardInterrupt(), "interrupted; --resume true goes on from the last checkpoint, if any"),
     ],
     ids=lambda value: type(value).__name__,
 )
