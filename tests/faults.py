@@ -41,7 +41,7 @@ TESTS = {
     "SIGKILL at random moments and in writes; a checkpoint cut (sft, dpo)": (SAME, ["runs/test_resume.py"]),
     "SIGKILL at random moments and in writes of online runs": (
         "the same bits, resumed; each sample once", ["recipes/test_killed_online.py"]),
-    "SIGKILL of a rank in a step of 11 recipes, resumed on 1, 2 and 4 ranks, in copies or shards": (
+    "SIGKILL of a rank in a step of 13 recipes, resumed on 1, 2 and 4 ranks, in copies or shards": (
         "weights, metrics and log-probs of one process to 1e-10, resumed", ["runs/test_recipes_resharded.py"]),
     "another number of ranks, or kind of shards": ("the weights of one process to 1e-10", [
         "runs/test_resharding.py::test_a_run_goes_on_in_another_world_to_the_same_weights"]),

@@ -195,7 +195,7 @@ def _run(
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         done = perform(recipe, config)
     except KeyboardInterrupt:
-        print(f"burnish {name}: interrupted before the first step; nothing is lost", file=sys.stderr)
+        print(f"burnish {name}: interrupted; --resume true goes on from the last checkpoint, if any", file=sys.stderr)
         return 130
     except SystemExit as stopped:
         if name == "demo" and stopped.code not in (0, 2):

@@ -257,8 +257,11 @@ def save_model(
             options: Any = {"selected_adapters": ["default"], "save_embedding_layers": False}  # the reference's not
             model.save_pretrained(str(directory / "adapter"), state_dict=adapters, **options)
     if write:
-        _assembled(policy.plain, weights).save_pretrained(target, max_shard_size=_FILE)
+        # An earlier model goes first, and weights come last: what is left half-way can't be loaded.
+        for old in target.glob("*.safetensors*"):
+            old.unlink()
         tokenizer.save_pretrained(target)
+        _assembled(policy.plain, weights).save_pretrained(target, max_shard_size=_FILE)
 
 
 def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:

@@ -253,6 +253,7 @@ def open_sample_log(
                 table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
                 rows.append((str(sample.task), prompt, sample.text, rewards))
             Console().print(table)
-            log_table(trackers, "completions", samples[0].task, columns, rows)
+            version = max((span.version for sample in samples for span in sample.spans), default=0)
+            log_table(trackers, "completions", version, columns, rows)
 
     return write

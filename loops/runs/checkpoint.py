@@ -33,14 +33,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ..models.sharding import tp_size
 from .ranks import from_main, gloo_group
 from .state import capture, dump, random_state, restore, set_random_state, trained_state
-from .storage import DirectoryWriter, damage, remove_partial
+from .storage import DirectoryWriter, damage, remove_partial, write
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process saves and loads without a group
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint, or the trained model, could not be written, or none could be read."""
+    """A checkpoint, or another file of a run, could not be written, or no checkpoint could be read."""
 
 
 @contextmanager
@@ -71,6 +71,14 @@ def writing(what: str, directory: Path) -> Iterator[None]:
             f"{newest[0] + ' is intact' if newest else 'There is no earlier checkpoint'}: {remedy}"
             f"start again with --resume true ({cause})"
         ) from error
+
+
+def replace(path: Path, content: str) -> None:
+    """Replace a file of a run; a process that is killed leaves it whole. Raises as `writing` does."""
+    with writing(path.name, path.parent / "checkpoints"):
+        partial = path.with_suffix(".partial")
+        write(partial, [content.encode()])
+        partial.replace(path)
 
 
 def _cause(error: BaseException) -> tuple[BaseException, str]:
@@ -119,11 +127,12 @@ def save(
     final, group = path_of(directory, step), gloo_group("checkpoint")
 
     def drop_older() -> None:
-        for old in _all(directory)[keep:]:
+        up_to_this = [path for path in _all(directory) if path <= final]  # later ones were found damaged
+        for old in up_to_this[keep:]:
             if best is None or old != path_of(directory, best):
                 shutil.rmtree(old)
 
-    def write() -> Path:
+    def write_all() -> Path:
         with writing(f"checkpoint of step {step}", directory):
             try:
                 writer = DirectoryWriter(final, files, drop_older)
@@ -134,7 +143,7 @@ def save(
                 raise
         return final
 
-    return write() if thread is None else thread.submit(write)
+    return write_all() if thread is None else thread.submit(write_all)
 
 
 class Saver:

@@ -5,8 +5,8 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..config import Common
+from .checkpoint import replace
 from .ranks import from_main, meet
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def claimed(config: Common, description: str, accelerator: Accelerator) -> Itera
             ) from error
         if not config.resume:
             check_directory(config)
-        (directory / "config.yaml").write_text(description)
+        replace(directory / "config.yaml", description)
 
     with ExitStack() as held:
         meet(accelerator)  # every rank has looked at the directory before the main process writes to it
@@ -76,7 +77,13 @@ def check_directory(config: Common) -> None:
         raise ValueError(
             f"output: {config.output} already holds a run; go on with it (--resume true) or name another directory"
         )
-    before, now = yaml.safe_load(path.read_text()), yaml.safe_load(to_yaml(config))
+    now = yaml.safe_load(to_yaml(config))
+    before: Any = None
+    with suppress(yaml.YAMLError):
+        before = yaml.safe_load(path.read_bytes())
+    if not isinstance(before, dict):
+        raise ValueError(f"resume: {path} is damaged; write the run's settings into it, or remove it to trust these")
+    before = _completed(before, config)
     for key in now:
         if key not in _FREE and before.get(key) != now[key]:
             raise ValueError(
@@ -86,6 +93,16 @@ def check_directory(config: Common) -> None:
         if key in ("steps", "epochs") and before.get(key) != now[key] and config.schedule != "constant":
             log.warning("resume: %s was %s, now it is %s: the learning rate goes on as if it had been so all along",
                         key, before.get(key), now[key])  # fmt: skip
+
+
+def _completed(settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Settings with the defaults of those that they lack, as those of an earlier version do."""
+    completed = {}
+    for each in fields(config):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        value, group = settings.get(each.name, _described(default)), getattr(config, each.name)
+        completed[each.name] = _completed(value, group) if isinstance(value, dict) and is_dataclass(group) else value
+    return completed
 
 
 def to_yaml(config: Common) -> str:

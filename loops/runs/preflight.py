@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 from torch import nn
@@ -77,16 +76,20 @@ def _check_model(field: str, path: Path) -> None:
             f"{field}: {path} is neither a directory that holds a model and its tokenizer, nor one on the Hub: {wrong}"
         )
     if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise ValueError(f"{field}: {path}: no config.json; wanted the directory that holds a model and its tokenizer")
+        hint = f"; a run left one in {path / 'model'}" if (path / "model/config.json").exists() else ""
+        raise ValueError(
+            f"{field}: {path}: no config.json; wanted the directory that holds a model and its tokenizer{hint}"
+        )
     if not any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
         raise ValueError(f"{field}: {path}: no weights; wanted model.safetensors or the like beside its config.json")
 
 
 def _check_writable(path: Path) -> None:
     """Create and remove a directory at the run's path, because permissions alone don't guarantee that writing works."""
-    above = next(each for each in (path, *path.absolute().parents) if each.exists())
+    above = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if not above.is_dir():
-        raise ValueError(f"output: {above} is a file; name another directory")
+        kind = "a link to nothing" if above.is_symlink() else "a file"
+        raise ValueError(f"output: {above} is {kind}; name another directory")
     try:
         tempfile.TemporaryDirectory(dir=above, prefix=".burnish-").cleanup()
     except OSError as error:
@@ -103,17 +106,10 @@ def check_tokens(model: nn.Module, tokenizer: Any, *data: Dataset | None) -> Non
     if embeddings >= len(tokenizer):
         return
     for part in filter(None, data):
-        largest = max(
-            _largest(part.data.column(name)) for name in ("prompt", "completions") if name in part.column_names
-        )
+        columns = [part.data.column(name) for name in ("prompt", "completions") if name in part.column_names]
+        largest = max(pc.max(pc.list_flatten(column, recursive=True)).as_py() or 0 for column in columns)
         if largest >= embeddings:
             raise ValueError(
                 f"model: it has {embeddings} embeddings, and its tokenizer {len(tokenizer)} tokens, of which the data "
                 f"has number {largest}; take the tokenizer that the model was made with"
             )
-
-
-def _largest(column: Any) -> int:
-    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        column = pc.list_flatten(column)
-    return pc.max(column).as_py() or 0

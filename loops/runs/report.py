@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from ..config import Common
+from .checkpoint import replace, writing
 from .trackers import for_trackers, open_trackers
 
 _TOLD = ("loss", "nll", "reward", "rewards/accuracies", "rewards/margins")
@@ -38,13 +39,11 @@ def journal(
         steps_per_epoch: for the share of the data that was seen.
     """
     main, path = accelerator.is_main_process, None if directory is None else directory / "metrics.jsonl"
-    open_trackers(accelerator, config)
+    open_trackers(accelerator, config, start)
     before = written(directory, start)
     num_tokens = sum(json.loads(line).get("input_tokens", 0.0) for line in before)
     if path is not None and main:
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(before))
-        partial.replace(path)
+        replace(path, "".join(before))
     console = Console()
     columns = ("step", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     disable = not (main and console.is_terminal)
@@ -56,7 +55,7 @@ def journal(
         nonlocal num_tokens, shown
         numbers = {name: value if isinstance(value, int | float) else float(value) for name, value in metrics.items()}
         if path is not None and main:
-            with path.open("a") as file:
+            with writing(f"step {step} of metrics.jsonl", path.parent / "checkpoints"), path.open("a") as file:
                 file.write(json.dumps({"step": step, **numbers}) + "\n")
         num_tokens += numbers.get("input_tokens", 0.0)
         totals = {"epoch": step / steps_per_epoch, "num_tokens": num_tokens} if "loss" in numbers else {}

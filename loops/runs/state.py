@@ -169,7 +169,7 @@ def random_state() -> dict[str, Any]:
     name, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],  # of this rank's device
         "numpy": (name, keys.tolist(), *rest),
         "python": random.getstate(),
     }
@@ -178,6 +178,7 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        own = min(torch.cuda.current_device(), len(state["cuda"]) - 1)  # earlier versions saved those of all devices
+        torch.cuda.set_rng_state(state["cuda"][own])
     numpy.random.set_state(state["numpy"])
     random.setstate(state["python"])

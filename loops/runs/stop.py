@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 # A shell's exit status for a signal; 75 is EX_TEMPFAIL, on which a batch system queues the job again.
@@ -43,7 +43,8 @@ def signals(*, visible: bool) -> Iterator[dict[str, float]]:
         if not any(received.values()):
             received[caught.name] = 1.0
             if visible:  # `print` may have been interrupted itself
-                os.write(2, f"{caught.name}: stops after this step; a second SIGINT ends it at once\n".encode())
+                with suppress(OSError):  # Ctrl-C also ends what reads a pipe
+                    os.write(2, f"{caught.name}: stops after this step; a second SIGINT ends it at once\n".encode())
 
     if threading.current_thread() is threading.main_thread():
         usual = (signal.SIG_DFL, signal.default_int_handler)

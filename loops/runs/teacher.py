@@ -59,10 +59,6 @@ def open_teacher(
     def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
         metadata = {"temperature": str(temperature), "examples": digest(data.select_columns(list(Example._fields)))}
         path = Path(config.logprobs or context.directory / f"teacher-{data._fingerprint}.safetensors")
-        if config.logprobs and not path.exists():
-            raise DataError(
-                f"{path}: no such file; a run with top_k leaves one, teacher-....safetensors, in its directory"
-            )
         feed = context.feed(data, whole=True)
         tensors, written = stored_tokens(path, feed, likeliest, context.accelerator, metadata)
         if written["examples"] != metadata["examples"]:

@@ -32,14 +32,16 @@ _RUN_NAME = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab"
 _PRIVATE = "vllm.environment"  # may hold keys
 
 
-def open_trackers(accelerator: Accelerator, config: Common) -> None:
+def open_trackers(accelerator: Accelerator, config: Common, start: int) -> None:
     """Start the configured trackers under the project and the name of the run, and give them the configuration.
+    TensorBoard hides what an earlier process logged after the step ``start``, from which the run resumes.
 
     Raises:
         ValueError: if one of them does not start, for example without a login.
     """
     name = config.run_name or Path(config.output or "burnish").name
     named: dict[str, dict[str, Any]] = {tracker: {argument: name} for tracker, argument in _RUN_NAME.items()}
+    named["tensorboard"] = {"purge_step": start + (start > 0)}
     tensorboard = [str(tracker) for tracker in accelerator.log_with] == ["tensorboard"]
     # TensorBoard makes a directory for the project, besides the one that it is already in.
     project = "logs" if tensorboard and config.project is None else config.project or "burnish"

@@ -239,7 +239,7 @@ class Training:
             self.save()
         if main:
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
-            finished = "no steps were left; " if self.start == self.feed.steps else ""
+            finished = "no steps were left; " if self.start >= self.feed.steps else ""
             print(f"{finished}the model is in {self.directory / 'model'}")
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of every offline recipe and of an online one, on as many ranks and in as many shards as are asked for."""
+"""Whole runs of every recipe, on as many ranks and in as many shards as are asked for."""
 
 import gc
 import itertools
@@ -17,10 +17,12 @@ from burnish.loops.config import Lora, Parallel, Teacher
 from burnish.loops.recipes.distill import run_distill
 from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.kto import run_kto
+from burnish.loops.recipes.online_dpo import run_online_dpo
+from burnish.loops.recipes.ppo import run_ppo
 from burnish.loops.recipes.preference import run_cpo, run_dpo, run_orpo
 from burnish.loops.recipes.prm import run_prm
 from burnish.loops.recipes.reward import run_reward
-from burnish.loops.recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PRM, SFT, Distill, Reward
+from burnish.loops.recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, SFT, Distill, OnlineDPO, Reward
 from burnish.loops.recipes.sft import run_sft
 from burnish.loops.runs import ranks
 from signalled import in_step
@@ -32,7 +34,7 @@ _COMMON = {"steps": 3, "batch_size": 5, "micro_tokens": 40, "learning_rate": 1e-
 _COMMON |= {"dtype": "float64", "max_grad_norm": 0.5, "weight_decay": 0.1}
 # Four steps on each rollout, so that a checkpoint may hold one that has further steps.
 _ONLINE = {"rewards": {"online:even": 1.0}, "prompts_per_rollout": 3, "group_size": 3, "max_tokens": 6, "show_every": 0}
-_ONLINE |= {"epochs_per_rollout": 2, "minibatches": 2, "old_logprobs": "recomputed", "beta": 0.1}
+_ONLINE |= {"epochs_per_rollout": 2, "minibatches": 2, "beta": 0.1}
 
 # By name: recipe, its settings, which data, and what differs from the settings that all share.
 RUNS = {
@@ -54,7 +56,10 @@ RUNS = {
     "sft_float32": (run_sft, SFT, "messages", {"model": "bfloat16", "dtype": "float32"}),
     "dpo_float32": (run_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "float32"}),
     "distill_top_k": (run_distill, Distill, "messages", {"teacher": Teacher(model="teacher", top_k=5)}),
-    "grpo": (run_grpo, GRPO, "prompts", _ONLINE),
+    "grpo": (run_grpo, GRPO, "prompts", {**_ONLINE, "old_logprobs": "recomputed"}),
+    "ppo": (run_ppo, PPO, "prompts", {**_ONLINE, "lam": 0.9, "max_tokens": 8}),
+    "ppo_critic": (run_ppo, PPO, "prompts", {**_ONLINE, "value_model": "judge"}),
+    "online_dpo": (run_online_dpo, OnlineDPO, "prompts", {**_ONLINE, "rewards": {"reward_model": {"model": "judge"}}}),
 }
 
 
@@ -63,6 +68,8 @@ def prepare(directory):
     for seed, name in enumerate(("start", "teacher", "tied", "bfloat16")):
         dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
         save_model(directory / name, seed=seed, dtype=dtype, tie_word_embeddings=name == "tied")
+    judge = transformers.AutoConfig.from_pretrained(save_model(directory / "judge"), num_labels=1, pad_token_id=0)
+    transformers.AutoModelForSequenceClassification.from_config(judge).save_pretrained(directory / "judge")
     pairs = sums(ROWS)
     feedback = [
         {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
@@ -103,6 +110,10 @@ def train(start, shards, name, output, mortal=None, together=1, **fields):
         del fields["batch_size"]
     if teacher := fields.get("teacher"):
         fields["teacher"] = replace(teacher, model=str(directory / teacher.model))
+    if "value_model" in fields:
+        fields["value_model"] = str(directory / fields["value_model"])
+    if judge := fields.get("rewards", {}).get("reward_model"):
+        fields["rewards"] = {"reward_model": {"model": str(directory / judge["model"])}}
     norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
     with ExitStack() as patches:
         patches.enter_context(patch.object(norm, "forward", _in_full_precision))

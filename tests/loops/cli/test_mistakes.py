@@ -44,10 +44,18 @@ def places(tmp_path_factory):
     (root / "bad.jinja").write_text(CHATML + "{% if %}")
     (root / "broken.yaml").write_text("steps: [1, 2\n")
     (root / "unwritable").mkdir()
+    (root / "link").symlink_to(root / "nowhere")
     sys.path.insert(0, str(root))
     (root / "my_broken_reward.py").write_text("import math\nmath.nothing\n")
     (root / "my_reward.py").write_text("def right(completion, row):\n    return 1.0\n")
-    made |= {"root": root, "model": model, "few_embeddings": small, "file": file, "missing": root / "missing"}
+    made |= {
+        "root": root,
+        "model": model,
+        "few_embeddings": small,
+        "file": file,
+        "missing": root / "missing",
+        "link": root / "link",
+    }
     yield {name: str(path) for name, path in made.items()}
     sys.path.remove(str(root))
 
@@ -170,10 +178,11 @@ EARLY = [
     ("dpo", ["--eval_data", "{root}/nosuch.jsonl"], "nosuch.jsonl: no such file"),
     ("dpo", ["--model", "{missing}"], "model: .*missing is neither a directory.*: there is no such directory"),
     ("dpo", ["--model", "{root}/file"], "model: .*file is neither a directory.*: it is a file"),
-    ("dpo", ["--model", "{root}"], "model: .*no config.json"),
+    ("dpo", ["--model", "{root}"], "model: .*no config.json.*; a run left one in .*/model$"),
     ("dpo", ["--model", "{no_weights}"], "model: .*no_weights.*no weights"),
     ("dpo", ["--output", "{root}/file"], "output: .*is a file"),
     ("dpo", ["--output", "{root}/file/below"], "output: .*is a file"),
+    ("dpo", ["--output", "{link}"], "output: .*link is a link to nothing"),
     ("dpo", ["--output", "/proc/burnish"], "output: .*can't be written"),
     ("dpo", ["--chat_template", "nosuch.jinja"], "chat_template: there is no file 'nosuch.jinja'"),
     ("dpo", ["--chat_template", "{root}"], "chat_template: there is no file"),
@@ -389,7 +398,7 @@ def test_the_traceback_of_a_mistake_is_shown_on_demand(burnish):
         (PermissionError(13, "Permission denied", "/x/y"), "Permission denied: '/x/y'"),
         (ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"), "flash_attn.*install what is missing"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: lower micro_tokens"),
-        (KeyboardInterrupt(), "interrupted before the first step"),
+        (KeyboardInterrupt(), "interrupted; --resume true goes on from the last checkpoint, if any"),
     ],
     ids=lambda value: type(value).__name__,
 )

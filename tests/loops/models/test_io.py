@@ -15,7 +15,7 @@ from burnish.loops.train.optimizers import make_optimizer
 from tiny import FAMILIES, make_examples, make_model
 from tiny import save_model as save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, modeling_utils
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +331,25 @@ def test_a_model_is_saved_in_the_dtype_that_it_was_loaded_from(fields, expected,
     before = AutoModelForCausalLM.from_pretrained(start, dtype="auto").state_dict()
     for name, weight in saved.state_dict().items():
         assert torch.equal(weight, before[name].to(expected)), name  # an untrained adapter adds nothing
+
+
+def test_a_model_that_is_half_replaced_can_not_be_loaded(tmp_path, monkeypatch):
+    policy = Policy(load_model(config(save_tiny_model(tmp_path / "start"))))
+    tokenizer, usual, files = load_tokenizer(config(tmp_path / "start")), modeling_utils.safe_save_file, []
+    monkeypatch.setattr("burnish.loops.models.io._FILE", "100KB")
+    save_model(policy, tokenizer, tmp_path / "run")
+
+    def save_one(*arguments, **options):
+        if files:
+            raise OSError("No space left on device")
+        files.append(usual(*arguments, **options))
+
+    monkeypatch.setattr(modeling_utils, "safe_save_file", save_one)
+    policy.plain.model.embed_tokens.weight.data.mul_(2)
+    with pytest.raises(OSError, match="No space left"):
+        save_model(policy, tokenizer, tmp_path / "run")
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
 
 
 def test_a_large_model_is_saved_in_several_files_with_its_generation_settings(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import threading
 import time
 from contextlib import closing
@@ -15,7 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.runs import checkpoint, storage
-from burnish.loops.runs.state import capture
+from burnish.loops.runs.state import capture, random_state, set_random_state
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.testing._internal.two_tensor import TwoTensor
@@ -43,6 +42,22 @@ def test_what_is_saved_comes_back(tmp_path, parts):
     assert torch.equal(torch.rand(3), following)
 
 
+def test_the_generator_of_its_own_device_comes_back_on_a_machine_with_fewer(monkeypatch):
+    set_states = []
+    for name, function in {
+        "is_available": lambda: True,
+        "current_device": lambda: 3,
+        "get_rng_state": lambda: torch.tensor([7]),
+        "set_rng_state": set_states.append,
+        "get_rng_state_all": lambda: [torch.tensor([index]) for index in range(8)],
+        "set_rng_state_all": lambda states: [("cuda:0",)[index] for index, _ in enumerate(states)],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    set_random_state(random_state())
+    set_random_state({**random_state(), "cuda": [torch.tensor([index]) for index in range(5)]})
+    assert set_states == [7, 3]
+
+
 def test_what_was_written_is_not_read_again_for_its_sha256(tmp_path, parts, monkeypatch):
     read = []
     monkeypatch.setattr(storage, "sha256_of", read.append)
@@ -60,32 +75,22 @@ def test_only_the_newest_are_kept(tmp_path, parts):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
-@pytest.mark.parametrize("file", ["state.pt", "random-0.pt", "shard-0.safetensors"])
-@pytest.mark.parametrize(
-    "damage",
-    ["truncated", "flipped bit", "missing file", "stray shard", "no manifest", "half a manifest", "other manifest"],
-)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, parts, caplog, damage, file):
+def test_a_damaged_one_does_not_take_the_place_of_one_that_is_kept(tmp_path, parts):
+    for step in (1, 3):
+        checkpoint.save(tmp_path, step, **parts)
+    os.truncate(tmp_path / "step-00000003/state.pt", 10)
+    assert checkpoint.load_newest(tmp_path, **parts) == 1
+    checkpoint.save(tmp_path, 2, **parts, keep=1)
+    assert checkpoint.load_newest(tmp_path, **parts) == 2
+    checkpoint.save(tmp_path, 3, **parts, keep=1)
+    assert checkpoint.load_newest(tmp_path, **parts) == 3 and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(("file", "content"), [("manifest.json", b'["state.pt"]'), ("random-0.pt", b"half")])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, parts, caplog, file, content):
+    """Each file is damaged in every way in test_faults."""
     checkpoint.save(tmp_path, 1, **parts)
-    state = checkpoint.save(tmp_path, 2, **parts) / file
-    manifest = state.with_name("manifest.json")
-    match damage:
-        case "truncated":
-            os.truncate(state, 100)
-        case "flipped bit":
-            content = bytearray(state.read_bytes())
-            content[len(content) // 2] ^= 1
-            state.write_bytes(content)
-        case "missing file":
-            state.unlink()
-        case "stray shard":
-            shutil.copy(state, state.with_name("shard-1.safetensors"))
-        case "no manifest":
-            manifest.unlink()
-        case "half a manifest":
-            os.truncate(manifest, 20)
-        case "other manifest":
-            manifest.write_text('["state.pt"]')
+    (checkpoint.save(tmp_path, 2, **parts) / file).write_bytes(content)
     assert checkpoint.load_newest(tmp_path, **parts) == 1
     assert "step-00000002 is damaged and passed over" in caplog.text
 

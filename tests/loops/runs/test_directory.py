@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from burnish.loops.recipes.settings import SFT
 from burnish.loops.recipes.sft import run_sft
 from burnish.loops.runs import checkpoint, context
@@ -103,6 +105,48 @@ def test_of_two_runs_that_begin_at_once_one_is_refused(settings, monkeypatch):
     with pytest.raises(ValueError, match="already holds a run"):
         run_sft(SFT(**settings))
     assert len(other) == 1
+
+
+def test_settings_that_came_later_have_their_defaults_in_an_older_run(settings, tmp_path, monkeypatch):
+    stopped_at(2, settings, monkeypatch)
+    path = tmp_path / "run/config.yaml"
+    written = yaml.safe_load(path.read_text())
+    for group, name in ((written, "max_grad_norm"), (written["lora"], "alpha"), (written, "report_to")):
+        del group[name]
+    path.write_text(yaml.safe_dump(written))
+    with pytest.raises(ValueError, match=r"was run with max_grad_norm=1\.0, now it is 2\.0"):
+        run_sft(SFT(**settings, resume=True, max_grad_norm=2.0))
+    run_sft(SFT(**settings, resume=True))
+    assert yaml.safe_load(path.read_text())["lora"]["alpha"] == SFT(**settings).lora.alpha
+
+
+@pytest.mark.parametrize("content", ["", "steps: [1, 2\n"])
+def test_a_damaged_configuration_is_told_in_a_line(content, settings, tmp_path, monkeypatch):
+    stopped_at(2, settings, monkeypatch)
+    (tmp_path / "run/config.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"resume: .*config\.yaml is damaged; write the run's settings into it"):
+        run_sft(SFT(**settings, resume=True))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_disk_that_is_full_when_a_run_is_resumed_leaves_its_files_as_they_were(name, settings, tmp_path, monkeypatch):
+    stopped_at(2, settings, monkeypatch)
+    before, usual = (tmp_path / "run" / name).read_bytes(), Path.open
+
+    def full(path, mode="r", *arguments, **options):
+        opened = usual(path, mode, *arguments, **options)
+        if "w" in mode and path.stem == name.partition(".")[0]:
+            opened.close()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened
+
+    monkeypatch.setattr(Path, "open", full)
+    told = rf"^{name} could not be written to .*: the disk is full .*step-00000002 is intact: make room and start again"
+    with pytest.raises(checkpoint.CheckpointError, match=told):
+        run_sft(SFT(**settings, resume=True))
+    monkeypatch.undo()
+    assert (tmp_path / "run" / name).read_bytes() == before
+    run_sft(SFT(**settings, resume=True))
 
 
 def test_other_steps_bend_the_schedule_which_is_said(settings, monkeypatch, caplog):

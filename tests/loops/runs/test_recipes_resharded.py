@@ -25,12 +25,15 @@ EXACT = 1e-10
 STEPS, SAVE_EVERY = 6, 2
 ORDERS = {"steps": STEPS, "save_every": SAVE_EVERY}
 RECIPES = ["sft", "dpo", "dpo_adapters", "dpo_precomputed", "kto", "orpo", "cpo", "reward", "prm", "distill", "grpo"]
+ONLINE = ["ppo", "ppo_critic", "online_dpo"]
 # In how many ranks of which kind; the number of shards that a copy of the model is in.
 SHARDS = {"1 one": 1, "2 ddp": 1, "2 fsdp": 2, "4 ddp": 1, "4 fsdp": 4, "4 hsdp": 2}
 KILLED = ["1 one", "2 ddp", "2 fsdp", "4 hsdp"]
 # Each recipe is killed in each of these worlds, goes on in each of the others, and from each of these to those.
 FACTORS = [RECIPES, KILLED, list(SHARDS)]
 ALL = [tuple(values[i] for values, i in zip(FACTORS, each, strict=True)) for each in covering(FACTORS, 2)]
+# Each online recipe goes on in each of the worlds that it was killed in, from another one of them.
+CROSSED = [(name, KILLED[i - k], target) for k, name in enumerate(ONLINE, 1) for i, target in enumerate(KILLED)]
 QUICK = {"1 one": [("dpo", "2 fsdp")], "2 fsdp": [("sft", "1 one")]}
 
 
@@ -104,15 +107,12 @@ def outputs(recipe, run):
     [
         *(pytest.param(world, cases, id=world) for world, cases in QUICK.items()),
         *(
-            pytest.param(world, [("grpo", "2 fsdp")], id=f"online to {world}", marks=pytest.mark.slow)
-            for world in ("1 one", "2 ddp", "2 fsdp")
-        ),
-        *(
             pytest.param(
-                world, [(recipe, source) for recipe, source, target in ALL if target == world],
-                id=f"all to {world}", marks=pytest.mark.slow,
+                world, [(recipe, source) for recipe, source, target in cases if target == world],
+                id=f"{name} to {world}", marks=pytest.mark.slow,
             )
-            for world in SHARDS
+            for name, cases, worlds in (("online", CROSSED, KILLED), ("all", ALL, SHARDS))
+            for world in worlds
         ),
     ],
 )  # fmt: skip
@@ -126,16 +126,18 @@ def test_a_recipe_that_was_killed_goes_on_in_another_world_to_the_end_of_one_pro
         assert status == 0, printed[-3000:]
     for (recipe, source), run in zip(cases, runs, strict=True):
         one = unbroken(recipe)
-        expected, weights = (load_file(each / "model/model.safetensors") for each in (one, run))
-        assert weights.keys() == expected.keys()
-        for name, weight in expected.items():
-            torch.testing.assert_close(weights[name], weight, rtol=0, atol=EXACT, msg=f"{run.name}: {name}")
-            assert source != world or world != "1 one" or torch.equal(weights[name], weight)
+        written = [one / "model/model.safetensors", *one.glob("critic/model/*"), *one.glob("value_head.safetensors")]
+        for file in (path for path in written if path.suffix == ".safetensors"):  # those of values, too
+            expected, weights = load_file(file), load_file(run / file.relative_to(one))
+            assert weights.keys() == expected.keys()
+            for name, weight in expected.items():
+                torch.testing.assert_close(weights[name], weight, rtol=0, atol=EXACT, msg=f"{run.name}: {name}")
+                assert source != world or world != "1 one" or torch.equal(weights[name], weight)
         assert [line["step"] for line in untimed(run)] == list(range(1, STEPS + 1))
         for line, same in zip(untimed(run), untimed(one), strict=True):
             assert line == pytest.approx(same, rel=EXACT, abs=EXACT), run.name
         (logprobs, sampled), (same, same_samples) = samples(run), samples(one)
-        assert sampled == same_samples and (recipe != "grpo" or len(sampled) == 2 * 3 * 3)
+        assert sampled == same_samples and len(sampled) == (2 * 3 * 3 if recipe in ("grpo", *ONLINE) else 0)
         for each, other in zip(logprobs, same, strict=True):
             assert each == pytest.approx(other, rel=EXACT, abs=EXACT), run.name
         torch.testing.assert_close(outputs(recipe, run), outputs(recipe, one), rtol=0, atol=EXACT)

@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM
 EXACT = 1e-10
 QUICK = ("sft", "dpo", "kto", "distill")
 BFLOAT16, FLOAT32 = ("sft_bfloat16", "dpo_bfloat16"), ("sft_float32", "dpo_float32")
-REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16, *FLOAT32))
+ELSEWHERE = ("ppo", "ppo_critic", "online_dpo")  # in test_recipes_resharded
+REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16, *FLOAT32, *ELSEWHERE))
 CASES = [(name, 2, 2) for name in QUICK] + [slow(name, 2, 2) for name in REST]
 CASES += [slow(name, 4, 4) for name in QUICK] + [slow(name, 4, 2) for name in (*QUICK, *REST)]
 SPLIT = ("sft", "dpo")

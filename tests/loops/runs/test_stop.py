@@ -95,6 +95,20 @@ def test_ctrl_c_while_completions_are_scored_finishes_their_rollout_and_closes_t
     assert_undisturbed(config)
 
 
+def test_a_signal_stops_the_run_in_order_where_the_reader_of_its_errors_is_gone(settings, monkeypatch):
+    usual = os.write
+
+    def write(descriptor, data):
+        if descriptor == 2:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        return usual(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    with in_step(2, lambda: send("SIGINT")), pytest.raises(Stopped):
+        run_sft(SFT(**settings))
+    assert kept(settings) == [2]
+
+
 def test_a_second_sigint_ends_at_once(settings):
     def twice():
         send("SIGINT")

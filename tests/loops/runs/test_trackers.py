@@ -10,6 +10,7 @@ from accelerate.utils import LoggerType
 from burnish.loops.cli import main
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.runs.trackers import flat, for_trackers
+from online import Killed, dying_in_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import save_model, sums, write_rows
 
@@ -119,6 +120,15 @@ def test_num_tokens_goes_on_when_a_run_is_resumed(train):
     _, second = train("dpo", *flags, "--steps", "3", "--resume", "true")
     before = dict(first.metrics)[2]["train/num_tokens"]
     assert before > 0 and dict(second.metrics)[3]["train/num_tokens"] > before
+
+
+def test_tensorboard_shows_each_step_of_a_run_that_was_killed_once(train):
+    flags = ["--report_to", "tensorboard", "--schedule", "constant", "--steps", "4", "--batch_size", "3"]
+    with dying_in_step(4), pytest.raises(Killed):
+        train("dpo", *flags, "--save_every", "2")
+    directory, _ = train("dpo", *flags, "--resume", "true")
+    shown = EventAccumulator(str(directory / "logs")).Reload()
+    assert [event.step for event in shown.Scalars("train/loss")] == [1, 2, 3, 4]
 
 
 def test_tensorboard_has_metrics_configuration_and_completions(train):
