@@ -119,7 +119,7 @@ def _find_fault(backbone: Backbone, layout: Layout, output: Callable[[Rows], Ten
         try:
             runs = [output(backbone.arranged(examples, layout, one_row=True)) for examples in others]
             expected = output(backbone.arranged(PROBE, "padded"))
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:  # the model refuses such input
+        except REFUSALS as error:  # the model does not support such input
             log.info("%s refuses %s rows: %s", type(backbone.plain).__name__, layout, error)
             return str(error)
     exact = torch.finfo(expected.dtype).eps < 1e-5
