@@ -199,6 +199,11 @@ def _with_adapters(model: Any, config: Common, task: str) -> Any:
     new_head = () if task == "CAUSAL_LM" else ("score", "classifier")  # trains whole
     if parts := (*new_head, *_unread(model)):
         fields["exclude_modules"] = rf"(.*\.)?({'|'.join(parts)})(\..*)?"
+    targets = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules]
+    adapted = {name.rpartition(".")[2] for name in (*targets, *(lora.modules_to_save or ()))}
+    tied = {path.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for path in pair}
+    if adapted & {path.rpartition(".")[2] for path in tied} and "ensure_weight_tying" not in lora.kwargs:
+        fields["ensure_weight_tying"] = True  # a file holds one weight for both
     if repeated := sorted(fields.keys() & lora.kwargs.keys()):
         raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
     if unmerged := sorted(_UNMERGED & lora.kwargs.keys()):

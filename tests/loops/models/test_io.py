@@ -392,3 +392,26 @@ def test_a_saved_model_keeps_in_float32_what_transformers_does(start, tmp_path):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["lm_head", "q_proj"]},
+    ],
+    ids=str,
+)
+def test_adapters_of_a_tied_embedding_are_those_of_the_head(tmp_path, named):
+    settings = config(
+        save_tiny_model(tmp_path / "start", tie_word_embeddings=True), dtype="float64", lora=Lora(r=3, **named)
+    )
+    policy, batch = Policy(load_model(settings)), collate(make_examples(5))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    save_model(policy, load_tokenizer(settings), tmp_path / "run")
+    saved = Policy(load_model(config(tmp_path / "run/model", dtype="float64")))
+    torch.testing.assert_close(saved(batch).logprob, policy(batch).logprob, rtol=0, atol=1e-9)
