@@ -117,7 +117,7 @@ def _unused(accelerator: Accelerator, policy: Backbone) -> list[str]:
     with evaluating(policy), torch.enable_grad(), accelerator.autocast():  # draws nothing at random
         outputs = policy(collate(PROBE, device=accelerator.device))
     nodes = [each.grad_fn for each in outputs if isinstance(each, Tensor) and each.requires_grad]
-    seen, reached = set(nodes), set()
+    seen, reached = set(nodes), set[Any]()
     while nodes:
         node: Any = nodes.pop()
         reached.add(getattr(node, "variable", None))  # of the node that accumulates a parameter's gradient
