@@ -53,7 +53,7 @@ def _forward(module: Any, original: Any, x: Tensor, position_ids: Tensor, layer_
     if kind == "longrope":  # one set of frequencies up to the limit, and one beyond
         lengths = lengths.clamp(max=limit + 1)
     result: Any = None
-    for length in lengths.unique():
+    for length in torch.unique(lengths):
         if kind != "longrope":  # forget the last batch
             setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").to(x.device))
             setattr(module, f"{prefix}max_seq_len_cached", limit)
