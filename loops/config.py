@@ -33,12 +33,14 @@ else:
         PositiveFloat,
         PositiveInt,
         restricted_number_type,
+        restricted_string_type,
     )
 
     Named = str
     Source = dict[str, Any] | list[Any] | str
     LossMix = str | dict[str, float | dict[str, Any]]
-    RewardMix = dict[str, float | dict[str, Any]]
+    Name = restricted_string_type("Name", r"^[\w.:]+$")  # not a mapping that has a mistake
+    RewardMix = dict[str, float | dict[str, Any]] | list[str] | Name
     PositiveShare = restricted_number_type("PositiveShare", float, [(">", 0), ("<=", 1)])
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
 
@@ -103,6 +105,8 @@ def wording(hint: Any) -> str:
         if get_origin(kind) is Literal:
             choices = (str(each).lower() if isinstance(each, bool) else str(each) for each in get_args(kind))
             words.append(f"one of {', '.join(choices)}")
+        elif getattr(kind, "_type", None) is str:
+            words.append("a name")
         elif hasattr(kind, "_expression"):
             words.append(f"{simple[kind._type]} {_readable_range(kind)}")
         elif get_origin(kind) is dict:

@@ -150,7 +150,10 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
             return ""
         from ..rewards.resolve import SHIPPED
 
-        names = [each.get("function", key) if isinstance(each, dict) else key for key, each in loaded(text).items()]
+        rewards: Any = loaded(text)
+        rewards = rewards if isinstance(rewards, list | dict) else [rewards]
+        mix = rewards if isinstance(rewards, dict) else dict.fromkeys(map(str, rewards))
+        names = [each.get("function", key) if isinstance(each, dict) else key for key, each in mix.items()]
         unknown = [key for key in names if ":" not in key and key not in SHIPPED]
         return nearest("rewards: no", unknown[0], SHIPPED) if unknown else ""
     hint: Any = parser.fields

@@ -32,12 +32,12 @@ def entries(recipe: str) -> dict[str, tuple[str, Any]]:
 
 
 def translate(
-    recipe: str, known: Collection[str], given: Mapping[str, Any], elsewhere: Collection[str] = ()
+    recipe: str, known: Collection[str], given: Mapping[str, Any], elsewhere: Mapping[str, Any] | None = None
 ) -> Translation:
-    """Translate a mapping of TRL's names to values; all of them must be in the table."""
+    """Translate a mapping of TRL's names to values, all in the table, beside fields of ours that are set elsewhere."""
     overlay = table()["recipes"].get(recipe, {})
     rules, notes = ({**table()[part], **overlay.get(part, {})} for part in ("rules", "notes"))
-    out = Translation(given, known, trl_defaults(recipe), elsewhere)
+    out = Translation(given, known, trl_defaults(recipe), elsewhere or {})
     for name, value in given.items():
         kind, entry = entries(recipe)[name]
         if kind == "renamed" and entry in out.ours:
@@ -129,7 +129,7 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     in_file = flattened({name: value for name, value in file.items() if not names[name] and name not in unknown})
     left = [(name, tokens) for name, _, tokens in flags if not names[name] and name not in ("config", "defaults")]
     by_flag = {name for name, _ in left}
-    elsewhere = {*by_flag, *in_file}
+    elsewhere = {**in_file, **flattened({name: _value(name, values) for name, values, _ in flags if name in by_flag})}
     out = translate(recipe, own, {**from_file, **from_flags}, elsewhere)
     out.refused = {**unknown, **out.refused}
     for field, sources in out.sources.items():

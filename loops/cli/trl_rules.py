@@ -32,7 +32,7 @@ class Translation:
 
     Attributes:
         given: TRL's names and values; a rule reads those that are missing, or null, from ``defaults``.
-        known, elsewhere: our fields, and those among them that are set in our own vocabulary.
+        known, elsewhere: our fields, and the values of those among them that are set in our own vocabulary.
         ours, sources: values of our fields, where those of a group have a dot, and the names that each was made of.
         ignored: names without effect here, by the reason.
         notes: differences to know of.
@@ -42,7 +42,7 @@ class Translation:
     given: Mapping[str, Any]
     known: Collection[str]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    elsewhere: Collection[str] = ()
+    elsewhere: Mapping[str, Any] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=dict)
     ignored: dict[str, list[str]] = field(default_factory=dict)
@@ -73,7 +73,8 @@ class Translation:
 
 def batch(trl: Translation) -> dict[str, Any]:
     per_device, accumulation = int(trl["per_device_train_batch_size"]), int(trl["gradient_accumulation_steps"])
-    ranks = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
+    processes, tp_size = trl["num_processes"] or os.environ.get("WORLD_SIZE", 1), trl.elsewhere.get("parallel.tp_size")
+    ranks = int(processes) // (tp_size if isinstance(tp_size, int) and tp_size > 0 else 1)  # with data of their own
     trained = per_device * ranks * accumulation
     if "prompts_per_rollout" not in trl.known:
         return {"batch_size": trained}

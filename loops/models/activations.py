@@ -66,7 +66,8 @@ def add_noise(model: Any, alpha: float) -> None:
 
 
 def sequence_lengths(position_ids: Tensor) -> Tensor:
-    """Tokens of the sequence that each slot [rows, width] belongs to: a sequence begins where the position is 0."""
-    sequence = (position_ids == 0).cumsum(1)
-    longest = torch.zeros_like(position_ids).scatter_reduce(1, sequence - 1, position_ids + 1, "amax")
-    return longest.gather(1, sequence - 1)
+    """Tokens of the sequence that each slot [..., rows, width] belongs to: one begins where the position is 0."""
+    begun = (position_ids == 0).cumsum(-1)
+    sequence = begun - begun[..., :1]
+    longest = torch.zeros_like(position_ids).scatter_reduce(-1, sequence, position_ids + 1, "amax")
+    return longest.gather(-1, sequence)

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from ...data import Example, first_fit
+from .rotary import rotate_by_sequence
 
 Layout = Literal["padded", "packed", "shared"]
 
@@ -58,6 +59,7 @@ class Backbone(nn.Module):
         read: where trained tokens are read: at the position before their own, or at their own.
         mesh: the ranks that shard its parameters, see `shard`; None if every rank has all of them.
         param_dtype: dtype that they gather the parameters of layers in; None for their own.
+        same_rotary: see `rotate_by_sequence`.
     """
 
     read: Literal["before", "at"] = "before"
@@ -71,6 +73,7 @@ class Backbone(nn.Module):
             # On some CPUs bitsandbytes repacks 4-bit weights when it evaluates; then they can't be trained on.
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
+        self.same_rotary = rotate_by_sequence(model)
 
     @property
     def plain(self) -> Any:
@@ -83,6 +86,9 @@ class Backbone(nn.Module):
         return next(self.model.parameters()).device
 
     def arranged(self, examples: Sequence[Example], layout: Layout, *, one_row: bool = False) -> Rows:
+        lengths = (len(example.prompt) + max(map(len, example.completions)) for example in examples)
+        if layout == "shared" and self.same_rotary is not None and max(lengths, default=0) > self.same_rotary:
+            layout = "packed"  # two completions may turn their prompt by different frequencies
         # Flash attention tells sequences apart by restarting positions only in a batch of one row.
         attention = str(self.plain.config._attn_implementation)
         one_row = one_row or ("flash" in attention and layout == "packed")

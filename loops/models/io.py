@@ -120,7 +120,7 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     if in_memory:
         stored = getattr(model, "dtype", None)
         if not (quantized or isinstance(model, PeftModel)):
-            model.to(dtype)
+            _convert(model, dtype)
         if config.attention is not None:
             model.set_attn_implementation(config.attention)
     else:
@@ -145,6 +145,22 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     for module in _unread(model.get_base_model() if isinstance(model, PeftModel) else model).values():
         module.requires_grad_(False)  # DDP would wait for their gradients
     return model.train()  # type: ignore[no-any-return]
+
+
+def _convert(model: Any, dtype: torch.dtype) -> None:
+    """Convert the weights in place, as `transformers` would have loaded them: it computes rotary frequencies and other
+    buffers that no file holds in their own precision, and rounding these would turn late positions by other angles."""
+    for path, module in model.named_modules():
+        for name, tensor in (module._parameters | module._buffers).items():
+            if tensor is not None and tensor.is_floating_point() and name not in module._non_persistent_buffers_set:
+                kept = _stays(model, f"{path}.{name}", dtype)
+                tensor.data = tensor.data.to(torch.float32 if kept else dtype)
+
+
+def _stays(model: Any, name: str, dtype: torch.dtype | None) -> bool:
+    """True for a weight that `transformers` keeps in float32 in a model of this precision."""
+    parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return dtype == torch.bfloat16 and any(re.search(part.replace("*", ".*"), name) for part in parts)
 
 
 def _unread(plain: Any) -> dict[str, nn.Module]:
@@ -183,6 +199,11 @@ def _with_adapters(model: Any, config: Common, task: str) -> Any:
     new_head = () if task == "CAUSAL_LM" else ("score", "classifier")  # trains whole
     if parts := (*new_head, *_unread(model)):
         fields["exclude_modules"] = rf"(.*\.)?({'|'.join(parts)})(\..*)?"
+    targets = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules]
+    adapted = {name.rpartition(".")[2] for name in (*targets, *(lora.modules_to_save or ()))}
+    tied = {path.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for path in pair}
+    if adapted & {path.rpartition(".")[2] for path in tied} and "ensure_weight_tying" not in lora.kwargs:
+        fields["ensure_weight_tying"] = True  # a file holds one weight for both
     if repeated := sorted(fields.keys() & lora.kwargs.keys()):
         raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
     if unmerged := sorted(_UNMERGED & lora.kwargs.keys()):
@@ -334,7 +355,10 @@ def named_weights(policy: Any, dtype: torch.dtype | None = None, *, tied: bool =
             module.reshard()  # the last forward pass may have left it unsharded
     weights = _merged_weights(model) if isinstance(model, PeftModel) else model.state_dict().items()
     left_out = () if tied else policy.plain.all_tied_weights_keys
-    yield from _gathered(((name, weight) for name, weight in weights if name not in left_out), dtype)
+    plain = policy.plain if isinstance(policy, Backbone) else policy
+    for name, weight in weights:
+        if name not in left_out:
+            yield from _gathered([(name, weight)], None if _stays(plain, name, dtype) else dtype)
 
 
 def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

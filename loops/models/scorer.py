@@ -56,8 +56,8 @@ class Scorer(Backbone):
         if mesh is not None:
             shard(self, mesh, ("hidden", "_check_head"), param_dtype=param_dtype)
         self._check_head()
-        self.layout: Layout = choose_layout(self, layout, self.hidden)
         self.read = read  # the head is checked where transformers reads
+        self.layout: Layout = choose_layout(self, layout, self.hidden)
 
     @property
     def head(self) -> nn.Module:

@@ -17,13 +17,15 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...objectives import Stats
-from ..batch import Batch
-from ..models.backbone import evaluating
+from ..batch import Batch, collate
+from ..models.backbone import Backbone, evaluating
+from ..models.probe import PROBE
 from ..models.sharding import tp_size
 from .weighting import Weightings
 
@@ -95,12 +97,34 @@ class Sums:
 
 
 def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """`Accelerator.prepare`, without DDP around a sharded policy, whose own hooks reduce its gradients."""
+    """`Accelerator.prepare`, without DDP around a sharded policy, whose own hooks reduce its gradients.
+
+    DDP looks in every step for weights without a gradient, which takes time, only if a probe finds some.
+    """
     if not isinstance(policy, FSDPModule):
+        if accelerator.use_distributed and isinstance(policy, Backbone) and (unused := _unused(accelerator, policy)):
+            log.info("%d weights get no gradient, such as %s", len(unused), unused[0])
+            accelerator.ddp_handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
+            accelerator.ddp_handler.find_unused_parameters = True
         prepared: tuple[Any, Any] = accelerator.prepare(policy, optimizer)
         return prepared
     sharded = accelerator.prepare_model(policy, device_placement=False, evaluation_mode=True)
     return sharded, accelerator.prepare_optimizer(optimizer)
+
+
+def _unused(accelerator: Accelerator, policy: Backbone) -> list[str]:
+    """The names of trained parameters that the outputs for a probe do not depend on."""
+    with evaluating(policy), torch.enable_grad(), accelerator.autocast():  # draws nothing at random
+        outputs = policy(collate(PROBE, device=accelerator.device))
+    nodes = [each.grad_fn for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+    seen, reached = set(nodes), set[Any]()
+    while nodes:
+        node: Any = nodes.pop()
+        reached.add(getattr(node, "variable", None))  # of the node that accumulates a parameter's gradient
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        nodes += following
+    return [name for name, weight in policy.named_parameters() if weight.requires_grad and weight not in reached]
 
 
 def train_step(

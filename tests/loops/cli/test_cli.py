@@ -257,3 +257,17 @@ def test_a_finished_run_resumed_with_more_steps_goes_on(run, tmp_path):
     assert run("dpo", PAIRS, "--steps", "4", "--schedule", "constant", "--resume", "true")[0] == 0
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("rewards", ["short:reward", "[short:reward]", "{short:reward: 1.0}"])
+def test_a_reward_is_named_as_in_python(run, tmp_path, monkeypatch, rewards):
+    (tmp_path / "short.py").write_text("def reward(row, sample):\n    return -float(len(sample.text))\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = ["--prompts_per_rollout", "2", "--group_size", "2", "--max_tokens", "4", "--steps", "1"]
+    status, printed = run("grpo", [{"prompt": "a"}, {"prompt": "b"}], *flags, "--rewards", rewards)
+    assert status == 0, printed
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["rewards"]
+    assert resolved == yaml.safe_load(rewards)
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert any(name.startswith("rewards/reward/") for name in metrics), metrics

@@ -212,6 +212,9 @@ EARLY = [
     ("grpo", ["--rewards", "{exact_match: much}"], "rewards: wanted a mapping .*, got 'much'"),
     ("grpo", ["--rewards", "{exact_match: {colum: solution}}"], "no setting 'colum', did you mean 'column'"),
     ("grpo", ["--rewards", "{nosuchmodule:f: 1.0}"], "no module 'nosuchmodule'"),
+    ("grpo", ["--rewards", "nosuchmodule:f"], "no module 'nosuchmodule'"),
+    ("grpo", ["--rewards", "[exact_match, mth]"], "no 'mth', did you mean 'math'"),
+    ("grpo", ["--rewards", "{my_reward:right}"], "rewards: wanted a mapping .* or a list .* or a name, got"),
     ("grpo", ["--rewards", "{my_reward:wrong: 1.0}"], "my_reward has no 'wrong'; there are right"),
     ("grpo", ["--rewards", "{my_broken_reward:f: 1.0}"], "my_broken_reward.py.*line 2.*AttributeError"),
     ("grpo", ["--environment", "nosuch"], "environment: no 'nosuch'"),
@@ -336,6 +339,9 @@ def test_a_reward_that_is_none_is_told_with_other_mistakes(burnish):
     assert status == 2
     assert "  rewards: no 'lenght', did you mean 'length'?\n" in printed and "steps: must be > 0, got 0" in printed
     assert "rewards" not in burnish("grpo", ["--steps", "0"], yaml="rewards: {math: 1, my_module:f: 2}\n")[1]
+    for rewards in ("lenght", "[math, lenght]"):
+        printed = burnish("grpo", ["--steps", "0", "--rewards", rewards])[1]
+        assert "  rewards: no 'lenght', did you mean 'length'?\n" in printed and "steps: must be > 0, got 0" in printed
 
 
 @pytest.mark.parametrize("flags", [["--max_grad_norm", ".inf"], ["--max-grad-norm=.inf"], ["--max_grad_norm=inf"]])

@@ -525,6 +525,18 @@ def test_the_batch_counts_the_ranks_of_this_run(monkeypatch):
     assert ours("dpo", per_device_train_batch_size=2) == {"batch_size": 16}
 
 
+@pytest.mark.parametrize(
+    "words", [["--parallel.tp_size", "2"], ["--parallel.tp_size=2"], ["--parallel", "{tp_size: 2}"]], ids=str
+)
+def test_the_batch_counts_ranks_that_compute_the_same_rows_once(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    (file := tmp_path / "trl.yaml").write_text("per_device_train_batch_size: 2\ngradient_accumulation_steps: 3\n")
+    fields, left, out = read("dpo", settings_of("dpo"), ["--config", str(file), *words])
+    assert (fields["batch_size"], left, out.refused) == (2 * 3 * 4, words, {})
+    file.write_text(f"{file.read_text()}parallel: {{tp_size: 4}}\n")
+    assert read("dpo", settings_of("dpo"), ["--config", str(file)])[0]["batch_size"] == 2 * 3 * 2
+
+
 @pytest.mark.parametrize("value", [None, False, "", [], {}, 0])
 def test_a_refused_name_that_is_off_changes_nothing(value):
     assert ours("sft", deepspeed=value, neftune_noise_alpha=value, fsdp=value) == {}

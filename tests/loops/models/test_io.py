@@ -12,10 +12,11 @@ from burnish.loops.models.io import load_classifier, load_model, load_tokenizer,
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer
 from burnish.loops.train.optimizers import make_optimizer
+from safetensors.torch import load_file
 from tiny import FAMILIES, make_examples, make_model
 from tiny import save_model as save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, modeling_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Gemma3Config, modeling_utils
 
 
 @pytest.fixture(scope="module")
@@ -364,3 +365,72 @@ def test_a_large_model_is_saved_in_several_files_with_its_generation_settings(tm
         assert saved.generation_config.eos_token_id == [1, 7]
         for name, weight in AutoModelForCausalLM.from_pretrained(start).state_dict().items():
             assert torch.equal(saved.state_dict()[name], weight), name
+
+
+def routed(dtype):
+    """A mixture of experts whose routers have a bias that no gradient reaches, in float32."""
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8)
+    heads |= dict(qk_nope_head_dim=8, v_head_dim=8)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes, **heads, **experts), dtype=dtype)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            buffer.data = torch.rand(buffer.shape)
+    return model
+
+
+ADAPTERS, WHOLE = {"lora": Lora(r=2)}, {"weights_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [(make_model, ADAPTERS), (make_model, WHOLE), (routed, WHOLE)],
+    ids=["adapters", "whole", "routed"],
+)
+def test_a_model_in_memory_has_the_precision_of_one_that_is_loaded(make, fields, tmp_path):
+    make(dtype=torch.float32).save_pretrained(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    settings = Common(model=make(dtype=torch.float32), data="", output="", dtype="bfloat16", **fields)
+    model = load_model(settings)
+    model = model.get_base_model() if "lora" in fields else model
+    tensors = {name.replace("base_layer.", ""): tensor for name, tensor in model.named_parameters()}
+    tensors |= dict(model.named_buffers())
+    for name, tensor in [*expected.named_parameters(), *expected.named_buffers()]:
+        assert tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(tensors[name], tensor), name
+
+
+def test_a_saved_model_keeps_in_float32_what_transformers_does(start, tmp_path):
+    routed(torch.bfloat16).save_pretrained(tmp_path / "start")
+    settings = Common(model=str(tmp_path / "start"), data="", output="")
+    save_model(Policy(load_model(settings)), load_tokenizer(config(start)), tmp_path)
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("start", "model"))
+    assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16, torch.float32}
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["lm_head", "q_proj"]},
+    ],
+    ids=str,
+)
+def test_adapters_of_a_tied_embedding_are_those_of_the_head(tmp_path, named):
+    settings = config(
+        save_tiny_model(tmp_path / "start", tie_word_embeddings=True), dtype="float64", lora=Lora(r=3, **named)
+    )
+    policy, batch = Policy(load_model(settings)), collate(make_examples(5))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    save_model(policy, load_tokenizer(settings), tmp_path / "run")
+    saved = Policy(load_model(config(tmp_path / "run/model", dtype="float64")))
+    torch.testing.assert_close(saved(batch).logprob, policy(batch).logprob, rtol=0, atol=1e-9)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.probe import objection, shortened
+from burnish.loops.models.scorer import Scorer
 from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, StaticBatch
 from burnish.loops.rollouts.local.source import LocalSource
-from tiny import VOCABULARY, make_model
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from tiny import VOCABULARY, make_classifier, make_model
+from transformers import AutoModelForCausalLM, BertConfig, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -101,22 +102,60 @@ def test_later_layers_of_one_kind_are_not_run_to_choose_head_layout_and_cache():
     assert len(calls) == 1  # the bytes of a token's keys and values are those of all layers
 
 
-class SeesAll(LlamaAttention):
-    """Attends to the whole row, whatever the mask."""
+class SeesBefore(LlamaAttention):
+    """Attends to the row up to the token, whatever the mask."""
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **rest):
         assert attention_mask is None or attention_mask.ndim == 4
-        full = None if attention_mask is None else torch.ones_like(attention_mask)
-        return super().forward(hidden_states, position_embeddings, full, **rest)
+        causal = None if attention_mask is None else torch.ones_like(attention_mask).tril()
+        return super().forward(hidden_states, position_embeddings, causal, **rest)
+
+
+class SeesAll(LlamaAttention):
+    """Attends to every token of its sequence, later ones included."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **rest):
+        mask = attention_mask if attention_mask is None else attention_mask | attention_mask.mT
+        self.is_causal = False
+        return super().forward(hidden_states, position_embeddings, mask, **rest)
 
 
 def test_one_late_layer_that_mixes_sequences_is_found_out():
     model = deep()
-    model.base_model.layers[5].self_attn.__class__ = SeesAll
+    model.base_model.layers[5].self_attn.__class__ = SeesBefore
     with pytest.raises(ValueError, match="layout 'shared' lets the sequences of LlamaForCausalLM see each other"):
         Policy(model, layout="shared")
     policy = Policy(model, layout="padded")
     assert isinstance(LocalSource(policy, version=0)._make_batch(50), StaticBatch)
+
+
+@pytest.mark.parametrize("layout", ["auto", "packed", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_one_late_layer_that_sees_later_tokens_is_refused(layout, dtype):
+    model = deep(dtype=dtype)
+    model.base_model.layers[5].self_attn.__class__ = SeesAll
+    with pytest.raises(ValueError, match="model: LlamaForCausalLM is no causal language model: a later token changes"):
+        Policy(model, layout=layout)
+
+
+def test_an_encoder_is_a_policy_only_as_a_decoder():
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4
+    )
+    config = BertConfig(**sizes)
+    with pytest.raises(ValueError, match="BertLMHeadModel is no causal language model"):
+        Policy(AutoModelForCausalLM.from_config(config))
+    config.is_decoder = True
+    assert not Policy(AutoModelForCausalLM.from_config(config)).fused
+
+
+def test_a_reward_model_may_be_an_encoder_and_a_critic_may_not():
+    model = make_classifier("SEQ_CLS")
+    for layer in model.base_model.layers:
+        layer.self_attn.__class__ = SeesAll
+    assert Scorer(model)
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification is no causal language model"):
+        Scorer(model, read="before")
 
 
 def test_a_model_that_cannot_run_shortened_is_judged_whole(caplog):

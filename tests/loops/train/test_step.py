@@ -11,6 +11,8 @@ from burnish.loops.train.losses import Term, compose, policy_tensors
 from burnish.loops.train.step import PATIENCE, evaluate, optimize, train_step
 from burnish.loops.train.weighting import token_mean
 from burnish.objectives import nll
+from forked import run_forked
+from safetensors.torch import load_file
 from tiny import make_examples, make_model
 
 NLL = compose({"nll": Term(nll)}, policy_tensors())
@@ -129,3 +131,14 @@ def test_a_run_steps_even_where_an_earlier_one_died_between_two_micro_batches(tm
     Accelerator().gradient_state._set_sync_gradients(False)
     accelerator = open_accelerator(Common(model="", data="", output=str(tmp_path / "run")))
     assert accelerator.sync_gradients  # an optimizer prepared by it would not step otherwise
+
+
+@pytest.mark.parametrize("unused", [True, False])
+def test_weights_that_get_no_gradient_leave_the_steps_of_two_ranks_as_they_are(tmp_path, unused):
+    for ranks in (1, 2):
+        outcomes = run_forked(ranks, "unused", str(tmp_path), unused)
+        assert [status for status, _ in outcomes] == [0] * ranks, outcomes
+    alone, together = (load_file(tmp_path / f"{ranks}.safetensors") for ranks in (1, 2))
+    assert any("indexer" in name for name in alone) == unused
+    for name, weight in alone.items():
+        torch.testing.assert_close(together[name], weight, rtol=1e-5, atol=1e-6)
