@@ -26,7 +26,7 @@ from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
 from ..runs.ranks import from_main, on_main
 from ..runs.training import Training
-from ..train.losses import Losses, TensorReader
+from ..train.losses import TensorReader, Term
 from .buffer import RolloutBuffer
 from .distributed import Follower, distributed
 from .settings import OnlineConfig
@@ -57,7 +57,7 @@ class RLContext(RunContext[Policy]):
     eval_rows: Sequence[Row] = ()
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
-    def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> Training:
+    def train(self, losses: Mapping[str, Term], read: TensorReader, feed: Any = None, **options: Any) -> Training:
         """Prepare to train on the rollouts of a `RolloutFeed`, which is saved in checkpoints, and closed at the end;
         see `RunContext.train`. Held-out prompts are evaluated by their rewards."""
         if self.eval_data is not None:

@@ -56,8 +56,8 @@ class LocalSource:
         self.vocab: int = vocab or min(config.vocab_size, known)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.runner = ModelRunner(self.policy, self.vocab, context)
-        cache_bytes = free_share(self.policy.device) if cache_bytes is None else cache_bytes
-        self._make_batch = choose_batch(self.runner, cache_bytes)
+        self.cache_bytes = free_share(self.policy.device) if cache_bytes is None else cache_bytes
+        self._make_batch = choose_batch(self.runner, self.cache_bytes)
         self._version, self._closed = version, False
         self._arrived: list[DecodeSequence] = []
         self._awaited: dict[asyncio.Future[None], list[DecodeSequence]] = {}
@@ -136,14 +136,16 @@ class LocalSource:
                 for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
                     if not logprob > float("-inf"):
                         raise SourceError(
-                            f"generate: the weights of version {read_version} give log-probs of {logprob}; look for NaN"
+                            f"local: the weights of version {read_version} give log-probs of {logprob}, so they hold "
+                            "NaN or overflow; lower the learning rate, and go on from a checkpoint before this step"
                         )
                     sequence.append(token, logprob, read_version)
                 for done, sequences in self._awaited.items():
                     if not done.done() and all(sequence.finish is not None for sequence in sequences):
                         done.set_result(None)
         except torch.OutOfMemoryError as error:
-            self._fail(SourceError(f"local: too many sequences at once for this device; lower cache_bytes ({error})"))
+            lower = f"lower cache_bytes, {self.cache_bytes} now"
+            self._fail(SourceError(f"local: too many sequences at once for this device; {lower} ({error})"))
         except Exception as error:
             self._fail(error)
 
