@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -153,10 +152,6 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         return row
 
     async def score_group(group: list[Sample]) -> None:
-        for sample in group:
-            if not sample.text:
-                tokens = list(compress(sample.tokens, sample.trained))
-                sample.text = str(run.tokenizer.decode(tokens, skip_special_tokens=True))
         await score_samples(rewards, [row_of(group[0].task)] * len(group), group)
 
     scheduler, follow = open_scheduler(

@@ -83,15 +83,13 @@ class DistributedSource:
         self._talks: dict[tuple[int, Any], asyncio.Task[None]] = {}  # by rank and direction
         self._requests, self._closed = 0, False
 
-    def rank_of(self, task: int, index: int) -> int:
-        return (task * self.parts + index * self.parts // self.group_size) % self.ranks
-
     async def sample(self, request: Request) -> list[Sample]:
         refuse_closed(self._closed, "distributed")
         check_request(request, vocab=getattr(self.source, "vocab", None), context=self.context)
         shares: dict[int, list[int]] = {}
         for index in request.indices:
-            shares.setdefault(self.rank_of(request.task, index), []).append(index)
+            rank = (request.task * self.parts + index * self.parts // self.group_size) % self.ranks
+            shares.setdefault(rank, []).append(index)
         requests = [(rank, replace(request, indices=indices)) for rank, indices in shares.items()]
         groups = await gather_or_cancel(self._sample(rank, part) for rank, part in requests)
         samples = {sample.index: sample for group in groups for sample in group}

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -269,9 +269,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         republishing = asyncio.create_task(self._republish_if_lost(step))  # ends only by an error
         try:
             await asyncio.wait([groups, republishing], return_when=asyncio.FIRST_COMPLETED)
-            if not groups.done():
-                republishing.result()
-            taken = groups.result()
+            taken = groups.result() if groups.done() else republishing.result()
         finally:
             groups.cancel()
             republishing.cancel()
@@ -289,7 +287,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             del self._groups[task]
         return taken
 
-    async def _republish_if_lost(self, version: int) -> None:
+    async def _republish_if_lost(self, version: int) -> NoReturn:
         """Only while groups are awaited: nothing trains then, so the weights are those of this version."""
         while True:
             async with self._changed:
