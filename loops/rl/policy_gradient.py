@@ -3,6 +3,13 @@
 μ        the sampler's policy, which the tokens were drawn from
 π_old    the trainer's at the start of the rollout, in the ratio's denominator; or μ itself, see `ratio_denominator`
 π        the trainer's now
+
+From a rollout to its loss:
+
+columns_at_start    log π_ref, log π_old and the values of all tokens, where they are needed before the first step
+advantages          the recipe's, over the whole rollout
+rollout_tensors     all that losses take of a micro-batch, from one pass of π
+policy_losses       the losses of these tensors, and their weights: total = Σ coefficient · correction · w · loss / Z
 """
 
 import logging
@@ -150,8 +157,8 @@ def train_policy(
     recomputed = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
     old_needed = recomputed or context.model.has_values or (kl_in_reward and reference is not None)
     if old_needed or ref_at_start is not None:
-        policy = context.model if old_needed else None
-        options["measure"] = partial(columns_at_start, policy, ref_at_start, config.temperature)
+        model = context.model if old_needed else None
+        options["measure"] = partial(columns_at_start, model, ref_at_start, config.temperature)
     mismatch = SamplerMismatch(context.accelerator, config.old_logprobs)
     feed = RolloutFeed(context, advantages, first_step=mismatch.warn_of_clipping, **options)
 
@@ -165,17 +172,17 @@ def train_policy(
 
 
 def columns_at_start(
-    policy: Policy | None, reference: Reference | None, temperature: float, batch: Batch
+    model: Policy | None, reference: Reference | None, temperature: float, batch: Batch
 ) -> dict[str, Tensor]:
     """Columns [tokens] of a rollout before anything is learned from it: log π_ref, log π_old, and the values."""
     columns = {} if reference is None else {"ref_logp": reference(batch)}
-    if policy is not None:
-        outputs = policy(batch, temperature=temperature)
+    if model is not None:
+        outputs = model(batch, temperature=temperature)
         columns |= {"old_logp": outputs.logprob} | ({} if outputs.value is None else {"old_value": outputs.value})
     return columns
 
 
-def rollout_tensors(forward: TensorReader, config: PolicyGradientConfig, policy: nn.Module, batch: Batch) -> Tensors:
+def rollout_tensors(forward: TensorReader, config: PolicyGradientConfig, model: nn.Module, batch: Batch) -> Tensors:
     """The tensors of ``forward``, the policy's one pass over a micro-batch, and what its losses compare π with.
 
     sampled_logp    log μ of each token
@@ -184,7 +191,7 @@ def rollout_tensors(forward: TensorReader, config: PolicyGradientConfig, policy:
     advantage       A of each token, or of each completion, whose tokens all have the same
     correction      weight of each token or completion by how far the trainer's policy is from μ
     """
-    tensors = forward(policy, batch)
+    tensors = forward(model, batch)
     sampled, now = batch.columns["sampled_logp"], tensors["tokens", "logp"].detach()
     start = batch.columns.get("old_logp", now) if config.steps_per_rollout > 1 else now
     old = sampled if config.old_logprobs == "sampled" else start

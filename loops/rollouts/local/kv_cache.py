@@ -39,25 +39,26 @@ class ContinuousBatch(Cache):
     Args:
         fit: how many sequences may be cached at once, by the longest of them; one sequence is always admitted.
         window: the longest sequence that may join.
+        unwritten: the values where no token is written; large ones find out a model that reads them anyway.
 
     Attributes:
         stores: keys and values of the first layer, of the second, ..., each [rows, heads, columns, d], of which the
             first rows and columns are in use; none while there is nothing to hold.
         length: int64 [rows], tokens that are cached for each row.
         longest: columns beyond which none are added ahead of need.
-        unwritten: the values where no token is written; large ones find out a model that reads them anyway.
     """
 
-    def __init__(self, runner: ModelRunner, fit: Callable[[int], int], window: float = math.inf) -> None:
+    def __init__(
+        self, runner: ModelRunner, fit: Callable[[int], int], window: float = math.inf, *, unwritten: float = 0.0
+    ) -> None:
         super().__init__(layers=[])
-        self.runner, self.fit, self.window = runner, fit, window
+        self.runner, self.fit, self.window, self.unwritten = runner, fit, window, unwritten
         self.sequences: list[DecodeSequence] = []
         self.stores: list[Tensor] = []
         self.length = torch.zeros(0, dtype=torch.int64, device=runner.policy.device)
         self.row = self.length
         self.width = 0  # columns that the next step reads
         self.longest = 0
-        self.unwritten = 0.0
 
     def admit(self, waiting: Sequence[DecodeSequence]) -> int:
         longest = max((sequence.max_length for sequence in self.sequences), default=0)
