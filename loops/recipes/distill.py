@@ -30,7 +30,7 @@ from ..train.losses import ENTROPY, TensorReader, Tensors, Term, columns_of, out
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, loss_name, parse_losses
 from .settings import Distill
 
-LOSSES = {**TOKEN_LOSSES, "distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
+LOSSES = TOKEN_LOSSES | {"distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
 # The completions of each loss where some are the student's; all other losses learn from those of the data.
 _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled"}
 

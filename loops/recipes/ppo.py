@@ -92,8 +92,7 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
         if sharding:
             log.warning("value_model: tried out before it is sharded, so every rank reads all of it")
         return Policy(model, **config.kernel, **sharding, critic=open_critic(config).to(device))
-    wrapped: Any = model
-    plain = wrapped.get_base_model() if hasattr(model, "get_base_model") else wrapped
+    plain: Any = getattr(model, "get_base_model", lambda: model)()
     width = plain.config.get_text_config().hidden_size
     head = ValueHead(width, torch.promote_types(plain.dtype, torch.float32)).to(device)
     if config.value_head is not None:

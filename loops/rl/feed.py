@@ -67,18 +67,15 @@ class RolloutFeed:
         number, step_of_rollout = divmod(step, self.steps_per_rollout)
         if self.rollout is None or number != self.step // self.steps_per_rollout:
             self.rollout = self._collect(number)
-        self.step = step
-        if self.select is not None:
-            units = self.select(self.rollout)
-        else:
-            units = self.rollout.split_groups(config.micro_tokens, self.batching["layout"])
+        self.step, rollout, select = step, self.rollout, self.select
+        units = select(rollout) if select else rollout.split_groups(config.micro_tokens, self.batching["layout"])
         if config.minibatches > 1:  # each unit is in one of them, drawn anew in each epoch
             epoch, minibatch = divmod(step_of_rollout, config.minibatches)
             bits = np.random.Philox(np.random.SeedSequence([config.seed, number, epoch])).random_raw(len(units))
             drawn = np.argsort(bits, kind="stable")[minibatch :: config.minibatches]
             units = [units[i] for i in sorted(drawn)]
         examples = [example for unit in units for example in unit]
-        return self.rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)
+        return rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)
 
     def plan(self, step: int) -> list[list[int]]:
         """The prompts of each micro-batch of a step on the rollout at hand, as indices into the data."""
@@ -149,8 +146,8 @@ class RolloutFeed:
         else:
             log.warning(
                 f"rollout {number}: only {len(kept)} of {wanted} groups have completions of different reward, "
-                f"{len(sampled) - len(kept)} do not; it goes on with these. Prompts may be too easy or too hard for "
-                "this policy"
+                f"{len(sampled) - len(kept)} do not; it goes on with these. Take prompts that are neither too easy nor "
+                "too hard for this policy, or a larger group_size"
             )
         samples = list(chain.from_iterable(sampled))
         if self.context.sample_log is not None:

@@ -267,13 +267,14 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self._admit(max(self._limit, wanted.stop))
         groups = asyncio.gather(*(self._groups[task] for task in wanted))
         republishing = asyncio.create_task(self._republish_if_lost(step))  # ends only by an error
+        either: list[asyncio.Future[Any]] = [groups, republishing]
         try:
-            await asyncio.wait([groups, republishing], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             taken = groups.result() if groups.done() else republishing.result()
         finally:
             groups.cancel()
             republishing.cancel()
-            await asyncio.gather(groups, republishing, return_exceptions=True)
+            await asyncio.gather(*either, return_exceptions=True)
             for task in wanted:  # what failed, or was cancelled just now, is sampled anew when it is taken again
                 if (group := self._groups[task]).cancelled() or (group.done() and group.exception()):
                     del self._groups[task]
