@@ -5,7 +5,6 @@
 π        the trainer's now
 
 From a rollout to its loss:
-
 columns_at_start    log π_ref, log π_old and the values of all tokens, where they are needed before the first step
 advantages          the recipe's, over the whole rollout
 rollout_tensors     all that losses take of a micro-batch, from one pass of π

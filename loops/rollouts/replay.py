@@ -97,10 +97,7 @@ class ReplaySource:
         if stored is None:
             tasks = sorted({task for task, _ in self.samples})
             held = f"tasks {tasks[0]} to {tasks[-1]}" if tasks else "nothing"
-            raise ValueError(
-                f"replay: completion {index} of task {request.task} is not stored; what is: {held}; take no more "
-                "steps, and no larger groups, than the run that stored them"
-            )
+            raise ValueError(f"replay: completion {index} of task {request.task} is not stored; what is: {held}")
         if list(stored.prompt) != list(request.prompt):
             raise ValueError(
                 f"replay: task {request.task} was stored with another prompt: replay the data that it was drawn with"

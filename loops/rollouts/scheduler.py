@@ -215,10 +215,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         """
         for name, value in self._settings.items():
             if state["settings"][name] != value:
-                raise ValueError(
-                    f"scheduler: the run to go on with had {name}={state['settings'][name]}, not {value}; set it back, "
-                    "or begin a new run"
-                )
+                raise ValueError(f"scheduler: the run to go on with had {name}={state['settings'][name]}, not {value}")
         self.ends = list(state["ends"])
         self._stored = {int(task): [from_record(record) for record in group] for task, group in state["ready"].items()}
 
@@ -296,7 +293,6 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             await self._publish(version, only_if_lost=True)
 
     def _admit(self, limit: int) -> None:
-        """Start to sample all tasks below the limit."""
         for task in range(self.tasks, limit):
             if task not in self._groups:
                 self._groups[task] = asyncio.create_task(self._complete(task))

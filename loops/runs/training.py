@@ -150,14 +150,12 @@ class Training:
                     to_save = self._due(step.number, config.save_every)
                     if self._due(step.number, config.eval_every):
                         to_save |= self._evaluate(step.number)
-
                     left = False
                     try:
                         yield StepResult(step.number, self.metrics)  # to the caller's body
                     except GeneratorExit:
                         left = True
                     AcceleratorState._shared_state.update(vars(accelerator.state))
-
                     # What one rank meets is for all: a signal, a body that was left, a checkpoint that failed.
                     clock = main and bool(config.save_minutes) and monotonic() - saved >= 60 * config.save_minutes
                     of_this_rank = {**received, "left": left, "clock": clock, "failed": saver.failed}
@@ -174,7 +172,6 @@ class Training:
                     signal = signal if step.number < steps else None  # after the last step the run is complete
                     if signal or votes["left"]:
                         break
-
                 saver.wait()
                 if signal is None:
                     parts["optimizer"].eval()  # a schedule-free optimizer then leaves the weights to evaluate

@@ -85,7 +85,6 @@ class ContinuousBatch(Cache):
             cache = DynamicCache()
             last, _ = self.runner.states(length - 1, input_ids=ids, past_key_values=cache, use_cache=True)
             states.append(last.repeat_interleave(copies, dim=0))
-
             row, self.length = len(self.length), torch.cat([self.length, length.repeat_interleave(copies)])
             self.row = torch.arange(len(self.length), device=ids.device)
             new = _keys_and_values(cache)  # each [texts, heads, columns, d]

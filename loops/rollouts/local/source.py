@@ -56,8 +56,8 @@ class LocalSource:
         self.vocab: int = vocab or min(config.vocab_size, known)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.runner = ModelRunner(self.policy, self.vocab, context)
-        self.cache_bytes = free_share(self.policy.device) if cache_bytes is None else cache_bytes
-        self._make_batch = choose_batch(self.runner, self.cache_bytes)
+        cache_bytes = free_share(self.policy.device) if cache_bytes is None else cache_bytes
+        self._make_batch = choose_batch(self.runner, cache_bytes)
         self._version, self._closed = version, False
         self._arrived: list[DecodeSequence] = []
         self._awaited: dict[asyncio.Future[None], list[DecodeSequence]] = {}
@@ -144,8 +144,7 @@ class LocalSource:
                     if not done.done() and all(sequence.finish is not None for sequence in sequences):
                         done.set_result(None)
         except torch.OutOfMemoryError as error:
-            lower = f"lower cache_bytes, {self.cache_bytes} now"
-            self._fail(SourceError(f"local: too many sequences at once for this device; {lower} ({error})"))
+            self._fail(SourceError(f"local: too many sequences at once for this device; lower cache_bytes ({error})"))
         except Exception as error:
             self._fail(error)
 
