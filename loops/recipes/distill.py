@@ -8,6 +8,7 @@ arXiv:2306.13649).
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,12 +26,11 @@ from ..rl.sources import check_sampling, open_sample_log, open_scheduler
 from ..runs.context import RunContext, open_run
 from ..runs.teacher import load_teacher, open_teacher
 from ..runs.training import Training, to_the_end
-from ..train import losses as terms
-from ..train.losses import Loss, TensorReader, Tensors, Term, columns_of, tensors_needed
+from ..train.losses import ENTROPY, TensorReader, Tensors, Term, columns_of, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, loss_name, parse_losses
 from .settings import Distill
 
-LOSSES: dict[str, Loss] = {**TOKEN_LOSSES, "distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
+LOSSES = TOKEN_LOSSES | {"distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
 # The completions of each loss where some are the student's; all other losses learn from those of the data.
 _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled"}
 
@@ -42,11 +42,12 @@ def open_distill(config: Distill) -> Training:
     on_samples, compared = "teacher_logp" in tensors_needed(losses), "divergence" in tensors_needed(losses)
     teacher, stored = open_teacher(context, config.teacher, needed=True) if compared else (None, lambda data: {})
     temperature = config.temperature if on_samples else 1.0
-    read = terms.policy_tensors(teacher=teacher, outputs=terms.outputs_for(losses), temperature=temperature)
+    read = policy_tensors(teacher=teacher, outputs=outputs_for(losses), temperature=temperature)
     if not config.on_policy:
         return context.train(losses, read, columns=columns_of(losses), per_token=(stored,))
     if on_samples:
-        read = with_teacher(read, load_teacher(context, config.teacher), context.accelerator, temperature)
+        teacher_model = load_teacher(context, config.teacher)
+        read = partial(with_teacher, read, teacher_model, context.accelerator, temperature)
     feed, evaluation = MixedFeed(context), None
     if context.eval_data is not None:
         evaluation = context.feed(context.eval_data, whole=True, prepare=lambda *step: marked(step[2], False))
@@ -72,7 +73,7 @@ def distill_losses(config: Distill) -> dict[str, Term]:
             raise ValueError(
                 "loss: sampled_reverse_kl is about completions that the student samples; set on_policy above 0"
             )
-        return {**losses, **terms.ENTROPY}
+        return {**losses, **ENTROPY}
     check_sampling(config)
     if on_samples and (config.top_p < 1 or config.top_k):
         raise ValueError(
@@ -86,18 +87,16 @@ def distill_losses(config: Distill) -> dict[str, Term]:
         )
     if columns := set(columns_of(losses)) - {"sampled", "demonstrated"}:
         raise ValueError(f"on_policy: the student's completions have no column {min(columns)!r}; leave it out")
-    return {**losses, **terms.ENTROPY}
+    return {**losses, **ENTROPY}
 
 
-def with_teacher(read: TensorReader, teacher: Policy, accelerator: Accelerator, temperature: float) -> TensorReader:
+def with_teacher(
+    read: TensorReader, teacher: Policy, accelerator: Accelerator, temperature: float, policy: nn.Module, batch: Batch
+) -> Tensors:
     """The student's tensors, and the teacher's log-probs of the same tokens."""
-
-    def tensors(policy: nn.Module, batch: Batch) -> Tensors:
-        with torch.no_grad(), accelerator.autocast():
-            logp = teacher(batch, temperature=temperature).logprob
-        return {**read(policy, batch), ("tokens", "teacher_logp"): logp}
-
-    return tensors
+    with torch.no_grad(), accelerator.autocast():
+        logp = teacher(batch, temperature=temperature).logprob
+    return {**read(policy, batch), ("tokens", "teacher_logp"): logp}
 
 
 class MixedFeed:

@@ -18,9 +18,8 @@ from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
 from ..runs.training import Training, to_the_end
-from ..train import weighting as weights
 from ..train.losses import Term
-from ..train.mix import loss_name
+from ..train.mix import WEIGHTINGS, loss_name
 from .settings import GRPO, VariantName
 
 _TIGHT = {"clip_low": 3e-4, "clip_high": 4e-4}
@@ -96,7 +95,7 @@ def grpo_losses(config: GRPO) -> dict[str, Term]:
             "reward_aggregation: normalize compares each reward within the group by itself, which leaves no place for "
             "another baseline or for the divergence; use a variant other than rloo, and kl_as loss"
         )
-    weigh: Any = getattr(weights, variant["weighting"])
+    weigh = WEIGHTINGS[variant["weighting"]]
     if variant["weighting"] == "fixed_length":
         weigh = partial(weigh, length=config.max_tokens)
     loss_kwargs = variant.get("loss_kwargs", {})

@@ -19,8 +19,7 @@ from ..runs.feed import Feed
 from ..runs.reference import Reference
 from ..runs.teacher import open_teacher
 from ..runs.training import Training, to_the_end
-from ..train import losses as terms
-from ..train.losses import Losses, Term, tensors_needed
+from ..train.losses import ENTROPY, Term, columns_of, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import TOKEN_LOSSES, distillation, losses_of, parse_losses
 from ..train.step import sum_over_ranks
 from .settings import KTO
@@ -38,8 +37,8 @@ def open_kto(config: KTO) -> Training:
     rewards = RunningMean()
     return context.train(
         losses,
-        terms.policy_tensors(reference=reference, teacher=teacher, outputs=terms.outputs_for(losses)),
-        columns=sorted({"desirable", *terms.columns_of(losses)} - {"undesirable"}),
+        policy_tensors(reference=reference, teacher=teacher, outputs=outputs_for(losses)),
+        columns=sorted({"desirable", *columns_of(losses)} - {"undesirable"}),
         per_token=(precomputed, stored),
         prepare=prepare_feedback(losses, rewards, context.model, reference, context.accelerator, config.max_length),
         memory=rewards if "bco" in losses else None,
@@ -59,7 +58,7 @@ def kto_losses(config: KTO) -> dict[str, Term]:
         raise ValueError("kto: its z0 comes from completions of other prompts; use a batch_size of 2 or more")
     if "kto" in losses and config.reference == "precompute":
         raise ValueError("reference: the mismatched completions of kto can't be precomputed; use copy or adapters_off")
-    return {**losses, **feedback_metrics(config.beta), **terms.ENTROPY}
+    return {**losses, **feedback_metrics(config.beta), **ENTROPY}
 
 
 class RunningMean:
@@ -83,7 +82,7 @@ class RunningMean:
 
 
 def prepare_feedback(
-    losses: Losses,
+    losses: Mapping[str, Term],
     rewards: RunningMean,
     policy: Policy,
     reference: Reference,

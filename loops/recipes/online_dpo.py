@@ -9,8 +9,7 @@ from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
 from ..runs.training import Training, to_the_end
-from ..train import losses as terms
-from ..train.losses import Term, tensors_needed
+from ..train.losses import CHOSEN, PAIR_METRICS, Term, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import PAIR_LOSSES, parse_losses
 from .settings import OnlineDPO
 
@@ -24,9 +23,9 @@ def open_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> Trai
     )
     select = partial(best_and_worst, penalty=config.missing_eos_penalty)
     feed = RolloutFeed(context, select=select, report=lambda rollout: pair_metrics(rollout, select(rollout), config))
-    outputs = terms.outputs_for(losses)
-    read = terms.policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
-    return context.train({**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}, read, feed, report=lambda: feed.metrics)
+    outputs = outputs_for(losses)
+    read = policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
+    return context.train({**losses, **PAIR_METRICS}, read, feed, report=lambda: feed.metrics)
 
 
 run_online_dpo = to_the_end(open_online_dpo)
@@ -38,7 +37,7 @@ def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
         raise ValueError(f"group_size: a pair needs two completions of a prompt, wanted >= 2, got {config.group_size}")
     known = {name: loss for name, loss in PAIR_LOSSES.items() if name != "distillation"}
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
-    return parse_losses(config.loss, shared, known, of=terms.CHOSEN, given=config.loss_kwargs)
+    return parse_losses(config.loss, shared, known, of=CHOSEN, given=config.loss_kwargs)
 
 
 def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[list[list[int]]]:

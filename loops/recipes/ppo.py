@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -57,8 +58,14 @@ def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
     """
     losses = ppo_losses(config)
     context = context or open_rl(config, partial(with_values, config=config))
-    hooks = {"advantages": partial(advantages, config=config), "report": partial(objective_metrics, config=config)}
-    return train_policy(context, losses, kl_in_reward=True, save=partial(save_values, context), **hooks)
+    return train_policy(
+        context,
+        losses,
+        advantages=partial(advantages, config=config),
+        kl_in_reward=True,
+        save=partial(save_values, context),
+        report=partial(objective_metrics, config=config),
+    )
 
 
 run_ppo = to_the_end(open_ppo)
@@ -85,12 +92,17 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
         if sharding:
             log.warning("value_model: tried out before it is sharded, so every rank reads all of it")
         return Policy(model, **config.kernel, **sharding, critic=open_critic(config).to(device))
-    wrapped: Any = model
-    plain = wrapped.get_base_model() if hasattr(model, "get_base_model") else wrapped
+    plain: Any = getattr(model, "get_base_model", lambda: model)()
     width = plain.config.get_text_config().hidden_size
     head = ValueHead(width, torch.promote_types(plain.dtype, torch.float32)).to(device)
     if config.value_head is not None:
-        state = load_file(config.value_head)
+        with blaming(f"value_head: {config.value_head}", SafetensorError, OSError):
+            state = load_file(config.value_head)
+        if state.keys() != head.state_dict().keys():
+            raise ValueError(
+                f"value_head: {config.value_head} holds {', '.join(sorted(state))}, wanted weight and bias; take "
+                "value_head.safetensors of a run of ppo"
+            )
         if state["weight"].shape != head.weight.shape:
             raise ValueError(
                 f"value_head: {config.value_head} reads hidden states of {state['weight'].shape[1]}, this model's have "

@@ -16,8 +16,7 @@ from ..batch import Batch
 from ..runs.context import open_run
 from ..runs.teacher import open_teacher
 from ..runs.training import Training, to_the_end
-from ..train import losses as terms
-from ..train.losses import CHOSEN, REJECTED, Term, tensors_needed
+from ..train.losses import CHOSEN, PAIR_METRICS, REJECTED, Term, columns_of, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import PAIR_LOSSES, STEP_COUPLED, parse_losses
 from .settings import CPO, DPO, ORPO
 
@@ -31,11 +30,9 @@ def open_dpo(config: DPO) -> Training:
     context = open_run(config, encode_preference)
     reference, precomputed = context.reference(config.reference, needed=any(name.startswith("ref_") for name in needed))
     teacher, stored = open_teacher(context, config.teacher, needed="divergence" in needed)
-    outputs = terms.outputs_for(losses)
-    read = terms.policy_tensors(
-        reference=reference, reduce=reduce, score=score, teacher=teacher, outputs=outputs, pairs=True
-    )
-    return context.train(losses, read, columns=terms.columns_of(losses), per_token=(precomputed, stored))
+    outputs = outputs_for(losses)
+    read = policy_tensors(reference=reference, reduce=reduce, score=score, teacher=teacher, outputs=outputs, pairs=True)
+    return context.train(losses, read, columns=columns_of(losses), per_token=(precomputed, stored))
 
 
 def open_cpo(config: CPO) -> Training:
@@ -52,7 +49,7 @@ def open_orpo(config: ORPO) -> Training:
 
 def _open(config: CPO | ORPO, losses: dict[str, Term]) -> Training:
     context = open_run(config, encode_preference)
-    return context.train({**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}, terms.policy_tensors(pairs=True))
+    return context.train({**losses, **PAIR_METRICS}, policy_tensors(pairs=True))
 
 
 run_dpo, run_cpo, run_orpo = to_the_end(open_dpo), to_the_end(open_cpo), to_the_end(open_orpo)
@@ -71,7 +68,7 @@ def dpo_losses(config: DPO) -> dict[str, Term]:
             raise ValueError(f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl")
         if config.pair_weight == "wpo":
             losses[name] = replace(losses[name], factor="wpo")
-    return {**losses, **terms.PAIR_LOGPS, **terms.ENTROPY}
+    return {**losses, **PAIR_METRICS}
 
 
 def completion_logprob(config: DPO) -> Callable[[Tensor, Batch], Tensor] | None:

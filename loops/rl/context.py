@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -26,7 +25,7 @@ from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
 from ..runs.ranks import from_main, on_main
 from ..runs.training import Training
-from ..train.losses import Losses, TensorReader
+from ..train.losses import TensorReader, Term
 from .buffer import RolloutBuffer
 from .distributed import Follower, distributed
 from .settings import OnlineConfig
@@ -57,7 +56,7 @@ class RLContext(RunContext[Policy]):
     eval_rows: Sequence[Row] = ()
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
-    def train(self, losses: Losses, read: TensorReader, feed: Any = None, **options: Any) -> Training:
+    def train(self, losses: Mapping[str, Term], read: TensorReader, feed: Any = None, **options: Any) -> Training:
         """Prepare to train on the rollouts of a `RolloutFeed`, which is saved in checkpoints, and closed at the end;
         see `RunContext.train`. Held-out prompts are evaluated by their rewards."""
         if self.eval_data is not None:
@@ -153,10 +152,6 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         return row
 
     async def score_group(group: list[Sample]) -> None:
-        for sample in group:
-            if not sample.text:
-                tokens = list(compress(sample.tokens, sample.trained))
-                sample.text = str(run.tokenizer.decode(tokens, skip_special_tokens=True))
         await score_samples(rewards, [row_of(group[0].task)] * len(group), group)
 
     scheduler, follow = open_scheduler(

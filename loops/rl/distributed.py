@@ -19,7 +19,7 @@ from accelerate import Accelerator
 
 from ..rollouts.event_loops import EventLoop, gather_or_cancel, off_loop
 from ..rollouts.sample import Request, Sample, check_request
-from ..rollouts.source import NamedWeights, RolloutSource, SourceError
+from ..rollouts.source import NamedWeights, RolloutSource, SourceError, refuse_closed
 from ..runs.ranks import RankLost, gloo_group, leading, receive, send
 
 _PARTING = 10.0  # seconds in which another rank should stop sampling
@@ -83,22 +83,20 @@ class DistributedSource:
         self._talks: dict[tuple[int, Any], asyncio.Task[None]] = {}  # by rank and direction
         self._requests, self._closed = 0, False
 
-    def rank_of(self, task: int, index: int) -> int:
-        return (task * self.parts + index * self.parts // self.group_size) % self.ranks
-
     async def sample(self, request: Request) -> list[Sample]:
-        self._check_open()
+        refuse_closed(self._closed, "distributed")
         check_request(request, vocab=getattr(self.source, "vocab", None), context=self.context)
         shares: dict[int, list[int]] = {}
         for index in request.indices:
-            shares.setdefault(self.rank_of(request.task, index), []).append(index)
+            rank = (request.task * self.parts + index * self.parts // self.group_size) % self.ranks
+            shares.setdefault(rank, []).append(index)
         requests = [(rank, replace(request, indices=indices)) for rank, indices in shares.items()]
         groups = await gather_or_cancel(self._sample(rank, part) for rank, part in requests)
         samples = {sample.index: sample for group in groups for sample in group}
         return [samples[index] for index in request.indices]
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        self._check_open()
+        refuse_closed(self._closed, "distributed")
         weights = iter(weights)
         with leading(self.accelerator, version):
             try:
@@ -177,10 +175,6 @@ class DistributedSource:
             if not completed.done():
                 completed.set_exception(error)
         self._awaited[rank].clear()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SourceError("distributed: the source is closed; make a new one")
 
 
 @dataclass(eq=False)

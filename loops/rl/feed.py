@@ -64,19 +64,18 @@ class RolloutFeed:
 
     def __call__(self, step: int) -> list[Batch]:
         config = self.config
-        number, part = divmod(step, self.steps_per_rollout)
+        number, step_of_rollout = divmod(step, self.steps_per_rollout)
         if self.rollout is None or number != self.step // self.steps_per_rollout:
             self.rollout = self._collect(number)
-        self.step = step
-        split = self.select or (lambda rollout: rollout.split_groups(config.micro_tokens, self.batching["layout"]))
-        units = split(self.rollout)
+        self.step, rollout, select = step, self.rollout, self.select
+        units = select(rollout) if select else rollout.split_groups(config.micro_tokens, self.batching["layout"])
         if config.minibatches > 1:  # each unit is in one of them, drawn anew in each epoch
-            epoch, minibatch = divmod(part, config.minibatches)
+            epoch, minibatch = divmod(step_of_rollout, config.minibatches)
             bits = np.random.Philox(np.random.SeedSequence([config.seed, number, epoch])).random_raw(len(units))
             drawn = np.argsort(bits, kind="stable")[minibatch :: config.minibatches]
             units = [units[i] for i in sorted(drawn)]
         examples = [example for unit in units for example in unit]
-        return self.rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)
+        return rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)
 
     def plan(self, step: int) -> list[list[int]]:
         """The prompts of each micro-batch of a step on the rollout at hand, as indices into the data."""
@@ -114,13 +113,13 @@ class RolloutFeed:
     def _collect(self, number: int) -> RolloutBuffer:
         """Sample and score one rollout, measure it, and compute its advantages."""
         context = self.context
-        groups, passed_over = from_main(context.accelerator, lambda: self._take(number), context.follow)
+        groups, sampling_metrics = from_main(context.accelerator, lambda: self._take(number), context.follow)
         rollout = self._buffer(groups, number)
         if self.measure is not None:
             self._measure(rollout, self.measure)
         for name, column in self.advantages(rollout).items():
             rollout[name] = column
-        self.metrics = {**context.metrics(rollout), **self.report(rollout), **passed_over}
+        self.metrics = {**context.metrics(rollout), **self.report(rollout), **sampling_metrics}
         return rollout
 
     def _buffer(self, groups: list[list[Sample]], number: int) -> RolloutBuffer:
@@ -130,35 +129,35 @@ class RolloutFeed:
         return rollout
 
     def _take(self, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
-        """On the main process, the groups of a rollout, and metrics of those that were skipped."""
+        """On the main process, the groups of a rollout; with dynamic sampling those that vary, and metrics of all."""
         rewards, wanted = self.context.rewards, self.config.prompts_per_rollout
+        sampled: list[list[Sample]] = []
         kept: list[list[Sample]] = []
-        seen: list[list[Sample]] = []
         assert self.scheduler is not None
         self.scheduler.publish()
         for _ in range(PATIENCE if self.dynamic_sampling else 1):
-            taken = self.scheduler.take(wanted - len(kept), step=number)
-            if self.rollout is None and not seen:
-                refuse_broken(rewards, list(chain.from_iterable(taken)))
-            seen += taken
-            kept += [group for group in taken if not self.dynamic_sampling or self._varies(group)]
+            groups = self.scheduler.take(wanted - len(kept), step=number)
+            if self.rollout is None and not sampled:
+                refuse_broken(rewards, list(chain.from_iterable(groups)))
+            sampled += groups
+            kept += filter(self._varies, groups) if self.dynamic_sampling else groups
             if len(kept) == wanted:
                 break
         else:
             log.warning(
                 f"rollout {number}: only {len(kept)} of {wanted} groups have completions of different reward, "
-                f"{len(seen) - len(kept)} do not; it goes on with these. Prompts may be too easy or too hard for this "
-                "policy"
+                f"{len(sampled) - len(kept)} do not; it goes on with these. Take prompts that are neither too easy nor "
+                "too hard for this policy, or a larger group_size"
             )
-        samples = list(chain.from_iterable(seen))
+        samples = list(chain.from_iterable(sampled))
         if self.context.sample_log is not None:
             self.context.sample_log(samples)
         if not self.dynamic_sampling:
             return kept, {}
+        metrics = {"groups_passed_over": float(len(sampled) - len(kept))}
         # The mean of all samples: that of the groups that vary stays near the middle and shows no learning.
         reward = float(reward_table(rewards, samples).measured_total.nanmean())
-        passed_over = {"groups_passed_over": float(len(seen) - len(kept)), "reward/sampled": reward}
-        return kept, {name: value for name, value in passed_over.items() if not math.isnan(value)}
+        return kept, metrics if math.isnan(reward) else {**metrics, "reward/sampled": reward}
 
     def _varies(self, group: list[Sample]) -> bool:
         reward = reward_table(self.context.rewards, group).measured_total

@@ -3,6 +3,12 @@
 μ        the sampler's policy, which the tokens were drawn from
 π_old    the trainer's at the start of the rollout, in the ratio's denominator; or μ itself, see `ratio_denominator`
 π        the trainer's now
+
+From a rollout to its loss:
+columns_at_start    log π_ref, log π_old and the values of all tokens, where they are needed before the first step
+advantages          the recipe's, over the whole rollout
+rollout_tensors     all that losses take of a micro-batch, from one pass of π
+policy_losses       the losses of these tensors, and their weights: total = Σ coefficient · correction · w · loss / Z
 """
 
 import logging
@@ -18,11 +24,13 @@ from torch import Tensor, nn
 from ...objectives import PerSequence, PerToken, Stats, correction, kl_estimate, policy, sampler_mismatch, sequence_sum
 from ...objectives.types import Bound
 from ..batch import Batch
+from ..models.policy import Policy
+from ..runs.reference import Reference
 from ..runs.training import Training
-from ..train import losses as terms
-from ..train import weighting as weights
-from ..train.losses import Losses, TensorReader, Tensors, Term, tensors_needed, units_of
+from ..train.losses import ENTROPY, TensorReader, Tensors, Term, outputs_for, policy_tensors, tensors_needed, units_of
 from ..train.mix import TOKEN_LOSSES, losses_of, parse_losses
+from ..train.weighting import Weights, token_mean
+from .buffer import RolloutBuffer
 from .context import RLContext
 from .feed import RolloutFeed
 from .settings import PolicyGradientConfig
@@ -50,7 +58,7 @@ def policy_losses(
     config: PolicyGradientConfig,
     default: str,
     loss_kwargs: Mapping[str, float],
-    weigh: Any = weights.token_mean,
+    weigh: Callable[..., Weights] = token_mean,
     *,
     kl_loss: bool = False,
 ) -> dict[str, Term]:
@@ -80,8 +88,9 @@ def policy_losses(
     elif config.bounds[0] > config.bounds[1]:
         low, high = config.bounds
         raise ValueError(f"correction_low, correction_high: wanted low <= high, got {low} and {high}")
-    shared, given = {**loss_kwargs, **config.loss_kwargs}, config.loss_kwargs
-    losses = parse_losses(config.loss or default, shared, POLICY_LOSSES, weighting=weigh, given=given)
+    shared = {**loss_kwargs, **config.loss_kwargs}
+    mix = config.loss or default
+    losses = parse_losses(mix, shared, POLICY_LOSSES, weighting=weigh, given=config.loss_kwargs)
     if kl_loss and config.beta:
         losses["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
     for name, loss in losses.items():
@@ -104,7 +113,7 @@ def policy_losses(
     return losses
 
 
-def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> Literal["sampled", "recomputed"]:
+def ratio_denominator(config: PolicyGradientConfig, losses: Mapping[str, Term]) -> Literal["sampled", "recomputed"]:
     """The policy in the denominator of ratios, where the configuration leaves it open.
 
     Sampler and trainer round differently. In the ratio of one token this hardly matters, and a ratio to μ needs no
@@ -121,74 +130,79 @@ def ratio_denominator(config: PolicyGradientConfig, losses: Losses) -> Literal["
 
 def train_policy(
     context: RLContext,
-    losses: Losses,
+    losses: Mapping[str, Term],
     *,
+    advantages: Callable[[RolloutBuffer], Mapping[str, Tensor]],
     kl_in_reward: bool = False,
     save: Callable[[], None] = lambda: None,
-    **hooks: Any,
+    **options: Any,
 ) -> Training:
-    """Get ready to sample, score, and train on the advantages.
+    """Prepare to sample rollouts, score them, and train on their advantages.
 
     Args:
+        advantages: ``advantages(rollout)`` gives the column of this name [tokens], and others that the losses read.
         kl_in_reward: whether the advantages read the divergence from the reference.
         save: of `RunContext.train`.
-        hooks: ``advantages``, the column of this name and others that the losses read; further ones of `RolloutFeed`.
+        options: further ones of `RolloutFeed`.
     """
     config: PolicyGradientConfig = context.config
     config = replace(config, old_logprobs=ratio_denominator(config, losses))
     needed = "ref_logp" in tensors_needed(losses) or (kl_in_reward and config.beta > 0)
     reference, _ = context.reference(config.reference, needed=needed, temperature=config.temperature)
-    # Once per rollout, if that takes fewer passes than one per training pass, or is needed for the reward anyway.
-    stored = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
-    # For a rollout that is trained on once, π_old is the policy itself, from the training pass.
-    again = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
-    start = again or context.model.has_values or (kl_in_reward and stored is not None)
 
-    def measure(batch: Batch) -> dict[str, Tensor]:
-        columns = {} if stored is None else {"ref_logp": stored(batch)}
-        if start:
-            outputs = context.model(batch, temperature=config.temperature)
-            columns |= {"old_logp": outputs.logprob} | ({} if outputs.value is None else {"old_value": outputs.value})
-        return columns
-
+    # π_ref once per rollout, if that takes fewer passes than one per training pass, or is needed for the reward anyway.
+    ref_at_start = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
+    # π_old, and values, before the first step. For a rollout that is trained on once, the training pass gives π_old.
+    recomputed = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
+    old_needed = recomputed or context.model.has_values or (kl_in_reward and reference is not None)
+    if old_needed or ref_at_start is not None:
+        model = context.model if old_needed else None
+        options["measure"] = partial(columns_at_start, model, ref_at_start, config.temperature)
     mismatch = SamplerMismatch(context.accelerator, config.old_logprobs)
-    hooks |= {"measure": measure} if start or stored is not None else {}
-    feed = RolloutFeed(context, first_step=mismatch.warn_of_clipping, **hooks)
-    logged = {**losses, "sampling/logp_difference": Term(mismatch.measure, 0.0), **terms.ENTROPY}
+    feed = RolloutFeed(context, advantages, first_step=mismatch.warn_of_clipping, **options)
+
+    ref_logp = reference if ref_at_start is None else lambda batch: batch.columns["ref_logp"]
+    forward = policy_tensors(reference=ref_logp, outputs=outputs_for(losses), temperature=config.temperature)
+    logged = {**losses, "sampling/logp_difference": Term(mismatch.measure, 0.0), **ENTROPY}
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
-    reads = reference if stored is None else lambda batch: batch.columns["ref_logp"]
-    read = terms.policy_tensors(reference=reads, outputs=terms.outputs_for(losses), temperature=config.temperature)
-    read = rollout_tensors(read, config)
+    read = partial(rollout_tensors, forward, config)
     return context.train(logged, read, feed, report=lambda: {**feed.metrics, **mismatch.report()}, save=save)
 
 
-def rollout_tensors(read: TensorReader, config: PolicyGradientConfig) -> TensorReader:
-    """The policy's tensors, the sampler's log-probs, those in the ratio's denominator, and the advantages."""
+def columns_at_start(
+    model: Policy | None, reference: Reference | None, temperature: float, batch: Batch
+) -> dict[str, Tensor]:
+    """Columns [tokens] of a rollout before anything is learned from it: log π_ref, log π_old, and the values."""
+    columns = {} if reference is None else {"ref_logp": reference(batch)}
+    if model is not None:
+        outputs = model(batch, temperature=temperature)
+        columns |= {"old_logp": outputs.logprob} | ({} if outputs.value is None else {"old_value": outputs.value})
+    return columns
 
-    def policy_gradient_tensors(model: nn.Module, batch: Batch) -> Tensors:
-        def per_completion(column: Tensor) -> Tensor:  # the same for all tokens of a completion
-            return column.new_zeros(batch.sequences).index_copy(0, batch.sequence, column)
 
-        tensors = read(model, batch)
-        sampled, advantage = batch.columns["sampled_logp"], batch.columns["advantage"]
-        now = tensors["tokens", "logp"].detach()
-        start = batch.columns.get("old_logp", now) if config.steps_per_rollout > 1 else now
-        old = sampled if config.old_logprobs == "sampled" else start
-        tensors |= {
-            ("tokens", "sampled_logp"): sampled,
-            ("tokens", "start_logp"): start,
-            ("tokens", "old_logp"): old,
-            ("tokens", "advantage"): advantage,
-            ("sequences", "old_logp"): sequence_sum(old, batch.sequence, batch.sequences),
-            ("sequences", "advantage"): per_completion(advantage),
-        }
-        if config.correction != "none":
-            weight = corrections(config, start, sampled, batch.sequence)
-            tensors |= {("tokens", "correction"): weight, ("sequences", "correction"): per_completion(weight)}
-        return tensors
+def rollout_tensors(forward: TensorReader, config: PolicyGradientConfig, model: nn.Module, batch: Batch) -> Tensors:
+    """The tensors of ``forward``, the policy's one pass over a micro-batch, and what its losses compare π with.
 
-    return policy_gradient_tensors
+    sampled_logp    log μ of each token
+    start_logp      the trainer's at the start of the rollout: stored, or in its only step that of this pass
+    old_logp        log π_old, in the ratio's denominator: one of these two; of a completion the sum over its tokens
+    advantage       A of each token, or of each completion, whose tokens all have the same
+    correction      weight of each token or completion by how far the trainer's policy is from μ
+    """
+    tensors = forward(model, batch)
+    sampled, now = batch.columns["sampled_logp"], tensors["tokens", "logp"].detach()
+    start = batch.columns.get("old_logp", now) if config.steps_per_rollout > 1 else now
+    old = sampled if config.old_logprobs == "sampled" else start
+    alike = {"advantage": batch.columns["advantage"]}  # the same for all tokens of a completion
+    if config.correction != "none":
+        alike["correction"] = corrections(config, start, sampled, batch.sequence)
+    of_tokens = {"sampled_logp": sampled, "start_logp": start, "old_logp": old, **alike}
+    tensors |= {("tokens", name): column for name, column in of_tokens.items()}
+    tensors["sequences", "old_logp"] = sequence_sum(old, batch.sequence, batch.sequences)
+    for name, column in alike.items():
+        tensors["sequences", name] = column.new_zeros(batch.sequences).index_copy(0, batch.sequence, column)
+    return tensors
 
 
 def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequence: Tensor) -> Tensor:
@@ -220,15 +234,15 @@ class SamplerMismatch:
     def __init__(self, accelerator: Accelerator, old_logprobs: str | None = None) -> None:
         self.accelerator, self.old_logprobs = accelerator, old_logprobs
         self.silent = not accelerator.is_main_process
-        self.parts: list[Tensor] = []  # [6] of each micro-batch, float64
+        # Of each micro-batch, float64: N, Σ ρ, Σ ρ², and the largest |log ρ|, ρ and -ρ.
+        self.parts: list[Tensor] = []
 
     def measure(self, start_logp: PerToken, sampled_logp: PerToken) -> tuple[PerToken, Stats]:
         """A loss that is only logged."""
         if len(start_logp):
             difference = (start_logp - sampled_logp).detach().double()
             ratio = difference.clamp(-policy.LOG_RATIO_LIMIT, policy.LOG_RATIO_LIMIT).exp()
-            count = ratio.new_tensor(len(ratio))
-            sums = [count, ratio.sum(), ratio.square().sum()]
+            sums = ratio.new_tensor(len(ratio)), ratio.sum(), ratio.square().sum()
             self.parts.append(torch.stack([*sums, difference.abs().max(), ratio.max(), -ratio.min()]))
         return (start_logp - sampled_logp).abs(), sampler_mismatch(start_logp, sampled_logp)
 
@@ -237,12 +251,12 @@ class SamplerMismatch:
 
         sampling/effective_sample_size    (Σ ρ)² / (N Σ ρ²), the share of the N tokens that equal weights would need
         """
-        none = torch.tensor([0.0, 0, 0, *[-torch.inf] * 3], dtype=torch.float64, device=self.accelerator.device)
-        local, self.parts = torch.stack([none, *self.parts]), []
-        together = torch.cat([local[:, :3].sum(0), local[:, 3:].amax(0)])
-        every: Any = self.accelerator.gather(together[None])
-        count, total, squares = every[:, :3].sum(0).tolist()
-        difference, highest, lowest = every[:, 3:].amax(0).tolist()
+        nothing = torch.tensor([0.0, 0, 0, *[-torch.inf] * 3], dtype=torch.float64, device=self.accelerator.device)
+        parts, self.parts = torch.stack([nothing, *self.parts]), []
+        of_rank = torch.cat([parts[:, :3].sum(0), parts[:, 3:].amax(0)])
+        of_ranks: Any = self.accelerator.gather(of_rank[None])
+        count, total, squares = of_ranks[:, :3].sum(0).tolist()
+        difference, highest, lowest = of_ranks[:, 3:].amax(0).tolist()
         if not count:
             return {}
         return {

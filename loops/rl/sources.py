@@ -106,7 +106,7 @@ def open_scheduler(
     """
     stop = end_tokens(run.model.plain.generation_config, run.tokenizer)
     if not stop:
-        raise ValueError("stop: neither the tokenizer nor the model has an end token; set tokenizer.eos_token")
+        raise ValueError("stop: no end token; set the tokenizer's eos_token, or eos_token_id in generation_config.json")
     accelerator, by_policy, sharded = run.accelerator, config.source == "policy", is_sharded(run.model)
     read = adapter_weights if config.vllm.updates == "adapters" else named_weights
     weights = partial(read, run.model, None if by_policy else getattr(torch, config.dtype))

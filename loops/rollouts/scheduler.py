@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -132,11 +132,11 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self.counts = {"retries": 0, "republished": 0}
         self.waited = 0.0  # seconds that the trainer spent in `take`
         self._newest = -1  # the last version whose publication has started
-        self._limit = 0  # tasks below it may be started
-        self._begun: dict[int, asyncio.Task[list[Sample]]] = {}  # and not yet taken
-        self._stored: dict[int, list[Sample]] = {}  # groups from a checkpoint, ready to be taken
+        self._limit = 0  # tasks below it are admitted at the published version
+        self._groups: dict[int, asyncio.Task[list[Sample]]] = {}  # of admitted tasks, under way or ready to be taken
+        self._stored: dict[int, list[Sample]] = {}  # groups from a checkpoint
         self._loop = EventLoop(background=max_staleness > 0)
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Condition()  # a version was published, or the source has lost it
         self._lost = False  # the source was seen to sample from other weights than the trainer's
 
     @property
@@ -258,34 +258,35 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))
 
     async def _take(self, step: int, count: int) -> list[list[Sample]]:
+        """Wait for the next groups; if the source loses its weights meanwhile, publish them again."""
         wanted = range(self.tasks, self.tasks + count)
         await self._publish(step, only_if_lost=True)
         self._admit(max(self._limit, wanted.stop))
-        arriving = asyncio.gather(*(self._begun[task] for task in wanted))
-        attendant = asyncio.create_task(self._attend(step))
-        both: list[asyncio.Future[Any]] = [arriving, attendant]
+        groups = asyncio.gather(*(self._groups[task] for task in wanted))
+        republishing = asyncio.create_task(self._republish_if_lost(step))  # ends only by an error
+        either: list[asyncio.Future[Any]] = [groups, republishing]
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            groups: list[list[Sample]] = both[not arriving.done()].result()  # the attendant's is an error
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            taken = groups.result() if groups.done() else republishing.result()
         finally:
-            arriving.cancel()
-            attendant.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
-            for task in wanted:  # what failed, or was cancelled just now, is begun anew when it is taken again
-                if (begun := self._begun[task]).cancelled() or (begun.done() and begun.exception()):
-                    del self._begun[task]
-        age = max((step - sample.oldest for group in groups for sample in group), default=0)
+            groups.cancel()
+            republishing.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
+            for task in wanted:  # what failed, or was cancelled just now, is sampled anew when it is taken again
+                if (group := self._groups[task]).cancelled() or (group.done() and group.exception()):
+                    del self._groups[task]
+        age = max((step - sample.oldest for group in taken for sample in group), default=0)
         if age > self.max_staleness and not self.source.stored:
             raise AssertionError(f"scheduler: step {step} would train on samples of age {age} > {self.max_staleness}")
-        if [group[0].task for group in groups] != list(wanted) or not len(self.ends) - 1 <= step <= len(self.ends):
+        if [group[0].task for group in taken] != list(wanted) or not len(self.ends) - 1 <= step <= len(self.ends):
             raise AssertionError(f"scheduler: step {step}, on {wanted}, would come after step {len(self.ends) - 1}")
         self.ends[step:] = [wanted.stop]
         for task in wanted:
-            del self._begun[task]
-        return groups
+            del self._groups[task]
+        return taken
 
-    async def _attend(self, version: int) -> None:
-        """Publish the weights again to a source that lost them, while groups are awaited and nothing trains."""
+    async def _republish_if_lost(self, version: int) -> NoReturn:
+        """Only while groups are awaited: nothing trains then, so the weights are those of this version."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._lost)
@@ -293,10 +294,11 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
 
     def _admit(self, limit: int) -> None:
         for task in range(self.tasks, limit):
-            if task not in self._begun:
-                self._begun[task] = asyncio.create_task(self._begin(task))
+            if task not in self._groups:
+                self._groups[task] = asyncio.create_task(self._complete(task))
 
-    async def _begin(self, task: int) -> list[Sample]:
+    async def _complete(self, task: int) -> list[Sample]:
+        """The group of a task, sampled and scored, or from a checkpoint."""
         stored = self._stored.pop(task, [])
         group = stored or await self._sample(task)
         if self._row is not None:
@@ -307,9 +309,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         return group
 
     async def _sample(self, task: int) -> list[Sample]:
-        """The group of a task, from weights that the trainer has published.
+        """The completions of a task, from weights that the trainer has published.
 
-        After a failure, wait until the source samples from the trainer's; `_attend` gives it these.
+        After a failure, wait until the source samples from the trainer's; `_republish_if_lost` gives it these.
         """
         request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
         name, began, attempt = type(self.source).__name__, time.monotonic(), 0
@@ -330,21 +332,21 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                 if not (known or self.source.stored):
                     raise SourceLost(
                         f"{name}: task {task}: its completions come from versions {versions}, published are {since} to "
-                        f"{self._newest}"
+                        f"{self._newest}; does another run publish to the same source?"
                     )
                 return group
             except (SourceLost, OSError) as error:
                 await self._failed(f"task {task} could not be sampled", error, attempt, began)
 
     async def _ready(self) -> dict[int, list[dict[str, Any]]]:
-        ended = {task: begun for task, begun in self._begun.items() if begun.done() and not begun.cancelled()}
-        done = {task: begun.result() for task, begun in ended.items() if not begun.exception()}
+        ended = {task: group for task, group in self._groups.items() if group.done() and not group.cancelled()}
+        done = {task: group.result() for task, group in ended.items() if not group.exception()}
         return {task: [to_record(sample) for sample in group] for task, group in {**self._stored, **done}.items()}
 
     async def _close(self) -> None:
-        for begun in self._begun.values():
-            begun.cancel()
-        await asyncio.gather(*self._begun.values(), return_exceptions=True)
+        for group in self._groups.values():
+            group.cancel()
+        await asyncio.gather(*self._groups.values(), return_exceptions=True)
         await self.source.close()
 
 

@@ -31,7 +31,7 @@ from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
 from ..registry import nearest
 from ..train import optimizers
-from ..train.losses import Losses, TensorReader
+from ..train.losses import TensorReader, Term
 from ..train.mix import STEP_COUPLED
 from .directory import check_directory, to_yaml
 from .feed import Feed, stored_tokens
@@ -174,7 +174,7 @@ class RunContext(Generic[Model]):
 
     def train(
         self,
-        losses: Losses,
+        losses: Mapping[str, Term],
         read: TensorReader,
         feed: Any = None,
         *,

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ..models.io import save_model
 from ..registry import nearest
 from ..train import optimizers
-from ..train.losses import Losses, TensorReader, compose, weightings
+from ..train.losses import TensorReader, Term, compose, weightings
 from ..train.step import StepResult, evaluate, optimize, prepare, sum_over_ranks
 from . import checkpoint, stop
 from .directory import claimed
@@ -53,7 +53,7 @@ class Training:
     """
 
     context: Any
-    losses: Losses
+    losses: Mapping[str, Term]
     read: TensorReader
     feed: Any
     evaluation: Feed | Callable[[int], Mapping[str, float]] | None = None
@@ -114,8 +114,8 @@ class Training:
         steps, main, parts, signal = self.feed.steps, accelerator.is_main_process, self.state["parts"], None
         if not self._unused.detach():
             raise RuntimeError("training: its steps were taken; open a run with resume=True to go on with it")
-        batch = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
-        epoch = len(context.data) / batch
+        rows_per_step = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
+        epoch = len(context.data) / rows_per_step
         AcceleratorState._shared_state.update(vars(accelerator.state))  # see `open_accelerator`
         taken = optimize(
             self.state["policy"],
@@ -152,23 +152,24 @@ class Training:
                         to_save |= self._evaluate(step.number)
                     left = False
                     try:
-                        yield StepResult(step.number, self.metrics)
+                        yield StepResult(step.number, self.metrics)  # to the caller's body
                     except GeneratorExit:
                         left = True
                     AcceleratorState._shared_state.update(vars(accelerator.state))
+                    # What one rank meets is for all: a signal, a body that was left, a checkpoint that failed.
                     clock = main and bool(config.save_minutes) and monotonic() - saved >= 60 * config.save_minutes
                     of_this_rank = {**received, "left": left, "clock": clock, "failed": saver.failed}
                     votes = sum_over_ranks(accelerator, of_this_rank)
                     log(step.number, self.metrics)
                     if votes["failed"]:
-                        saver.wait()
+                        saver.wait()  # raises its error
                     signal = next((name for name in received if votes[name]), None)
                     if to_save or signal or votes["left"] or votes["clock"]:
                         if self.directory is not None:
                             kept = {"keep": config.keep, "best": self.best}
                             saver.save(self.checkpoints, step.number, **self.state, **kept)
                         saved = monotonic()
-                    signal = signal if step.number < steps else None
+                    signal = signal if step.number < steps else None  # after the last step the run is complete
                     if signal or votes["left"]:
                         break
                 saver.wait()

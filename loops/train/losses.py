@@ -21,8 +21,8 @@ from ...kernels import Extra
 from ...objectives import PerPair, PerToken, Stats, sequence_mean, sequence_sum, wpo_weight
 from ..batch import Batch, CompletionSelector
 from ..models.lm_head import TeacherOutputs
-from . import weighting as weights
 from .step import Objective
+from .weighting import Weighting, Weightings, completion_mean, pair_mean, token_mean
 
 Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit
@@ -47,7 +47,7 @@ class Term:
 
     function: Loss
     coefficient: float = 1.0
-    weighting: weights.Weighting | None = None
+    weighting: Weighting | None = None
     of: CompletionSelector = None
     columns: tuple[str, ...] = ()
     factor: str | None = None
@@ -59,9 +59,9 @@ class Term:
         return _unit(loss)
 
     @cached_property
-    def weigh(self) -> weights.Weighting:
-        means = {"tokens": weights.token_mean, "sequences": weights.completion_mean}
-        mean = partial(means[self.unit], of=self.of) if self.unit in means else weights.pair_mean
+    def weigh(self) -> Weighting:
+        means = {"tokens": token_mean, "sequences": completion_mean}
+        mean = partial(means[self.unit], of=self.of) if self.unit in means else pair_mean
         return self.weighting or mean
 
     @cached_property
@@ -91,9 +91,6 @@ class Term:
         return (loss if self.factor is None else tensors[self.unit, self.factor] * loss), stats
 
 
-Losses = Mapping[str, Term]
-
-
 def _entropy(entropy: PerToken) -> tuple[PerToken, Stats]:
     return entropy.detach(), {}
 
@@ -104,10 +101,10 @@ def _pair_logps(logp_chosen: PerPair, logp_rejected: PerPair) -> tuple[PerPair, 
 
 # Also measured, over all completions, and logged under these names.
 ENTROPY = {"entropy": Term(_entropy, 0.0)}
-PAIR_LOGPS = {"logps/chosen": Term(_pair_logps, 0.0)}
+PAIR_METRICS = {"logps/chosen": Term(_pair_logps, 0.0), **ENTROPY}
 
 
-def compose(losses: Losses, read: TensorReader) -> Objective:
+def compose(losses: Mapping[str, Term], read: TensorReader) -> Objective:
     """The objective that computes these losses from the one forward pass of ``read``."""
 
     def objective(policy: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Stats]]:
@@ -117,21 +114,21 @@ def compose(losses: Losses, read: TensorReader) -> Objective:
     return objective
 
 
-def weightings(losses: Losses) -> weights.Weightings:
+def weightings(losses: Mapping[str, Term]) -> Weightings:
     return {name: (term.coefficient, term.weigh) for name, term in losses.items()}
 
 
-def columns_of(losses: Losses) -> list[str]:
+def columns_of(losses: Mapping[str, Term]) -> list[str]:
     """The columns of the data that the losses and their weightings read."""
     return sorted({name for term in losses.values() for name in term.columns})
 
 
-def tensors_needed(losses: Losses) -> set[str]:
+def tensors_needed(losses: Mapping[str, Term]) -> set[str]:
     """The names of all tensors that the losses take."""
     return {name for term in losses.values() for name in units_of(term.function)}
 
 
-def outputs_for(losses: Losses) -> tuple[Extra, ...]:
+def outputs_for(losses: Mapping[str, Term]) -> tuple[Extra, ...]:
     """Further outputs of the log-prob kernel that the losses need."""
     mean: tuple[Extra, ...] = ("mean_logprob",) if "mean_logp" in tensors_needed(losses) else ()
     return (*mean, "log_sum_squares") if any(term.factor == "wpo" for term in losses.values()) else mean

@@ -12,8 +12,8 @@ from ...objectives import PerToken, Stats, preference, reference_free, supervise
 from ..batch import CompletionSelector
 from ..config import LossMix
 from ..registry import find, nearest
-from . import weighting as weights
 from .losses import CHOSEN, REJECTED, TENSORS, Loss, Term, units_of
+from .weighting import Weighting, Weights, fixed_length, sequence_mean, token_mean, weighted
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def parse_losses(
     known: Mapping[str, Loss],
     *,
     of: CompletionSelector = None,
-    weighting: Callable[..., weights.Weights] = weights.token_mean,
+    weighting: Callable[..., Weights] = token_mean,
     given: Collection[str] = (),
 ) -> dict[str, Term]:
     """The losses of a configured mix: ``dpo``, or ``{dpo: 1.0, nll: {coefficient: 0.2, weighting: sequence_mean}}``.
@@ -108,13 +108,13 @@ def _function(loss: Any, known: Mapping[str, Loss]) -> Loss:
 
 
 def _weighting(
-    name: str, term: Term, settings: dict[str, Any], by: str | None, default: Callable[..., weights.Weights]
-) -> weights.Weighting:
+    name: str, term: Term, settings: dict[str, Any], by: str | None, default: Callable[..., Weights]
+) -> Weighting:
     """The weighting of a loss; removes its entries from ``settings``."""
     kind = settings.pop("weighting", None)
     weighting = partial(default, of=term.of) if term.unit == "tokens" else term.weigh
     if kind is not None:
-        if term.unit != "tokens" or kind not in ("token_mean", "sequence_mean", "fixed_length"):
+        if term.unit != "tokens" or kind not in tuple(WEIGHTINGS):
             raise ValueError(
                 f"loss: {name} has one entry per {term.unit.removesuffix('s')}, weighting={kind!r} does not fit; "
                 "wanted token_mean, sequence_mean or fixed_length for a loss of tokens, and none for another"
@@ -122,10 +122,10 @@ def _weighting(
         if kind == "fixed_length" and (by is not None or "length" not in settings):
             raise ValueError(f"loss: {name}: weighting fixed_length needs its length, and takes no weight column")
         length = {"length": settings.pop("length")} if kind == "fixed_length" else {}
-        weighting = partial(getattr(weights, kind), of=term.of, **length)
+        weighting = partial(WEIGHTINGS[kind], of=term.of, **length)
     if by is None:
         return weighting
-    return partial(weights.weighted, weighting=weighting, by=by, unit=term.unit, of=term.of)
+    return partial(weighted, weighting=weighting, by=by, unit=term.unit, of=term.of)
 
 
 def _bind(name: str, function: Loss, shared: Mapping[str, Any], settings: Mapping[str, Any]) -> Loss:
@@ -174,5 +174,5 @@ def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
 # The losses that recipes offer by name: losses of tokens, which every recipe on text can add to its own, and of pairs.
 TOKEN_LOSSES = losses_of(supervised)
 PAIR_LOSSES = {**losses_of(preference), **losses_of(reference_free), **TOKEN_LOSSES, "distillation": distillation}
+WEIGHTINGS: dict[str, Callable[..., Weights]] = {f.__name__: f for f in (token_mean, sequence_mean, fixed_length)}
 STEP_COUPLED = {"aot", "aot_unpaired"}  # losses that sort the pairs of a step
-WEIGHTINGS = {"token_mean": weights.token_mean, "sequence_mean": weights.sequence_mean}

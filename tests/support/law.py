@@ -33,7 +33,7 @@ from burnish.loops.runs.reference import frozen
 from burnish.loops.train.losses import (
     CHOSEN,
     ENTROPY,
-    PAIR_LOGPS,
+    PAIR_METRICS,
     Term,
     compose,
     outputs_for,
@@ -186,7 +186,7 @@ def setup(name, accelerator, mesh=None):
         terms = {"distillation": Term(distillation), "nll": Term(nll, 0.5), **ENTROPY}
         return policy, single, {}, terms, policy_tensors(teacher=teacher_outputs), {}
     if name in PAIRS:
-        terms = {**parse_losses(PAIRS[name], loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
+        terms = {**parse_losses(PAIRS[name], loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_METRICS}
         return policy, pairs, {}, terms, policy_tensors(reference=reference, pairs=True), {}
     if name == "composition":
         mix = {
@@ -195,7 +195,7 @@ def setup(name, accelerator, mesh=None):
             "nll": 0.2,
             "distillation": {"coefficient": 0.1, "weighting": "sequence_mean", "of": "all"},
         }
-        terms = {**parse_losses(mix, loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_LOGPS, **ENTROPY}
+        terms = {**parse_losses(mix, loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_METRICS}
         terms["bco_pair"] = replace(terms["bco_pair"], factor="wpo")
         read = policy_tensors(reference=reference, teacher=teacher_outputs, outputs=outputs_for(terms), pairs=True)
         return policy, pairs, {"importance": importance}, terms, read, {}

@@ -56,7 +56,7 @@ def publish_in_between(scheduler, *arguments):
     """Nothing is under way when weights change, so that the versions of samples don't depend on the clock."""
 
     async def wait():
-        await asyncio.gather(*scheduler._begun.values())
+        await asyncio.gather(*scheduler._groups.values())
 
     scheduler.run(wait())
     publish(scheduler, *arguments)

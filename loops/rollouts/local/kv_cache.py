@@ -39,25 +39,26 @@ class ContinuousBatch(Cache):
     Args:
         fit: how many sequences may be cached at once, by the longest of them; one sequence is always admitted.
         window: the longest sequence that may join.
+        unwritten: the values where no token is written; large ones find out a model that reads them anyway.
 
     Attributes:
         stores: keys and values of the first layer, of the second, ..., each [rows, heads, columns, d], of which the
             first rows and columns are in use; none while there is nothing to hold.
         length: int64 [rows], tokens that are cached for each row.
         longest: columns beyond which none are added ahead of need.
-        unwritten: the values where no token is written; large ones find out a model that reads them anyway.
     """
 
-    def __init__(self, runner: ModelRunner, fit: Callable[[int], int], window: float = math.inf) -> None:
+    def __init__(
+        self, runner: ModelRunner, fit: Callable[[int], int], window: float = math.inf, *, unwritten: float = 0.0
+    ) -> None:
         super().__init__(layers=[])
-        self.runner, self.fit, self.window = runner, fit, window
+        self.runner, self.fit, self.window, self.unwritten = runner, fit, window, unwritten
         self.sequences: list[DecodeSequence] = []
         self.stores: list[Tensor] = []
         self.length = torch.zeros(0, dtype=torch.int64, device=runner.policy.device)
         self.row = self.length
         self.width = 0  # columns that the next step reads
         self.longest = 0
-        self.unwritten = 0.0
 
     def admit(self, waiting: Sequence[DecodeSequence]) -> int:
         longest = max((sequence.max_length for sequence in self.sequences), default=0)
@@ -70,30 +71,30 @@ class ContinuousBatch(Cache):
         return len(waiting)
 
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
-        """Neighbors with the same text share a row until it is stored."""
+        """Read texts that neighbors share once, as many at a time as fit `_READ`, and store a row for each sequence."""
         self.sequences += sequences
         self.longest = max(sequence.max_length for sequence in self.sequences)
         texts = [[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences]
-        shared = [(text, len(list(same))) for text, same in groupby(texts)]
+        unread = [(text, len(list(same))) for text, same in groupby(texts)]
         states = []
-        while shared:
-            most = max(1, _READ // max(len(text) for text, _ in shared))
-            part, shared = shared[:most], shared[most:]
+        while unread:
+            most = max(1, _READ // max(len(text) for text, _ in unread))
+            part, unread = unread[:most], unread[most:]
             ids = self.runner.ids([text for text, _ in part])
             length, copies = torch.tensor([(len(text), count) for text, count in part], device=ids.device).T
-            read = DynamicCache()
-            last, _ = self.runner.states(length - 1, input_ids=ids, past_key_values=read, use_cache=True)
+            cache = DynamicCache()
+            last, _ = self.runner.states(length - 1, input_ids=ids, past_key_values=cache, use_cache=True)
             states.append(last.repeat_interleave(copies, dim=0))
             row, self.length = len(self.length), torch.cat([self.length, length.repeat_interleave(copies)])
             self.row = torch.arange(len(self.length), device=ids.device)
-            sources = _keys_and_values(read)
+            new = _keys_and_values(cache)  # each [texts, heads, columns, d]
             if not self.stores:
-                kinds = [(x.shape[1], x.shape[3], autocast_dtype(x) or x.dtype) for x in sources]
+                kinds = [(x.shape[1], x.shape[3], autocast_dtype(x) or x.dtype) for x in new]
                 self.stores = [ids.new_zeros(0, heads, 0, size, dtype=dtype) for heads, size, dtype in kinds]
             self._reserve(int(self.length.max()) + 1)
             for i, (text, count) in enumerate(part):
-                for store, source in zip(self.stores, sources, strict=True):
-                    store[row : row + count, :, : len(text)] = source[i, :, : len(text)]
+                for store, read in zip(self.stores, new, strict=True):
+                    store[row : row + count, :, : len(text)] = read[i, :, : len(text)]
                 row += count
         return torch.cat(states)
 

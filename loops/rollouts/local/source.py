@@ -136,7 +136,8 @@ class LocalSource:
                 for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
                     if not logprob > float("-inf"):
                         raise SourceError(
-                            f"generate: the weights of version {read_version} give log-probs of {logprob}; look for NaN"
+                            f"local: the weights of version {read_version} give log-probs of {logprob}, so they hold "
+                            "NaN or overflow; lower the learning rate, and go on from a checkpoint before this step"
                         )
                     sequence.append(token, logprob, read_version)
                 for done, sequences in self._awaited.items():

@@ -10,7 +10,7 @@ from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.preference import completion_logprob
 from burnish.loops.recipes.settings import DPO
-from burnish.loops.train.losses import PAIR_LOGPS, Term, compose, outputs_for, policy_tensors
+from burnish.loops.train.losses import PAIR_METRICS, Term, compose, outputs_for, policy_tensors
 from burnish.objectives import dpo, f_divergence_score, sequence_sum
 from law import EXAMPLES, assert_as_near, make_policy, numbers, one_step
 from peer import dpo_trainer_loss
@@ -78,7 +78,7 @@ def test_wpo_weighs_a_pair_by_how_likely_the_policy_is_to_say_it(policy, batch):
 
 def test_an_f_divergence_scores_ratios_and_leaves_log_probs_as_they_are(policy, batch):
     score = partial(f_divergence_score, divergence="forward_kl")
-    terms = {"dpo": Term(partial(dpo, beta=0.1)), **PAIR_LOGPS}
+    terms = {"dpo": Term(partial(dpo, beta=0.1)), **PAIR_METRICS}
     plain, scored = (
         compose(terms, policy_tensors(reference=reference, score=how, pairs=True))(policy, batch)
         for how in (None, score)

@@ -284,7 +284,7 @@ def test_a_correction_multiplies_the_loss_of_tokens_and_of_answers(kind):
     config = GRPO(model="", data="", output="", old_logprobs="recomputed", correction=kind)
     for variant in ("grpo", *(["gspo"] if "tis" != kind != "icepop" else [])):
         (term,) = grpo_losses(replace(config, variant=variant)).values()
-        loss, _ = term(rollout_tensors(read, config)(None, batch), batch)
+        loss, _ = term(rollout_tensors(read, config, None, batch), batch)
         torch.testing.assert_close(loss, expected if variant == "grpo" else expected[::2])
     narrow = replace(config, correction_high=1.5, correction_low=0.95)
     weight = corrections(narrow, batch.columns["old_logp"], batch.columns["sampled_logp"], batch.sequence)

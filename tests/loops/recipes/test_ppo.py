@@ -173,5 +173,12 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, co
 
 def test_a_value_head_of_another_model_is_refused(common, tmp_path):
     save_file(ValueHead(8, torch.float32).state_dict(), tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="reads hidden states of 8, this model's have 32"):
-        run_ppo(PPO(**common, output=str(tmp_path / "run"), value_head=str(tmp_path / "other.safetensors")))
+    save_file({"score.weight": torch.ones(1)}, tmp_path / "score.safetensors")
+    (tmp_path / "text.safetensors").write_text("no tensors")
+    for name, message in (
+        ("other", "reads hidden states of 8, this model's have 32"),
+        ("score", "score.safetensors holds score.weight, wanted weight and bias; take value_head.safetensors of a run"),
+        ("text", "value_head: .*text.safetensors: .*header"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_ppo(PPO(**common, output=str(tmp_path / name), value_head=str(tmp_path / f"{name}.safetensors")))

@@ -70,7 +70,7 @@ def test_its_table_names_every_tensor_and_no_other():
         pairs=True,
     )
     config = GRPO(model="m", data="d", output="o", correction="tis")
-    tensors = dict(rollout_tensors(read, config)(policy, batch))
+    tensors = dict(rollout_tensors(read, config, policy, batch))
     marked = collate([ends_marked(example, None) for example in batch.examples])
     tensors |= score_tensors(Scorer(make_classifier("SEQ_CLS")), marked)
     assert set(tensors) == listed
