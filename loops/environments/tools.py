@@ -94,11 +94,11 @@ class Tools:
             return False, f"error: {name}: {error}"
         try:
             result = await within(self.seconds, call(self.tools[name], **arguments))
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
         except OutOfTime as late:
             return False, f"error: {name} {late}"
         except Exception as error:
             return False, f"error: {type(error).__name__}: {error}"
-        text = result if isinstance(result, str) else json.dumps(result, default=str)
         return True, text if len(text) <= self.longest else f"{text[: self.longest]}... (cut)"
 
 

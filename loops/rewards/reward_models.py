@@ -143,4 +143,7 @@ def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
 def _loaded(kind: Any, model: str, tokenizer: Tokenizer, device: str) -> tuple[Scorer, Tokenizer, Tokenizer]:
     with blaming(f"reward model {model}"):
         loaded, model_tokenizer = kind.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    return Scorer(loaded.requires_grad_(False).eval().to(device)), tokenizer, model_tokenizer
+    scorer = Scorer(loaded.requires_grad_(False).eval().to(device))
+    # In bfloat16 the scores of a group are often equal.
+    scorer.head.to(torch.promote_types(next(scorer.head.parameters()).dtype, torch.float32))
+    return scorer, tokenizer, model_tokenizer
