@@ -263,6 +263,7 @@ class TestAnswers:
         [
             ({"logprobs": {"content": []}}, "it came with 0 log-probs for 3 tokens"),
             ({"logprobs": {"content": [{"token_id": 9, "logprob": -1.0}] * 3}}, "or of other ones"),
+            ({"logprobs": {"content": [{"token_id": t, "logprob": -9999.0} for t in (1, 2, 3)]}}, "look for NaN"),
             ({"logprobs": None}, "its answer is not understood"),
             ({"finish_reason": "mystery"}, "its answer is not understood"),
             ({"weight_versions": None}, "which weights its 3 tokens are from is not said"),
