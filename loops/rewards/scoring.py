@@ -207,8 +207,10 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
             return await function(*arguments, **named)
         value = await off_loop(partial(function, *arguments, **named))
         return await value if inspect.isawaitable(value) else value
-    except SystemExit as error:  # asyncio would let it end the run
-        raise RuntimeError(f"the function called sys.exit({error.code!r})") from error
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # sys.exit, a panic in Rust, time-outs of some libraries: they would end the run
+        raise RuntimeError(f"the function raised {error!r}") from error
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -221,6 +223,8 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
         task.cancel()
     if not done:
         raise OutOfTime(f"took longer than {seconds:g} s")
+    if task.cancelled():  # by itself: a task that it awaits, shared with other calls perhaps, was cancelled
+        raise RuntimeError("the function was cancelled from within")
     return task.result()
 
 

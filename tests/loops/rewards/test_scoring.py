@@ -65,6 +65,25 @@ async def _exit_async(row, sample):
     raise SystemExit(3)
 
 
+class Panic(BaseException):
+    """As functions of Rust raise, and some time-outs."""
+
+
+def _panic(row, sample):
+    raise Panic("at the disco")
+
+
+async def _panic_async(row, sample):
+    raise Panic("at the disco")
+
+
+async def _of_another(row, sample):
+    """Wait for a call that is shared with others, and whose maker has given up."""
+    shared = asyncio.ensure_future(asyncio.sleep(60))
+    shared.cancel()
+    await shared
+
+
 async def _cancelled(row, sample):
     await asyncio.sleep(60)
 
@@ -85,6 +104,9 @@ async def _cancelled(row, sample):
         (_raise, "error"),
         (_exit, "error"),
         (_exit_async, "error"),
+        (_panic, "error"),
+        (_panic_async, "error"),
+        (_of_another, "error"),
         (lambda row, sample: time.sleep(60), "timeout"),
         (_cancelled, "timeout"),
     ],
