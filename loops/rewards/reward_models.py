@@ -100,12 +100,12 @@ class ProcessRewardModel:
             completion.pop()
         sampled = sample.trained[: len(completion)]
         separator = getattr(self.scorer.plain.config, "step_separator", "\n")
-        ends, step = [False] * len(completion), ""
+        ends, step = [False] * len(completion), list[int]()
         for t, token in enumerate(completion):
-            step += self.tokenizer.decode([token]) if sampled[t] else ""
-            if separator in step:
-                ends[t], step = bool(step.replace(separator, "").strip()), ""
-        if step.strip():
+            step += [token] if sampled[t] else []
+            if separator in self.tokenizer.decode(step[-len(separator.encode()) :]):  # a token has a byte at least
+                ends[t], step = bool(self.tokenizer.decode(step).replace(separator, "").strip()), []
+        if self.tokenizer.decode(step).strip():
             closing = list(self.model_tokenizer(separator, add_special_tokens=False)["input_ids"])
             ends += [False] * (len(closing) - 1) + [True]
             completion += closing

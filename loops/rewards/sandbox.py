@@ -29,7 +29,7 @@ class isolated:
 
     A cancelled call kills its process, with those that the function has started in it, and the next one starts another,
     which takes as long as the function's imports.
-    Global variables of the function live in that process.
+    Global variables of the function live in that process, and what it changes in its arguments is not sent back.
 
     Args:
         function: anything that can be pickled: a function of a module, or an object such as `MathEquivalence`.

@@ -111,6 +111,17 @@ def test_steps_of_others_are_not_judged(judge_of_steps, tokenizer):
     assert reward._steps(sample) == (tokens, [False, True, False, False, False, True])
 
 
+def test_a_separator_of_several_tokens_ends_a_step(judge_of_steps, tokenizer, answer):
+    """None of these tokens is a character by itself."""
+    model = LlamaForTokenClassification.from_pretrained(judge_of_steps)
+    model.config.step_separator = "ки"
+    reward = ProcessRewardModel(Scorer(model), tokenizer, tokenizer)
+    first, second = (tokenizer(text)["input_ids"] for text in ("äки", "ки1ки"))
+    ends = [place in (len(first) - 1, len(first) + len(second) - 1) for place in range(len(first) + len(second))]
+    assert len(first) == 6
+    assert reward._steps(answer(tokens=[*first, *second])) == ([*first, *second], ends)
+
+
 def test_a_reward_model_is_named_by_its_directory(directory, tmp_path, tokenizer, answer, judging):
     from transformers import LlamaForSequenceClassification
 
