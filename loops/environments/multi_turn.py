@@ -162,7 +162,7 @@ class MultiTurnSource:
             sample.trained += completion.trained
             sample.logprobs += completion.logprobs
             sample.spans += [
-                VersionSpan(span.version, start + span.start, start + span.end) for span in completion.spans
+                VersionSpan(version, start + first, start + end) for version, first, end in completion.spans
             ]
             sample.finish = completion.finish
             info["messages"].append({"role": "assistant", "content": completion.text})

@@ -29,7 +29,7 @@ _WITH_JSON = (
     r"<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n```",
     r"to=functions\.([\w.-]+?)(?:<\|channel\|>)?commentary json(?:<\|message\|>)?(\{.*\})",
 )
-# Atomic groups (?>...) let a text that is no call be read in one way alone; the ways to divide it are exponentially many.
+# Atomic groups (?>...) read a text that is no call in one way, of the exponentially many to divide it.
 _GEMMA = (
     r'call:([\w.-]+)(\{(?:(?><\|"\|>.*?<\|"\|>)|<\|"\|>(?!.*<\|"\|>)|[^<])*?\})'
     r"(?=<tool_call\|>|(?:<\|tool_call>)?call:|\s*$)"
@@ -92,9 +92,8 @@ def _python_calls(text: str) -> list[ParsedCall]:
         body = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    if not isinstance(body, ast.List) or not all(isinstance(call, ast.Call) for call in body.elts):
-        return []
-    return [_python_call(call) for call in body.elts if isinstance(call, ast.Call)]
+    calls = [call for call in getattr(body, "elts", ()) if isinstance(call, ast.Call)]
+    return list(map(_python_call, calls)) if isinstance(body, ast.List) and len(calls) == len(body.elts) else []
 
 
 def _python_call(call: ast.Call) -> ParsedCall:

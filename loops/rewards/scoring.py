@@ -91,7 +91,7 @@ def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step
     """Mark a function ``(rows, samples) -> list`` of all completions of a prompt, or of all completions of a call."""
     if over not in ("group", "step"):
         raise ValueError(f"batched: over must be group or step, got {over!r}")
-    return marked(partial(function), function, over=over, columns=getattr(function, "columns", ()))
+    return marked(partial(function), function, over=over)
 
 
 def from_text(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,8 +104,9 @@ def from_text(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def marked(reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any) -> Callable[..., Any]:
-    """A `functools.partial`, which can be pickled, with the name of the function that it calls, and attributes."""
-    vars(reward).update(attributes, __name__=name_of(function))
+    """A `functools.partial`, which can be pickled, with name and attributes of the function that it calls, and more."""
+    kept = {name: getattr(function, name) for name in ("columns", "concurrency") if hasattr(function, name)}
+    vars(reward).update(kept | attributes, __name__=name_of(function))
     return reward
 
 

@@ -192,7 +192,7 @@ def test_a_text_that_only_looks_like_calls_is_read_at_once(text):
 
 def test_a_text_in_quotes_without_an_end_is_said_back():
     for quotes in (1, 3):
-        ((name, _, problem),) = parse_calls('call:f{a:' + '<|"|>x' * quotes + "}")
+        ((name, _, problem),) = parse_calls("call:f{a:" + '<|"|>x' * quotes + "}")
         assert name == "f" and problem.startswith("the arguments are not JSON")
 
 
