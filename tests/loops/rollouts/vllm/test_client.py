@@ -140,6 +140,16 @@ class TestMeeting:
         with pytest.raises(SourceError, match="no healthy server"):
             connect(patience=0.2)
 
+    def test_a_server_may_take_its_time_to_describe_itself(self, connect, fake):
+        """It runs other programs for that."""
+
+        def slowly(body):
+            time.sleep(1.0)
+            return fake.do_server_info(body)
+
+        fake.odd["/server_info"] = slowly
+        assert connect(timeout=0.5).context == 64
+
     def test_an_address_must_be_one(self, connect):
         with pytest.raises(ValueError, match="must look like http"):
             connect(url="localhost:8000")
