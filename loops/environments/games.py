@@ -2,10 +2,9 @@
 
 import random
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ...data.columns import Message
 from ..rewards.reasoning_gym import ReasoningGym
 from ..rewards.scoring import call
 from ..rollouts.sample import Row, Sample
@@ -19,10 +18,9 @@ class SingleTurn:
         self.reward = reward
         self.row: Row = {}
 
-    def reset(self, row: Row) -> Sequence[Message]:
+    def reset(self, row: Row) -> Any:
         self.row = row
-        prompt: Any = row["prompt"]
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return row["prompt"]
 
     async def step(self, completion: Sample) -> Step:
         return Step(done=True, reward=await call(self.reward, self.row, completion))
@@ -53,10 +51,9 @@ class GuessNumber:
         self.guesses = guesses
         self.low = self.high = self.secret = self.used = 0
 
-    def reset(self, row: Row) -> Sequence[Message]:
+    def reset(self, row: Row) -> Any:
         self.low, self.high, self.secret, self.used = row["low"], row["high"], row["secret"], 0
-        prompt: Sequence[Message] = row["prompt"]
-        return prompt
+        return row["prompt"]
 
     def step(self, completion: Sample) -> Step:
         self.used += 1

@@ -29,6 +29,8 @@ from .chat_turns import ChatTurns
 
 log = logging.getLogger(__name__)
 
+_NAMES = ("messages", "turn_rewards", "turns", "environment_reward")  # of a conversation, in ``sample.info``
+
 
 class Step(NamedTuple):
     """An environment's reply to a completion.
@@ -143,7 +145,7 @@ class MultiTurnSource:
 
     async def _conversation(self, environment: "_Played", request: Request, index: int) -> Sample:
         prompt, limit = await self._open(environment, request)
-        info: dict[str, Any] = {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": None}
+        info: dict[str, Any] = dict(zip(_NAMES, ([], [], 0, None), strict=True))
         sample = Sample(request.task, index, prompt, [], [], [], [], "length", info=info)
         stop = request.sampling.stop
         if self.turns is not None and self.turns.end not in stop:
@@ -160,7 +162,7 @@ class MultiTurnSource:
             sample.trained += completion.trained
             sample.logprobs += completion.logprobs
             sample.spans += [
-                VersionSpan(span.version, start + span.start, start + span.end) for span in completion.spans
+                VersionSpan(version, start + first, start + end) for version, first, end in completion.spans
             ]
             sample.finish = completion.finish
             info["messages"].append({"role": "assistant", "content": completion.text})
@@ -237,6 +239,8 @@ class MultiTurnSource:
         for name, count in step.counts.items():
             who = f"environment: counts[{name!r}]"
             number = plain(count, who)
+            if name in _NAMES:
+                raise ValueError(f"{who}: sample.info has a {name} of its own; give the count another name")
             if not isinstance(number, int | float):
                 raise ValueError(f"{who} must be a number, to be summed over the turns, got {number!r}")
             info[name] = info.get(name, 0) + number

@@ -22,14 +22,18 @@ ParsedCall = tuple[str, dict[str, Any], str]  # name, arguments, and what is wro
 
 _KEYED = (  # a call, and one of its arguments
     (r"\s*<function=([^>\n]+)>(.*)</function>\s*", r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"),
-    (r"\s*([\w.-]+)\s*((?:<arg_key>.*</arg_value>)?)\s*", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"),
+    (r"\s*([\w.-]+)\s*+((?:<arg_key>.*</arg_value>)?)\s*", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"),
 )
 _MUSE = r'<atem:invoke name="([^"]+)">(.*?)</atem:invoke>', r'<atem:parameter name="([^"]+)">(.*?)</atem:parameter>'
 _WITH_JSON = (
     r"<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n```",
     r"to=functions\.([\w.-]+?)(?:<\|channel\|>)?commentary json(?:<\|message\|>)?(\{.*\})",
 )
-_GEMMA = r'call:([\w.-]+)(\{(?:<\|"\|>.*?<\|"\|>|[^<])*?\})(?=<tool_call\|>|(?:<\|tool_call>)?call:|\s*$)'
+# Atomic groups (?>...) read a text that is no call in one way, of the exponentially many to divide it.
+_GEMMA = (
+    r'call:([\w.-]+)(\{(?:(?><\|"\|>.*?<\|"\|>)|<\|"\|>(?!.*<\|"\|>)|[^<])*?\})'
+    r"(?=<tool_call\|>|(?:<\|tool_call>)?call:|\s*$)"
+)
 GEMMA_QUOTE = '<|"|>'
 _MISTRAL = r"\s*(?:\[TOOL_CALLS\])?([\w.-]+)(?:\[ARGS\])?(\{.*?\})\s*(?=\[TOOL_CALLS\]|[\w.-]+(?:\[ARGS\])?\{|$)"
 
@@ -62,7 +66,7 @@ def parse_untagged(text: str) -> list[ParsedCall]:
         keys = [each.keys() - {"id"} if isinstance(each, dict) else () for each in requests]
         is_call = all(each == {"name", key} for each in keys) and all(isinstance(r["name"], str) for r in requests)
         return [parse_arguments(request["name"], request[key]) for request in requests] if is_call else []
-    if re.fullmatch(rf"(?:{_MISTRAL})+", text, re.DOTALL):
+    if re.fullmatch(rf"(?>{_MISTRAL})+", text, re.DOTALL):
         return [parse_arguments(name, arguments) for name, arguments in re.findall(_MISTRAL, text, re.DOTALL)]
     match = re.fullmatch(r"\s*(?:<\|tool_call_start\|>)?(\[\w+\(.*\)\])(?:<\|tool_call_end\|>)?\s*", text, re.DOTALL)
     return _python_calls(match[1]) if match else []
@@ -88,9 +92,8 @@ def _python_calls(text: str) -> list[ParsedCall]:
         body = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    if not isinstance(body, ast.List) or not all(isinstance(call, ast.Call) for call in body.elts):
-        return []
-    return [_python_call(call) for call in body.elts if isinstance(call, ast.Call)]
+    calls = [call for call in getattr(body, "elts", ()) if isinstance(call, ast.Call)]
+    return list(map(_python_call, calls)) if isinstance(body, ast.List) and len(calls) == len(body.elts) else []
 
 
 def _python_call(call: ast.Call) -> ParsedCall:

@@ -20,7 +20,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
-from ...data.columns import Message
 from ..rewards.scoring import OutOfTime, call, within
 from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
@@ -60,10 +59,9 @@ class Tools:
                     "and a line under Args: in the docstring"
                 ) from error
 
-    def reset(self, row: Row) -> Sequence[Message]:
+    def reset(self, row: Row) -> Any:
         """The row's prompt; ``ChatTurns(encoder, {"tools": tools.schemas})`` describes the tools to the template."""
-        prompt: Sequence[Message] = row["prompt"]
-        return prompt
+        return row["prompt"]
 
     async def step(self, completion: Sample) -> Step:
         calls = parse_calls(completion.text)
@@ -84,21 +82,19 @@ class Tools:
             problem = f"no tool {name!r}, {hint}"
         if problem:
             return False, f"error: {problem}"
-        schema = next(schema["function"] for schema in self.schemas if schema["function"]["name"] == name)
-        arguments = {
-            key: _typed(value, schema["parameters"]["properties"].get(key)) for key, value in arguments.items()
-        }
+        schema = self.schemas[list(self.tools).index(name)]["function"]["parameters"]["properties"]
+        arguments = {key: _typed(value, schema.get(key)) for key, value in arguments.items()}
         try:
             inspect.signature(self.tools[name]).bind(**arguments)
         except TypeError as error:
             return False, f"error: {name}: {error}"
         try:
             result = await within(self.seconds, call(self.tools[name], **arguments))
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
         except OutOfTime as late:
             return False, f"error: {name} {late}"
         except Exception as error:
             return False, f"error: {type(error).__name__}: {error}"
-        text = result if isinstance(result, str) else json.dumps(result, default=str)
         return True, text if len(text) <= self.longest else f"{text[: self.longest]}... (cut)"
 
 

@@ -100,12 +100,12 @@ class ProcessRewardModel:
             completion.pop()
         sampled = sample.trained[: len(completion)]
         separator = getattr(self.scorer.plain.config, "step_separator", "\n")
-        ends, step = [False] * len(completion), ""
+        ends, step = [False] * len(completion), list[int]()
         for t, token in enumerate(completion):
-            step += self.tokenizer.decode([token]) if sampled[t] else ""
-            if separator in step:
-                ends[t], step = bool(step.replace(separator, "").strip()), ""
-        if step.strip():
+            step += [token] if sampled[t] else []
+            if separator in self.tokenizer.decode(step[-len(separator.encode()) :]):  # a token has a byte at least
+                ends[t], step = bool(self.tokenizer.decode(step).replace(separator, "").strip()), []
+        if self.tokenizer.decode(step).strip():
             closing = list(self.model_tokenizer(separator, add_special_tokens=False)["input_ids"])
             ends += [False] * (len(closing) - 1) + [True]
             completion += closing
@@ -143,4 +143,7 @@ def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
 def _loaded(kind: Any, model: str, tokenizer: Tokenizer, device: str) -> tuple[Scorer, Tokenizer, Tokenizer]:
     with blaming(f"reward model {model}"):
         loaded, model_tokenizer = kind.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    return Scorer(loaded.requires_grad_(False).eval().to(device)), tokenizer, model_tokenizer
+    scorer = Scorer(loaded.requires_grad_(False).eval().to(device))
+    # In bfloat16 the scores of a group are often equal.
+    scorer.head.to(torch.promote_types(next(scorer.head.parameters()).dtype, torch.float32))
+    return scorer, tokenizer, model_tokenizer

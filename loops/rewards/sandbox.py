@@ -5,9 +5,11 @@ started without `multiprocessing`, which would import the running script.
 """
 
 import asyncio
+import contextlib
 import inspect
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -25,8 +27,9 @@ from ..rollouts.event_loops import off_loop
 class isolated:
     """A function that is called in another process, because it may be slow, hang or crash.
 
-    A cancelled call kills its process, and the next one starts another, which takes as long as the function's imports.
-    Global variables of the function live in that process.
+    A cancelled call kills its process, with those that the function has started in it, and the next one starts another,
+    which takes as long as the function's imports.
+    Global variables of the function live in that process, and what it changes in its arguments is not sent back.
 
     Args:
         function: anything that can be pickled: a function of a module, or an object such as `MathEquivalence`.
@@ -92,7 +95,10 @@ def _ask(connection: Connection, arguments: tuple[Any, ...]) -> Any:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    process.kill()
+    """Kill a process with all that its function has started, which may hold the other end of the connection, too."""
+    if process.returncode is None:  # until it is waited for, its number is that of no other group
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return process.wait()  # the thread that reads the connection sees it close from the other side
 
 
@@ -120,7 +126,7 @@ def serve(descriptor: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process with its parent, which can't do it when it is killed."""
+    """End this process, and what it has started, with its parent, which can't do it when it is killed."""
     while os.getppid() == parent:
         time.sleep(1)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)

@@ -91,7 +91,7 @@ def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step
     """Mark a function ``(rows, samples) -> list`` of all completions of a prompt, or of all completions of a call."""
     if over not in ("group", "step"):
         raise ValueError(f"batched: over must be group or step, got {over!r}")
-    return marked(partial(function), function, over=over, columns=getattr(function, "columns", ()))
+    return marked(partial(function), function, over=over)
 
 
 def from_text(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,8 +104,9 @@ def from_text(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def marked(reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any) -> Callable[..., Any]:
-    """A `functools.partial`, which can be pickled, with the name of the function that it calls, and attributes."""
-    vars(reward).update(attributes, __name__=name_of(function))
+    """A `functools.partial`, which can be pickled, with name and attributes of the function that it calls, and more."""
+    kept = {name: getattr(function, name) for name in ("columns", "concurrency") if hasattr(function, name)}
+    vars(reward).update(kept | attributes, __name__=name_of(function))
     return reward
 
 
@@ -207,8 +208,10 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
             return await function(*arguments, **named)
         value = await off_loop(partial(function, *arguments, **named))
         return await value if inspect.isawaitable(value) else value
-    except SystemExit as error:  # asyncio would let it end the run
-        raise RuntimeError(f"the function called sys.exit({error.code!r})") from error
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # sys.exit, a panic in Rust, time-outs of some libraries: they would end the run
+        raise RuntimeError(f"the function raised {error!r}") from error
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -221,6 +224,8 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
         task.cancel()
     if not done:
         raise OutOfTime(f"took longer than {seconds:g} s")
+    if task.cancelled():  # by itself: a task that it awaits, shared with other calls perhaps, was cancelled
+        raise RuntimeError("the function was cancelled from within")
     return task.result()
 
 

@@ -65,6 +65,12 @@ class VLLMClient:
         """
         return await self._call(self._controlling, path, None, min(self._timeout, _LOOK), name)
 
+    async def config(self) -> Any:
+        """Its configuration; the server runs pip and other programs to go with it, which a busy machine is slow at."""
+        return await self._call(
+            self._controlling, "/server_info?config_format=json", None, self._patience, "vllm_config"
+        )
+
     async def post(self, path: str, body: Any, name: str = "") -> Any:
         return await self._call(self._controlling, path, body, self._patience, name)
 

@@ -34,7 +34,7 @@ async def check_server(
                           f"{install_advice(versions)} in the environment of that server, or in another one that "
                           "--vllm.python names (from Python, versions= lets you try yours)")  # fmt: skip
     try:
-        config = await vllm.get("/server_info?config_format=json", "vllm_config")
+        config = await vllm.config()
         await vllm.weight_version()
     except Rejected as error:
         raise restart("can't be told to take new weights", "VLLM_SERVER_DEV_MODE=1 in its environment") from error

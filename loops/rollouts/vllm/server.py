@@ -80,6 +80,8 @@ def to_sample(
         raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
     text, trained = str(tokenizer.decode(tokens, skip_special_tokens=True)), [True] * len(tokens)
     logprobs = [logprob for _, logprob in drawn]
+    if not all(logprob > -9999.0 for logprob in logprobs):  # the server's word for NaN and minus infinity
+        raise SourceError(f"{who}: the weights of version {spans[-1].version} give no log-probs; look for NaN")
     return Sample(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
 
 

@@ -181,6 +181,16 @@ def test_a_count_that_is_no_number_is_refused_by_name(tokenizer, scripted, reque
             talk(scripted(tokenizer, ["a"]), Counts, request_for())
 
 
+@pytest.mark.parametrize("name", ["turns", "turn_rewards", "messages", "environment_reward"])
+def test_a_count_does_not_change_what_is_known_of_the_conversation(name, tokenizer, scripted, request_for, talk):
+    class Counts(Echo):
+        def step(self, answer):
+            return super().step(answer)._replace(counts={name: 1})
+
+    with pytest.raises(ValueError, match=rf"counts\['{name}'\]: sample.info has a {name} of its own; .* another name"):
+        talk(scripted(tokenizer, ["a", "b", "c"]), Counts, request_for())
+
+
 @pytest.mark.parametrize(("most", "finish"), [(1, "length"), (2, "length"), (3, "stop"), (8, "stop")])
 def test_no_more_turns_than_the_limit(most, finish, tokenizer, scripted, request_for, talk):
     (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), Echo, request_for(), limit=most)

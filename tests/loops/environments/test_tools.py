@@ -175,9 +175,40 @@ def test_calls_in_the_formats_of_other_families(text, calls):
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "body{margin:0}" + "p{color:red}" * 20 + "\n\nThis is it.",
+        "call:f{a:" + '<|"|>1<|"|>' * 18,
+        "<tool_call>f" + " " * 20_000 + "g</tool_call>",
+    ],
+)
+def test_a_text_that_only_looks_like_calls_is_read_at_once(text):
+    """The event loop of all conversations reads it, and a policy may well say the same again and again."""
+    begun = time.process_time()
+    assert all(problem for _, _, problem in parse_calls(text))
+    assert time.process_time() - begun < 0.3
+
+
+def test_a_text_in_quotes_without_an_end_is_said_back():
+    for quotes in (1, 3):
+        ((name, _, problem),) = parse_calls("call:f{a:" + '<|"|>x' * quotes + "}")
+        assert name == "f" and problem.startswith("the arguments are not JSON")
+
+
 def test_an_unclosed_call_does_not_swallow_the_next():
     first, second = parse_calls('<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call> and so on')
     assert first == ("", {}, "a call must end with </tool_call>") and second == ("g", {}, "")
+
+
+def test_a_result_that_has_no_json_is_the_tools_error(said):
+    def pairs() -> dict:
+        """Return pairs."""
+        return {(1, 2): 3}
+
+    found = step(Tools([pairs]), said, call("pairs"))
+    assert found.observation[0]["content"].startswith("error: TypeError: keys must be str")
+    assert found.counts == {"tool_calls": 1, "tool_failures": 1}
 
 
 def test_a_long_result_is_cut(said):

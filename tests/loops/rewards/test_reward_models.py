@@ -111,6 +111,17 @@ def test_steps_of_others_are_not_judged(judge_of_steps, tokenizer):
     assert reward._steps(sample) == (tokens, [False, True, False, False, False, True])
 
 
+def test_a_separator_of_several_tokens_ends_a_step(judge_of_steps, tokenizer, answer):
+    """None of these tokens is a character by itself."""
+    model = LlamaForTokenClassification.from_pretrained(judge_of_steps)
+    model.config.step_separator = "ки"
+    reward = ProcessRewardModel(Scorer(model), tokenizer, tokenizer)
+    first, second = (tokenizer(text)["input_ids"] for text in ("äки", "ки1ки"))
+    ends = [place in (len(first) - 1, len(first) + len(second) - 1) for place in range(len(first) + len(second))]
+    assert len(first) == 6
+    assert reward._steps(answer(tokens=[*first, *second])) == ([*first, *second], ends)
+
+
 def test_a_reward_model_is_named_by_its_directory(directory, tmp_path, tokenizer, answer, judging):
     from transformers import LlamaForSequenceClassification
 
@@ -123,6 +134,22 @@ def test_a_reward_model_is_named_by_its_directory(directory, tmp_path, tokenizer
     assert judging(rewards, [{}], [sample]) == {}
     expected = LlamaForSequenceClassification.from_pretrained(tmp_path)(torch.tensor([[8, 5, 6, 7]])).logits.item()
     assert sample.rewards["reward_model"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_scores_of_a_model_in_bfloat16_are_not_rounded_until_they_are_equal(directory, tmp_path, tokenizer, answer):
+    from transformers import LlamaForSequenceClassification
+
+    torch.manual_seed(1)
+    config = LlamaConfig.from_pretrained(directory, num_labels=1, pad_token_id=0)
+    model = LlamaForSequenceClassification(config)
+    torch.nn.init.constant_(model.score.weight, 1.0)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    reward = models.load_reward_model(str(tmp_path), tokenizer, device="cpu")
+    samples = [answer(tokens=[5, 6, last], prompt=[8], index=last) for last in range(10, 60)]
+    numbers = reward([{}] * 50, samples)
+    assert len(set(numbers)) == 50
+    assert any(number != torch.tensor(number).bfloat16().item() for number in numbers)
 
 
 def test_a_judge_is_loaded_on_the_device_that_is_given_unless_it_names_its_own(judge_of_steps, tokenizer, monkeypatch):

@@ -3,13 +3,15 @@
 import asyncio
 import os
 import time
+from pathlib import Path
 
 import pytest
 from burnish.loops.rewards import RewardFunction, isolated
 from burnish.loops.rewards.scoring import OutOfTime, within
+from burnish.loops.rollouts import event_loops
 
 MODULE = """
-import os, time
+import os, sys, time
 
 def pid(*arguments):
     return os.getpid()
@@ -35,6 +37,15 @@ def holds_the_interpreter(x):
 
 def crashes(x):
     os._exit(7)
+
+def starts_another(path):
+    import subprocess
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    path.write_text(str(child.pid))
+    if os.fork() == 0:
+        time.sleep(60)
+    path.with_name("done").touch()
+    child.wait()
 
 def unpicklable(x):
     return lambda: x
@@ -103,6 +114,30 @@ def test_a_call_out_of_time_is_killed_and_the_next_one_works(name, forever, shor
         return await function(short)
 
     assert run(twice())
+
+
+def test_what_a_function_has_started_is_killed_with_it(functions, tmp_path):
+    """Such as a program that the policy wrote; a child that holds the connection would keep its reader waiting."""
+
+    def lives(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except FileNotFoundError:
+            return False
+
+    async def starts():
+        call = asyncio.ensure_future(isolated(functions.starts_another)(tmp_path / "pid"))
+        while not (tmp_path / "done").exists():
+            await asyncio.sleep(0.02)
+        busy = len(event_loops._idle)
+        call.cancel()
+        for _ in range(250):
+            if not lives((tmp_path / "pid").read_text()) and len(event_loops._idle) > busy:
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+    assert run(starts())
 
 
 def test_a_crash_is_an_error_and_the_next_call_works(functions):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from burnish.loops.rewards import RewardFunction, batched, check_columns
-from burnish.loops.rewards.scoring import as_score
+from burnish.loops.rewards.scoring import as_score, score_samples
+from burnish.loops.rewards.trl import adapted
 
 
 def test_each_function_scores_each_sample(groups, judging):
@@ -65,6 +66,25 @@ async def _exit_async(row, sample):
     raise SystemExit(3)
 
 
+class Panic(BaseException):
+    """As functions of Rust raise, and some time-outs."""
+
+
+def _panic(row, sample):
+    raise Panic("at the disco")
+
+
+async def _panic_async(row, sample):
+    raise Panic("at the disco")
+
+
+async def _of_another(row, sample):
+    """Wait for a call that is shared with others, and whose maker has given up."""
+    shared = asyncio.ensure_future(asyncio.sleep(60))
+    shared.cancel()
+    await shared
+
+
 async def _cancelled(row, sample):
     await asyncio.sleep(60)
 
@@ -85,6 +105,9 @@ async def _cancelled(row, sample):
         (_raise, "error"),
         (_exit, "error"),
         (_exit_async, "error"),
+        (_panic, "error"),
+        (_panic_async, "error"),
+        (_of_another, "error"),
         (lambda row, sample: time.sleep(60), "timeout"),
         (_cancelled, "timeout"),
     ],
@@ -114,6 +137,39 @@ def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(fun
 )
 def test_whatever_is_one_number_is_a_score(value):
     assert as_score(value) == 1.0 and type(as_score(value)) is float
+
+
+@pytest.mark.parametrize("kind", ["text", "trl", "batched"])
+def test_a_function_keeps_its_concurrency_whatever_it_is_written_for(kind, groups):
+    running, most = 0, 0
+
+    async def judge(*arguments, **named):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return 1.0 if kind == "text" else [1.0] * len(named.get("completions", arguments[1:] and arguments[1]))
+
+    async def of_text(completion):
+        return await judge(completion)
+
+    async def of_trl(prompts, completions):
+        return await judge(prompts=prompts, completions=completions)
+
+    async def of_groups(rows, samples):
+        return await judge(rows, samples)
+
+    function = {"text": of_text, "trl": of_trl, "batched": of_groups}[kind]
+    function.concurrency = 1
+    function = batched(function, "group") if kind == "batched" else adapted(function)
+    reward = RewardFunction("r", function)
+
+    async def twice():
+        await asyncio.gather(*(score_samples([reward], *groups) for _ in range(2)))
+
+    asyncio.run(twice())
+    assert most == 1 and all(sample.rewards == {"r": 1.0} for sample in groups[1])
 
 
 def test_false_is_0_and_not_missing():

@@ -140,6 +140,16 @@ class TestMeeting:
         with pytest.raises(SourceError, match="no healthy server"):
             connect(patience=0.2)
 
+    def test_a_server_may_take_its_time_to_describe_itself(self, connect, fake):
+        """It runs other programs for that."""
+
+        def slowly(body):
+            time.sleep(1.0)
+            return fake.do_server_info(body)
+
+        fake.odd["/server_info"] = slowly
+        assert connect(timeout=0.5).context == 64
+
     def test_an_address_must_be_one(self, connect):
         with pytest.raises(ValueError, match="must look like http"):
             connect(url="localhost:8000")
@@ -263,6 +273,7 @@ class TestAnswers:
         [
             ({"logprobs": {"content": []}}, "it came with 0 log-probs for 3 tokens"),
             ({"logprobs": {"content": [{"token_id": 9, "logprob": -1.0}] * 3}}, "or of other ones"),
+            ({"logprobs": {"content": [{"token_id": t, "logprob": -9999.0} for t in (1, 2, 3)]}}, "look for NaN"),
             ({"logprobs": None}, "its answer is not understood"),
             ({"finish_reason": "mystery"}, "its answer is not understood"),
             ({"weight_versions": None}, "which weights its 3 tokens are from is not said"),
