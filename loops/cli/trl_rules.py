@@ -191,20 +191,50 @@ def pair_loss(trl: Translation) -> dict[str, Any]:
     losses, kinds = table()["losses"], _list(trl["loss_type"])
     weights = _list(trl["loss_weights"]) or [1.0] * len(kinds)
     means = [kind in table()["means"] for kind in kinds if kind != "sft"]
+    mean = ", ".join(kind for kind in kinds if kind in table()["means"])
     if unknown := [kind for kind in kinds if kind not in losses]:
         return trl.refuse("loss_type", nearest("there is no", unknown[0], losses), instead="loss")
     if len(weights) != len(kinds):
         return trl.refuse("loss_weights", f"there are {len(weights)} for {len(kinds)} losses", instead="loss")
-    if any(means) and not all(means):
+    if mean and trl["f_divergence_type"] not in (None, "reverse_kl"):
+        complaint = f"of {mean}: TRL's is of sums of log-probs, and here it would be of their means"
+        return trl.refuse("f_divergence_type", complaint, instead="divergence")
+    if mean and not all(means):
         both = "some take the log-prob of a completion and some that of its tokens on average"
         return trl.refuse("loss_type", f"of {', '.join(kinds)} {both}", instead="loss")
-    fields: dict[str, Any] = {"logprob_reduction": "mean"} if any(means) else {}
+    fields: dict[str, Any] = {"logprob_reduction": "mean"} if mean else {}
     mix = {losses[kind]: float(weight) for kind, weight in zip(kinds, weights, strict=True)}
     if "loss_type" in trl.given:
         fields["loss"] = next(iter(mix)) if list(mix.values()) == [1.0] else mix
     if "discopop_tau" in trl.given and "discopop" in kinds:
         fields["loss_kwargs"] = {"tau": float(trl["discopop_tau"])}
+    if any(kind.startswith("aot") for kind in kinds) and "micro_tokens" not in trl.elsewhere:
+        fields["micro_tokens"] = None
+    if mean:
+        trl.notes.append("logprob_reduction: logps and rewards are means over tokens in the log too; TRL's are sums")
+    for kind, unit in (("aot", "pairs ranked"), ("aot_unpaired", "pairs ranked"), ("sft", "tokens averaged")):
+        _of_steps(trl, kind, unit, kinds)
     return fields
+
+
+def pair_divergence(trl: Translation) -> dict[str, Any]:
+    """TRL's coefficient is 1 - alpha of the paper; at 1 the divergence is the reverse KL."""
+    choices = table()["divergences"]
+    if (kind := trl["f_divergence_type"] or "reverse_kl") not in choices:
+        return trl.refuse("f_divergence_type", f"{kind!r} is none of {', '.join(choices)}", instead="divergence")
+    if kind != "reverse_kl":
+        trl.notes.append("divergence: rewards in the log are scores of the divergence; TRL's are log-ratios times beta")
+    coefficient = float(trl["f_alpha_divergence_coef"])
+    if kind != "alpha_divergence" or coefficient == 1:
+        return {"divergence": "reverse_kl" if kind == "alpha_divergence" else choices[kind]}
+    return {"divergence": choices[kind], "divergence_alpha": 1 - coefficient}
+
+
+def _of_steps(trl: Translation, name: str, what: str, present: Collection[str]) -> None:
+    """Note that something is of the whole step here, where TRL's steps have several micro-batches."""
+    batches = int(trl["gradient_accumulation_steps"]) * int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
+    if name in present and batches > 1:
+        trl.notes.append(f"{name}: {what} over the whole step; TRL's, over each of its {batches} micro-batches")
 
 
 def contrast(trl: Translation) -> dict[str, Any]:
@@ -226,6 +256,9 @@ def policy_loss(trl: Translation) -> dict[str, Any]:
     if kind == "cispo" and clips["clip_high"] < 1:
         complaint = f"cispo's epsilon_high is the ratio's bound, wanted >= 1, got {clips['clip_high']}"
         return trl.refuse("loss_type", complaint)
+    if level == "sequence" and float(trl["beta"] or 0) and trl["use_bias_correction_kl"]:
+        trl.notes.append("use_bias_correction_kl: the divergence is weighted by the ratio of its token, not the sequence's")
+    _of_steps(trl, "bnpo", "tokens averaged", [kind])
     fields: dict[str, Any] = {}
     clipped = losses[kind]["variant"] == "grpo"
     kwargs = {"clip_high": clips["clip_high"] - 1} if kind == "cispo" else {}
@@ -260,6 +293,8 @@ def correction(trl: Translation) -> dict[str, Any]:
         return trl.refuse("vllm_importance_sampling_mode", nearest("there is no", mode, corrections))
     high = trl["vllm_importance_sampling_clip_max"] or trl["vllm_importance_sampling_cap"] or 3.0
     low = float(trl["vllm_importance_sampling_clip_min"] or 0)
+    if low and "truncate" in mode:
+        return trl.refuse("vllm_importance_sampling_clip_min", f"{mode} has no lower bound here", instead="correction")
     return {"correction": corrections[mode], "correction_low": low, "correction_high": float(high)}
 
 

@@ -175,6 +175,8 @@ class GRPO(PolicyGradientConfig):
     """Pass over groups whose rewards are all the same and sample others."""
     kl_as: Literal["loss", "reward"] = "loss"
     """Use the divergence from the reference as a loss of its own, or take it off the reward."""
+    use_bias_correction_kl: bool = False
+    """Weight that loss by the ratio of each token, so that its gradient is the divergence's (DeepSeek-V3.2)."""
 
 
 @dataclass(frozen=True)
