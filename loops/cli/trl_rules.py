@@ -73,7 +73,7 @@ class Translation:
 
 def batch(trl: Translation) -> dict[str, Any]:
     per_device, accumulation = int(trl["per_device_train_batch_size"]), int(trl["gradient_accumulation_steps"])
-    ranks = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
+    ranks = _ranks(trl)
     trained = per_device * ranks * accumulation
     if "prompts_per_rollout" not in trl.known:
         return {"batch_size": trained}
@@ -93,6 +93,10 @@ def batch(trl: Translation) -> dict[str, Any]:
     if completions != trained:
         fields["minibatches"] = completions // trained
     return fields
+
+
+def _ranks(trl: Translation) -> int:
+    return int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
 
 
 def duration(trl: Translation) -> dict[str, Any]:
@@ -209,31 +213,26 @@ def pair_loss(trl: Translation) -> dict[str, Any]:
     if "discopop_tau" in trl.given and "discopop" in kinds:
         fields["loss_kwargs"] = {"tau": float(trl["discopop_tau"])}
     if any(kind.startswith("aot") for kind in kinds) and "micro_tokens" not in trl.elsewhere:
-        fields["micro_tokens"] = None
+        fields["micro_tokens"] = None  # ranks couple the pairs of a step
     if mean:
-        trl.notes.append("logprob_reduction: logps and rewards are means over tokens in the log too; TRL's are sums")
-    for kind, unit in (("aot", "pairs ranked"), ("aot_unpaired", "pairs ranked"), ("sft", "tokens averaged")):
-        _of_steps(trl, kind, unit, kinds)
+        trl.notes.append("logprob_reduction: logps and rewards in the log are means over tokens too; TRL's are sums")
+    for kind in kinds:
+        if kind == "sft" or kind.startswith("aot"):
+            _of_step(trl, kind, "tokens averaged" if kind == "sft" else "pairs ranked")
     return fields
 
 
-def pair_divergence(trl: Translation) -> dict[str, Any]:
-    """TRL's coefficient is 1 - alpha of the paper; at 1 the divergence is the reverse KL."""
-    choices = table()["divergences"]
-    if (kind := trl["f_divergence_type"] or "reverse_kl") not in choices:
-        return trl.refuse("f_divergence_type", f"{kind!r} is none of {', '.join(choices)}", instead="divergence")
-    if kind != "reverse_kl":
-        trl.notes.append("divergence: rewards in the log are scores of the divergence; TRL's are log-ratios times beta")
-    coefficient = float(trl["f_alpha_divergence_coef"])
-    if kind != "alpha_divergence" or coefficient == 1:
-        return {"divergence": "reverse_kl" if kind == "alpha_divergence" else choices[kind]}
-    return {"divergence": choices[kind], "divergence_alpha": 1 - coefficient}
+def alpha(trl: Translation) -> dict[str, Any]:
+    """TRL's coefficient is 1 - alpha; at 1 its alpha-divergence is the reverse KL."""
+    if (coefficient := float(trl["f_alpha_divergence_coef"])) != 1:
+        return {"divergence_alpha": 1 - coefficient}
+    return {"divergence": "reverse_kl"} if trl["f_divergence_type"] == "alpha_divergence" else {}
 
 
-def _of_steps(trl: Translation, name: str, what: str, present: Collection[str]) -> None:
-    """Note that something is of the whole step here, where TRL's steps have several micro-batches."""
-    batches = int(trl["gradient_accumulation_steps"]) * int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
-    if name in present and batches > 1:
+def _of_step(trl: Translation, name: str, what: str) -> None:
+    """Note what is taken over a whole step here, where TRL's has several micro-batches."""
+    batches = int(trl["gradient_accumulation_steps"]) * _ranks(trl)
+    if batches > 1:
         trl.notes.append(f"{name}: {what} over the whole step; TRL's, over each of its {batches} micro-batches")
 
 
@@ -256,9 +255,8 @@ def policy_loss(trl: Translation) -> dict[str, Any]:
     if kind == "cispo" and clips["clip_high"] < 1:
         complaint = f"cispo's epsilon_high is the ratio's bound, wanted >= 1, got {clips['clip_high']}"
         return trl.refuse("loss_type", complaint)
-    if level == "sequence" and float(trl["beta"] or 0) and trl["use_bias_correction_kl"]:
-        trl.notes.append("use_bias_correction_kl: the divergence is weighted by the ratio of its token, not the sequence's")
-    _of_steps(trl, "bnpo", "tokens averaged", [kind])
+    if kind == "bnpo":
+        _of_step(trl, kind, "tokens averaged")
     fields: dict[str, Any] = {}
     clipped = losses[kind]["variant"] == "grpo"
     kwargs = {"clip_high": clips["clip_high"] - 1} if kind == "cispo" else {}

@@ -291,6 +291,8 @@ def test_a_difference_is_told_unless_its_field_is_set(burnish, caplog):
         ("reward", {}, "margin: counts where a column is named for it"),
         ("kto", {}, "kl: of the loss kto, from each prompt with the completion half a step further on"),
         ("orpo", {"beta": 0.1}, "nll: of the completion alone"),
+        ("cpo", {}, "ends: completions end as the chat template ends them"),
+        ("dpo", {}, "turns: of a completion of several messages"),
         ("grpo", {"rewards": {"math": 1}}, "old_logprobs: sampled, ratios are to the sampler's own log-probs"),
         ("grpo", {"rewards": {"math": 1}, "beta": 0.1}, "use_bias_correction_kl False (True)"),
         ("dpo", {}, "seed 0 (42)"),
