@@ -36,7 +36,7 @@ CASES = {
     "dpo": ("dpo", PAIRS, {"gradient_accumulation_steps": 2}),
     "dpo by another divergence": (
         *("dpo", PAIRS),
-        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.2},
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.75},
     ),
     "dpo by a mix": ("dpo", PAIRS, MIX),
     "dpo by ranks": ("dpo", PAIRS, {"loss_type": ["aot"], "label_smoothing": 0.1}),

@@ -570,6 +570,9 @@ def test_what_trl_takes_over_each_micro_batch_is_told_where_there_are_several(re
         ("dpo", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end leaves both completions of a pair the"),
         ("sft", {"num_train_epochs": 2}, "num_train_epochs: the last batch of an epoch takes rows of the next one"),
         ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl: by the ratio of each token"),
+        ("rloo", {"mask_truncated_completions": True}, "mask_truncated_completions: what was cut counts in no mean"),
+        ("sft", {"packing_strategy": "wrapped"}, "packing_strategy: a row longer than max_length is cut"),
+        ("sft", {"load_in_4bit": True, "use_peft": True}, "load_in_4bit: adapters stay float32"),
     ],
 )
 def test_what_a_value_does_otherwise_is_told(recipe, given, told):
