@@ -73,8 +73,11 @@ class Translation:
 
 def batch(trl: Translation) -> dict[str, Any]:
     per_device, accumulation = int(trl["per_device_train_batch_size"]), int(trl["gradient_accumulation_steps"])
-    ranks = _ranks(trl)
+    ranks = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
     trained = per_device * ranks * accumulation
+    for kind in table()["micro_batched"].keys() & {*_list(trl["loss_type"])} if trained > per_device else ():
+        what = f"{table()['micro_batched'][kind]} over the whole step"
+        trl.notes.append(f"{kind}: {what}; TRL's, over each of its {ranks * accumulation} micro-batches")
     if "prompts_per_rollout" not in trl.known:
         return {"batch_size": trained}
     batches = int(trl["steps_per_generation"] or accumulation)
@@ -93,10 +96,6 @@ def batch(trl: Translation) -> dict[str, Any]:
     if completions != trained:
         fields["minibatches"] = completions // trained
     return fields
-
-
-def _ranks(trl: Translation) -> int:
-    return int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
 
 
 def duration(trl: Translation) -> dict[str, Any]:
@@ -216,9 +215,6 @@ def pair_loss(trl: Translation) -> dict[str, Any]:
         fields["micro_tokens"] = None  # ranks couple the pairs of a step
     if mean:
         trl.notes.append("logprob_reduction: logps and rewards in the log are means over tokens too; TRL's are sums")
-    for kind in kinds:
-        if kind == "sft" or kind.startswith("aot"):
-            _of_step(trl, kind, "tokens averaged" if kind == "sft" else "pairs ranked")
     return fields
 
 
@@ -227,13 +223,6 @@ def alpha(trl: Translation) -> dict[str, Any]:
     if (coefficient := float(trl["f_alpha_divergence_coef"])) != 1:
         return {"divergence_alpha": 1 - coefficient}
     return {"divergence": "reverse_kl"} if trl["f_divergence_type"] == "alpha_divergence" else {}
-
-
-def _of_step(trl: Translation, name: str, what: str) -> None:
-    """Note what is taken over a whole step here, where TRL's has several micro-batches."""
-    batches = int(trl["gradient_accumulation_steps"]) * _ranks(trl)
-    if batches > 1:
-        trl.notes.append(f"{name}: {what} over the whole step; TRL's, over each of its {batches} micro-batches")
 
 
 def contrast(trl: Translation) -> dict[str, Any]:
@@ -255,8 +244,6 @@ def policy_loss(trl: Translation) -> dict[str, Any]:
     if kind == "cispo" and clips["clip_high"] < 1:
         complaint = f"cispo's epsilon_high is the ratio's bound, wanted >= 1, got {clips['clip_high']}"
         return trl.refuse("loss_type", complaint)
-    if kind == "bnpo":
-        _of_step(trl, kind, "tokens averaged")
     fields: dict[str, Any] = {}
     clipped = losses[kind]["variant"] == "grpo"
     kwargs = {"clip_high": clips["clip_high"] - 1} if kind == "cispo" else {}
