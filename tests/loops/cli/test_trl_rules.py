@@ -564,7 +564,7 @@ def test_what_trl_takes_over_each_micro_batch_is_told_where_there_are_several(re
 @pytest.mark.parametrize(
     ("recipe", "given", "told"),
     [
-        ("dpo", {"loss_type": "ipo"}, "logprob_reduction: logps and rewards are means"),
+        ("dpo", {"loss_type": "ipo"}, "logprob_reduction: logps and rewards in the log are"),
         ("dpo", {"f_divergence_type": "js_divergence"}, "f_divergence_type: unless it is reverse_kl, rewards in the"),
         ("dpo", {"f_alpha_divergence_coef": 0.5}, "f_alpha_divergence_coef: divergence_alpha is 1 minus it"),
         ("dpo", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end leaves both completions of a pair the"),
