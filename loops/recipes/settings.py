@@ -111,9 +111,10 @@ class KTO(Referenced, OfflineConfig):
     beta: PositiveFloat = 0.1
     """Strength of the pull towards the reference, for every loss that has a beta."""
     desirable_weight: PositiveFloat = 1.0
-    """Weight of a desirable completion (kto); the paper balances the two classes to within a factor of 4/3."""
+    """Weight of a desirable completion (kto, apo_zero_unpaired); KTO's paper balances the classes to within a factor
+    of 4/3."""
     undesirable_weight: PositiveFloat = 1.0
-    """Weight of an undesirable completion (kto)."""
+    """Weight of an undesirable completion (kto, apo_zero_unpaired)."""
     teacher: Teacher = field(default_factory=Teacher)
     """A teacher, for the loss `distillation` in a mix."""
     loss_kwargs: dict[str, float] = field(default_factory=dict)
