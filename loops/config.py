@@ -225,7 +225,7 @@ class Common(Settings):
     schedule_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the schedule, such as {min_lr_rate: 0.1} for cosine_with_min_lr."""
     warmup: NonNegativeFloat = 0.0
-    """Steps of linear warmup; below 1, a share of all steps."""
+    """Steps of linear warmup; below 1, a share of all steps, rounded up."""
     weight_decay: NonNegativeFloat = 0.0
     """The optimizer's weight decay; norms and biases are spared."""
     max_grad_norm: NonNegativeFloat = 1.0

@@ -64,18 +64,26 @@ def kto_kl(logp: PerSequence, ref_logp: PerSequence) -> Float[Tensor, ""]:
 
 
 def apo_zero_unpaired(
-    logp: PerSequence, ref_logp: PerSequence, desirable: Bool[Tensor, " sequences"], *, beta: Positive
+    logp: PerSequence,
+    ref_logp: PerSequence,
+    desirable: Bool[Tensor, " sequences"],
+    *,
+    beta: Positive,
+    desirable_weight: Positive = 1.0,
+    undesirable_weight: Positive = 1.0,
 ) -> tuple[PerSequence, Stats]:
     """Anchored preference optimization on single completions: desirable ones up from the reference, others down.
 
-        ℓ = 1 − σ(s β r)
+        ℓ = λ (1 − σ(s β r)),  λ as in `kto`; the paper has none
 
     It is `kto` with z₀ = 0, and the two halves of `preference.apo_zero`.
 
     Paper: D'Oosterlinck et al. 2024, arXiv:2408.06266.
     """
+    within("apo_zero_unpaired", Positive, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     x, stats = _signed_reward("apo_zero_unpaired", logp, ref_logp, desirable, logp.new_zeros(()), beta)
-    return (-x).sigmoid(), stats
+    regret = (-x).sigmoid()
+    return torch.where(desirable, desirable_weight * regret, undesirable_weight * regret), stats
 
 
 def bco(

@@ -76,6 +76,9 @@ def batch(trl: Translation) -> dict[str, Any]:
     processes, tp_size = trl["num_processes"] or os.environ.get("WORLD_SIZE", 1), trl.elsewhere.get("parallel.tp_size")
     ranks = int(processes) // (tp_size if isinstance(tp_size, int) and tp_size > 0 else 1)  # with data of their own
     trained = per_device * ranks * accumulation
+    for kind in table()["micro_batched"].keys() & {*_list(trl["loss_type"])} if trained > per_device else ():
+        what = f"{table()['micro_batched'][kind]} over the whole step"
+        trl.notes.append(f"{kind}: {what}; TRL's, over each of its {ranks * accumulation} micro-batches")
     if "prompts_per_rollout" not in trl.known:
         return {"batch_size": trained}
     batches = int(trl["steps_per_generation"] or accumulation)
@@ -192,20 +195,35 @@ def pair_loss(trl: Translation) -> dict[str, Any]:
     losses, kinds = table()["losses"], _list(trl["loss_type"])
     weights = _list(trl["loss_weights"]) or [1.0] * len(kinds)
     means = [kind in table()["means"] for kind in kinds if kind != "sft"]
+    mean = ", ".join(kind for kind in kinds if kind in table()["means"])
     if unknown := [kind for kind in kinds if kind not in losses]:
         return trl.refuse("loss_type", nearest("there is no", unknown[0], losses), instead="loss")
     if len(weights) != len(kinds):
         return trl.refuse("loss_weights", f"there are {len(weights)} for {len(kinds)} losses", instead="loss")
-    if any(means) and not all(means):
+    if mean and trl["f_divergence_type"] not in (None, "reverse_kl"):
+        complaint = f"of {mean}: TRL's is of sums of log-probs, and here it would be of their means"
+        return trl.refuse("f_divergence_type", complaint, instead="divergence")
+    if mean and not all(means):
         both = "some take the log-prob of a completion and some that of its tokens on average"
         return trl.refuse("loss_type", f"of {', '.join(kinds)} {both}", instead="loss")
-    fields: dict[str, Any] = {"logprob_reduction": "mean"} if any(means) else {}
+    fields: dict[str, Any] = {"logprob_reduction": "mean"} if mean else {}
     mix = {losses[kind]: float(weight) for kind, weight in zip(kinds, weights, strict=True)}
     if "loss_type" in trl.given:
         fields["loss"] = next(iter(mix)) if list(mix.values()) == [1.0] else mix
     if "discopop_tau" in trl.given and "discopop" in kinds:
         fields["loss_kwargs"] = {"tau": float(trl["discopop_tau"])}
+    if any(kind.startswith("aot") for kind in kinds) and "micro_tokens" not in trl.elsewhere:
+        fields["micro_tokens"] = None  # ranks couple the pairs of a step
+    if mean:
+        trl.notes.append("logprob_reduction: logps and rewards in the log are means over tokens too; TRL's are sums")
     return fields
+
+
+def alpha(trl: Translation) -> dict[str, Any]:
+    """TRL's coefficient is 1 - alpha; at 1 its alpha-divergence is the reverse KL."""
+    if (coefficient := float(trl["f_alpha_divergence_coef"])) != 1:
+        return {"divergence_alpha": 1 - coefficient}
+    return {"divergence": "reverse_kl"} if trl["f_divergence_type"] == "alpha_divergence" else {}
 
 
 def contrast(trl: Translation) -> dict[str, Any]:
@@ -261,6 +279,8 @@ def correction(trl: Translation) -> dict[str, Any]:
         return trl.refuse("vllm_importance_sampling_mode", nearest("there is no", mode, corrections))
     high = trl["vllm_importance_sampling_clip_max"] or trl["vllm_importance_sampling_cap"] or 3.0
     low = float(trl["vllm_importance_sampling_clip_min"] or 0)
+    if low and "truncate" in mode:
+        return trl.refuse("vllm_importance_sampling_clip_min", f"{mode} has no lower bound here", instead="correction")
     return {"correction": corrections[mode], "correction_low": low, "correction_high": float(high)}
 
 

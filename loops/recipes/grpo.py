@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...objectives import gdpo_advantage, group_advantage, kl_estimate, rloo_advantage, whiten
+from ...objectives import corrected_kl_estimate, gdpo_advantage, group_advantage, kl_estimate, rloo_advantage, whiten
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
@@ -95,11 +95,15 @@ def grpo_losses(config: GRPO) -> dict[str, Term]:
             "reward_aggregation: normalize compares each reward within the group by itself, which leaves no place for "
             "another baseline or for the divergence; use a variant other than rloo, and kl_as loss"
         )
+    if config.use_bias_correction_kl and config.kl_as == "reward":
+        raise ValueError("use_bias_correction_kl: is for the divergence as a loss; leave it out, or set kl_as to loss")
     weigh = WEIGHTINGS[variant["weighting"]]
     if variant["weighting"] == "fixed_length":
         weigh = partial(weigh, length=config.max_tokens)
     loss_kwargs = variant.get("loss_kwargs", {})
-    losses = policy_losses(config, variant["loss"], loss_kwargs, weigh, kl_loss=config.kl_as == "loss")
+    estimate = corrected_kl_estimate if config.use_bias_correction_kl else kl_estimate
+    kl_loss = estimate if config.kl_as == "loss" else None
+    losses = policy_losses(config, variant["loss"], loss_kwargs, weigh, kl_loss=kl_loss)
     # The weighting, if set, must apply to some loss of tokens that has no weighting of its own.
     mix = config.loss if isinstance(config.loss, Mapping) else {}
     weighted = {loss_name(key) for key, entry in mix.items() if isinstance(entry, Mapping) and "weighting" in entry}

@@ -111,9 +111,10 @@ class KTO(Referenced, OfflineConfig):
     beta: PositiveFloat = 0.1
     """Strength of the pull towards the reference, for every loss that has a beta."""
     desirable_weight: PositiveFloat = 1.0
-    """Weight of a desirable completion (kto); the paper balances the two classes to within a factor of 4/3."""
+    """Weight of a desirable completion (kto, apo_zero_unpaired); KTO's paper balances the classes to within a factor
+    of 4/3."""
     undesirable_weight: PositiveFloat = 1.0
-    """Weight of an undesirable completion (kto)."""
+    """Weight of an undesirable completion (kto, apo_zero_unpaired)."""
     teacher: Teacher = field(default_factory=Teacher)
     """A teacher, for the loss `distillation` in a mix."""
     loss_kwargs: dict[str, float] = field(default_factory=dict)
@@ -175,6 +176,8 @@ class GRPO(PolicyGradientConfig):
     """Pass over groups whose rewards are all the same and sample others."""
     kl_as: Literal["loss", "reward"] = "loss"
     """Use the divergence from the reference as a loss of its own, or take it off the reward."""
+    use_bias_correction_kl: bool = False
+    """Weight that loss by the ratio of each token, so that its gradient is the divergence's (DeepSeek-V3.2)."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def policy_losses(
     loss_kwargs: Mapping[str, float],
     weigh: Callable[..., Weights] = token_mean,
     *,
-    kl_loss: bool = False,
+    kl_loss: Callable[..., Any] | None = None,
 ) -> dict[str, Term]:
     """The losses of this configuration, those with an advantage times the correction, if there is one.
 
@@ -68,7 +68,7 @@ def policy_losses(
         default: the loss, unless the configuration names another.
         loss_kwargs: its hyper-parameters, unless the configuration has others.
         weigh: weighting of losses of tokens.
-        kl_loss: make the divergence from the reference one of the losses.
+        kl_loss: the estimate of the divergence from the reference that is one of the losses, if it is one.
 
     Raises:
         ValueError: if settings contradict each other.
@@ -92,7 +92,7 @@ def policy_losses(
     mix = config.loss or default
     losses = parse_losses(mix, shared, POLICY_LOSSES, weighting=weigh, given=config.loss_kwargs)
     if kl_loss and config.beta:
-        losses["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), config.beta, weigh)
+        losses["kl"] = Term(partial(kl_loss, kind=config.kl or "k3"), config.beta, weigh)
     for name, loss in losses.items():
         bound = getattr(loss.function, "keywords", {})
         if getattr(loss.function, "func", None) is kl_estimate and bound["kind"] == "k1" and loss.coefficient:

@@ -48,8 +48,8 @@ def load_reference(config: Any, tokenizer: Any, policy: Policy, device: torch.de
     config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", **plain)
     check_same_vocabulary(tokenizer, load_tokenizer(config))
     model = load_model(config).requires_grad_(False)
-    sharding = {"mesh": policy.mesh, "param_dtype": policy.param_dtype}
-    return Policy(model if policy.mesh else model.to(device), **config.kernel, **sharding).eval()
+    model = model if policy.mesh else model.to(device)
+    return Policy(model, **config.kernel, mesh=policy.mesh, param_dtype=policy.param_dtype).eval()
 
 
 def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:
@@ -67,8 +67,8 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
         if isinstance(config.model, nn.Module):
             raise ValueError("model: one in memory can't be sharded twice, and a copy is its reference; give its name")
         again = load_model(config).requires_grad_(False)
-        sharding = {"mesh": policy.mesh, "param_dtype": policy.param_dtype}
-        return frozen(Policy(again, **config.kernel, **sharding), temperature=temperature)
+        again = Policy(again, **config.kernel, mesh=policy.mesh, param_dtype=policy.param_dtype)
+        return frozen(again, temperature=temperature)
     return (adapters_copy if adapters else frozen_copy)(policy, temperature=temperature)
 
 

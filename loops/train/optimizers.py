@@ -3,6 +3,7 @@
 The names are those of torch's classes in lower case, and those that transformers has for classes of other packages.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -335,7 +336,7 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
     name, who = config.schedule, f"schedule {config.schedule}"
     if hasattr(optimizer, "eval") and not name.startswith("constant"):
         raise ValueError(f"optimizer {config.optimizer}: takes the place of a schedule; add --schedule constant")
-    warmup = round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)
+    warmup = math.ceil(steps * config.warmup) if config.warmup < 1 else int(config.warmup)
     functions: dict[str, Any] = {
         kind.value: function for kind, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
     }

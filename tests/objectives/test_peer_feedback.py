@@ -69,8 +69,10 @@ def test_the_two_directions_of_kto_are_a_positive_and_a_clamped_reference_point(
 def test_apo_zero_unpaired_equals_kto_trainer() -> None:
     logp, ref_logp = draws(2, ANSWERS, scale=30)
     desirable = torch.tensor(MIXED)
-    theirs, _ = kto_trainer(logp, ref_logp, desirable, None, loss_type="apo_zero_unpaired")
-    assert_same(fb.apo_zero_unpaired(logp, ref_logp, desirable, beta=0.3)[0].mean(), theirs, [logp, ref_logp])
+    for weights in ({}, {"desirable_weight": 1.33, "undesirable_weight": 0.5}):
+        theirs, _ = kto_trainer(logp, ref_logp, desirable, None, loss_type="apo_zero_unpaired", **weights)
+        loss, _ = fb.apo_zero_unpaired(logp, ref_logp, desirable, beta=0.3, **weights)
+        assert_same(loss.mean(), theirs, [logp, ref_logp])
 
 
 @pytest.mark.parametrize("with_margin", [True, False])

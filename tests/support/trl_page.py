@@ -30,6 +30,9 @@ A command line moves over by its first words, and may be pasted as it is after `
 Only what a file says is translated: where it says nothing, burnish's defaults hold, and a run begins with a line on
 those that differ. `--defaults trl` (or `defaults: trl` in the file) takes TRL's.
 
+Means, ranks and the KL of KTO are over the whole step, on all ranks, however it is split. TRL takes some of them over
+each micro-batch: `aot`, `sft` and `bnpo`, where a run with `gradient_accumulation_steps` or ranks says so.
+
 This page is made from the table that the command reads, [trl_names.yaml](trl_names.yaml).
 """
 

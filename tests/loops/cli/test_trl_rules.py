@@ -373,6 +373,22 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             {"f_divergence_type": "js_divergence", "use_weighting": True},
             {"divergence": "js", "pair_weight": "wpo"},
         ),
+        (
+            "dpo",
+            {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.25},
+            {"divergence": "alpha", "divergence_alpha": 0.75},
+        ),
+        (
+            "dpo",
+            {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.0},
+            {"divergence": "reverse_kl"},
+        ),
+        (
+            "dpo",
+            {"f_divergence_type": "forward_kl", "f_alpha_divergence_coef": 1.0},
+            {"divergence": "forward_kl"},
+        ),
+        ("dpo", {"loss_type": ["aot"]}, {"loss": "aot", "micro_tokens": None}),
         ("dpo", {"precompute_ref_log_probs": True}, {"reference": "precompute"}),
         ("kto", {"loss_type": "apo_zero_unpaired", "beta": 0.2}, {"loss": "apo_zero_unpaired", "beta": 0.2}),
         ("orpo", {"beta": 0.05}, {"odds_ratio": 0.05}),
@@ -490,7 +506,8 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("dpo", {"loss_type": "sigmoidd"}, "loss_type: there is no 'sigmoidd', did you mean 'sigmoid'"),
         ("dpo", {"loss_type": ["sigmoid", "ipo"]}, "loss_type: of sigmoid, ipo some"),
         ("dpo", {"loss_type": ["sigmoid"], "loss_weights": [1, 2]}, "loss_weights: there are 2 for 1"),
-        ("dpo", {"f_divergence_type": "tv"}, "f_divergence_type"),
+        ("dpo", {"f_divergence_type": "tv"}, "f_divergence_type: 'tv' is none of reverse_kl"),
+        ("dpo", {"loss_type": "ipo", "f_divergence_type": "forward_kl"}, "f_divergence_type: of ipo: TRL's is of sums"),
         ("cpo", {"loss_type": "hinge"}, "loss_type: no loss here is hinge"),
         ("grpo", {"num_generations": 7}, "num_generations: 8 completions.*no multiple of 7"),
         (
@@ -503,6 +520,15 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("grpo", {"loss_type": "dapo", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ("grpo", {"loss_type": "sapo", "entropy_coef": 0.1}, "entropy_coef: of sapo"),
         ("grpo", {"use_vllm": True, "vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode"),
+        (
+            "grpo",
+            {
+                "use_vllm": True,
+                "vllm_importance_sampling_mode": "token_truncate",
+                "vllm_importance_sampling_clip_min": 0.5,
+            },
+            "vllm_importance_sampling_clip_min: token_truncate has no lower bound",
+        ),
         ("grpo", {"reward_funcs": ["code"]}, "reward_funcs: no reward 'code'; there are accuracy"),
         ("grpo", {"reward_funcs": ["format"], "reward_weights": [1, 2]}, "reward_weights: there are 2 for 1"),
         ("grpo", {"repetition_penalty": 1.1}, "repetition_penalty"),
@@ -518,6 +544,39 @@ def test_a_value_without_an_equivalent_is_refused_by_name(recipe, given, words, 
     refused = translate(recipe, fields_of(recipe), given).refused
     assert len(refused) == 1
     assert re.search(words, *refused.values())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "told"),
+    [
+        ("dpo", {"loss_type": ["sigmoid", "sft"]}, "sft: tokens averaged over the whole step"),
+        ("dpo", {"loss_type": "aot_unpaired"}, "aot_unpaired: pairs ranked over the whole step"),
+        ("grpo", {"loss_type": "bnpo"}, "bnpo: tokens averaged over the whole step"),
+    ],
+)
+def test_what_trl_takes_over_each_micro_batch_is_told_where_there_are_several(recipe, given, told, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    notes = translate(recipe, fields_of(recipe), {**given, **TWO_DEVICES}, elsewhere=["num_generations"]).notes
+    assert f"{told}; TRL's, over each of its 6 micro-batches" in notes
+    assert not any(told in note for note in translate(recipe, fields_of(recipe), given).notes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "told"),
+    [
+        ("dpo", {"loss_type": "ipo"}, "logprob_reduction: logps and rewards in the log are"),
+        ("dpo", {"f_divergence_type": "js_divergence"}, "f_divergence_type: unless it is reverse_kl, rewards in the"),
+        ("dpo", {"f_alpha_divergence_coef": 0.5}, "f_alpha_divergence_coef: divergence_alpha is 1 minus it"),
+        ("dpo", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end leaves both completions of a pair the"),
+        ("sft", {"num_train_epochs": 2}, "num_train_epochs: the last batch of an epoch takes rows of the next one"),
+        ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl: by the ratio of each token"),
+        ("rloo", {"mask_truncated_completions": True}, "mask_truncated_completions: what was cut counts in no mean"),
+        ("sft", {"packing_strategy": "wrapped"}, "packing_strategy: a row longer than max_length is cut"),
+        ("sft", {"load_in_4bit": True, "use_peft": True}, "load_in_4bit: adapters stay float32"),
+    ],
+)
+def test_what_a_value_does_otherwise_is_told(recipe, given, told):
+    assert any(note.startswith(told) for note in translate(recipe, fields_of(recipe), given).notes)
 
 
 def test_the_batch_counts_the_ranks_of_this_run(monkeypatch):

@@ -86,6 +86,7 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
         ({"beta": -1.0}, "beta: must be >= 0"),
         ({"variant": "rloo", "scale": "group"}, "scale: .* use batch or none"),
         ({"reward_aggregation": "normalize", "beta": 0.1, "kl_as": "reward"}, "reward_aggregation: normalize"),
+        ({"use_bias_correction_kl": True, "kl_as": "reward"}, "use_bias_correction_kl: is for the diverg.* loss"),
         ({"beta": 0.1, "kl": "k1"}, "kl: k1 as a loss, here kl, .* use k2 or k3, or .*kl_as: reward"),
         ({"loss": {"clipped_surrogate": 1, "kl_estimate": {"kind": "k1", "coefficient": 0.1}}}, "here kl_estimate, "),
         ({"variant": "gspo", "weighting": "token_mean"}, "weighting: token_mean .* gspo has one entry per completion"),

@@ -127,6 +127,11 @@ def advantages_of(found, *, scaled):
 CASES = {
     "grpo": (GRPO(**COMMON), {"loss_type": "grpo"}, True),
     "grpo with KL": (GRPO(**COMMON, beta=0.2), {"loss_type": "grpo", "beta": 0.2}, True),
+    "grpo with KL weighted by the ratio": (
+        GRPO(**COMMON, beta=0.2, use_bias_correction_kl=True),
+        {"loss_type": "grpo", "beta": 0.2, "args": {"use_bias_correction_kl": True}},
+        True,
+    ),
     "dr_grpo": (GRPO(**COMMON, variant="dr_grpo"), {"loss_type": "dr_grpo"}, False),
     "dapo": (GRPO(**COMMON, variant="dapo", dynamic_sampling=False), {"loss_type": "dapo"}, True),
     "gspo": (

@@ -223,6 +223,10 @@ def test_a_schedule_warms_up_and_falls_as_transformers_has_it(schedule, kwargs, 
     assert rates[-1] == pytest.approx(last)
 
 
+def test_a_share_of_the_steps_is_rounded_up_as_transformers_does():
+    assert learning_rates(warmup=0.11)[:4] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0])
+
+
 def test_a_schedule_that_follows_evaluations_falls_when_the_loss_does_not():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     settings = config(schedule="reduce_lr_on_plateau", schedule_kwargs={"patience": 1, "factor": 0.5}, eval_data="",
