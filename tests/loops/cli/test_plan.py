@@ -50,9 +50,10 @@ MORE = {
     "online_dpo": ("online_dpo", "prompts", {**ONLINE, "group_size": 2}),
     "ppo, LoRA": ("ppo", "prompts", {**ONLINE, "group_size": 2, "minibatches": 3, "lora": {"r": 8}}),
 }
+RECOMPUTED = "dpo, bfloat16, recomputed"
 SHARDED = {
     "sft": ("sft", "texts", {}),
-    "dpo, bfloat16, recomputed": ("dpo", "pairs", {**BFLOAT16, "gradient_checkpointing": True}),
+    RECOMPUTED: ("dpo", "pairs", {**BFLOAT16, "gradient_checkpointing": True}),
     # As many groups on each rank: of three, one rank would have fewer, and its peak would be lower.
     "grpo": ("grpo", "prompts", {**ONLINE, "prompts_per_rollout": 4, "group_size": 4, "beta": 0.1}),
 }
@@ -115,10 +116,12 @@ def test_the_predicted_peak_is_within_15_percent_of_what_the_allocator_counts(ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", SHARDED)
-def test_the_predicted_peak_of_a_rank_is_within_15_percent_where_the_model_is_in_shards(run, values):
+@pytest.mark.parametrize(
+    ("run", "setting"), [*((run, "dp_shard_size") for run in SHARDED), ("sft", "cp_size"), (RECOMPUTED, "cp_size")]
+)
+def test_the_predicted_peak_of_a_rank_is_within_15_percent_where_the_model_is_in_shards(run, setting, values):
     recipe, kind, fields = SHARDED[run]
-    fields = values(kind, **fields, parallel={"dp_shard_size": 2})
+    fields = values(kind, **fields, parallel={setting: 2})
     predicted = plan(*configured(recipe, fields)).total
     for status, printed in run_forked(2, "measured", recipe, fields):
         assert status == 0, printed
@@ -176,6 +179,15 @@ def test_shards_divide_what_a_rank_keeps_and_the_layer_at_hand_is_gathered(setti
         assert sharded.memory[label] == pytest.approx(whole.memory[label] / 8, rel=0.02)
     layer = 4 * (whole.parameters - 258 * 256 * 2) / 3
     assert layer < sharded.memory["gathered weights"] < 0.9 * whole.memory["weights, trained"]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_ranks_that_split_rows_by_columns_share_their_activations(layout, settings):
+    fields = {"layout": layout, "batch_size": 2, "micro_tokens": None}
+    whole, halves = (plan(*settings("sft", "texts", **fields, parallel={name: 2})) for name in ("tp_size", "cp_size"))
+    assert halves.tokens == whole.tokens and halves.largest == whole.largest
+    assert halves.memory["logits"] == pytest.approx(whole.memory["logits"] / 2, rel=0.1)
+    print(whole.memory, halves.memory)
 
 
 def test_ranks_share_a_step_and_each_has_buckets_for_the_gradient(settings):
