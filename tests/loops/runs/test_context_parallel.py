@@ -55,8 +55,8 @@ def test_a_run_in_columns_ends_at_the_weights_and_metrics_of_one_process(name, r
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_of_columns_has_the_log_probs_and_gradients_of_whole_rows(case, split):
     results = split["cases"][case]
-    # Their norms, or all of it, are computed in float32, as are the sums of their gradients over tokens.
-    exact = 1e-5 if case == "flex" else 1e-6 if case.startswith(("gemma", "cohere")) else EXACT
+    # Their norms are computed in float32, and so the sums of their gradients over tokens.
+    exact = 1e-6 if case.startswith(("gemma", "cohere")) else EXACT
     for name, difference in results["differences"].items():
         assert difference <= exact, name
     assert results["norm"] == pytest.approx(results["expected_norm"], rel=exact)
@@ -85,21 +85,20 @@ def test_bfloat16_in_columns_ends_as_near_to_float32_as_in_one_process(name, tra
 
 
 def test_a_run_in_columns_goes_on_in_one_process_and_the_other_way_round(trained, tmp_path):
-    start, whole, noisy = trained(QUICK).parent / "sharded-start", tmp_path / "whole", {"neftune_noise_alpha": 5.0}
+    start, whole = trained(QUICK).parent / "sharded-start", trained(QUICK) / "sft"
 
     def run(ranks, directory, **orders):
-        runs = [("sft", str(directory), {**noisy, **orders})]
+        runs = [("sft", str(directory), orders)]
         for status, printed in run_forked(ranks, "sharded", str(start), 1, runs, 1, ranks):
             assert status == 0, printed[-3000:]
 
-    run(1, whole)
     for ranks, then in ((2, 1), (1, 2)):
         directory = tmp_path / f"{ranks} to {then}"
         run(ranks, directory, save_every=2)
         shutil.rmtree(directory / "checkpoints/step-00000003")
         shutil.rmtree(directory / "model")
         run(then, directory, resume=True)
-        assert_same_end(whole, directory)  # with the same noise
+        assert_same_end(whole, directory)
 
 
 def test_columns_that_the_ranks_or_recipes_cannot_hold_are_refused(monkeypatch):
