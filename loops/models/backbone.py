@@ -92,14 +92,14 @@ class Backbone(nn.Module):
         attention = str(self.plain.config._attn_implementation)
         one_row = one_row or ("flash" in attention and layout == "packed")
         blocks = attention == "flex_attention"
-        options = {"read": self.read, "one_row": one_row, "blocks": blocks, "device": self.device}
-        if self.columns is None:
-            return arrange(examples, layout, **options)
-        return self.columns.reads(arrange(examples, layout, **options, multiple_of=self.columns.size))
+        size = self.columns.size if self.columns else 1
+        options: Any = {"one_row": one_row, "blocks": blocks, "multiple_of": size, "device": self.device}
+        rows = arrange(examples, layout, read=self.read, **options)
+        return self.columns.reads(rows) if self.columns else rows
 
     def gathered(self, values: Any, rows: Rows) -> Any:
         """Tensors of the trained tokens that this rank reads, as those of all of them."""
-        return values if self.columns is None or rows.mine is None else self.columns.gather(values, rows.mine)
+        return self.columns.gather(values, rows) if self.columns else values
 
     def hidden(self, rows: Rows) -> Tensor:
         """[tokens, D], of those that this rank reads"""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,9 @@ class Columns:
         """[rows, width, ...] -> [rows, width / n, ...]"""
         return tensor[:, self.rank :: self.size]
 
-    def gather(self, values: Any, mine: Tensor) -> Any:
+    def gather(self, values: Any, rows: Rows) -> Any:
         """Tensors of this rank's trained tokens as those of all of them; the gradient reaches this rank's own."""
+        mine: Any = rows.mine
 
         def gathered(own: Tensor) -> Tensor:
             every = own.new_zeros(len(mine), *own.shape[1:]).index_put((mine,), own.detach())
@@ -51,28 +52,27 @@ class Columns:
         return tree_map_only(Tensor, gathered, values)
 
     def attend(
-        self, attention: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        self, attention: Any, module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attention of states [rows, heads, width / n, D], [rows, width / n, heads, D]."""
         copies = self.size // math.gcd(key.shape[1], self.size)  # every rank needs a key for each of its queries
-        groups = getattr(module, "num_key_value_groups", None)
-        if copies > 1:
-            key, value = (states.repeat_interleave(copies, 1) for states in (key, value))
-        query, key, value = (self._to_heads(states) for states in (query, key, value))
-        if groups is not None:  # attention functions repeat keys by it
-            module.num_key_value_groups = groups // copies
+        groups = getattr(module, "num_key_value_groups", 1)
+        key, value = (states.repeat_interleave(copies, 1) if copies > 1 else states for states in (key, value))
+        query, key, value = (
+            self._exchange(each.unflatten(1, (self.size, -1)).movedim(1, 0)).movedim(0, 3).flatten(2, 3)
+            for each in (query, key, value)
+        )  # [rows, heads / n, width, D]
+        module.num_key_value_groups = groups // copies  # by which attention functions repeat keys
         try:
             output, _ = attention(module, query, key, value, *args, **kwargs)
-        finally:
-            if groups is not None:
-                module.num_key_value_groups = groups
-        of_ranks = _Exchange.apply(output.unflatten(1, (-1, self.size)).movedim(2, 0), self.group)
-        return of_ranks.movedim(0, 2).flatten(2, 3), None
+        finally:  # activations that are recomputed end by an exception
+            module.num_key_value_groups = groups
+        return self._exchange(output.unflatten(1, (-1, self.size)).movedim(2, 0)).movedim(0, 2).flatten(2, 3), None
 
-    def _to_heads(self, states: Tensor) -> Tensor:
-        """[rows, heads, width / n, D] -> [rows, heads / n, width, D]"""
-        of_ranks = _Exchange.apply(states.unflatten(1, (self.size, -1)).movedim(1, 0), self.group)
-        return of_ranks.movedim(0, 3).flatten(2, 3)
+    def _exchange(self, states: Tensor) -> Tensor:
+        """Exchange the entries of the first dimension, one per rank."""
+        exchanged: Tensor = cast(Any, _Exchange).apply(states, self.group)
+        return exchanged
 
 
 class _Exchange(torch.autograd.Function):
@@ -87,7 +87,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> Any:
-        return _Exchange.apply(gradients[0], context.group), None
+        return cast(Any, _Exchange).apply(gradients[0], context.group), None
 
 
 def split_columns(backbone: Backbone, output: Callable[[Rows], Tensor]) -> None:
@@ -106,8 +106,8 @@ def split_columns(backbone: Backbone, output: Callable[[Rows], Tensor]) -> None:
     if getattr(backbone, "critic", None) is not None:
         raise ValueError("parallel.cp_size: the rows of a critic are not split; shard it by --parallel.dp_shard_size")
     columns, who = Columns(mesh["cp"]), f"parallel.cp_size: {type(plain).__name__}"
-    heads = getattr(plain.config.get_text_config(), "num_attention_heads", 0)
-    if heads % columns.size:
+    heads = getattr(plain.config.get_text_config(), "num_attention_heads", None)
+    if isinstance(heads, int) and heads % columns.size:
         raise ValueError(f"{who} has num_attention_heads={heads}, no multiple of {columns.size}; lower it")
     reason = _split(backbone, columns, output)
     if reason is not None:
@@ -115,7 +115,7 @@ def split_columns(backbone: Backbone, output: Callable[[Rows], Tensor]) -> None:
 
 
 @torch.no_grad()
-def _split(backbone: Backbone, columns: Columns, output: Callable[[Rows], Tensor]) -> str | None:
+def _split(backbone: Any, columns: Columns, output: Callable[[Rows], Tensor]) -> str | None:
     """Split the columns; returns the reason if the output is another one."""
     if (path := layer_list(backbone.plain)) is None:
         return "its layers are not known"
@@ -126,34 +126,27 @@ def _split(backbone: Backbone, columns: Columns, output: Callable[[Rows], Tensor
         expected = output(rows()).double()
         backbone.columns = columns
         for module in layers.modules():
-            module.columns = columns  # type: ignore[assignment]
+            module.columns = columns
         layers[0].register_forward_pre_hook(lambda layer, args: (columns.slice(args[0]), *args[1:]))
         for module in backbone.plain.modules():
             if "RotaryEmbedding" in type(module).__name__:  # of whole rows
                 module.register_forward_hook(lambda rotary, args, angles: tree_map_only(Tensor, columns.slice, angles))
-        _attend_by_columns()
+        attentions: Any = ALL_ATTENTION_FUNCTIONS
+        if not isinstance(attentions.get_interface, partial):
+            attentions.get_interface = partial(_choose, attentions.get_interface)
         try:
-            found = columns.gather(output(split := rows()), split.mine).double()
+            found = columns.gather(output(split := rows()), split).double()
         except REFUSALS as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return f"{type(error).__name__}: " + str(error).partition("\n")[0]
     tolerance = 1e-3 if torch.finfo(backbone.plain.dtype).eps < 1e-5 else 0.05
     return None if (found - expected).norm() <= tolerance * expected.norm() else "it computes something else"
 
 
-def _attend_by_columns() -> None:
-    """Have modules with `Columns` attend by them, whatever their attention function is. Its name stays, by which the
-    model makes its masks."""
-    chosen: Any = ALL_ATTENTION_FUNCTIONS.get_interface
-    if isinstance(chosen, partial):
-        return
+def _choose(choose: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of how `transformers` chooses an attention function, whose name stays: masks are made by it."""
+    return partial(_attend, choose(*args, **kwargs))
 
-    def attend(attention: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        columns = getattr(module, "columns", None)
-        if columns is None:
-            return attention(module, *args, **kwargs)
-        return columns.attend(attention, module, *args, **kwargs)
 
-    def get_interface(choose: Any, *args: Any, **kwargs: Any) -> Any:
-        return partial(attend, choose(*args, **kwargs))
-
-    ALL_ATTENTION_FUNCTIONS.get_interface = partial(get_interface, chosen)  # type: ignore[method-assign]
+def _attend(attention: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    columns: Columns | None = getattr(module, "columns", None)
+    return (partial(columns.attend, attention) if columns else attention)(module, *args, **kwargs)
