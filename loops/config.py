@@ -182,10 +182,20 @@ class Parallel(Settings):
     """Ranks that train on the same data together, each with a slice of the matrices of every layer (tensor
     parallelism, by the plan of transformers). With dp_shard_size, that many such groups hold one copy."""
 
+    cp_size: PositiveInt = 1
+    """Ranks that train on the same data together, each on a part of the columns of its rows (context parallelism, by
+    all-to-all before and after attention): for long rows. With dp_shard_size, that many such groups hold one copy in
+    shards, each rank one."""
+
+    @property
+    def together(self) -> int:
+        """Ranks that train on the same data."""
+        return self.tp_size * self.cp_size
+
     @property
     def copy_size(self) -> int:
         """Ranks that hold one copy of the model."""
-        return self.dp_shard_size * self.tp_size
+        return self.dp_shard_size * self.together
 
 
 @dataclass(frozen=True)

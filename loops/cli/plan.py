@@ -114,7 +114,7 @@ def _started(config: Any) -> int:
 def alternatives(config: Any, gpus: Gpus) -> Iterator[tuple[str, Any]]:
     """Settings that reduce memory, the cheapest first, and the configuration with each."""
     whole, bfloat16 = not (config.lora.enabled or config.quantize), config.dtype == "bfloat16"
-    shards = gpus.count // config.parallel.tp_size
+    shards = gpus.count // config.parallel.together
     changes: dict[str, Any] = {
         "dtype": None if bfloat16 else "bfloat16",
         "parallel.dp_shard_size": shards if config.parallel.dp_shard_size < shards else None,

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..batch import Batch
 from ..models.io import named_weights
-from ..models.sharding import tp_size
+from ..models.sharding import ranks_together
 from ..models.simulation import Simulation, simulate
 from ..rl.feed import RolloutFeed
 from ..rollouts.local.decode import DecodeSequence, draw
@@ -198,7 +198,7 @@ def _largest(feed: Any, model: Any) -> tuple[float, int, Batch]:
     of_steps = [feed(step) for step in sorted({0, *list(getattr(feed, "rollout_of", ()))[:1]})]
     batch = max((batch for batches in of_steps for batch in batches), key=lambda b: _tokens(b, model))
     tokens = sum(_tokens(batch, model) for batch in of_steps[-1])
-    return float(tokens * PartialState().num_processes / tp_size(model)), max(map(len, of_steps)), batch
+    return float(tokens * PartialState().num_processes / ranks_together(model)), max(map(len, of_steps)), batch
 
 
 def _tokens(batch: Batch, model: Any) -> int:

@@ -19,7 +19,7 @@ the end of a completion or of a step.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ...data import Example, first_fit
 from .rotary import rotate_by_sequence
+
+if TYPE_CHECKING:
+    from .context_parallel import Columns
 
 Layout = Literal["padded", "packed", "shared"]
 
@@ -43,12 +46,14 @@ class Rows:
         attention_mask: None (packed), int64 [rows, width] (padded), or (shared) bool [rows, 1, width, width], or the
             same as blocks.
         position: int64 [tokens], index of each trained token into the flattened rows, in the token order of `Batch`.
+        mine: bool [all tokens], the trained tokens that ``position`` is of; None for all. See `Columns`.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     attention_mask: Tensor | BlockMask | None
     position: Tensor
+    mine: Tensor | None = None
 
 
 class Backbone(nn.Module):
@@ -60,11 +65,13 @@ class Backbone(nn.Module):
         mesh: the ranks that shard its parameters, see `shard`; None if every rank has all of them.
         param_dtype: dtype that they gather the parameters of layers in; None for their own.
         same_rotary: see `rotate_by_sequence`.
+        columns: of rows, if other ranks compute the others.
     """
 
     read: Literal["before", "at"] = "before"
     mesh: DeviceMesh | None = None
     param_dtype: torch.dtype | None = None
+    columns: "Columns | None" = None
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -93,15 +100,22 @@ class Backbone(nn.Module):
         attention = str(self.plain.config._attn_implementation)
         one_row = one_row or ("flash" in attention and layout == "packed")
         blocks = attention == "flex_attention"
-        return arrange(examples, layout, read=self.read, one_row=one_row, blocks=blocks, device=self.device)
+        size = self.columns.size if self.columns else 1
+        options: Any = {"one_row": one_row, "blocks": blocks, "multiple_of": size, "device": self.device}
+        rows = arrange(examples, layout, read=self.read, **options)
+        return self.columns.reads(rows) if self.columns else rows
+
+    def gathered(self, values: Any, rows: Rows) -> Any:
+        """Tensors of the trained tokens that this rank reads, as those of all of them."""
+        return self.columns.gather(values, rows) if self.columns else values
 
     def hidden(self, rows: Rows) -> Tensor:
-        """[tokens, D]"""
+        """[tokens, D], of those that this rank reads"""
         states: Tensor = self.plain.base_model(**self.model_input(rows)).last_hidden_state
         return states.flatten(0, 1)[rows.position]
 
     def model_output(self, rows: Rows) -> Tensor:
-        """[tokens, ...], from the model's own head and forward."""
+        """[tokens, ...], of those that this rank reads, from the model's own head and forward."""
         output: Tensor = self.plain(**self.model_input(rows)).logits
         return output.flatten(0, 1)[rows.position]
 
@@ -142,13 +156,14 @@ def arrange(
     read: Literal["before", "at"] = "before",
     one_row: bool = False,
     blocks: bool = False,
+    multiple_of: int = 1,
     device: torch.device | str = "cpu",
 ) -> Rows:
     """Arrange the examples in rows; ``one_row`` puts all of them into one, as kernels for packed rows require.
 
     With ``blocks``, the mask of shared rows is one of FlexAttention, whose memory is the number of blocks. Rows are as
-    wide as the longest segment and filled first-fit, longest first: attention costs their width squared. A segment is
-    a run of tokens that must stay together in one row.
+    wide as the longest segment, or the next ``multiple_of``, and filled first-fit, longest first: attention costs their
+    width squared. A segment is a run of tokens that must stay together in one row.
     """
     if layout == "shared" and all(len(example.completions) == 1 for example in examples):
         layout = "packed"  # nothing to share, and no mask to store
@@ -162,6 +177,7 @@ def arrange(
     segments = [_segment(example, read) for example in examples] or [([0], [0], [0], [])]
     lengths = [len(tokens) for tokens, *_ in segments]
     width, every = sum(lengths) if one_row else max(lengths), range(len(lengths))
+    width += -width % multiple_of
     rows = [[i] for i in every] if layout == "padded" else first_fit(every, lengths, width)
 
     # Slots that no segment covers have position 0, and so are sequences of their own, which are never read.

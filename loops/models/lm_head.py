@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Split
+from torch.utils._pytree import tree_map_only
 
 from ...kernels import (
     Backend,
@@ -75,6 +76,11 @@ class TeacherOutputs:
     head: Head | None = None
     logits: Tensor | None = None
     top_k: tuple[Tensor, Tensor] | None = None
+
+    def at(self, tokens: Tensor) -> "TeacherOutputs":
+        """The outputs at these of the tokens only."""
+        tensors = {name: getattr(self, name) for name in ("hidden", "logits", "top_k")}
+        return replace(self, **tree_map_only(Tensor, lambda tensor: tensor[tokens], tensors))
 
     def divergence(self, logits: Tensor) -> Tensor:
         """[tokens], from a student's logits [tokens, V]."""

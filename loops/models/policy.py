@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...kernels import Backend, Extra, LogitTransform, TopK, logits_logprob
 from ..batch import Batch
 from .backbone import Backbone, Layout
+from .context_parallel import split_columns
 from .lm_head import CannotFuse, TeacherOutputs, fuse, logit_transform, operands
 from .probe import PROBE, choose_layout, objection
 from .scorer import Scorer
@@ -81,7 +82,9 @@ class Policy(Backbone):
         if value_head is not None and not self.fused:
             name = type(self.plain).__name__
             raise ValueError(f"policy: the head of {name} can't be fused, and so no value head added")
-        self.layout: Layout = choose_layout(self, layout, self.hidden if self.fused else self.model_output)
+        output = self.hidden if self.fused else self.model_output
+        self.layout: Layout = choose_layout(self, layout, output)
+        split_columns(self, output)
 
     @property
     def has_values(self) -> bool:
@@ -109,12 +112,15 @@ class Policy(Backbone):
             outputs: further outputs of `burnish.kernels.linear_logprob`.
             teacher: a teacher's outputs for these tokens, which give the divergence from it.
         """
-        rows = self.arranged(batch.examples, self.layout)
+        rows, target = self.arranged(batch.examples, self.layout), batch.target
+        if (mine := rows.mine) is not None:
+            target, teacher = target[mine], teacher and teacher.at(mine)
+            temperature = temperature[mine] if isinstance(temperature, Tensor) and temperature.ndim else temperature
         value = None if self.critic is None else self.critic(batch).score
         divergence = None
         if self.fused:
             hidden = super().hidden(rows)  # its shards are gathered here already, and would be let go after it
-            logprobs = self.head(hidden, target=batch.target, temperature=temperature, outputs=outputs)
+            logprobs = self.head(hidden, target=target, temperature=temperature, outputs=outputs)
             if self.value_head is not None:
                 value = self.value_head(hidden)[:, 0].clone()  # FSDP warns of views
             if teacher is not None and teacher.logits is None:
@@ -123,9 +129,10 @@ class Policy(Backbone):
                 divergence = teacher.divergence(self.transform(self.head(hidden)))
         else:
             logits = super().model_output(rows)
-            logprobs = logits_logprob(logits, batch.target, temperature=temperature, outputs=outputs)
+            logprobs = logits_logprob(logits, target, temperature=temperature, outputs=outputs)
             divergence = None if teacher is None else teacher.divergence(logits)
-        return Outputs(**logprobs._asdict(), value=value, divergence=divergence)
+        computed: Outputs = self.gathered(Outputs(**logprobs._asdict(), value=value, divergence=divergence), rows)
+        return computed
 
     @torch.no_grad()
     def teacher_outputs(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> TeacherOutputs:
@@ -138,8 +145,9 @@ class Policy(Backbone):
         rows = self.arranged(batch.examples, self.layout)
         if dense or not self.fused:
             logits = self.logits(self.hidden(rows)) if self.fused else self.model_output(rows)
-            return TeacherOutputs(beta, temperature, logits=logits)
-        return TeacherOutputs(beta, temperature, hidden=self.hidden(rows), head=operands(self.head, self.transform))
+            return TeacherOutputs(beta, temperature, logits=self.gathered(logits, rows))
+        hidden, head = self.gathered(self.hidden(rows), rows), operands(self.head, self.transform)
+        return TeacherOutputs(beta, temperature, hidden=hidden, head=head)
 
     @torch.no_grad()
     def top_k(self, batch: Batch, *, k: int, temperature: float, vocab: int) -> tuple[Tensor, Tensor]:
@@ -149,7 +157,9 @@ class Policy(Backbone):
         for states in torch.split(super().hidden(rows) if self.fused else super().model_output(rows), _CHUNK):
             logits = (self.head(states, exact_logits=True) if self.fused else states)[:, :vocab].float()
             chunks.append((logits / temperature).log_softmax(-1).topk(k))
-        return torch.cat([top.indices for top in chunks]), torch.cat([top.values for top in chunks])
+        top = torch.cat([top.indices for top in chunks]), torch.cat([top.values for top in chunks])
+        gathered: tuple[Tensor, Tensor] = self.gathered(top, rows)
+        return gathered
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [tokens, V] from hidden states [tokens, D], in float32, as log-probs use them, without gradients.

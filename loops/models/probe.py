@@ -49,22 +49,27 @@ def shortened(plain: Any) -> Iterator[bool]:
     Nothing is copied. Yields True if any layer is left out; none is if the list of layers is not found, and under FSDP,
     which records at the first pass which parameters to gather.
     """
-    text_config = plain.config.get_text_config()
-    depth = getattr(text_config, "num_hidden_layers", None)
-    lists = [p for p, each in plain.named_modules() if isinstance(each, nn.ModuleList) and len(each) == depth]
-    outermost = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    if len(outermost) != 1 or any(isinstance(parameter, DTensor) for parameter in plain.parameters()):
+    path = layer_list(plain)
+    if path is None or any(isinstance(parameter, DTensor) for parameter in plain.parameters()):
         yield False
         return
-    layers = plain.get_submodule(outermost[0])
-    types = getattr(text_config, "layer_types", None) or [None] * len(layers)
+    layers = plain.get_submodule(path)
+    types = getattr(plain.config.get_text_config(), "layer_types", None) or [None] * len(layers)
     kinds = [(kind, _kind(layer)) for kind, layer in zip(types, layers, strict=True)]
     count = min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))  # first layers with every kind
-    plain.set_submodule(outermost[0], layers[:count])
+    plain.set_submodule(path, layers[:count])
     try:
         yield count < len(layers)
     finally:
-        plain.set_submodule(outermost[0], layers)
+        plain.set_submodule(path, layers)
+
+
+def layer_list(plain: Any) -> str | None:
+    """The path of the list of a `transformers` model's layers; None if it is not found."""
+    depth = getattr(plain.config.get_text_config(), "num_hidden_layers", None)
+    lists = [p for p, each in plain.named_modules() if isinstance(each, nn.ModuleList) and len(each) == depth]
+    outermost = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    return outermost[0] if len(outermost) == 1 else None
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:

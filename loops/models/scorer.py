@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...data import Example
 from ..batch import Batch
 from .backbone import Backbone, Layout, Rows, evaluating
+from .context_parallel import split_columns
 from .probe import choose_layout
 from .sharding import shard
 
@@ -58,6 +59,7 @@ class Scorer(Backbone):
         self._check_head()
         self.read = read  # the head is checked where transformers reads
         self.layout: Layout = choose_layout(self, layout, self.hidden)
+        split_columns(self, self.hidden)
 
     @property
     def head(self) -> nn.Module:
@@ -73,7 +75,8 @@ class Scorer(Backbone):
         return head
 
     def forward(self, batch: Batch) -> Scores:
-        return Scores(self._score(self.arranged(batch.examples, self.layout)))
+        rows = self.arranged(batch.examples, self.layout)
+        return Scores(self.gathered(self._score(rows), rows))
 
     def _score(self, rows: Rows) -> Tensor:
         hidden = super().hidden(rows)

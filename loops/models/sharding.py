@@ -1,5 +1,5 @@
 """Models sharded over the ranks of a mesh: FSDP2, HSDP if the mesh has a dimension of copies as well, and tensor
-parallelism if it has one named "tp".
+parallelism if it has one named "tp". Ranks of a dimension named "cp" hold shards, too; see `split_columns`.
 
 Each transformer layer is a unit, and the rest is one more: embeddings, last norm and heads, which may share a weight.
 The parameters of a unit are whole on a rank only while it computes, forward or backward; in between, every rank holds
@@ -49,7 +49,7 @@ def shard(
 
     Args:
         mesh: the ranks that hold one copy; in two dimensions, copies and the shards of each. A last dimension named
-            "tp" is of ranks that compute together.
+            "tp" or "cp" is of ranks that compute together.
         methods: names of methods, besides forward, during which parameters are unsharded. None may call another one.
         param_dtype: dtype that the parameters of layers are gathered in, that of autocast, which takes half of the
             memory and messages; gradients are summed in float32. Without it, and in the outermost unit, their own.
@@ -61,6 +61,9 @@ def shard(
     names = mesh.mesh_dim_names or ()
     tp_mesh = mesh["tp"] if "tp" in names else None
     mesh = mesh if tp_mesh is None else mesh[names[:-1]]
+    if "cp" in names:  # each gradient is of some columns, and summed as those of other rows are
+        parts = [mesh[name] for name in names[:-2]] + [mesh[names[-2:]]._flatten("shards")]
+        mesh = DeviceMesh._concatenate(parts)
     # transformers names the classes of its layers; those of a critic or an encoder are among them.
     kinds = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
@@ -170,10 +173,11 @@ def _read_shards(unit: nn.Module, mesh: DeviceMesh, *, all_rows: bool) -> None:
             module._parameters[name] = read[parameter]
 
 
-def tp_size(policy: nn.Module) -> int:
+def ranks_together(policy: nn.Module) -> int:
     """The number of ranks that compute the same rows together."""
     mesh: DeviceMesh | None = getattr(policy, "mesh", None)
-    return mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return math.prod(mesh[name].size() for name in ("tp", "cp") if mesh is not None and name in names)
 
 
 def _plan(model: nn.Module, layers: Sequence[nn.Module], size: int) -> dict[nn.Module, str]:

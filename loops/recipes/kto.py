@@ -13,7 +13,7 @@ from ...objectives import PerSequence, Stats, feedback, kto_kl, sequence_sum
 from ..batch import Batch, collate
 from ..models.backbone import evaluating
 from ..models.policy import Policy
-from ..models.sharding import tp_size
+from ..models.sharding import ranks_together
 from ..runs.context import open_run
 from ..runs.feed import Feed
 from ..runs.reference import Reference
@@ -132,7 +132,7 @@ def kl_of_mismatched(
             log_ratio = policy(batch).logprob - reference(batch)
             ratios.append(sequence_sum(log_ratio, batch.sequence, batch.sequences).double())
     local = {"sum": sum(float(ratio.sum()) for ratio in ratios), "count": float(sum(map(len, ratios)))}
-    total = sum_over_ranks(accelerator, local, copies=tp_size(policy))
+    total = sum_over_ranks(accelerator, local, copies=ranks_together(policy))
     mean = torch.tensor([total["sum"] / max(total["count"], 1.0)], device=accelerator.device, dtype=torch.float64)
     return kto_kl(mean, torch.zeros_like(mean)).to(torch.promote_types(policy.plain.dtype, torch.float32))
 

@@ -44,11 +44,12 @@ _SHOWN, _LONGEST = 3, 300  # samples printed per rollout, and characters of one
 
 def check_sampling(config: SamplingConfig) -> None:
     """Raise ValueError, before anything is loaded, if completions can't be sampled as configured."""
-    if (size := config.parallel.tp_size) > 1:
-        raise ValueError(
-            f"parallel.tp_size: a run that samples completions splits no layers, got {size}; shard by "
-            f"--parallel.dp_shard_size {size} instead"
-        )
+    for field, parts in (("tp_size", "layers"), ("cp_size", "rows")):
+        if (size := getattr(config.parallel, field)) > 1:
+            raise ValueError(
+                f"parallel.{field}: a run that samples completions splits no {parts}, got {size}; shard by "
+                f"--parallel.dp_shard_size {size} instead"
+            )
     if config.temperature == 0:
         raise ValueError("temperature: at 0 every completion of a prompt is the same, wanted > 0, such as 1.0")
     if config.source == "policy":

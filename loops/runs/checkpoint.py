@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..models.sharding import tp_size
+from ..models.sharding import ranks_together
 from .ranks import from_main, gloo_group
 from .state import capture, dump, random_state, restore, set_random_state, trained_state
 from .storage import DirectoryWriter, damage, remove_partial, write
@@ -223,7 +223,7 @@ def load_newest(
             f"{path} could not be read{by}: start again with --resume true, or remove it to go on from the one before "
             f"({cause})"
         ) from error
-    rank, split = accelerator.process_index, tp_size(plain)
+    rank, split = accelerator.process_index, ranks_together(plain)
     random_file = path / f"random-{rank // split * split}.pt"  # ranks that compute together draw the same
     if random_file.exists():
         set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))

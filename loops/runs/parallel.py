@@ -41,19 +41,20 @@ def _same_in_flags() -> str:
     def asked(name: str, default: str = "") -> str:
         return os.environ.get(name, default).lower()
 
-    replicas, split, *sequence = (
+    replicas, split, ring, ulysses = (
         int(asked(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) for kind in ("DP_REPLICATE", "TP", "CP", "SP")
     )
+    together = ring * ulysses  # two ways to the same
     flags = {
-        "parallel.dp_shard_size": max(_started() // (replicas * split), 1),
+        "parallel.dp_shard_size": max(_started() // (replicas * split * together), 1),
         "parallel.tp_size": split if split > 1 else None,
+        "parallel.cp_size": together if together > 1 else None,
         "dtype": "bfloat16" if asked("ACCELERATE_MIXED_PRECISION") == "bf16" else None,
         "gradient_checkpointing": "true" if asked("FSDP_ACTIVATION_CHECKPOINTING") == "true" else None,
     }
     devices = [asked(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none") for kind in ("OPTIMIZER", "PARAM")]
     offloaded = asked("FSDP_OFFLOAD_PARAMS") == "true" or devices != ["none", "none"]
     missing = ["nothing is offloaded"] if offloaded else []
-    missing += ["sequences are not split over ranks"] if sequence != [1, 1] else []
     return "; ".join([" ".join(f"--{name} {value}" for name, value in flags.items() if value), *missing])
 
 
@@ -65,8 +66,10 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
             be quantized weights in shards.
     """
     ranks, parallel = accelerator.num_processes, config.parallel
-    shards, split, size = parallel.dp_shard_size, parallel.tp_size, parallel.copy_size
-    field = "parallel.dp_shard_size" if split == 1 else "parallel.tp_size"
+    shards, split, together, size = parallel.dp_shard_size, parallel.tp_size, parallel.cp_size, parallel.copy_size
+    field = f"parallel.{'cp_size' if together > 1 else 'tp_size' if split > 1 else 'dp_shard_size'}"
+    if split > 1 < together:
+        raise ValueError(f"{field}: rows are split or layers are, got {together} and tp_size={split}; leave out one")
     if _started() != ranks:
         raise ValueError(f"{_started()} processes were started, and the process group has {ranks}; {_START}")
     launched, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), config.dtype
@@ -76,7 +79,7 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
             "--mixed_precision no"
         )
     if ranks % size:
-        times = f"times dp_shard_size={shards}, " if split > 1 < shards else ""
+        times = f"times dp_shard_size={shards}, " if size > shards > 1 else ""
         raise ValueError(
             f"{field}: {times}must divide the number of ranks, which is {ranks}, got {size}; lower it, or "
             f"start a multiple of {size} (torchrun --nproc_per_node {size})"
@@ -94,8 +97,9 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
     if ranks > 1:
         copies = "one copy" if size == ranks else f"{ranks // size} copies"
         each = "each " if size < ranks else ""
-        parts = f"sharded over {shards}" if shards > 1 else ""
+        parts = f"sharded over {shards * together}" if shards * together > 1 else ""
         parts += (" and " if parts else "") + f"split over {split}" if split > 1 else ""
+        parts += f", rows split over {together}" if together > 1 else ""
         accelerator.print(f"{ranks} ranks: {copies} of the model{parts and f', {each}{parts}'}")
 
 
@@ -106,14 +110,14 @@ def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:
     if parallel.copy_size == 1:
         return None
     sizes = {"dp_replicate": accelerator.num_processes // parallel.copy_size, "dp_shard": parallel.dp_shard_size}
-    sizes |= {"tp": parallel.tp_size}
+    sizes |= {"tp": parallel.tp_size, "cp": parallel.cp_size}
     used = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(accelerator.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
 def data_rank(config: Common, accelerator: Accelerator) -> tuple[int, int]:
-    """The index of this rank's tensor-parallel group, which reads the same rows, and the number of such groups."""
-    size = config.parallel.tp_size
+    """The index of this rank's group, which reads the same rows to split layers or columns, and their number."""
+    size = config.parallel.together
     return accelerator.process_index // size, accelerator.num_processes // size
 
 

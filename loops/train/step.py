@@ -26,7 +26,7 @@ from ...objectives import Stats
 from ..batch import Batch, collate
 from ..models.backbone import Backbone, evaluating
 from ..models.probe import PROBE
-from ..models.sharding import tp_size
+from ..models.sharding import ranks_together
 from .weighting import Weightings
 
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
@@ -57,7 +57,7 @@ class Sums:
     def __init__(
         self, accelerator: Accelerator, policy: nn.Module, micro_batches: Sequence[Batch], weightings: Weightings
     ) -> None:
-        self.accelerator, self.weightings, self.copies = accelerator, weightings, tp_size(policy)
+        self.accelerator, self.weightings, self.copies = accelerator, weightings, ranks_together(policy)
         self.weights = [{name: weigh(batch) for name, (_, weigh) in weightings.items()} for batch in micro_batches]
         shares = {name: sum((weights[name].share for weights in self.weights), 0.0) for name in weightings}
         self.denominators = sum_over_ranks(accelerator, shares, copies=self.copies)
@@ -181,7 +181,7 @@ def train_step(
 
 
 def sum_over_ranks(accelerator: Accelerator, values: Mapping[Name, float], *, copies: int = 1) -> dict[Name, float]:
-    """Sums over ranks; ``copies`` is how many of them have the same values, of the same data: see `tp_size`."""
+    """Sums over ranks; ``copies`` is how many of them have the same values, of the same data: see `ranks_together`."""
     packed = torch.tensor(list(values.values()), dtype=torch.float64, device=accelerator.device)
     total: Any = accelerator.reduce(packed, reduction="sum")
     return dict(zip(values, (total / copies).tolist(), strict=True))

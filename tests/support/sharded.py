@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import transformers
 from accelerate import Accelerator
@@ -25,10 +26,14 @@ from burnish.loops.recipes.reward import run_reward
 from burnish.loops.recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, SFT, Distill, OnlineDPO, Reward
 from burnish.loops.recipes.sft import run_sft
 from burnish.loops.runs import ranks
+from forked import run_forked
+from safetensors.torch import load_file
+from shared import made_once
 from signalled import in_step
 from tiny import save_model, sums, write_rows
 from torch.distributed.tensor import DTensor
 
+EXACT = 1e-10
 ROWS = 17  # in batches of five, which neither two nor four ranks share evenly
 _COMMON = {"steps": 3, "batch_size": 5, "micro_tokens": 40, "learning_rate": 1e-2, "schedule": "constant"}
 _COMMON |= {"dtype": "float64", "max_grad_norm": 0.5, "weight_decay": 0.1}
@@ -84,16 +89,45 @@ def prepare(directory):
     write_rows(directory / "steps.jsonl", steps)
 
 
-def be_rank(start, shards, runs, together=1):
+def runs_on(tmp_path_factory, names, ranks=1, shards=1, tp_size=1, cp_size=1):
+    """The directory of the directories of these runs, and of what was printed; made once for all tests."""
+    start = made_once(tmp_path_factory, "sharded-start", prepare)
+
+    def make(folder):
+        runs = [(name, str(folder / name), {}) for name in names]
+        outcomes = run_forked(ranks, "sharded", str(start), shards, runs, tp_size, cp_size)
+        for status, printed in outcomes:
+            assert status == 0, printed[-3000:]
+        (folder / "printed.txt").write_text(outcomes[0][1])
+
+    split = f"{ranks}-{shards}-{tp_size}-{cp_size}"
+    return made_once(tmp_path_factory, f"sharded-{names[0]}-{len(names)}-{split}", make)
+
+
+def assert_same_end(one, several):
+    expected, weights = (load_file(run / "model/model.safetensors") for run in (one, several))
+    assert weights.keys() == expected.keys()
+    for key, weight in expected.items():
+        torch.testing.assert_close(weights[key], weight, rtol=0, atol=EXACT, msg=key)
+    assert last_metrics(several) == pytest.approx(last_metrics(one), rel=EXACT, abs=EXACT)
+    assert last_metrics(one)["grad_norm"] > 1e-3
+
+
+def last_metrics(run):
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    return {name: value for name, value in line.items() if not name.endswith("seconds")}
+
+
+def be_rank(start, shards, runs, tp_size=1, cp_size=1):
     """Run these of `RUNS` one after another, each a name, a directory and its orders, in shards over so many ranks."""
     for name, output, orders in runs:
         with measured() as most:
-            train(start, shards, name, output, together=together, **orders)
+            train(start, shards, name, output, together=(tp_size, cp_size), **orders)
         if int(os.environ.get("RANK", 0)) == 0:
             Path(output, "most.json").write_text(json.dumps(most))
 
 
-def train(start, shards, name, output, mortal=None, together=1, **fields):
+def train(start, shards, name, output, mortal=None, together=(1, 1), **fields):
     """Train, to the end unless one rank is mortal: (rank, step) is where it dies by SIGKILL."""
     recipe, settings, data, differences = RUNS[name]
     directory = Path(start)
@@ -102,7 +136,7 @@ def train(start, shards, name, output, mortal=None, together=1, **fields):
         "model": "start",
         **differences,
         **fields,
-        "parallel": Parallel(shards, together),
+        "parallel": Parallel(shards, *together),
         "output": output,
     }
     fields |= {"data": str(directory / f"{data}.jsonl"), "model": str(directory / fields["model"])}

@@ -59,8 +59,9 @@ def made(family):
 
 def gradients(policy, accelerator):
     """Log-probs, gradients by name, and their norm, of one batch that every rank reads."""
-    logprob = policy(collate(make_examples(5))).logprob
-    logprob.square().sum().backward()
+    outputs = policy(collate(make_examples(5)))
+    logprob = outputs.logprob
+    (logprob.square().sum() + (0.0 if outputs.value is None else outputs.value.square().sum())).backward()
     norm = accelerator.clip_grad_norm_(policy.parameters(), 1e9)
     tensors = {name: parameter.grad for name, parameter in policy.named_parameters()} | {"log-probs": logprob.detach()}
     return {name: full(each) for name, each in tensors.items()}, float(full(norm))

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,13 +20,12 @@ from forked import run_forked
 from grids import slow
 from peft import PeftModel
 from safetensors.torch import load_file
-from sharded import RUNS, prepare
+from sharded import EXACT, RUNS, assert_same_end, runs_on
 from shared import made_once
 from split import FAMILIES, REFUSED
 from tiny import make_examples, save_model, sums, write_rows
 from transformers import AutoModelForCausalLM
 
-EXACT = 1e-10
 QUICK = ("sft", "dpo", "kto", "distill")
 BFLOAT16, FLOAT32 = ("sft_bfloat16", "dpo_bfloat16"), ("sft_float32", "dpo_float32")
 ELSEWHERE = ("ppo", "ppo_critic", "online_dpo")  # in test_recipes_resharded
@@ -43,19 +43,7 @@ def trained(tmp_path_factory):
     """``trained(names, ranks, shards, tp_size)`` is the directory of the directories of these runs, and of what was
     printed."""
 
-    def get(names, ranks=1, shards=1, tp_size=1):
-        start = made_once(tmp_path_factory, "sharded-start", prepare)
-
-        def make(folder):
-            runs = [(name, str(folder / name), {}) for name in names]
-            outcomes = run_forked(ranks, "sharded", str(start), shards, runs, tp_size)
-            for status, printed in outcomes:
-                assert status == 0, printed[-3000:]
-            (folder / "printed.txt").write_text(outcomes[0][1])
-
-        return made_once(tmp_path_factory, f"sharded-{names[0]}-{len(names)}-{ranks}-{shards}-{tp_size}", make)
-
-    return get
+    return partial(runs_on, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -69,24 +57,10 @@ def simulated(tmp_path_factory):
     return json.loads((made_once(tmp_path_factory, "simulated", make) / "results.json").read_text())
 
 
-def last_metrics(run):
-    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    return {name: value for name, value in line.items() if not name.endswith("seconds")}
-
-
 @pytest.mark.parametrize(("name", "ranks", "shards"), CASES)
 def test_a_run_in_shards_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, trained):
     names = QUICK if name in QUICK else REST
     assert_same_end(trained(names) / name, trained(names, ranks, shards) / name)
-
-
-def assert_same_end(one, several):
-    expected, weights = (load_file(run / "model/model.safetensors") for run in (one, several))
-    assert weights.keys() == expected.keys()
-    for key, weight in expected.items():
-        torch.testing.assert_close(weights[key], weight, rtol=0, atol=EXACT, msg=key)
-    assert last_metrics(several) == pytest.approx(last_metrics(one), rel=EXACT, abs=EXACT)
-    assert last_metrics(one)["grad_norm"] > 1e-3
 
 
 @pytest.mark.parametrize(("name", "ranks", "shards"), SPLIT_CASES)

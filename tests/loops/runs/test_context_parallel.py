@@ -1,0 +1,131 @@
+"""Runs whose rows are split by columns over ranks that compute together end where one process does."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from burnish.loops.config import Parallel
+from burnish.loops.recipes.settings import GRPO, SFT, Distill
+from burnish.loops.rl.sources import check_sampling
+from burnish.loops.runs.parallel import check_launcher, check_ranks
+from columns import CASES, REFUSED
+from forked import run_forked
+from grids import slow
+from safetensors.torch import load_file
+from sharded import EXACT, RUNS, assert_same_end, runs_on
+from shared import made_once
+
+QUICK = ("sft", "dpo", "kto", "reward")
+BFLOAT16, FLOAT32 = ("sft_bfloat16", "dpo_bfloat16"), ("sft_float32", "dpo_float32")
+REST = tuple(name for name in RUNS if name not in QUICK and "float" not in name and name != "grpo")
+RUN_CASES = [(name, 2, 1, 2) for name in QUICK] + [slow(name, 2, 1, 2) for name in REST]
+# Ranks, shards of groups, and ranks of a group: FSDP2 over all of them, HSDP, and more ranks than heads of keys.
+RUN_CASES += [slow(name, *split) for split in ((4, 2, 2), (4, 1, 2), (4, 1, 4)) for name in (*QUICK, *REST)]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """``trained(names, ranks, shards, cp_size)`` is the directory of the directories of these runs."""
+    return lambda names, ranks=1, shards=1, cp_size=1: runs_on(tmp_path_factory, names, ranks, shards, 1, cp_size)
+
+
+@pytest.fixture(scope="session")
+def split(tmp_path_factory):
+    """What two ranks found that split the rows of a model of each family, see `columns.be_rank`."""
+
+    def make(folder):
+        outcomes = run_forked(2, "columns", str(folder / "results.json"))
+        assert all(status == 0 for status, _ in outcomes), outcomes[0][1][-3000:]
+
+    return json.loads((made_once(tmp_path_factory, "columns", make) / "results.json").read_text())
+
+
+@pytest.mark.parametrize(("name", "ranks", "shards", "cp_size"), RUN_CASES)
+def test_a_run_in_columns_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, cp_size, trained):
+    names = QUICK if name in QUICK else REST
+    several = trained(names, ranks, shards, cp_size)
+    assert_same_end(trained(names) / name, several / name)
+    copies = "2 copies of the model, each" if ranks > shards * cp_size else "one copy of the model,"
+    line = f"{ranks} ranks: {copies} sharded over {shards * cp_size}, rows split over {cp_size}\n"
+    assert line in (several / "printed.txt").read_text()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_of_columns_has_the_log_probs_and_gradients_of_whole_rows(case, split):
+    results = split["cases"][case]
+    # Their norms are computed in float32, and so the sums of their gradients over tokens.
+    exact = 1e-6 if case.startswith(("gemma", "cohere")) else EXACT
+    for name, difference in results["differences"].items():
+        assert difference <= exact, name
+    assert results["norm"] == pytest.approx(results["expected_norm"], rel=exact)
+    assert results["expected_norm"] > 1
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_split_by_columns_is_refused_in_a_line(case, split):
+    message = split["refused"][case]
+    assert message.startswith("ValueError: parallel.cp_size: ") and "\n" not in message
+    assert REFUSED[case][1] in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bfloat16_in_columns_ends_as_near_to_float32_as_in_one_process(name, trained):
+    one, two = trained((*BFLOAT16, *FLOAT32)), trained(BFLOAT16, 2, 1, 2)
+    runs = (one / name.replace("bfloat16", "float32"), one / name, two / name)
+    exact, alone, together = (load_file(run / "model/model.safetensors") for run in runs)
+    assert {weight.dtype for weight in together.values()} == {torch.bfloat16}
+
+    def error(weights):
+        return torch.stack([(weights[key] - exact[key]).double().norm() for key in exact]).norm()
+
+    assert 0 < error(together) <= 1.01 * error(alone)
+
+
+def test_a_run_in_columns_goes_on_in_one_process_and_the_other_way_round(trained, tmp_path):
+    start, whole = trained(QUICK).parent / "sharded-start", trained(QUICK) / "sft"
+
+    def run(ranks, directory, **orders):
+        runs = [("sft", str(directory), orders)]
+        for status, printed in run_forked(ranks, "sharded", str(start), 1, runs, 1, ranks):
+            assert status == 0, printed[-3000:]
+
+    for ranks, then in ((2, 1), (1, 2)):
+        directory = tmp_path / f"{ranks} to {then}"
+        run(ranks, directory, save_every=2)
+        shutil.rmtree(directory / "checkpoints/step-00000003")
+        shutil.rmtree(directory / "model")
+        run(then, directory, resume=True)
+        assert_same_end(whole, directory)
+
+
+def test_columns_that_the_ranks_or_recipes_cannot_hold_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ranks, start = SimpleNamespace(num_processes=4, print=print), {"model": "", "data": "", "output": ""}
+    for parallel, fields, message in (
+        (Parallel(cp_size=3), {}, "must divide the number of ranks, which is 4, got 3"),
+        (Parallel(4, cp_size=2), {}, "times dp_shard_size=4, must divide the number of ranks, which is 4, got 8"),
+        (Parallel(tp_size=2, cp_size=2), {}, "rows are split or layers are, got 2 and tp_size=2; leave out one"),
+        (Parallel(cp_size=2), {"quantize": "4bit"}, "quantized weights can't be sharded, got 2 and quantize=4bit"),
+    ):
+        with pytest.raises(ValueError, match=r"^parallel\.cp_size: ") as error:
+            check_ranks(SFT(**start, parallel=parallel, **fields), ranks)
+        assert message in str(error.value)
+    for config in (
+        GRPO(**start, parallel=Parallel(1, 1, 2)),
+        Distill(**start, on_policy=0.5, parallel=Parallel(1, 1, 2)),
+    ):
+        with pytest.raises(ValueError, match=r"^parallel\.cp_size: a run that samples completions splits no rows"):
+            check_sampling(config)
+
+
+def test_what_accelerate_calls_context_or_sequence_parallel_is_named_in_flags(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    for kind in ("CP", "SP"):
+        with monkeypatch.context() as patched:
+            patched.setenv(f"PARALLELISM_CONFIG_{kind}_SIZE", "4")
+            with pytest.raises(ValueError, match=r"--parallel\.dp_shard_size 2 --parallel\.cp_size 4$"):
+                check_launcher()
