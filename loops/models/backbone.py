@@ -130,13 +130,14 @@ class Backbone(nn.Module):
         return {**ids, "attention_mask": mask, "use_cache": False}
 
     @contextmanager
-    def probing(self) -> Iterator[None]:
-        """Context of a probe: without dropout, and under autocast if the weights are of two precisions."""
+    def probing(self) -> Iterator[bool]:
+        """Context of a probe: without dropout, and under autocast if the weights are of two precisions. Yields True if
+        products are not rounded by autocast."""
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         dtypes |= {self.param_dtype} if self.param_dtype else set()
         mixed = {torch.float32, torch.bfloat16} <= dtypes  # else the caller's autocast, if any, holds
         with evaluating(self.model), torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
-            yield
+            yield not torch.is_autocast_enabled(self.device.type)
 
 
 @contextmanager

@@ -120,14 +120,14 @@ def _find_fault(backbone: Backbone, layout: Layout, output: Callable[[Rows], Ten
         PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]]),
     ]
     others = [] if layout == "padded" else [PROBE, changed]
-    with backbone.probing():
+    with backbone.probing() as exact:
         try:
             runs = [output(backbone.arranged(examples, layout, one_row=True)) for examples in others]
             expected = output(backbone.arranged(PROBE, "padded"))
         except REFUSALS as error:  # the model does not support such input
             log.info("%s refuses %s rows: %s", type(backbone.plain).__name__, layout, error)
             return str(error)
-    exact = torch.finfo(expected.dtype).eps < 1e-5
+    exact = exact and torch.finfo(expected.dtype).eps < 1e-5
 
     def agree(first: Tensor, second: Tensor, tolerance: float) -> bool:
         return bool((first.double() - second.double()).norm() <= tolerance * second.double().norm())

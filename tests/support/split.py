@@ -76,6 +76,7 @@ def be_rank(output):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     for name, family in FAMILIES.items():
         expected, expected_norm = gradients(Policy(made(family)), accelerator)
+        rounded = Policy(made(family).float(), mesh=mesh, param_dtype=torch.bfloat16)
         policy = Policy(made(family), mesh=mesh)
         found, norm = gradients(policy, accelerator)
         sizes = {False: 0, True: 0}
@@ -89,6 +90,7 @@ def be_rank(output):
             "held": sum(parameter.to_local().nbytes for parameter in policy.parameters()),
             "outside": sizes[False],
             "split": sizes[True],
+            "layouts": (policy.layout, rounded.layout),
         }
     for name, (make, _) in REFUSED.items():
         try:
