@@ -556,7 +556,7 @@ def test_a_value_without_an_equivalent_is_refused_by_name(recipe, given, words, 
 )
 def test_what_trl_takes_over_each_micro_batch_is_told_where_there_are_several(recipe, given, told, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    notes = translate(recipe, fields_of(recipe), {**given, **TWO_DEVICES}, elsewhere=["num_generations"]).notes
+    notes = translate(recipe, fields_of(recipe), {**given, **TWO_DEVICES}, elsewhere={"num_generations": "2"}).notes
     assert f"{told}; TRL's, over each of its 6 micro-batches" in notes
     assert not any(told in note for note in translate(recipe, fields_of(recipe), given).notes)
 
