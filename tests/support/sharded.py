@@ -101,7 +101,7 @@ def runs_on(tmp_path_factory, names, ranks=1, shards=1, tp_size=1, cp_size=1):
         (folder / "printed.txt").write_text(outcomes[0][1])
 
     split = f"{ranks}-{shards}-{tp_size}-{cp_size}"
-    return made_once(tmp_path_factory, f"sharded-{names[0]}-{len(names)}-{split}", make)
+    return made_once(tmp_path_factory, f"sharded-{'-'.join(names)}-{split}", make)
 
 
 def assert_same_end(one, several):
