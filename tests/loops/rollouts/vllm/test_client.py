@@ -148,7 +148,7 @@ class TestMeeting:
             return fake.do_server_info(body)
 
         fake.odd["/server_info"] = slowly
-        assert connect(timeout=0.5).context == 64
+        assert connect(timeout=0.5, patience=30.0).context == 64
 
     def test_an_address_must_be_one(self, connect):
         with pytest.raises(ValueError, match="must look like http"):
