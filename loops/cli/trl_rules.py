@@ -73,8 +73,9 @@ class Translation:
 
 def batch(trl: Translation) -> dict[str, Any]:
     per_device, accumulation = int(trl["per_device_train_batch_size"]), int(trl["gradient_accumulation_steps"])
-    processes, tp_size = trl["num_processes"] or os.environ.get("WORLD_SIZE", 1), trl.elsewhere.get("parallel.tp_size")
-    ranks = int(processes) // (tp_size if isinstance(tp_size, int) and tp_size > 0 else 1)  # with data of their own
+    processes = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
+    sizes = (trl.elsewhere.get(f"parallel.{name}") for name in ("tp_size", "cp_size"))  # of ranks with the same data
+    ranks = processes // math.prod(size for size in sizes if isinstance(size, int) and size > 0)
     trained = per_device * ranks * accumulation
     for kind in table()["micro_batched"].keys() & {*_list(trl["loss_type"])} if trained > per_device else ():
         what = f"{table()['micro_batched'][kind]} over the whole step"

@@ -585,7 +585,14 @@ def test_the_batch_counts_the_ranks_of_this_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words", [["--parallel.tp_size", "2"], ["--parallel.tp_size=2"], ["--parallel", "{tp_size: 2}"]], ids=str
+    "words",
+    [
+        ["--parallel.tp_size", "2"],
+        ["--parallel.tp_size=2"],
+        ["--parallel", "{tp_size: 2}"],
+        ["--parallel.cp_size", "2"],
+    ],
+    ids=str,
 )
 def test_the_batch_counts_ranks_that_compute_the_same_rows_once(words, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
