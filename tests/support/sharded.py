@@ -66,6 +66,7 @@ RUNS = {
     "ppo_critic": (run_ppo, PPO, "prompts", {**_ONLINE, "value_model": "judge"}),
     "online_dpo": (run_online_dpo, OnlineDPO, "prompts", {**_ONLINE, "rewards": {"reward_model": {"model": "judge"}}}),
 }
+SAMPLING = tuple(name for name, (*_, data, _) in RUNS.items() if data == "prompts")
 
 
 def prepare(directory):

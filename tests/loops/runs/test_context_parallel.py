@@ -14,15 +14,16 @@ from columns import CASES, REFUSED
 from forked import run_forked
 from grids import slow
 from safetensors.torch import load_file
-from sharded import EXACT, RUNS, assert_same_end, runs_on
+from sharded import EXACT, RUNS, SAMPLING, assert_same_end, runs_on
 from shared import made_once
 
 QUICK = ("sft", "dpo", "kto", "reward")
 BFLOAT16, FLOAT32 = ("sft_bfloat16", "dpo_bfloat16"), ("sft_float32", "dpo_float32")
-REST = tuple(name for name in RUNS if name not in QUICK and "float" not in name and name != "grpo")
+REST = tuple(name for name in RUNS if name not in (*QUICK, *SAMPLING) and "float" not in name)
 RUN_CASES = [(name, 2, 1, 2) for name in QUICK] + [slow(name, 2, 1, 2) for name in REST]
 # Ranks, shards of groups, and ranks of a group: FSDP2 over all of them, HSDP, and more ranks than heads of keys.
-RUN_CASES += [slow(name, *split) for split in ((4, 2, 2), (4, 1, 2), (4, 1, 4)) for name in (*QUICK, *REST)]
+RUN_CASES += [slow(name, 4, 2, 2) for name in (*QUICK, *REST)]
+RUN_CASES += [slow(name, 4, 1, size) for size in (2, 4) for name in QUICK]
 
 
 @pytest.fixture(scope="session")

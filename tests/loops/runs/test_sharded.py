@@ -20,7 +20,7 @@ from forked import run_forked
 from grids import slow
 from peft import PeftModel
 from safetensors.torch import load_file
-from sharded import EXACT, RUNS, assert_same_end, runs_on
+from sharded import EXACT, RUNS, SAMPLING, assert_same_end, runs_on
 from shared import made_once
 from split import FAMILIES, REFUSED
 from tiny import make_examples, save_model, sums, write_rows
@@ -33,7 +33,7 @@ REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16, *FLOAT32, 
 CASES = [(name, 2, 2) for name in QUICK] + [slow(name, 2, 2) for name in REST]
 CASES += [slow(name, 4, 4) for name in QUICK] + [slow(name, 4, 2) for name in (*QUICK, *REST)]
 SPLIT = ("sft", "dpo")
-SPLIT_REST = tuple(name for name in (*QUICK, *REST) if name not in (*SPLIT, "grpo") and "adapters" not in name)
+SPLIT_REST = tuple(name for name in (*QUICK, *REST) if name not in (*SPLIT, *SAMPLING) and "adapters" not in name)
 SPLIT_CASES = [(name, 2, 1) for name in SPLIT] + [slow(name, 2, 1) for name in SPLIT_REST]
 SPLIT_CASES += [slow(name, 4, 1) for name in SPLIT] + [slow(name, 4, 2) for name in (*SPLIT, *SPLIT_REST)]
 
@@ -78,7 +78,7 @@ def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(name, ra
     ("names", "ranks", "shards"), [(QUICK, 2, 2), slow(REST, 2, 2), slow(QUICK, 4, 4), slow(QUICK, 4, 2)]
 )
 def test_no_rank_holds_more_than_its_shard_of_any_model_or_gradient(names, ranks, shards, trained):
-    for name in set(names) - {"grpo"}:  # of references and teachers, too; to sample, each rank has a whole copy
+    for name in set(names).difference(SAMPLING):  # of references and teachers, too; to sample, each rank has a whole copy
         (most,), (held,) = (
             json.loads((directory / name / "most.json").read_text())
             for directory in (trained(names), trained(names, ranks, shards))
