@@ -78,7 +78,9 @@ def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(name, ra
     ("names", "ranks", "shards"), [(QUICK, 2, 2), slow(REST, 2, 2), slow(QUICK, 4, 4), slow(QUICK, 4, 2)]
 )
 def test_no_rank_holds_more_than_its_shard_of_any_model_or_gradient(names, ranks, shards, trained):
-    for name in set(names).difference(SAMPLING):  # of references and teachers, too; to sample, each rank has a whole copy
+    for name in set(names).difference(
+        SAMPLING
+    ):  # of references and teachers, too; to sample, each rank has a whole copy
         (most,), (held,) = (
             json.loads((directory / name / "most.json").read_text())
             for directory in (trained(names), trained(names, ranks, shards))
