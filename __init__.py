@@ -21,3 +21,6 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(".loops.api", __name__), name)
+
+    def __dir__() -> list[str]:  # what a notebook completes
+        return [*__all__, "__version__", "data", "kernels", "loops", "objectives"]

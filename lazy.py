@@ -34,4 +34,5 @@ def lazy_exports(package: str) -> Callable[[str], Any]:
         setattr(module, name, value)
         return value
 
+    vars(module)["__dir__"] = lambda: sorted({*vars(module), *source})  # what a notebook completes
     return __getattr__

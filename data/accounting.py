@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ NOTES = {  # columns that an encoded dataset has until `summarize` has read them
     "_problem": Value("string"),
     "_truncated": Value("bool"),
     "_shortened": Value("bool"),
+    "_special": Value("bool"),
     "_digests": List(Value("int64")),  # of what the row says, and of what would contradict it
     "_row": Value("int64"),  # of the records
 }
@@ -29,19 +31,20 @@ class Accounting:
     Attributes:
         source: where the rows came from.
         read, kept: rows.
-        examples: made of the rows kept: one each, but two of a pair whose completions are taken one by one, and several
-            of a conversation whose turns the chat template renders in another way once others follow.
+        examples: made from the rows kept: one of each, but two of a pair whose completions are used separately, and
+            several of a conversation if the chat template renders a turn differently once others follow.
         truncated: examples that `max_length` shortened.
         skipped: rows left out, by kind (`"identical after truncation"`, `"fully masked"`, `"prompt too long"`, ...).
-        first: by the same kinds, where the first such row is and what is wrong with it.
+        first: by the same kinds, where the first such row is and what is wrong with it; and where that of "special" is.
         shortened: examples whose prompt lost its last tokens to the completion: a token spans the two, or the chat
             template renders a prompt alone differently.
+        special: examples with the text of a special token in a message.
         contradictory: examples that another one contradicts: the same pair with chosen and rejected swapped, or the
             same completion labeled the other way.
         labels: how many completions are desirable and undesirable, where there are such labels.
         total_tokens, trained_tokens: of the rows kept; a shared prompt counts once.
         unused: columns that nothing reads.
-        available: rows of the source, where not each of them is taken once.
+        available: rows of the source, unless each of them is used exactly once.
         parts: of a mixture.
     """
 
@@ -53,6 +56,7 @@ class Accounting:
     skipped: Mapping[str, int] = field(default_factory=dict)
     first: Mapping[str, str] = field(default_factory=dict)
     shortened: int = 0
+    special: int = 0
     contradictory: int = 0
     labels: Mapping[str, int] = field(default_factory=dict)
     total_tokens: int = 0
@@ -79,6 +83,8 @@ class Accounting:
             lines.append(f"  {self.truncated:,} truncated to max_length={self.max_length}")
         if self.shortened:
             lines.append(f"  {self.shortened:,} where the prompt's last tokens went to the completion")
+        if self.special:
+            lines.append(f"  {self.special:,} with a special token in a message; the first: {self.first['special']}")
         if self.contradictory:
             lines += [f"  {self.contradictory:,} that another row contradicts: the same answers judged the other way"]
         if self.labels:
@@ -86,6 +92,8 @@ class Accounting:
             lines[-1] += "" if all(self.labels.values()) else ": there is nothing of one kind to learn from"
         if self.unused:
             lines.append(f"  unused columns: {', '.join(self.unused)}")
+        if "system" in self.unused:
+            lines[-1] += "; columns: {system: system_prompt} begins conversations with it"
         return "\n".join(lines)
 
 
@@ -98,9 +106,12 @@ def summarize(
     kept = np.flatnonzero(pc.is_null(kinds))
     skipped = {each["values"]: each["counts"] for each in pc.value_counts(kinds.drop_null()).to_pylist()}
     firsts = {kind: pc.index(kinds, kind).as_py() for kind in skipped}
+    special = pc.index(table["_special"], True).as_py()
     trained = pc.list_flatten(pc.list_flatten(table["trained"]))  # a row that is skipped has no tokens
     desirable = _total(table["desirable"]) if labeled else 0
     statements, contradictions = pc.list_flatten(table["_digests"]).to_numpy().reshape(-1, 2).T
+    first = {kind: f"{records.where(rows[at].as_py())}: {problems[at]}" for kind, at in firsts.items()}
+    first |= {"special": records.where(rows[special].as_py())} if special >= 0 else {}
     return kept, Accounting(
         source=records.source,
         read=len(records.dataset),
@@ -108,8 +119,9 @@ def summarize(
         examples=len(kept),
         truncated=_total(table["_truncated"]),
         skipped=skipped,
-        first={kind: f"{records.where(rows[at].as_py())}: {problems[at]}" for kind, at in firsts.items()},
+        first=first,
         shortened=_total(table["_shortened"]),
+        special=_total(table["_special"]),
         contradictory=int(np.isin(contradictions, statements).sum()),
         labels={"desirable": desirable, "undesirable": len(kept) - desirable} if labeled else {},
         total_tokens=_total(pc.list_value_length(table["prompt"])) + len(trained),
@@ -126,15 +138,16 @@ def _total(column: Any) -> int:
 
 def combine(parts: Sequence[Accounting], source: str | None = None) -> Accounting:
     """The account of a mixture; or of one ``source`` whose rows were counted one batch after another."""
-    names = ("read", "kept", "examples", "truncated", "shortened", "contradictory", "total_tokens", "trained_tokens")
-    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
-    counted = {name: Counter[str]() for name in ("skipped", "labels")}
-    for name, counter in counted.items():
-        for part in parts:
-            counter.update(getattr(part, name))
-    counts: dict[str, Any] = {name: dict(counter) for name, counter in counted.items()}
-    first = {kind: where for part in reversed(parts) for kind, where in part.first.items()}
-    shared: dict[str, Any] = {"first": first, "max_length": parts[0].max_length}
+    values: dict[str, Any] = {
+        field.name: sum(getattr(part, field.name) for part in parts)
+        for field in fields(Accounting)
+        if field.type is int
+    }
+    counters = {"skipped": Counter[str](), "labels": Counter[str]()}  # a sum of them would drop zeros
+    for part, (name, counter) in product(parts, counters.items()):
+        counter.update(getattr(part, name))
+    values |= {name: dict(counter) for name, counter in counters.items()}
+    values["first"] = {kind: where for part in reversed(parts) for kind, where in part.first.items()}
     if source is not None:
-        return Accounting(source, **sums, **counts, **shared, unused=parts[0].unused)
-    return Accounting(f"{len(parts)} parts", **sums, **counts, **shared, parts=tuple(parts))
+        return replace(parts[0], source=source, **values)
+    return Accounting(f"{len(parts)} parts", **values, max_length=parts[0].max_length, parts=tuple(parts))

@@ -25,7 +25,7 @@ class Batches:
     Args:
         lengths: cost of each example in tokens, such as `token_cost` gives.
         batch_size: examples per step, over all ranks and micro-batches.
-        micro_tokens: cost of a micro-batch at most, unless one example alone has more; None makes one micro-batch per
+        micro_tokens: maximum cost of a micro-batch, unless a single example has more; None makes one micro-batch per
             rank.
         seed: of the permutations; with ``shuffle`` false every epoch is in the order of the data.
         epochs, steps: length of training; one of the two. After ``epochs`` the last step takes the remaining examples.
@@ -87,7 +87,7 @@ class Batches:
 
 
 def balanced(cost: Sequence[int], ranks: int, micro_tokens: int | None) -> list[list[list[int]]]:
-    """Positions by rank and micro-batch: as many micro-batches on every rank, the last ones empty where there are few.
+    """Positions by rank and micro-batch: the same number of micro-batches on every rank, the last ones perhaps empty.
 
     Ranks are balanced by cost, and within a rank its micro-batches, as far as ``micro_tokens`` allows it; both keep the
     order of the positions.

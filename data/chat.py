@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from .columns import ASSISTANT, BadRow, Message, PlainOrChat
+from .columns import ASSISTANT, BadRow, Message, ParsedRow, PlainOrChat
 from .records import DataError
-from .turns import ADVICE, check_tool_results, find_turn, full_text
+from .turns import ADVICE, check_roles, find_turn, full_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ class Encoder:
         if self.chat_template is not None:
             object.__setattr__(self, "chat_template", read_chat_template(self.chat_template))
         for name in self.chat_template_kwargs:
-            if not self._uses(name):
+            if not self.uses(name):
                 raise DataError(f"chat_template_kwargs: the chat template uses no {name!r}; correct or remove it")
 
     def continuations(
@@ -81,7 +81,7 @@ class Encoder:
         shared = min(common_prefix(alone, ids) for ids, _ in together)
         added = [ids[shared:] for ids, _ in together]
         if not isinstance(prompt, str) and any(self._is_blank(ids) for ids in added):
-            problem = "nothing of an answer is left under the chat template"
+            problem = "the chat template leaves nothing of an answer"
             raise BadRow("empty", f"{problem}; remove the row, or use another template")
         return alone[:shared], added, [trained[shared:] for _, trained in together], shared < len(alone)
 
@@ -110,12 +110,13 @@ class Encoder:
         if not turns:
             raise BadRow("empty", "all messages of the assistant's say train: false; remove the row")
         render = partial(self._render, options=options)
-        check_tool_results(render, messages)
         heads = {n: messages[: n + 1] for n in turns}
+        full = render(heads[turns[-1]])
+        check_roles(render, heads[turns[-1]], full)
         if self._has_markers:
             found = {n: (full_text(render, head).rstrip(), 0, False) for n, head in heads.items()}
         else:
-            more = self._modes, self._special_tokens, render(heads[turns[-1]])
+            more = self._modes, self._special_tokens, full
             found = {n: find_turn(render, head, *more) for n, head in heads.items()}
         examples: list[tuple[list[int], list[bool], bool]] = []
         while turns:
@@ -163,9 +164,14 @@ class Encoder:
         return before, [self.bare(step) + end for step in steps]
 
     def chat(
-        self, messages: list[Message], options: Mapping[str, Any], *, generation_prompt: bool = False
+        self, messages: list[Message], options: Mapping[str, Any], generation_prompt: bool = False, check: bool = True
     ) -> list[int]:
-        return self.bare(self._render(messages, generation_prompt, options=options))
+        """Token ids of messages; ``check`` refuses a template that leaves some out."""
+        render = partial(self._render, generation_prompt=generation_prompt, options=options)
+        text = render(messages)
+        if check:
+            check_roles(render, messages, text)
+        return self.bare(text)
 
     def bare(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Tokens of a text without those that the tokenizer adds; a template writes its own BOS."""
@@ -186,7 +192,7 @@ class Encoder:
                 "the row is a conversation and the tokenizer has no chat template; pass one (--chat_template "
                 "file.jinja), or give prompts and completions as plain text"
             )
-        if options.get("tools") and not self._uses("tools"):
+        if options.get("tools") and not self.uses("tools"):
             raise BadRow(
                 "template", "the chat template leaves out 'tools'; use one that knows tools, or remove the column"
             )
@@ -216,8 +222,8 @@ class Encoder:
     def _cuts(self) -> re.Pattern[str] | None:
         """The added tokens at which a fast tokenizer cuts a text before it looks at each piece by itself.
 
-        None if that is not all there is to it: a token takes white space beside it along or wants to be a word, the
-        first piece of a text gets a space, or a class has its own way.
+        None if the cut depends on more: a token strips white space beside it or must be a whole word, the first piece
+        of a text gets a space, or a class of tokenizers has rules of its own.
         """
         from transformers import PreTrainedTokenizerFast as Fast
 
@@ -245,11 +251,9 @@ class Encoder:
     @cached_property
     def _modes(self) -> list[dict[str, Any]]:
         """Settings of the template that may decide how its generation prompt ends."""
-        return [
-            {name: value} for name in ("enable_thinking", "thinking") if self._uses(name) for value in (False, True)
-        ]
+        return [{name: value} for name in ("enable_thinking", "thinking") if self.uses(name) for value in (False, True)]
 
-    def _uses(self, name: str) -> bool:
+    def uses(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
 
     @cached_property
@@ -261,6 +265,11 @@ class Encoder:
     def _special_tokens(self) -> re.Pattern[str]:
         names = map(str, self.tokenizer.convert_ids_to_tokens(sorted(self._special)))
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+
+    def names_special_token(self, row: ParsedRow) -> bool:
+        """True if a message holds the text of a special token, which the tokenizer takes for that token."""
+        messages = (m for value in (row.prompt, *row.completions) if isinstance(value, list) for m in value)
+        return any(self._special_tokens.search(message.get("content") or "") for message in messages)
 
     def _marked(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids, and the runs of those within {% generation %}: one for each message of the assistant's."""

@@ -9,13 +9,14 @@
     prompts      prompt, which the policy completes; all other columns are for rewards
 
 Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list of {role, content},
-where the content may be a list of {type: text, text}); a step is plain.
+where the content may be a list of {type: text, text}; ShareGPT's {from, value}; or JSON); a step is plain. Beside any
+of them a conversation may have columns `tools`, `chat_template_kwargs`, and `system_prompt`, its first message.
 """
 
 import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,17 +42,23 @@ RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
     *((layout, "demonstrations, for a recipe such as sft") for layout in SUPERVISED),
 )
 TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
-OPTION_COLUMNS = ("tools", "chat_template_kwargs")
+OPTION_COLUMNS = ("tools", "chat_template_kwargs", "system_prompt")
 LAYOUTS = (*SUPERVISED, *PREFERENCE, *UNPAIRED, *STEPWISE, *SCORES, *RANKING, *PROMPTS)
 LAYOUT_COLUMNS = frozenset({name for layout in LAYOUTS for name in layout} | {*OPTION_COLUMNS})
-ALIASES = {  # of a column, by what many datasets call it; Alpaca's two are joined
-    "prompt": (("instruction", "input"), ("instruction",), ("question",), ("problem",), ("query",)),
+ALIASES = {  # of a column, by what many datasets call it; Alpaca's two are joined, and Dolly's
+    "prompt": (
+        *(("instruction", "input"), ("instruction", "context"), ("instruction",)),
+        *(("question",), ("problem",), ("query",), ("messages",)),
+    ),
     "completion": (("output",), ("response",), ("answer",), ("solution",)),
 }
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": ASSISTANT}
+SHAREGPT_ROLES = {  # and OpenAI's, before there were tool calls
+    **{"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "function_call": ASSISTANT},
+    **dict.fromkeys(("observation", "function_response", "function"), "tool"),
+}
 IDENTICAL = "'chosen' and 'rejected' are identical, so there is no preference; remove the row"
 
 
@@ -70,7 +77,7 @@ class BadRow(ValueError):
 class ParsedRow:
     """A prompt and its completions, or the steps of one completion, and their annotation.
 
-    A message {role, content} of the assistant's may have ``train``, as in axolotl's data (`weight` in OpenAI's).
+    An assistant message {role, content} may have ``train``, as in axolotl's data (`weight` in OpenAI's).
     ``prompt`` is None where one value holds everything: `messages`, `text`. ``annotation`` is a bool for `label`, a
     float for `score`, and one number per completion or step for `ranks` and `labels`.
     """
@@ -110,6 +117,16 @@ def find_layout(columns: Sequence[str], accepted: Sequence[tuple[str, ...]]) -> 
     raise ValueError(message)
 
 
+def unused_options(features: Mapping[str, Any], layout: tuple[str, ...], uses: Callable[[str], bool]) -> list[str]:
+    """Of `OPTION_COLUMNS` those that plain text makes no use of, and arguments that the chat template does not use."""
+    texts = [features[name] for name in layout if name in TEXT_COLUMNS]
+    if texts and all(getattr(kind, "dtype", "").endswith("string") for kind in texts):
+        return [name for name in OPTION_COLUMNS if name in features]
+    arguments = features.get("chat_template_kwargs")
+    names = arguments if isinstance(arguments, dict) else {}
+    return [f"chat_template_kwargs.{name}" for name in names if not uses(name)]
+
+
 def read_row(record: Mapping[str, Any], layout: tuple[str, ...]) -> ParsedRow:
     """Check a record, and take it apart into prompt, completions and annotation.
 
@@ -119,31 +136,38 @@ def read_row(record: Mapping[str, Any], layout: tuple[str, ...]) -> ParsedRow:
     """
     options = _template_options(record)
     values = {name: _value(record.get(name), name) for name in layout if name not in ("completions", *ANNOTATIONS)}
-    several = _several(record.get("completions")) if "completions" in layout else []
+    several: Any = record.get("completions") if "completions" in layout else []
+    _require_type("'completions'", several, list, "a list")
+    if not several and "completions" in layout:
+        raise BadRow("empty", "'completions' is an empty list; fill it in or remove the row")
     annotation = _annotation(record.get(layout[-1]), layout[-1], len(several)) if layout[-1] in ANNOTATIONS else None
     if values.get("prompt") == []:
         raise BadRow("no prompt", "'prompt' has no messages; give it at least one")
-    if layout in (SOLUTION, *STEPWISE):
-        return ParsedRow(values["prompt"], _steps(several), options, annotation)
-    values |= {f"completions {number}": _value(v, f"completions {number}") for number, v in enumerate(several, 1)}
-    if layout[0] in ("messages", "conversations", "text"):
-        (value,) = values.values()
-        if layout == ("text",) and not isinstance(value, str):
-            raise BadRow("not text", "'text' is a list; name the column 'messages' if it holds messages")
-        if layout != ("text",) and isinstance(value, str):
-            wanted = "wanted a list of {role, content}; name the column 'text' if it is plain"
-            raise BadRow("not text", f"'{layout[0]}' is text, {wanted}")
-        if isinstance(value, list):
-            _check_completion(layout[0], [], value)
-        return ParsedRow(None, (value,), options)
+    if system := record.get("system_prompt"):  # beside plain text it has no effect, and counts as unused
+        for name in ["prompt"] if isinstance(values.get("prompt"), list) else list(values):
+            if isinstance(value := values[name], list):
+                values[name] = [{"role": "system", "content": str(system)}, *value]
     prompt = values.pop("prompt", None)
+    if layout in (SOLUTION, *STEPWISE):
+        return ParsedRow(prompt, _steps(several), options, annotation)
+    values |= {f"completions {number}": _value(v, f"completions {number}") for number, v in enumerate(several, 1)}
+    if len(layout) == 1 and prompt is None:  # all in one value
+        ((name, value),) = values.items()
+        if isinstance(value, str) != (name == "text"):
+            fix = ", wanted a list of {role, content}; name the column 'text' if it is plain"
+            fix = "; name the column 'messages' if it holds messages" if name == "text" else fix
+            raise BadRow("not text", f"'{name}' is {_kind(value)}{fix}")
+        if isinstance(value, list):
+            _check_completion(name, [], value)
+        return ParsedRow(None, (value,), options)
     if layout in PROMPTS:
         assert prompt is not None
         _check_prompt(prompt)
-    if prompt is None or (
-        isinstance(prompt, str) and all(isinstance(v, list) for v in values.values()) and "chosen" in values
-    ):
-        # A plain prompt beside conversational completions repeats what they begin with.
+    if isinstance(prompt, str) and all(isinstance(v, list) for v in values.values()) and "chosen" in values:
+        # A plain prompt beside conversational completions is the user's message, or repeats what they begin with.
+        answers_only = all(v and isinstance(v, list) and v[0]["role"] == ASSISTANT for v in values.values())
+        prompt = [{"role": "user", "content": prompt}] if answers_only else None
+    if prompt is None:
         prompt, values = _split_shared(values)
     if len({type(value) for value in (prompt, *values.values())}) > 1:
         kinds = ", ".join(f"'{name}' is {_kind(value)}" for name, value in {"prompt": prompt, **values}.items())
@@ -201,13 +225,6 @@ def _annotation(value: Any, name: str, count: int) -> Any:
     return [float(label) for label in value]
 
 
-def _several(completions: Any) -> list[Any]:
-    _require_type("'completions'", completions, list, "a list")
-    if not completions:
-        raise BadRow("empty", "'completions' is an empty list; fill it in or remove the row")
-    return list(completions)
-
-
 def _steps(steps: list[Any]) -> tuple[str, ...]:
     for number, step in enumerate(steps, 1):
         at = f"step {number} of 'completions'"
@@ -220,6 +237,8 @@ def _steps(steps: list[Any]) -> tuple[str, ...]:
 def _value(value: Any, name: str) -> PlainOrChat:
     if value is None:
         raise BadRow("missing", f"'{name}' is missing; fill it in or remove the row")
+    if name in ("messages", "conversations") and isinstance(value, str) and value.startswith("["):
+        value = _from_json(value, f"'{name}'")
     if isinstance(value, list):
         return [_message(message, f"'{name}' message {number}") for number, message in enumerate(value, 1)]
     _require_type(f"'{name}'", value, str, "text or a list of {role, content}")
@@ -231,12 +250,15 @@ def _message(record: Any, at: str) -> Message:
     # Arrow gives every message the keys of all others.
     message: Message = {key: value for key, value in record.items() if value is not None}
     if "from" in message and "role" not in message:
-        role = message.pop("from")
-        message = {"role": SHAREGPT_ROLES.get(role, role), "content": message.pop("value", None), **message}
-    role, content = message.get("role"), message.get("content")
+        message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
+    sender, content = message.get("role"), message.get("content")
+    role = message["role"] = SHAREGPT_ROLES.get(str(sender), sender)
     if role not in ROLES:
         raise BadRow("roles", f"{at} has the role {role!r}, wanted one of {', '.join(ROLES)}; rename it")
-    calls = message.pop("tool_calls", None)
+    call = message.pop("function_call", None)
+    if sender == "function_call":
+        call, content = _from_json(content, f"the content of {at}, a function_call,"), None
+    calls = message.pop("tool_calls", None) or ([call] if isinstance(call, Mapping) else call)
     if content is None and not calls:
         raise BadRow("missing", f"{at} has no content; fill it in or remove the row")
     if isinstance(content, list):
@@ -246,9 +268,12 @@ def _message(record: Any, at: str) -> Message:
     if calls:
         _require_type(f"'tool_calls' of {at}", calls, list, "a list")
         message |= {"content": content or "", "tool_calls": [_tool_call(call, at) for call in calls]}
-    for name in ("train", "weight"):
-        if name in message:
-            message["train"] = _is_trained(message.pop(name), name, message["role"], at)
+    for name in {"train", "weight"} & message.keys():
+        train = message.pop(name)
+        if train not in (0, 1) or (train and role != ASSISTANT):
+            wanted = "true or false (1 or 0)" if role == ASSISTANT else f"none, as only the {ASSISTANT} is trained"
+            raise BadRow(f"bad {name}", f"'{name}' of {at} is {train!r}, wanted {wanted}; correct or remove it")
+        message["train"] = bool(train)
     return message
 
 
@@ -263,21 +288,10 @@ def _tool_call(call: Any, at: str) -> Message:
     """As {type, function: {name, arguments}} with arguments by name, which templates want; OpenAI's are JSON."""
     _require_type(f"a tool call of {at}", call, Mapping, "a mapping")
     call = call if call.get("function") else {"type": "function", "function": call}
-    arguments = call["function"].get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
-            raise BadRow("not text", f"the arguments of a tool call of {at} are not JSON: {error}; fix them") from None
-    _require_type(f"'arguments' of a tool call of {at}", arguments, Mapping, "a mapping of names to values")
+    name = f"'arguments' of a tool call of {at}"
+    arguments = _from_json(call["function"].get("arguments"), name) or {}
+    _require_type(name, arguments, Mapping, "a mapping of names to values")
     return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def _is_trained(value: Any, name: str, role: str, at: str) -> bool:
-    if value not in (0, 1) or (value and role != ASSISTANT):
-        wanted = "true or false (1 or 0)" if role == ASSISTANT else f"none, as only the {ASSISTANT} is trained"
-        raise BadRow(f"bad {name}", f"'{name}' of {at} is {_shown(value)}, wanted {wanted}; correct or remove it")
-    return bool(value)
 
 
 def _check_prompt(prompt: PlainOrChat) -> None:
@@ -340,16 +354,19 @@ def _split_shared(values: Mapping[str, PlainOrChat]) -> tuple[PlainOrChat, dict[
 
 
 def _template_options(record: Mapping[str, Any]) -> dict[str, Any]:
-    tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
-            raise BadRow("not text", f"'tools' is not JSON: {error}; fix it or remove the row") from None
+    tools, options = _from_json(record.get("tools"), "'tools'"), record.get("chat_template_kwargs") or {}
     if tools is not None:
         _require_type("'tools'", tools, list, "a list of JSON schemas", fix="convert it")
     _require_type("'chat_template_kwargs'", options, Mapping, "a mapping of names to values", fix="convert it")
     return {"tools": tools or None, **{key: value for key, value in options.items() if value is not None}}
+
+
+def _from_json(value: Any, at: str) -> Any:
+    """A value, which text holds as JSON; None for no text."""
+    try:
+        return (json.loads(value) if value.strip() else None) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise BadRow("not text", f"{at} is not JSON: {error}; fix it or remove the row") from None
 
 
 def _require_type(at: str, value: Any, kind: type, wanted: str, fix: str = "convert it or remove the row") -> None:

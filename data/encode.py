@@ -48,8 +48,8 @@ class Tokenization:
     Attributes:
         max_length: tokens of prompt and completion together, of `encode_prompts` those of the prompt; None for no
             limit.
-        truncation: of a longer one, keep the start (TRL's default) or the end, or take it for a bad row. Beside pairs,
-            labels, scores or ranks, "keep_end" cuts the beginning of the prompt until the longest completion fits.
+        truncation: keep the start of a longer one (TRL's default) or its end, or treat it as a bad row. In pairs, and
+            with labels, scores or ranks, "keep_end" cuts the beginning of the prompt until the longest completion fits.
             None is "keep_start", but "error" for prompts alone: one that was cut would ask something else.
         on_bad_row: raise at a row that can't be trained on, or count it and leave it out.
         chat_template: text or file of a template to use instead of the tokenizer's own.
@@ -234,7 +234,7 @@ def _encode_part(
     annotation: Mapping[str, Value | List] | None = None,
     required: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
-    """Encode every row with ``encode(row, encoder, limit=...)``; ``annotation`` is a column that it makes beside."""
+    """Encode every row with ``encode(row, encoder, limit=...)``; ``annotation`` is a further column that it makes."""
     source = records.dataset
     try:
         layout = columns.find_layout(source.column_names, layouts)
@@ -246,11 +246,10 @@ def _encode_part(
     features = Features({**numeric, **made})
     encoder = Encoder(tokenizer, options.chat_template, options.chat_template_kwargs)
     encode = partial(encode, limit=options.limit("error" if prompts_only else "keep_start"))
-    read = {*layout, *columns.OPTION_COLUMNS}
+    read = {name: kind for name, kind in source.features.items() if name in {*layout, *columns.OPTION_COLUMNS}}
     settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
-    settings["structures"] = {name: kind for name, kind in source.features.items() if name in read}
+    settings |= {"structures": read, "annotation": next(iter(annotation or ()), "")}
     arguments: dict[str, Any] = {**settings, "encoder": encoder, "schema": features.arrow_schema}
-    arguments["annotation"] = next(iter(annotation or ()), "")
     try:
         if options.cached:
             fingerprint = _fingerprint(source, encoder, settings)
@@ -274,6 +273,7 @@ def _encode_part(
         assert bad.row is not None
         raise DataError(f"{records.where(bad.row)}: {bad.problem}") from None
     unused = [name for name in source.column_names if not prompts_only and name not in {*read, *numeric}]
+    unused += columns.unused_options(source.features, layout, encoder.uses)
     labeled = "desirable" in (annotation or {})
     kept, accounting = summarize(encoded, records, labeled=labeled, max_length=options.max_length, unused=unused)
     if not len(kept):
@@ -303,11 +303,13 @@ def _encode_rows(
     for position, index in enumerate(indices):
         record = {name: column[position] for name, column in rows.items()}
         record |= {name: columns.without_invented(record[name], kind) for name, kind in structures.items()}
-        kind, problem, encoded = None, None, [EncodedExample(Example([], [], []))]
+        kind, problem, special, encoded = None, None, False, [EncodedExample(Example([], [], []))]
         try:
             record |= {name: read_number(record[name], name) for name in required}
-            made_of_row = encode(read_row(record, layout), encoder)
+            row = read_row(record, layout)
+            made_of_row = encode(row, encoder)
             encoded = made_of_row if isinstance(made_of_row, list) else [made_of_row]
+            special = encoder.names_special_token(row)
         except BadRow as bad:
             if on_bad_row == "error":
                 raise BadRow(bad.kind, bad.problem, index) from None
@@ -315,7 +317,7 @@ def _encode_rows(
         except ValueError as error:  # not the fault of this row: the others would fail as well
             raise BadRow("setting", str(error), index) from error
         for one in encoded:
-            notes = (kind, problem, one.truncated, one.shortened, one.digests, index)
+            notes = (kind, problem, one.truncated, one.shortened, special, one.digests, index)
             values = record | {annotation: one.annotation} | dict(zip(NOTES, notes, strict=True))
             prompt, completions, trained = one.example
             values["prompt"] = np.array(prompt, np.int32)  # lists of a batch of long rows would take gigabytes
@@ -329,12 +331,9 @@ def _encode_rows(
 def _numeric_columns(
     records: Records, layout: tuple[str, ...], required: Sequence[str], made: Mapping[str, Value | List]
 ) -> dict[str, Value]:
-    types = records.dataset.features
-    numeric = {
-        name: kind
-        for name, kind in types.items()
-        if name not in layout and isinstance(kind, Value) and kind.dtype.startswith(("int", "uint", "float", "bool"))
-    }
+    types, numbers = records.dataset.features, ("int", "uint", "float", "bool")
+    values = {name: kind for name, kind in types.items() if name not in layout and isinstance(kind, Value)}
+    numeric = {name: kind for name, kind in values.items() if kind.dtype.startswith(numbers)}
     for name in required:
         if name not in types:
             raise DataError(f"{records.source}: wanted a column '{name}', found ({', '.join(types)}); add or rename it")

@@ -160,8 +160,12 @@ def stepwise(
     excess = limit.excess(full)
     cut = _cut(full, excess, limit)
     if excess and limit.truncation == "keep_start":
-        cut = _without_half_a_step(cut, full, limit)
         labels = labels[: sum(cut.trained[0])]
+        if not labels:
+            first = len(full.prompt) + full.trained[0].index(True) + 1
+            raise limit.refuse("no step left", f"the first step ends at token {first}", "no label is left to train on")
+        end = max(position for position, train in enumerate(cut.trained[0]) if train) + 1  # of the last whole step
+        cut = Example(cut.prompt, [cut.completions[0][:end]], [cut.trained[0][:end]])
     if train_on_last_step_only:
         if len(labels) < len(row.annotation):
             problem = f"the last step, the only one to train on, ends beyond max_length={limit.max_length}"
@@ -227,15 +231,6 @@ def _cut(full: Example, excess: int, limit: LengthLimit) -> Example:
         longest = max(map(len, full.completions))
         raise limit.refuse("answer too long", f"an answer has {longest} tokens", "nothing is left of the prompt")
     return full._replace(prompt=full.prompt[excess:])
-
-
-def _without_half_a_step(cut: Example, full: Example, limit: LengthLimit) -> Example:
-    prompt, (ids,), (trained,) = cut
-    if not any(trained):
-        first = len(prompt) + full.trained[0].index(True) + 1
-        raise limit.refuse("no step left", f"the first step ends at token {first}", "no label is left to train on")
-    end = max(position for position, train in enumerate(trained) if train) + 1
-    return Example(prompt, [ids[:end]], [trained[:end]])
 
 
 def _identical_after_truncation(limit: LengthLimit) -> BadRow:

@@ -4,8 +4,8 @@
     data: {path: openai/gsm8k, name: main, columns: {question: prompt, answer: completion}}
     data: [{path: a.jsonl, weight: 0.5}, {path: b.parquet, weight: 2}]      or in short, {a.jsonl: 0.5, b.parquet: 2}
 
-An epoch takes ``weight`` times the rows of a part: 0.5 a half of them, drawn by the seed, and 2 each of them twice. So
-a mixture has a length, its account says the rows of each part, and which of them make up a step depends on nothing but
+An epoch takes ``weight`` times the rows of a part: 0.5 takes half of them, drawn by the seed, 2 each twice. So a
+mixture has a length, its account says the rows of each part, and which of them make up a step depends on nothing but
 the step. Each part is encoded by its own layout.
 """
 
@@ -31,11 +31,12 @@ class Part:
     Attributes:
         path, name, split, revision, data_files, data_dir: what is read, in the terms of `datasets.load_dataset`.
         columns: names of the columns to keep; or other names for some of them, as in ``{question: prompt}``. Several
-            with the same new name are joined, with an empty line between texts.
+            with the same new name are joined, with an empty line between texts; ``reward_model.ground_truth`` names
+            a part of one. A column that is called `system_prompt` holds the first message of each conversation.
         system_prompt: makes conversations of plain text, with this message first; "" for none.
         weight: how many times the rows are taken in an epoch.
-        fraction: instead, the share of the mixture that is to be of this part (TRL's): what no part has too few rows
-            for is taken of all.
+        fraction: instead of a weight, this part's share of the mixture (TRL's), which is as
+            long as every part has rows for.
     """
 
     path: Any
@@ -68,6 +69,11 @@ class Part:
     def reshaped(self, records: Records) -> Records:
         """Rows under the requested names of columns, as conversations if requested."""
         dataset = records.dataset
+        for name in self.columns or ():  # of a struct, such as reward_model.ground_truth
+            if name not in dataset.column_names and (outer := name.partition(".")[0]) in dataset.column_names:
+                inner = dataset.select_columns([outer]).flatten()
+                inner = inner.select_columns([name] if name in inner.column_names else [])
+                dataset = datasets.concatenate_datasets([dataset, inner], axis=1)
         if absent := [name for name in self.columns or () if name not in dataset.column_names]:
             there = ", ".join(dataset.column_names)
             raise DataError(f"{records.source}: columns: there is no {absent[0]!r}; there are {there}")
@@ -195,8 +201,8 @@ def _hashes(dataset: Dataset, seed: int) -> npt.NDArray[np.uint64]:
     names = [name for name in dataset.column_names if name in LAYOUT_COLUMNS] or dataset.column_names
     hashes = [
         hashlib.blake2b(repr((seed, values)).encode(errors="surrogatepass"), digest_size=8).digest()
-        for rows in dataset.select_columns(names).iter(1000)
-        for values in zip(*rows.values(), strict=True)
+        for rows in dataset.select_columns(names).with_format("arrow").iter(1000)  # decoding costs most
+        for values in zip(*rows.to_pydict().values(), strict=True)
     ]
     return np.frombuffer(b"".join(hashes), dtype="<u8")
 

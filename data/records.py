@@ -11,13 +11,20 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
+import fsspec
 import numpy as np
 import numpy.typing as npt
 from datasets import Dataset, DatasetDict, IterableDataset
+from datasets.table import CastError
 
 from .columns import TEXT_COLUMNS
 
-READERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
+READERS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json") | {
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 
 Data: TypeAlias = str | os.PathLike[str] | Dataset | DatasetDict | Sequence[Mapping[str, Any]]
 
@@ -48,7 +55,7 @@ class Records:
         """Name a row for a message: its line in a JSON Lines file, its number elsewhere; both count from 1."""
         row = row if self.picked is None else int(self.picked[row])
         if self.lines is not None:
-            with self.lines.open("rb") as file:
+            with _open(self.lines) as file:
                 numbers = np.fromiter((number for number, line in enumerate(file, 1) if line.strip()), dtype=np.int64)
             if len(numbers) == (self.available or len(self.dataset)):
                 return f"{self.source} line {numbers[row]}"
@@ -65,8 +72,9 @@ def load(data: Data, *, split: str = "train", name: str | None = None, **options
     """Read records from files, the Hub or memory.
 
     Args:
-        data: a .json, .jsonl, .csv or .parquet file; a directory that `Dataset.save_to_disk` wrote, or one of such
-            files; the name of a dataset on the Hub; or the rows themselves. Text may name more than the path:
+        data: a .json, .jsonl, .csv, .parquet or .arrow file, compressed (.gz, .zst, .xz, .bz2) or not; several of one
+            kind, as in ``rows-*.jsonl``; a directory that `Dataset.save_to_disk` wrote, or one of such files; the name
+            of a dataset on the Hub; or the rows themselves. Text may name more than the path:
             ``path:config@revision#split``, where each of the three may be left out.
         split: of a dataset that has several; ``train[:1000]`` takes a part.
         name: of the configuration of a dataset on the Hub.
@@ -106,7 +114,7 @@ def parse_name(text: str) -> dict[str, str]:
     path, _, split = text.partition("#")
     if split:
         return {**parse_name(path), "split": split}
-    if Path(path).suffix in READERS or Path(path).exists():
+    if _reader(Path(path)) or Path(path).exists():
         return {"path": path}
     match = re.fullmatch(r"(?P<path>[^:@]*)(:(?P<name>[^@]+))?(@(?P<revision>.+))?", path)
     return {key: value for key, value in match.groupdict().items() if value} if match else {"path": path}
@@ -114,7 +122,7 @@ def parse_name(text: str) -> dict[str, str]:
 
 def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records:
     file = Path(path)
-    reader = READERS.get(file.suffix)
+    reader = _reader(file)
     streamed = {"streaming": True} if options.pop("streaming", False) else {}
     if file.is_dir() and not options:
         return Records(_from_directory(file, split, **streamed), file.name + source.removeprefix(path))
@@ -122,10 +130,10 @@ def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records
         raise DataError(f"{path}: wanted a file that ends in {', '.join(READERS)}, got {file.suffix or 'no ending'}")
     if reader is None or options:
         return Records(_from_hub(path, source, split, **options, **streamed), source)
-    if not file.exists():
+    if not file.exists() and "*" not in path:
         raise DataError(f"{path}: no such file")
     # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from Windows makes it fail.
-    options = {} if reader == "parquet" else {"encoding": "utf-8-sig"}
+    options = {"encoding": "utf-8-sig"} if reader in ("json", "csv") else {}
     if reader == "csv":
         options |= _csv_options(file)
     with quiet():
@@ -134,12 +142,27 @@ def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records
         except Exception as error:  # the readers raise any error of their parsers
             raise DataError(_diagnose(file, reader, error)) from error
     # Of a part of a file we don't know the first line.
-    return Records(dataset, file.name, file if reader == "json" and split == "train" else None)
+    return Records(dataset, file.name, file if reader == "json" and split == "train" and file.exists() else None)
+
+
+def _reader(file: Path) -> str | None:
+    return READERS.get((file.with_suffix("") if file.suffix in COMPRESSED else file).suffix)
+
+
+def _open(file: Path, mode: str = "rb", **options: Any) -> Any:
+    return fsspec.open(str(file), mode, compression="infer", **options)
 
 
 def _from_directory(path: Path, split: str, **streamed: Any) -> Dataset:
+    saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
     try:
-        saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+        if not saved and not (path / "README.md").exists():  # where a card may say which files are read
+            found = datasets.load_dataset_builder(str(path)).config.data_files or {}
+            read = {Path(file).resolve() for files in found.values() for file in files}
+            rows = [file for file in sorted(path.glob("[!._]*")) if _reader(file) and file.suffix != ".json"]
+            if left := [file.name for file in rows if file.resolve() not in read]:
+                fix = f"name the files that are to be read as parts: data: [{path.name}/{left[0]}, ...]"
+                raise ValueError(f"{', '.join(left)} would be left out beside {min(read).name}; {fix}")
         dataset = (
             datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), split=split, **streamed)
         )
@@ -187,7 +210,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Dataset:
 
 def _csv_options(path: Path) -> dict[str, Any]:
     """A completion of "42" or "None" is text; in other columns, an empty cell means that a value is missing."""
-    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+    with _open(path, "rt", newline="", encoding="utf-8-sig", errors="replace") as file:
         header = next(csv.reader(file), [])
     return {
         "converters": {name: str for name in header if name in TEXT_COLUMNS},
@@ -198,7 +221,13 @@ def _csv_options(path: Path) -> dict[str, Any]:
 
 def _diagnose(path: Path, reader: str, error: Exception) -> str:
     """Describe the mistake in a file that its reader refused; for JSON, with its line."""
-    content = path.read_bytes()
+    if "zstd not supported" in _root(error):
+        return f"{path.name}: it takes the package zstandard to read; install that"
+    try:
+        with _open(path) as file:
+            content = file.read()
+    except (OSError, EOFError) as broken:
+        return f"{path.name}: can't be read: {broken}"
     if not content.strip() or "no data" in _root(error):
         return f"{path.name}: no rows"
     if reader == "json" and content.lstrip()[:1] == b"[":
@@ -208,20 +237,18 @@ def _diagnose(path: Path, reader: str, error: Exception) -> str:
             return f"{path.name}: not JSON: {wrong}"
     elif reader == "json":
         for number, line in enumerate(content.split(b"\n"), 1):
-            problem = _problem_of_line(line)
-            if problem:
+            if line.strip() and (problem := _problem_of_line(line)):
                 return f"{path.name} line {number}: {problem}; fix or remove the line"
     return f"{path.name}: the {reader} reader failed: {_root(error)}"
 
 
 def _problem_of_line(line: bytes) -> str | None:
-    if not line.strip():
-        return None
     try:
         value = json.loads(line)
+        json.dumps(value, ensure_ascii=False).encode()  # half a pair of surrogates is no text
     except json.JSONDecodeError as error:
         return f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
-    except UnicodeDecodeError:
+    except UnicodeError:
         return "not UTF-8 text"
     return None if isinstance(value, dict) else f"wanted a JSON object with named columns, got {type(value).__name__}"
 
@@ -229,6 +256,8 @@ def _problem_of_line(line: bytes) -> str | None:
 def _root(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, CastError):  # the rows of a file are looked at by chunks
+        return f"columns of a later file or row differ: {error.details()}; give all the same, or files of their own"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

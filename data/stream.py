@@ -4,8 +4,8 @@
     its n-th draw         row n of the part, whose rows come in blocks; each block is permuted, by epoch and number
     step k                draws k·B to (k+1)·B, of which bad rows are left out
 
-So a run that is killed reads its way forward to the step that it goes on from, without encoding anything, and every
-rank has the same examples. A part begins again where it ends. Reading is cheap: the rows of a block are in memory, of
+So a run that was killed reads forward to the step that it resumes from, without encoding anything, and every
+rank has the same examples. A part starts over when it ends. Reading is cheap: the rows of a block are in memory, of
 all parts together `BLOCK`.
 """
 

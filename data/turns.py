@@ -21,7 +21,7 @@ from collections.abc import Callable
 from os.path import commonprefix
 from typing import Any
 
-from .columns import BadRow, Message
+from .columns import ASSISTANT, BadRow, Message
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 PLACEHOLDER = "PLACEHOLDER5C1F"
@@ -79,11 +79,15 @@ def full_text(render: Callable[..., str], messages: list[Message]) -> str:
     return text
 
 
-def check_tool_results(render: Callable[..., str], messages: list[Message]) -> None:
-    """Refuse a template that leaves out the results of tools."""
-    changed = [m | {"content": PLACEHOLDER} if m["role"] == "tool" else m for m in messages]
-    if changed != messages and render(changed) == render(messages):
-        raise BadRow("template", "the chat template leaves out messages of the role tool; use one that writes them")
+def check_roles(render: Callable[..., str], messages: list[Message], text: str) -> None:
+    """Refuse a template whose ``text`` of the messages leaves out those of a role, such as tool or developer."""
+    others = [message for message in messages if message["role"] != ASSISTANT]
+    is_short = {"tool", "developer"}  # what they say may be in the text by chance; renderings cost time
+    roles = {m["role"] for m in others if m["role"] in is_short or (m.get("content") or "").strip() not in text}
+    for role in sorted(roles):
+        changed = [m | {"content": PLACEHOLDER} if m["role"] == role else m for m in messages]
+        if render(changed) == text:
+            raise BadRow("template", f"the chat template leaves out messages of the role {role}; use another")
 
 
 def _through_end(

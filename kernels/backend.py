@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, float64
+from torch.autograd import forward_ad
 
 Backend = Literal["auto", "triton", "fused", "torch", "reference"]
 
@@ -22,7 +23,10 @@ def choose_backend(who: str, backend: Backend, like: Tensor) -> Backend:
 
     Raises:
         ValueError: if there is no such backend, or it can't run here.
+        NotImplementedError: under forward-mode differentiation, which an operator of torch answers with zeros.
     """
+    if backend != "reference" and forward_ad.unpack_dual(like).tangent is not None:  # type: ignore[no-untyped-call]
+        raise NotImplementedError(f"{who}: this backend has no forward-mode derivative, use backend='reference'")
     match backend:
         case "torch" | "reference":
             return backend

@@ -300,13 +300,11 @@ def _backward(
                 source, top = shifted or (tile, None)
                 triton_softmax.backward_tile_(source, column, *rest, out, top=top, moments=moment)
                 return
-            if out.dtype == tile.dtype:
-                cut = {"width": given.columns, "logits": len(target) * vocab}
-                added = run(softmax.backward_tile_into, tile, *rest, moment is not None, out, **cut)
-                softmax.add_target_(out, column, rest[1].gain)
-            else:  # 16 bits: rounded once, with the targets' share
-                dc, added = softmax.backward_tile(tile, *rest, moment is not None)
-                softmax.add_target_(dc, column, rest[1].gain)
+            dc = out if out.dtype == tile.dtype else torch.empty_like(tile)
+            cut = {"width": given.columns, "logits": len(target) * vocab}
+            added = run(softmax.backward_tile, tile, *rest, moment is not None, dc, **cut)
+            softmax.add_target_(dc, column, rest[1].gain)
+            if dc is not out:  # 16 bits: rounded once, with the targets' share
                 out.copy_(dc)
             if moment is not None and added is not None:
                 moment += added

@@ -90,6 +90,8 @@ def logits_logprob(
     if backend == "reference":
         options: Any = {"temperature": temperature, "vocab": vocab, "outputs": outputs, "top_k": top_k}
         return reference.logits_logprob(logits, target, **options)
+    if backend != "torch" and logits.stride(1) != 1:
+        logits = logits.contiguous()  # the kernels read the numbers of a row one after the other
     columns, rows = target if target.ndim == 2 else target[:, None], softmax.per_row(temperature, logits)
     mean, squares = "mean_logprob" in outputs, "log_sum_squares" in outputs
     logprob, entropy, logsumexp, means, log_sum_squares, *_ = _forward(
@@ -104,10 +106,11 @@ def logits_logprob(
         log_sum_squares=log_sum_squares if squares else None,
         top1=z.argmax(1) if "top1" in outputs else None,
         rank=(z > z.gather(1, columns)).sum(1) if "rank" in outputs else None,
-        top_k=None if top_k is None else _likeliest(z, top_k, rows, logsumexp.detach()),
+        top_k=None if top_k is None else _likeliest(z, top_k, rows, logsumexp),
     )
 
 
+@torch.no_grad()
 def _likeliest(z: Tensor, k: int, temperature: Tensor | None, logsumexp: Tensor) -> TopK:
     values, ids = z.topk(k)
     values = values.to(logsumexp.dtype)
@@ -169,8 +172,9 @@ def _backward(
         triton_softmax.backward_tile_(tile, target, saved.shift, arriving, transform, out, moments=moments)
     for rows in [] if triton else spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile, here = _precise(logits, rows, vocab), rows_of(arriving, rows)
-        rest = saved.shift[rows], here, rows_of(transform, rows), moments is not None
-        dz, moment = run(softmax.backward_tile, tile, *rest, width=vocab, logits=len(logits) * vocab)
+        dz = torch.empty_like(tile)
+        rest = saved.shift[rows], here, rows_of(transform, rows), moments is not None, dz
+        moment = run(softmax.backward_tile, tile, *rest, width=vocab, logits=len(logits) * vocab)
         if moments is not None and moment is not None:
             moments[rows] = moment
         if d_logits is not None:

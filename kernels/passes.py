@@ -129,7 +129,7 @@ def multiply_out(
         gradients.append(gradient)
 
     buffer = aligned_buffer(like, min(n, at_once), min(store.vocab, store.columns), like.dtype)
-    for span in vocabulary_spans(store.vocab, store.columns, like.device):
+    for span in vocabulary_spans(written, store.columns, like.device):
         factors, write = open_span(span)
         sums = gradients.copy()
         for i in PER_TOKEN:  # views, or buffers that are rounded into them later

@@ -218,9 +218,10 @@ def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform:
 
 
 def backward_tile(
-    tile: Tensor, shift: Tensor, arriving: Coefficients, transform: LogitTransform, moments: bool
-) -> tuple[Tensor, Tensor | None]:
-    """From a tile of c, dc without the targets' share; and its Σ_v dz_v·x_v, if ``moments``."""
+    tile: Tensor, shift: Tensor, arriving: Coefficients, transform: LogitTransform, moments: bool, out: Tensor
+) -> Tensor | None:
+    """From a tile of c, dc without the targets' share, written to ``out``, which may be the tile: a fresh one each time
+    would let the heap grow by several. Returns Σ_v dz_v·x_v, if ``moments``."""
     capped = transform.capped(tile)
     steepness = None if transform.softcap is None else 1 - (capped / transform.softcap).square_()
     x = transform.tempered(capped) - shift[:, None]
@@ -234,15 +235,7 @@ def backward_tile(
     if arriving.flat is not None:
         dz.add_(torch.where(x > IMPOSSIBLE, arriving.flat[:, None], 0))
     moment = (dz * x).sum(1) if moments else None
-    return dz if steepness is None else dz.mul_(steepness), moment
-
-
-def backward_tile_into(
-    tile: Tensor, shift: Tensor, arriving: Coefficients, transform: LogitTransform, moments: bool, out: Tensor
-) -> Tensor | None:
-    """``backward_tile`` with dc written to ``out``: a fresh tile each time would let the heap grow by several."""
-    dc, moment = backward_tile(tile, shift, arriving, transform, moments)
-    out.copy_(dc)
+    out.copy_(dz if steepness is None else dz.mul_(steepness))
     return moment
 
 

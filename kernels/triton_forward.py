@@ -221,7 +221,8 @@ def accumulate(
     if n == 0 or vocab == 0:
         return state
     architecture, processors, described = machine(hidden)
-    low, up = (None if t is None else F.pad(t, (0, -t.shape[1] % 16)) for t in (low, up))  # the kernel's steps of 16
+    # The kernel takes steps of 16 ranks, one after the other in memory.
+    low, up = (None if t is None else F.pad(t, (0, -t.shape[1] % 16)).contiguous() for t in (low, up))
     aligned = _aligned(hidden) and _aligned(weight)
     described = described and aligned
     plain = low is None and target.shape[1] == 1

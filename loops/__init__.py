@@ -19,8 +19,8 @@ from ..lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .batch import Batch as Batch, collate as collate
-    from .models.backbone import Rows as Rows, arrange as arrange
     from .models.policy import Policy as Policy
+    from .models.rows import Rows as Rows, arrange as arrange
     from .models.scorer import Scorer as Scorer
     from .rewards.scoring import RewardFunction as RewardFunction
     from .rewards.table import RewardTable as RewardTable, score as score

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..data import Example
 
-# Completions: those of this index in their example, those of examples that a bool column marks, or all.
+# Which completions: those of this index in their example, of the examples that a bool column marks, or (None) all.
 CompletionSelector = int | str | None
 
 
@@ -56,7 +56,7 @@ class Batch:
 def collate(
     examples: Sequence[Example], columns: Mapping[str, Tensor] | None = None, device: torch.device | str = "cpu"
 ) -> Batch:
-    """The batch of these examples, with its tensors on ``device``; without examples, an empty batch, which trains."""
+    """Make a batch of examples, with its tensors on ``device``. Without examples it is empty, and can be trained on."""
     completions = [
         [token for token, train in zip(tokens, trained, strict=True) if train]
         for example in examples

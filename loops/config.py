@@ -181,7 +181,6 @@ class Parallel(Settings):
     tp_size: PositiveInt = 1
     """Ranks that train on the same data together, each with a slice of the matrices of every layer (tensor
     parallelism, by the plan of transformers). With dp_shard_size, that many such groups hold one copy."""
-
     cp_size: PositiveInt = 1
     """Ranks that train on the same data together, each on a part of the columns of its rows (context parallelism, by
     all-to-all before and after attention): for long rows. With dp_shard_size, that many such groups hold one copy in
@@ -220,7 +219,7 @@ class Common(Settings):
     epochs: PositiveInt = 1
     """Passes over the data."""
     micro_tokens: PositiveInt | None = 8192
-    """Tokens that one forward pass computes at most, unless one example alone has more. Less needs less memory."""
+    """Maximum tokens of one forward pass, unless a single example has more. Fewer need less memory."""
     learning_rate: NonNegativeFloat = 1e-5
     """Peak learning rate."""
     optimizer: Named = "adamw"
@@ -230,14 +229,13 @@ class Common(Settings):
     optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {betas: [0.9, 0.95], eps: 1e-6}."""
     schedule: Schedule = "linear"
-    """Schedule of transformers for the learning rate after the warmup; reduce_lr_on_plateau and greedy follow
-    eval/loss."""
+    """transformers' schedule of the learning rate after warmup; reduce_lr_on_plateau and greedy follow eval/loss."""
     schedule_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the schedule, such as {min_lr_rate: 0.1} for cosine_with_min_lr."""
     warmup: NonNegativeFloat = 0.0
     """Steps of linear warmup; below 1, a share of all steps, rounded up."""
     weight_decay: NonNegativeFloat = 0.0
-    """The optimizer's weight decay; norms and biases are spared."""
+    """The optimizer's weight decay; not applied to norms and biases."""
     max_grad_norm: NonNegativeFloat = 1.0
     """L2 norm that the gradient is clipped to; 0 measures it and clips nothing."""
     truncation: Literal["keep_start", "keep_end", "error"] = "keep_start"
@@ -287,7 +285,7 @@ class Common(Settings):
     save_every: PositiveInt | None = None
     """Steps between checkpoints; there is one after the last step, and when a signal stops the run, in any case."""
     save_minutes: NonNegativeFloat | None = 15.0
-    """Minutes between checkpoints, beside those of `save_every`; 0 or null for none."""
+    """Minutes between checkpoints, in addition to those of `save_every`; 0 or null for none."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep; the one before serves if the newest is damaged."""
     keep_best: str | None = None
@@ -296,7 +294,7 @@ class Common(Settings):
     resume: bool = False
     """Continue from the newest whole checkpoint in `output`, with the same final weights as an uninterrupted run."""
     report_to: str | list[str] | None = None
-    """Trackers of Accelerate, such as tensorboard or wandb; none is none."""
+    """Accelerate's trackers, such as tensorboard or wandb; none for no tracker."""
     project: str | None = None
     """Project that trackers file the run under; null is burnish."""
     run_name: str | None = None
@@ -312,7 +310,7 @@ class Common(Settings):
 
     @property
     def longest(self) -> int | None:
-        """Tokens of a row; those of a prompt, where completions are sampled."""
+        """Maximum tokens of a row; of a prompt, in recipes that sample completions."""
         return None
 
     @property
@@ -328,7 +326,7 @@ class OfflineConfig(Common):
     batch_size: PositiveInt = 8
     """Examples per optimizer step, over all ranks and micro-batches."""
     max_length: PositiveInt | None = 1024
-    """Tokens of prompt and completion together; null for no limit."""
+    """Maximum tokens of prompt and completion together; null for no limit."""
 
     @property
     def longest(self) -> int | None:
@@ -382,9 +380,7 @@ class Teacher(Settings):
         if named and not needed:
             raise ValueError("teacher: no loss of this mix learns from it; add distillation, or leave the teacher out")
         if needed and named != 1:
-            raise ValueError(
-                "teacher: distillation needs one; give --teacher.model or --teacher.logprobs, one of the two"
-            )
+            raise ValueError("teacher: distillation needs one; give --teacher.model or --teacher.logprobs, not both")
 
 
 @dataclass(frozen=True)
@@ -399,3 +395,5 @@ class Limits(Settings):
     """Tokens after the prompt, those of the environment included."""
     seconds: PositiveFloat = 60.0
     """Seconds that one call of the environment may take."""
+    concurrency: PositiveInt | None = None
+    """Environments open at once; further conversations wait. null opens those of all prompts that are sampled."""

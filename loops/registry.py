@@ -14,6 +14,9 @@ from typing import Any
 # Errors by which libraries refuse a value.
 _REFUSALS = (ValueError, OSError, RuntimeError, ImportError, pickle.UnpicklingError)
 _LIBRARIES = (__name__.partition(".")[0], "torch", "transformers", "peft", "bitsandbytes", "torchao", "schedulefree")
+# Names of other libraries, and ours.
+MEANT = {"batch_size": "prompts_per_rollout", "old": "old_logprobs", "lr": "learning_rate"}
+MEANT |= {name: "dtype" for name in ("bf16", "precision", "mixed_precision")}
 _LISTED = 30  # maximal number of names that a message lists
 
 
@@ -21,7 +24,7 @@ def nearest(complaint: str, name: str, known: Iterable[str], *, cutoff: float = 
     """``complaint 'name'``, followed by the known name that begins with it or is nearest; if none is near, by all of
     them unless they are many."""
     names = sorted(map(str, known))
-    near = [each for each in names if name and each.startswith(name)]
+    near = [MEANT[name]] if MEANT.get(name) in names else [each for each in names if name and each.startswith(name)]
     near = near or difflib.get_close_matches(name, names, 3, cutoff)
     if near:  # typing errors are rarely in the first letter
         return f"{complaint} {name!r}, did you mean {max(near, key=lambda each: each[:1] == name[:1])!r}?"
@@ -62,7 +65,7 @@ def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
     Raises:
         ValueError: names the nearest or all known names.
     """
-    module, colon, attribute = shipped.get(name, name).partition(":")
+    module, colon, attribute = shipped.get(name, name).replace(".py:", ":").partition(":")
     if not colon:
         raise ValueError(nearest(f"{kind}: no", name, shipped) + " (your own is named module:function)")
     if name not in shipped and os.getcwd() not in sys.path:
@@ -71,7 +74,7 @@ def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
         found = importlib.import_module(module, package if name in shipped else None)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name is not None and module.startswith(error.name):
-            problem = f"no module {module!r} in {os.getcwd()} nor among what is installed"
+            problem = f"no module {module!r} in {os.getcwd()} or among the installed packages"
             raise ValueError(f"{kind} {name}: {problem}") from error
         if name in shipped:
             raise

@@ -57,13 +57,13 @@ def truncated_importance(log_ratio: PerToken, *, cap: float, floor: float = 0.0)
 
     Args:
         log_ratio: of tokens (TIS), or of completions.
-        cap: C > 0; 2 is common.
+        cap: C > 0; 2 is common, and infinity plain importance sampling.
         floor: a lower bound on the weight, in [0, C]. The papers have none; TRL's clip_min.
 
     Paper: Ionides 2008, "Truncated Importance Sampling"; Espeholt et al. 2018 (IMPALA), arXiv:1802.01561; between
     engine and trainer: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
     """
-    within("truncated_importance", Positive, cap=cap)
+    require("truncated_importance", cap > 0, "cap must be > 0, got {}", cap)
     require("truncated_importance", 0 <= floor <= cap, "floor must be in [0, cap], got {} with cap {}", floor, cap)
     return log_ratio.exp().clamp(floor, cap)
 

@@ -18,6 +18,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Deterministic algorithms, with which tests fill torch.empty with NaN, ask this of cuBLAS. Never set it for timings.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Inductor's trial of each set of vector instructions starts a process that imports torch, and gives it a minute.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import torch
 
 gc.disable()  # until all is collected: a fifth of the time of imports goes into looking for garbage

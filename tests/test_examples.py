@@ -1,6 +1,7 @@
 """The scripts of examples/: short, and each does what it says, on a small model and made-up rows."""
 
 import json
+import math
 import re
 import runpy
 import sys
@@ -91,6 +92,16 @@ def test_a_callback_of_transformers_stops_the_run(start, rows, run):
     printed = run("callback.py", start, rows("data", 1500, 1))
     ((step, loss),) = re.findall(r"stopped at step (\d+), loss ([\d.]+)", printed)
     assert 0 < int(step) < 200 and float(loss) < 1.0
+
+
+def test_a_loss_of_ones_own_reads_a_column_of_the_data(start, rows, run, tmp_path):
+    def with_margin(pairs):
+        return [pair | {"margin": 2.0} for pair in pairs]
+
+    printed = run("own_loss.py", start, rows("pairs", 100, 1, with_margin), tmp_path / "run").splitlines()
+    losses = [float(line.split()[0]) for line in printed if re.fullmatch(r"\d\.\d{4} \d\.\d\d", line)]
+    assert losses[0] == pytest.approx(math.log(1 + math.e), abs=1e-4)  # no reward yet, α·margin = 1
+    assert len(losses) == 5 and losses[-1] < losses[0]
 
 
 def test_the_averaged_model_is_saved(start, rows, run, tmp_path):

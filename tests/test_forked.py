@@ -39,7 +39,7 @@ def test_a_process_that_forked_ends_without_a_warning(tmp_path):
     (tmp_path / "greeter.py").write_text("def be_rank(): print('hello')")
     code = "from forked import run_forked; print(run_forked(2, 'greeter'))"
     command = [sys.executable, "-W", "always::ResourceWarning", "-c", code]
-    done = subprocess.run(command, env=finding(tmp_path), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=finding(tmp_path), capture_output=True, text=True, timeout=600)
     assert (done.stdout, done.stderr) == (r"[[0, 'hello\n'], [0, 'hello\n']]" + "\n", "")
 
 

@@ -4,6 +4,7 @@ import ast
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # A budget is looked at, not obeyed: a capability may raise it in the commit that adds it, saying by how much and why.
 # The goals are 9,500 lines of loops/ and 170 types for what there was before sharding, optimizers, recipes of objects
 # and data of TRL's forms came (11,800 and 187): lower these two numbers whenever it can be done.
-LINES = {"objectives": 2290, "kernels": 2980, "data": 2425, "loops": 16277, "benchmarks": 2560}
+LINES = {"objectives": 2290, "kernels": 2980, "data": 2496, "loops": 16406, "benchmarks": 2560}
 TYPES = 204
 SHIPPED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
 
@@ -90,6 +91,11 @@ def test_rooms_of_loops_import_from_lower_floors_only() -> None:
 )
 def test_an_arrow_up_or_sideways_is_seen(path: str, code: str) -> None:
     assert len(arrows(Path(path), ast.parse(code))) == 1
+
+
+def test_no_files_of_loops_import_each_other_in_a_circle_not_even_for_type_checkers() -> None:
+    paths = [path for path in files("loops") if path != Path("loops/__init__.py")]
+    TopologicalSorter({path.with_suffix(""): imported(path, tree(path)) for path in paths}).prepare()
 
 
 @pytest.mark.parametrize("room", LINES)

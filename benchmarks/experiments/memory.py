@@ -53,6 +53,10 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft, gradient checkpointing": ("sft", _RECOMPUTED),
     "sft, bfloat16": ("sft", _BFLOAT16),
     "sft, bfloat16 weights, 8-bit AdamW": ("sft", _BFLOAT16 | {"weights_dtype": "bfloat16"} | _SMALL),
+    "sft, bfloat16 weights, 8-bit AdamW, gradient checkpointing": (
+        "sft",
+        _BFLOAT16 | {"weights_dtype": "bfloat16"} | _SMALL | _RECOMPUTED,
+    ),
     "sft, QLoRA, bfloat16, gradient checkpointing": ("sft", _LORA | _BFLOAT16 | _RECOMPUTED | {"quantize": "4bit"}),
     "sft, nested QLoRA in bfloat16, 8-bit AdamW, gradient checkpointing": (
         "sft",

@@ -156,7 +156,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "bench": (lambda words: int(import_module(f"{_PACKAGE}.benchmarks.__main__").main(words)), _BENCH),
     "completion": (_completion, 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'),
     "data": (_data, "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3."),
-    "env": (_env, "Print versions and devices for a report of a bug: burnish env config.yaml."),
+    "env": (_env, "Print versions and devices for a bug report: burnish env config.yaml."),
     "plan": (_plan, "Check a run and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB."),
     "translate": (
         _translate,
@@ -195,12 +195,12 @@ def _run(
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         done = perform(recipe, config)
     except KeyboardInterrupt:
-        print(f"burnish {name}: interrupted; --resume true goes on from the last checkpoint, if any", file=sys.stderr)
+        print(f"burnish {name}: interrupted; --resume true continues from the last checkpoint, if any", file=sys.stderr)
         return 130
     except SystemExit as stopped:
         if name == "demo" and stopped.code not in (0, 2):
             stage = f"burnish sft --config {config.output}/sft/config.yaml --resume true"
-            print(f"burnish demo: begins anew each time; a stage goes on by itself: {stage}", file=sys.stderr)
+            print(f"burnish demo: starts anew each time; to continue a single stage: {stage}", file=sys.stderr)
         raise
     except Exception as error:
         message = _message(error)

@@ -14,14 +14,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from ..config import Common, OfflineConfig, kinds, range_complaint, wording
+from ..config import OfflineConfig, kinds, range_complaint, wording
 from ..registry import nearest
 from .trl import flattened, loaded, messages, read, read_files, split_flags
 
 _log = logging.getLogger(__name__)
 
-# Fields of other recipes, habits, and ours.
-MEANT = {"batch_size": "prompts_per_rollout", "old": "old_logprobs", "lr": "learning_rate", "bf16": "dtype"}
 # The order of the shared fields in --help; all others are in the section of the run.
 _SECTIONS = {
     "data": """data eval_data max_length truncation on_bad_row chat_template chat_template_kwargs dataset_num_proc
@@ -43,7 +41,7 @@ def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
     if os.environ.get("RANK", "0") == "0" and not translation.refused:
         for message in messages(translation):
             _log.warning("TRL: %s", message)
-    # Of two settings jsonargparse lets the later one win.
+    # jsonargparse lets the later of two settings win.
     files_first = sorted(split_flags(left), key=lambda flag: flag[0] != "config")
     parsed: Any = None
     unclear = ""
@@ -53,7 +51,8 @@ def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
         except argparse.ArgumentError as error:
             unclear = str(error)
     if parsed is None or parsed.get("output", "") is None:
-        others = [text for name, text in _mistakes(parser, translated, left) if name not in translation.refused]
+        fresh = _parser(name, config_class)  # one that has failed still means to print
+        others = [text for name, text in _mistakes(fresh, translated, left) if name not in translation.refused]
         mistakes = [*translation.refused.values(), *others] or [unclear]
         text = mistakes[0] if len(mistakes) == 1 else "\n  ".join([f"{len(mistakes)} mistakes", *mistakes])
         parser.exit(2, f"{parser.prog}: {text}\n{parser.prog} --help lists its fields\n")
@@ -62,12 +61,7 @@ def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
 
 
 def completion(shell: str, recipes: Mapping[str, Any]) -> str:
-    """The script by which a shell completes recipes, flags and the values that a flag can have.
-
-    Args:
-        shell: bash or zsh.
-        recipes: the configuration of each.
-    """
+    """The script by which a shell, bash or zsh, completes recipes, flags and the values that a flag can have."""
     script = io.StringIO()
     set_parsing_settings(add_print_completion_argument=True)
     try:
@@ -112,12 +106,11 @@ def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
 
 def _mistakes(parser: Any, translated: Mapping[str, Any], arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each wrong setting with its mistake, and the missing fields."""
-    flags = [flag for flag in split_flags(arguments) if flag[0] != "config"]
+    flags = [flag for flag in split_flags(arguments) if flag[0] not in ("config", "print_config")]
     files = [values[0] for name, values, _ in split_flags(arguments) if name == "config" and values]
     settings: list[tuple[str, list[str]]] = []
     with contextlib.suppress(ValueError):  # a file that can't be read is refused already
-        in_files = flattened(translated or read_files(files))
-        settings = [(name, [_flag(name, value)]) for name, value in in_files.items()]
+        settings += [(name, [_flag(name, value)]) for name, value in flattened(translated or read_files(files)).items()]
     for name, values, tokens in flags:
         group = flattened({name: loaded(" ".join(values))})
         settings += [(key, tokens if key == name else [_flag(key, value)]) for key, value in group.items()]
@@ -161,8 +154,6 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
         hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
     if hint is None:
         fields = list(parser.get_defaults().keys())
-        if MEANT.get(name) in fields:
-            return f"no field {name!r}, did you mean {MEANT[name]!r}?"
         if name.endswith((".yaml", ".yml")):
             return f"no field {name!r}, did you mean --config {name}?"
         return nearest("no field", name, fields)
@@ -177,18 +168,16 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
 class _Parser(ArgumentParser):
     """Argument parser whose help lists fields by topic."""
 
-    fields: Any = None  # the class of the configuration
+    fields: Any = OfflineConfig  # the class of the configuration
 
     def format_help(self, formatter: Any = None) -> str:
         """List the recipe's own fields first, then the shared ones by topic."""
-        own = [kind for kind in self.fields.__mro__ if kind.__module__ != "builtins"] if self.fields else []
+        own, offline = ({each.name for each in dataclasses.fields(kind)} for kind in (self.fields, OfflineConfig))
         shared = {name: title for title, names in _SECTIONS.items() for name in names.split()}
         sections: dict[str, list[argparse.Action]] = {title: [] for title in ("", *_SECTIONS, _RUN)}
         for action in self._actions:
             name = action.dest.partition(".")[0]
-            home = next((kind for kind in reversed(own) if name in vars(kind).get("__annotations__", ())), None)
-            common = home in (Common, OfflineConfig) or home is None
-            sections[shared.get(name, _RUN) if common else ""].append(action)
+            sections["" if name in own - offline else shared.get(name, _RUN)].append(action)
         formatter = formatter or self._get_formatter()
         formatter.add_text(f"usage: {self.prog} [--config file.yaml] [--field value]")
         formatter.add_text(self.description)

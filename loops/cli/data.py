@@ -13,8 +13,6 @@ from ..models.io import load_tokenizer
 from ..recipes.reward import encoder
 from ..runs.context import tokenization
 
-PAIR = ("chosen", "rejected")
-
 
 def print_data(recipe: str, config: Any, rows: int) -> None:
     """Print the first examples of each part of the data, and the account. No model is loaded.
@@ -63,7 +61,7 @@ def _texts(example: data.Example, tokenizer: Any, recipe: str, *, color: bool) -
     yield Text(tokenizer.decode(example.prompt), style="dim")
     pair = recipe in ("dpo", "orpo", "cpo", "reward") and len(example.completions) == 2
     for number, (ids, mask) in enumerate(zip(example.completions, example.trained, strict=True)):
-        name = PAIR[number] if pair else f"completion {number + 1}"
+        name = ("chosen", "rejected")[number] if pair else f"completion {number + 1}"
         text = Text(f"{name}: " if len(example.completions) > 1 else "", style="bold")
         for is_trained, run in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
             piece = tokenizer.decode([token for token, _ in run])

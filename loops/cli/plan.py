@@ -43,7 +43,7 @@ class Gpus:
 
     @property
     def usable(self) -> float:
-        """Bytes of each for tensors."""
+        """Bytes of each GPU that are left for tensors."""
         return USABLE * (self.capacity - CONTEXT)
 
 

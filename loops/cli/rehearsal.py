@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock, patch
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,8 @@ class Rehearsal:
 
     Attributes:
         memory: bytes at the peak of training, by what they are for.
-        tokens: that a step computes over all ranks, prompts that are read once counted once.
-        micro_batches: of one rank in a step, the most of those that were looked at.
+        tokens: number that a step computes over all ranks; a prompt that is read once counts once.
+        micro_batches: the most that one rank has in any of the steps looked at.
         largest: tokens of the micro-batch that was simulated.
     """
 
@@ -66,8 +66,8 @@ def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = Non
 
     Args:
         recipe: such as `run_dpo`, with its configuration.
-        ranks: that there would be.
-        capacity: bytes of the GPU of each; without, they are on the CPU.
+        ranks: number of them to plan for.
+        capacity: bytes of each rank's GPU; without it, ranks are on the CPU.
 
     Raises:
         ValueError: what the recipe raises before its first step.
@@ -208,12 +208,12 @@ def _tokens(batch: Batch, model: Any) -> int:
 
 @contextmanager
 def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
-    """Within, a few functions of the library are others."""
+    """Context in which a few functions of the library are replaced."""
     live = simulation.live
 
     def without_server(config: Any, run: Any) -> Any:
         limit = getattr(run.model.plain.config.get_text_config(), "max_position_embeddings", None)
-        return SimpleNamespace(overlaps=True, stored=False, context=limit, close=_closed)
+        return SimpleNamespace(overlaps=True, stored=False, context=limit, close=AsyncMock())
 
     stand_ins: dict[str, Callable[..., Any]] = {
         "runs.ranks._new_group": lambda world, purpose: world,
@@ -233,11 +233,8 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         yield
 
 
-async def _closed() -> None: ...
-
-
 def _store_tokens(path: Any, feed: Any, compute: Any, accelerator: Any, metadata: Any = None) -> Any:
-    """In place of `stored_tokens`: its shapes, of what is computed of one micro-batch."""
+    """Replaces `stored_tokens`: the same shapes, computed from one micro-batch."""
     computed = compute(feed.batch(feed.plan(0)[0]))
     lengths = [sum(map(sum, trained)) for trained in feed.dataset["trained"]]
     return {name: [x.new_zeros(n, *x.shape[1:]) for n in lengths] for name, x in computed.items()}, metadata or {}

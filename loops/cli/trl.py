@@ -11,7 +11,7 @@ import yaml
 
 from ..registry import nearest
 from . import trl_rules
-from .trl_rules import Translation, table
+from .trl_rules import Translation, as_list, table
 
 _OURS = ("config", "defaults", "help", "h", "print_config")  # names of the command line itself
 
@@ -38,7 +38,8 @@ def translate(
     overlay = table()["recipes"].get(recipe, {})
     rules, notes = ({**table()[part], **overlay.get(part, {})} for part in ("rules", "notes"))
     out = Translation(given, known, trl_defaults(recipe), elsewhere or {})
-    for name, value in given.items():
+    later = {name: n for n, (name, (kind, _)) in enumerate(entries(recipe).items()) if kind == "values"}
+    for name, value in sorted(given.items(), key=lambda item: later.get(item[0], 0)):
         kind, entry = entries(recipe)[name]
         if kind == "renamed" and entry in out.ours:
             out.refuse(name, f"{entry} is given twice, by {out.sources[entry][0]} too")
@@ -48,8 +49,7 @@ def translate(
             out.ignored.setdefault(entry, []).append(name)
         elif kind == "refused":
             why, harmless = entry
-            harmless = harmless if isinstance(harmless, list) else [harmless]
-            if value not in (None, *harmless) and (value or harmless != [None]):
+            if value not in (None, *as_list(harmless)) and (value or harmless is not None):
                 out.refuse(name, why)
     for rule, names in rules.items():
         present = [name for name in names if name in given]
@@ -101,9 +101,9 @@ def _fields(out: Translation, name: str, value: Any, entry: Any) -> dict[str, An
 
 
 def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str], Translation]:
-    """The fields that configuration files and TRL's flags come to, and the flags that are left, which are ours.
+    """Translate configuration files and TRL's flags into our fields; also return the remaining flags, which are ours.
 
-    Flags win over files. Where no name is TRL's, the arguments are all left; what is wrong is among the ``refused``.
+    Flags win over files. If no name is TRL's, all arguments remain; mistakes are listed in ``refused``.
     """
     own = {each.name: each.default for each in dataclasses.fields(config_class)}
     out, flags = Translation({}, own), split_flags(arguments)
@@ -119,8 +119,7 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
         return {}, list(arguments), out
 
     names = {name: _name(recipe, name) for name in words}
-    candidates = {*own, *entries(recipe)}
-    unknown = {name: nearest("no field", name, candidates) for name in foreign if not names[name]}
+    unknown = {name: nearest("no field", name, {*own, *entries(recipe)}) for name in foreign if not names[name]}
     if defaults not in (None, "trl"):
         unknown["defaults"] = f"defaults: wanted trl, or nothing for burnish's own, got {defaults}"
 

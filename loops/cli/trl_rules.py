@@ -73,11 +73,13 @@ class Translation:
 
 def batch(trl: Translation) -> dict[str, Any]:
     per_device, accumulation = int(trl["per_device_train_batch_size"]), int(trl["gradient_accumulation_steps"])
+    if min(per_device, accumulation) < 1:
+        raise ValueError("wanted whole numbers > 0")
     processes = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
     sizes = (trl.elsewhere.get(f"parallel.{name}") for name in ("tp_size", "cp_size"))  # of ranks with the same data
     ranks = processes // math.prod(size for size in sizes if isinstance(size, int) and size > 0)
     trained = per_device * ranks * accumulation
-    for kind in table()["micro_batched"].keys() & {*_list(trl["loss_type"])} if trained > per_device else ():
+    for kind in table()["micro_batched"].keys() & {*as_list(trl["loss_type"])} if trained > per_device else ():
         what = f"{table()['micro_batched'][kind]} over the whole step"
         trl.notes.append(f"{kind}: {what}; TRL's, over each of its {ranks * accumulation} micro-batches")
     if "prompts_per_rollout" not in trl.known:
@@ -111,16 +113,28 @@ def duration(trl: Translation) -> dict[str, Any]:
     return {"epochs": int(float(trl["num_train_epochs"]))}
 
 
-def precision(trl: Translation) -> dict[str, Any]:
-    loaded = {name: str(trl[name]).removeprefix("torch.") for name in ("torch_dtype", "dtype") if name in trl.given}
-    half = [name for name, dtype in loaded.items() if dtype == "float16"] + ["fp16"] * bool(trl["fp16"])
-    for name in half:
-        trl.refuse(name, "there is no float16 with loss scaling; bfloat16 and float32 there are", instead="dtype")
-    if half:
+def warmup(trl: Translation) -> dict[str, Any]:
+    steps = trl["warmup_steps"] or trl["warmup_ratio"]
+    if steps and trl["lr_scheduler_type"] == "constant":
+        trl.notes.append("warmup: none; transformers' constant schedule has none, constant_with_warmup has one")
         return {}
-    named = [dtype for dtype in loaded.values() if dtype in ("bfloat16", "float32", "float64")]
+    return {"warmup": float(steps)} if steps else {}
+
+
+def precision(trl: Translation) -> dict[str, Any]:
+    names = [name for name in ("torch_dtype", "dtype") if trl.given.get(name) not in (None, "auto")]
+    loaded = {name: str(trl[name]).removeprefix("torch.") for name in names}
+    asked = {**loaded, "fp16": "float16"} if trl["fp16"] else loaded
+    for name, dtype in asked.items():
+        if dtype not in ("bfloat16", "float32", "float64"):
+            why = f"there is no {dtype}" + " with loss scaling" * (dtype == "float16")
+            trl.refuse(name, f"{why}; there are bfloat16 and float32", instead="dtype")
+    if trl.refused.keys() & asked:
+        return {}
     bf16 = trl.given.get("bf16")
-    dtype = "bfloat16" if bf16 else (named or ["bfloat16" if bf16 is None else "float32"])[0]
+    dtype = "bfloat16" if bf16 else next(iter(loaded.values()), "bfloat16" if bf16 is None else "float32")
+    if bf16 is None and dtype == "float32":
+        trl.notes.append("dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false (dtype bfloat16)")
     if "bfloat16" not in loaded.values() or trl["use_peft"]:
         return {"dtype": dtype}
     trl.notes.append("dtype: bfloat16 weights round each step by chance (see rounding), where TRL's lose small ones")
@@ -144,8 +158,7 @@ def optimizer(trl: Translation) -> dict[str, Any]:
 
 
 def evaluation(trl: Translation) -> dict[str, Any]:
-    strategy = trl["eval_strategy"] or trl["evaluation_strategy"] or "no"
-    if strategy == "no":
+    if (strategy := trl["eval_strategy"] or trl["evaluation_strategy"] or "no") == "no":
         return {}
     every = trl["eval_steps"] or trl["logging_steps"] or 10
     fields = _interval(trl, strategy, "eval_steps", every, "eval_every", "there is one at the start and at the end")
@@ -157,17 +170,18 @@ def evaluation(trl: Translation) -> dict[str, Any]:
 
 
 def saving(trl: Translation) -> dict[str, Any]:
-    strategy = trl["save_strategy"] or "no"
-    if strategy == "best":
-        return trl.refuse("save_strategy", "the last model is saved, not the best", instead="save_every")
-    if strategy == "no":
+    if (strategy := trl["save_strategy"] or "no") == "no":
         return {}
+    if strategy == "best":
+        return trl.refuse("save_strategy", "the last model is saved; keep_best keeps the best", instead="save_every")
     return _interval(trl, strategy, "save_steps", trl["save_steps"], "save_every", "there is one at the end")
 
 
 def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str, otherwise: str) -> dict[str, Any]:
     """The steps between two evaluations or checkpoints; below 1, TRL's are a share of all steps."""
     every, steps = float(every), int(trl["max_steps"])
+    if strategy not in ("steps", "epoch"):
+        return trl.refuse(name.replace("steps", "strategy"), f"{strategy!r} is none of no, steps, epoch", instead=field)
     if strategy == "epoch":
         trl.notes.append(f"{field} counts steps, not epochs; {otherwise}")
         return {}
@@ -177,7 +191,7 @@ def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str
 
 
 def trackers(trl: Translation) -> dict[str, Any]:
-    names = _list(trl["report_to"])
+    names = as_list(trl["report_to"])
     if "all" in names:
         return trl.refuse("report_to", "'all' names none; name them", instead="report_to")
     return {"report_to": [name for name in names if name != "none"] or None}
@@ -187,14 +201,14 @@ def supervised_loss(trl: Translation) -> dict[str, Any]:
     kind, smoothing = trl["loss_type"] or "nll", float(trl["label_smoothing_factor"] or 0)
     if kind not in ("nll", "chunked_nll", "dft"):
         return trl.refuse("loss_type", f"{kind!r} is none of nll, chunked_nll, dft", instead="loss")
-    if smoothing and kind == "nll":
+    if smoothing and kind != "dft":
         return {"loss": {"label_smoothed_nll": {"label_smoothing": smoothing}}}
     return {"loss": kind.removeprefix("chunked_")} if "loss_type" in trl.given else {}
 
 
 def pair_loss(trl: Translation) -> dict[str, Any]:
-    losses, kinds = table()["losses"], _list(trl["loss_type"])
-    weights = _list(trl["loss_weights"]) or [1.0] * len(kinds)
+    losses, kinds = table()["losses"], as_list(trl["loss_type"])
+    weights = as_list(trl["loss_weights"]) or [1.0] * len(kinds)
     means = [kind in table()["means"] for kind in kinds if kind != "sft"]
     mean = ", ".join(kind for kind in kinds if kind in table()["means"])
     if unknown := [kind for kind in kinds if kind not in losses]:
@@ -221,14 +235,17 @@ def pair_loss(trl: Translation) -> dict[str, Any]:
 
 
 def alpha(trl: Translation) -> dict[str, Any]:
-    """TRL's coefficient is 1 - alpha; at 1 its alpha-divergence is the reverse KL."""
-    if (coefficient := float(trl["f_alpha_divergence_coef"])) != 1:
+    """TRL's coefficient is 1 - alpha; at 1 its alpha-divergence is the reverse KL, at 0 the forward one."""
+    if (coefficient := float(trl["f_alpha_divergence_coef"])) not in (0, 1):
         return {"divergence_alpha": 1 - coefficient}
-    return {"divergence": "reverse_kl"} if trl["f_divergence_type"] == "alpha_divergence" else {}
+    limit = "reverse_kl" if coefficient else "forward_kl"
+    return {"divergence": limit} if trl["f_divergence_type"] == "alpha_divergence" else {}
 
 
 def contrast(trl: Translation) -> dict[str, Any]:
     kind, alpha = trl["loss_type"] or "sigmoid", float(trl["alpha"] or 0)
+    if kind == "alphapo":
+        return {"loss": "alpha_po", "alpha": alpha, "nll": 0.0}
     loss = {("sigmoid", False): "cpo", ("simpo", False): "simpo", ("simpo", True): "alpha_po"}.get((kind, bool(alpha)))
     if loss is None:
         name = "loss_type" if "loss_type" in trl.given else "alpha"
@@ -267,7 +284,7 @@ def policy_loss(trl: Translation) -> dict[str, Any]:
 
 
 def clipping(trl: Translation) -> dict[str, Any]:
-    low = 0.2 if trl["epsilon"] is None else float(trl["epsilon"])
+    low = next((float(trl[name]) for name in ("epsilon", "cliprange") if trl[name] is not None), 0.2)
     high = low if trl["epsilon_high"] is None else float(trl["epsilon_high"])
     return {"loss_kwargs": {"clip_low": low, "clip_high": high}}
 
@@ -278,17 +295,16 @@ def correction(trl: Translation) -> dict[str, Any]:
     corrections, mode = table()["corrections"], trl["vllm_importance_sampling_mode"]
     if mode not in corrections:
         return trl.refuse("vllm_importance_sampling_mode", nearest("there is no", mode, corrections))
-    high = trl["vllm_importance_sampling_clip_max"] or trl["vllm_importance_sampling_cap"] or 3.0
+    bounds = (trl["vllm_importance_sampling_cap"], trl.given.get("vllm_importance_sampling_clip_max", 3.0), math.inf)
+    high = next(bound for bound in bounds if bound is not None)
     low = float(trl["vllm_importance_sampling_clip_min"] or 0)
-    if low and "truncate" in mode:
-        return trl.refuse("vllm_importance_sampling_clip_min", f"{mode} has no lower bound here", instead="correction")
     return {"correction": corrections[mode], "correction_low": low, "correction_high": float(high)}
 
 
 def rewards(trl: Translation) -> dict[str, Any]:
     models = [trl[name] for name in ("reward_model_name_or_path", "reward_model_path") if trl[name]]
-    names, shipped = [*models, *_list(trl["reward_funcs"])], table()["rewards"]
-    weights = _list(trl["reward_weights"]) or [1.0] * len(names)
+    names, shipped = [*models, *as_list(trl["reward_funcs"])], table()["rewards"]
+    weights = as_list(trl["reward_weights"]) or [1.0] * len(names)
     if len(weights) != len(names):
         return trl.refuse("reward_weights", f"there are {len(weights)} for {len(names)} rewards", instead="rewards")
     fields: dict[str, Any] = {}
@@ -303,16 +319,12 @@ def rewards(trl: Translation) -> dict[str, Any]:
     return {"rewards": fields}
 
 
-def policy(trl: Translation) -> dict[str, Any]:
-    """TRL's PPO trains ``sft_model_path``, and values that begin with the reward model."""
-    models = {"model": trl["sft_model_path"] or trl["model_name_or_path"], "value_model": trl["reward_model_path"]}
-    return {name: model for name, model in models.items() if model}
-
-
 def divergence(trl: Translation) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if "temperature" in trl.given:
-        fields = dict.fromkeys(("temperature", "teacher.temperature"), float(trl["temperature"]))
+        gkd = {"lmbda", "max_new_tokens"} & trl.given.keys() and "max_completion_length" not in trl.given
+        names = ["temperature"] if gkd else ["temperature", "teacher.temperature"]
+        fields = dict.fromkeys(names, float(trl["temperature"]))
     if "beta" in trl.given:
         beta = float(trl["beta"])
         fields["teacher.divergence"] = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
@@ -374,5 +386,5 @@ def _shortest(part: Mapping[str, Any]) -> Any:
     return part
 
 
-def _list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]

@@ -38,7 +38,7 @@ class ChatTurns:
         self.end = self.suffix([{"role": "user", "content": "Go on."}])[0]  # the token that ends the assistant's turn
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        return self.encoder.chat(list(messages), self.options, generation_prompt=True)
+        return self.encoder.chat(list(messages), self.options, generation_prompt=True, check=False)
 
     def suffix(self, messages: Sequence[Message]) -> list[int]:
         """From the assistant's end token to where the next completion begins.

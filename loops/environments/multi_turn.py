@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from ...data.columns import Message
 from ..config import Limits
 from ..rewards.scoring import OutOfTime, as_score, call, is_async, within
-from ..rollouts.event_loops import run
+from ..rollouts.event_loops import gather_or_cancel, run
 from ..rollouts.sample import Request, Row, Sample, VersionSpan, plain
 from ..rollouts.source import RolloutSource, check_completions
 from .chat_turns import ChatTurns
@@ -94,34 +95,25 @@ class MultiTurnSource:
     failures: Counter[str] = field(default_factory=Counter)
     _closing: "set[asyncio.Task[None]]" = field(default_factory=set, init=False, repr=False, compare=False)
 
-    @property
-    def overlaps(self) -> bool:
-        return self.source.overlaps
-
-    @property
-    def stored(self) -> bool:
-        return self.source.stored
+    def __post_init__(self) -> None:
+        places = self.limits.concurrency
+        self._places: AbstractAsyncContextManager[Any] = asyncio.Semaphore(places) if places else nullcontext()
+        self.overlaps, self.stored = self.source.overlaps, self.source.stored
 
     async def sample(self, request: Request) -> list[Sample]:
-        """One conversation for each of ``request.indices``, all at the same time; if one fails, all are cancelled.
+        """One conversation for each of ``request.indices``, at the same time; if one fails, all are cancelled.
 
         Raises:
             ValueError: if `reset` fails, or gives the conversations of one task different prompts.
             SourceError: if the source returns another sample than the one requested.
         """
-        conversations = [asyncio.ensure_future(self._converse(request, index)) for index in request.indices]
-        try:
-            samples = await asyncio.gather(*conversations)
-        finally:
-            for conversation in conversations:
-                conversation.cancel()
-            await asyncio.gather(*conversations, return_exceptions=True)
+        samples = await gather_or_cancel(self._converse(request, index) for index in request.indices)
         if len({tuple(sample.prompt) for sample in samples}) > 1:
             raise ValueError(
                 f"environment: the conversations of task {request.task} begin with different prompts; what `reset` "
                 "returns must depend on the row alone, because their rewards are compared"
             )
-        return list(samples)
+        return samples
 
     async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         await self.source.publish(weights, version)
@@ -134,14 +126,15 @@ class MultiTurnSource:
         await self.source.close()
 
     async def _converse(self, request: Request, index: int) -> Sample:
-        environment = _Played(self.make())
-        try:
-            return await self._conversation(environment, request, index)
-        finally:
-            closing = asyncio.ensure_future(self._close(environment))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-            await asyncio.shield(closing)  # a conversation that is cancelled once more leaves it to `close`
+        async with self._places:
+            environment = _Played(self.make())
+            try:
+                return await self._conversation(environment, request, index)
+            finally:
+                closing = asyncio.ensure_future(self._close(environment))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+                await asyncio.shield(closing)  # a conversation that is cancelled once more leaves it to `close`
 
     async def _conversation(self, environment: "_Played", request: Request, index: int) -> Sample:
         prompt, limit = await self._open(environment, request)

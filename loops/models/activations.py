@@ -1,4 +1,4 @@
-"""Activations kept for the backward pass, and noise on the embeddings."""
+"""Activations kept for the backward pass, and what is random in training mode: nothing, or noise on the embeddings."""
 
 from functools import partial
 from typing import Any, Literal
@@ -39,6 +39,23 @@ def checkpoint_activations(model: Any, keep: Literal[True, "selective", "offload
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
     enable(kwargs, **({"offload": True} if keep == "offload" else {}))
     model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph at its start
+
+
+def without_randomness(model: nn.Module) -> None:
+    """Let training mode compute what evaluation does: policy and reference must differ only in their weights."""
+    for module in (module for path, module in model.named_modules() if "lora_dropout" not in path):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if any("jitter" in name for name in vars(module)):  # a router, that may sample experts as well
+            module.train = partial(_train_children, module)
+
+
+def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
+    nn.Module.train(module, mode).training = False
+    return module
 
 
 def add_noise(model: Any, alpha: float) -> None:

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.utils.integrations import dequantize_module_weight
+from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,13 +20,13 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from ...data import read_chat_template
 from ..config import Common
 from ..registry import blaming, build
-from .activations import add_noise, checkpoint_activations
+from .activations import add_noise, checkpoint_activations, without_randomness
+from .adapters import add_adapters, may_stay_in_files, merged_weights, unread
 from .backbone import Backbone
 from .sharding import left_in_files, whole
 
 log = logging.getLogger(__name__)
 
-_UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow_config", "monteclora_config"}
 _FILE = "5GB"  # maximal size of a file of weights
 
 
@@ -93,7 +92,7 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
 
 
 def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
-    """A model to train, in the configured precision, without dropout; quantized and with adapters if configured.
+    """A model to train, in the configured precision, without randomness; quantized and with adapters if configured.
 
     A model passed as an object is converted in place to that precision, unless it has adapters or is quantized.
 
@@ -109,6 +108,9 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
         raise ValueError("quantize: the model is loaded already; load it quantized, or give its name")
     if isinstance(config.model, PeftModel) and adapters:
         raise ValueError("lora.r: the model has adapters already; leave lora out, or give the model without them")
+    injected = in_memory and any(hasattr(module, "base_layer") for module in config.model.modules())
+    if injected and not isinstance(config.model, PeftModel):
+        raise ValueError("model: an earlier run left adapters in it; give that run's model, or load it again")
     if (config.quantize or quantized) and not (adapters or isinstance(config.model, PeftModel)):
         raise ValueError(
             f"quantize={config.quantize}: quantized weights can't be trained; add adapters, such as --lora.r 16"
@@ -128,9 +130,9 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
             stored = transformers.AutoConfig.from_pretrained(config.model).dtype
         options |= {"attn_implementation": config.attention, "quantization_config": _quantization(config)}
         blamed = f"model: {config.model}" + (f" with attention {config.attention}" if config.attention else "")
-        with blaming(blamed), left_in_files(_may_stay_in_files(config, task)):
+        with blaming(blamed), left_in_files(may_stay_in_files(config, task)):
             model = auto.from_pretrained(config.model, dtype=dtype, **options)
-    without_dropout(model)
+    without_randomness(model)
     if config.dtype != "float64":
         model.stored_dtype = torch.bfloat16 if config.weights_dtype == "bfloat16" else stored
     if config.gradient_checkpointing:
@@ -138,11 +140,11 @@ def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
     if config.neftune_noise_alpha:
         add_noise(model, config.neftune_noise_alpha)
     if adapters:
-        model = _with_adapters(model, config, task)
+        model = add_adapters(model, config, task)
         if config.weights_dtype == "float32":  # peft makes copies of modules, and new heads, in the model's precision
             for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-    for module in _unread(model.get_base_model() if isinstance(model, PeftModel) else model).values():
+    for module in unread(model.get_base_model() if isinstance(model, PeftModel) else model).values():
         module.requires_grad_(False)  # DDP would wait for their gradients
     return model.train()  # type: ignore[no-any-return]
 
@@ -163,65 +165,6 @@ def _stays(model: Any, name: str, dtype: torch.dtype | None) -> bool:
     return dtype == torch.bfloat16 and any(re.search(part.replace("*", ".*"), name) for part in parts)
 
 
-def _unread(plain: Any) -> dict[str, nn.Module]:
-    """The parts of a model that text does not reach, such as its encoder of images, by name."""
-    if plain.config.get_text_config() is plain.config:
-        return {}
-    text = set(plain.get_decoder().parameters())
-    return {name: part for name, part in plain.base_model.named_children() if text.isdisjoint(part.parameters())}
-
-
-def _may_stay_in_files(config: Common, task: str) -> bool:
-    """True if the model can be sharded before its weights are read. Creating some adapters reads weights, or copies
-    them."""
-    lora, sharded = config.lora, config.parallel.copy_size > 1
-    made = not lora.adds_nothing or lora.use_dora or lora.kwargs or lora.target_parameters or lora.modules_to_save
-    read = lora.enabled and bool(made or task != "CAUSAL_LM")  # those of a classifier copy its head
-    if sharded and read:
-        log.warning("lora: these adapters are made of the model's weights, so every rank reads all of them")
-    return sharded and not read
-
-
-def _with_adapters(model: Any, config: Common, task: str) -> Any:
-    """Add new adapters, or load those of ``lora.path``; in float32, unless ``config.weights_dtype`` is bfloat16."""
-    lora, options = config.lora, dict[str, Any](autocast_adapter_dtype=config.weights_dtype == "float32")
-    if lora.path is not None:
-        if lora.r:
-            raise ValueError(f"lora.r: the adapter in {lora.path} has its own rank; leave lora.r out")
-        if not Path(lora.path, "adapter_config.json").exists():
-            raise ValueError(f"lora.path: {lora.path} holds no adapter_config.json; give the directory of an adapter")
-        return PeftModel.from_pretrained(model, lora.path, is_trainable=True, **options)
-    # peft adds to the lists it is given.
-    fields: dict[str, Any] = {
-        name: copy.copy(value) for name, value in vars(lora).items() if name not in ("kwargs", "path")
-    }
-    fields |= {"lora_alpha": fields.pop("alpha"), "lora_dropout": fields.pop("dropout"), "task_type": task}
-    new_head = () if task == "CAUSAL_LM" else ("score", "classifier")  # trains whole
-    if parts := (*new_head, *_unread(model)):
-        fields["exclude_modules"] = rf"(.*\.)?({'|'.join(parts)})(\..*)?"
-    targets = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules]
-    adapted = {name.rpartition(".")[2] for name in (*targets, *(lora.modules_to_save or ()))}
-    tied = {path.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for path in pair}
-    if adapted & {path.rpartition(".")[2] for path in tied} and "ensure_weight_tying" not in lora.kwargs:
-        fields["ensure_weight_tying"] = True  # a file holds one weight for both
-    if repeated := sorted(fields.keys() & lora.kwargs.keys()):
-        raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
-    if unmerged := sorted(_UNMERGED & lora.kwargs.keys()):
-        raise ValueError(f"lora.kwargs: {unmerged[0]} can't be merged into a plain model; leave it out")
-    widest = model.config.get_text_config().hidden_size
-    if lora.r > widest:
-        raise ValueError(f"lora.r: {lora.r} is no low rank, the model is {widest} wide; 8 to 64 is usual")
-    try:
-        return get_peft_model(model, build("lora.kwargs", LoraConfig, lora.kwargs, **fields), **options)
-    except (TypeError, ValueError) as error:
-        field, names = "lora", lora.target_modules
-        if "arget modules" in str(error):
-            several = isinstance(names, str) and "," in names
-            listed = f" (a list is written [{', '.join(str(names).split(','))}])" if several else ""
-            field = f"lora.target_modules: {names}{listed}"
-        raise ValueError(f"{field}: {error}") from error
-
-
 def _classifier_of(architecture: Any, task: str) -> Any:
     """The generic classifier of `transformers` on the backbone of this architecture."""
     backbone: Any = transformers.AutoModel._model_mapping[type(architecture)]
@@ -229,17 +172,8 @@ def _classifier_of(architecture: Any, task: str) -> Any:
     name = backbone.__name__.removesuffix("Model") + generic.__name__.removeprefix("Generic")
     log.warning("%s: transformers has no such class; the saved model can be loaded by burnish alone", name)
     pretrained = next(kind for kind in backbone.__mro__ if kind.__name__.endswith("PreTrainedModel"))
-    return type(name, (generic, pretrained), {})
-
-
-def without_dropout(model: nn.Module) -> None:
-    """Turn off every dropout of the architecture: policy and reference must differ only in their weights."""
-    for module in (module for path, module in model.named_modules() if "lora_dropout" not in path):
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+    # As a class of transformers: those of others are to fill the buffers that no file holds themselves.
+    return type(name, (generic, pretrained), {"config_class": type(architecture), "__module__": pretrained.__module__})
 
 
 def _quantization(config: Common) -> Any:
@@ -299,47 +233,6 @@ def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:
     return model
 
 
-def _merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the entries of a plain model's state_dict, with the active adapters merged."""
-    wrapped: Any = model
-    known: set[str] = set()
-    for name, module in wrapped.get_base_model().named_modules():
-        path = re.sub(r"\.(base_layer|modules_to_save\.default|token_adapter)", "", name)
-        tensors: dict[str, Tensor] = {}
-        if hasattr(module, "get_delta_weight"):
-            tensors = _merged_layer(module)
-        elif hasattr(module, "get_merged_weights"):
-            tensors = {"weight": module.get_merged_weights(module.active_adapters)}
-        elif not any(part in name for part in ("lora_", "original_module", "modules_to_save.reference")):
-            held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            # Loaded as a parameter, it would itself come to require gradients again.
-            tensors = {kind: tensor.detach() for kind, tensor in held if kind not in module._non_persistent_buffers_set}
-            if isinstance(module, nn.Linear) and f"{path}.weight" not in known:  # quantized, without an adapter
-                tensors["weight"] = dequantize_module_weight(module).detach()
-        for kind, tensor in tensors.items():
-            place = f"{path}.{kind}" if path else kind
-            if place not in known:
-                known.add(place)
-                yield place, tensor
-
-
-@torch.no_grad()
-def _merged_layer(module: Any) -> dict[str, Tensor]:
-    """Weight and bias of a peft layer, with its active adapters merged."""
-    kind, layer = getattr(module, "parameter_name", "weight"), module.get_base_layer()
-    weight = dequantize_module_weight(layer) if kind == "weight" else getattr(layer, kind)
-    merged: dict[str, Tensor] = {}
-    for adapter in module.active_adapters:
-        if variant := module.lora_variant.get(adapter):
-            weight = variant.merge_safe(module, adapter, weight)
-        else:
-            weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
-        bias = getattr(module.lora_B[adapter], "bias", None) if adapter in module.lora_B else None
-        if bias is not None:
-            merged["bias"] = layer.bias + module.scaling[adapter] * bias
-    return {**merged, kind: weight}
-
-
 def named_weights(policy: Any, dtype: torch.dtype | None = None, *, tied: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy, or of its model, under the names of transformers, adapters merged.
 
@@ -353,7 +246,7 @@ def named_weights(policy: Any, dtype: torch.dtype | None = None, *, tied: bool =
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the last forward pass may have left it unsharded
-    weights = _merged_weights(model) if isinstance(model, PeftModel) else model.state_dict().items()
+    weights = merged_weights(model) if isinstance(model, PeftModel) else model.state_dict().items()
     left_out = () if tied else policy.plain.all_tied_weights_keys
     plain = policy.plain if isinstance(policy, Backbone) else policy
     for name, weight in weights:

@@ -42,7 +42,9 @@ log = logging.getLogger(__name__)
 
 
 # Factors that Hugging Face architectures multiply the logits by, by the name in their config; logits_scaling divides.
+# Then some cap them.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")  # subclasses of these compute something else
@@ -59,7 +61,8 @@ def logit_transform(config: Any) -> LogitTransform:
     """
     scale = math.prod(getattr(config, name, None) or 1.0 for name in _MULTIPLIERS)
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
-    return LogitTransform(scale, getattr(config, "final_logit_softcapping", None) or None)
+    caps = [cap for name in _CAPS if (cap := getattr(config, name, None))]
+    return LogitTransform(scale, caps[0] if caps else None)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...kernels import Backend, Extra, LogitTransform, TopK, logits_logprob
 from ..batch import Batch
-from .backbone import Backbone, Layout
+from .backbone import Backbone
 from .context_parallel import split_columns
 from .lm_head import CannotFuse, TeacherOutputs, fuse, logit_transform, operands
 from .probe import PROBE, choose_layout, objection
+from .rows import Layout
 from .scorer import Scorer
 from .sharding import shard
 
@@ -179,13 +180,15 @@ class Policy(Backbone):
                 raise CannotFuse("it has no output embedding")
             if self.plain.base_model is self.plain:
                 raise CannotFuse("transformers does not say what is below its head")
-            with self.probing():
-                logits = super().model_output(rows)
+            with self.probing() as exact:
+                logits, hidden = super().model_output(rows), super().hidden(rows)
                 fuse(self.head, self.transform, backend, keep_bytes)
-                fused = self.head(super().hidden(rows), target=target).logprob
+                fused = self.head(hidden, target=target).logprob
             expected = logits.double().log_softmax(-1).gather(1, target[:, None])[:, 0]
-            # The two may differ only by rounding of the logits to their own dtype.
-            tolerance = 8 * torch.finfo(logits.dtype).eps * logits.abs().max().double().clamp(min=1.0) + 1e-5
+            # The two may differ only by rounding of the logits, which some models convert to float32 after it.
+            dtypes = {each.dtype for each in (logits, hidden, *self.head.parameters()) if each.is_floating_point()}
+            eps = max(torch.finfo(dtype).eps for dtype in (dtypes if exact else dtypes | {torch.bfloat16}))
+            tolerance = 8 * eps * logits.abs().max().double().clamp(min=1.0) + 1e-5
             if not torch.all((fused.double() - expected).abs() <= tolerance):
                 raise CannotFuse("its logits are not a known function of its last hidden state")
         except CannotFuse as reason:

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...data import Example
 from ..batch import Batch
-from .backbone import Backbone, Layout, Rows, evaluating
+from .backbone import Backbone, evaluating
 from .context_parallel import split_columns
 from .probe import choose_layout
+from .rows import Layout, Rows
 from .sharding import shard
 
 
@@ -88,7 +89,7 @@ class Scorer(Backbone):
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare with the model's own forward pass on a short text."""
-        first, *rest = (token for token in range(2, 7) if token != self.plain.config.pad_token_id)
+        first, *rest = (token for token in range(2, 7) if token != self.plain.config.get_text_config().pad_token_id)
         text = [Example([first], [rest], [[token == rest[-1] for token in rest]])]
         with self.probing():
             score = self._score(self.arranged(text, "padded"))

@@ -246,5 +246,5 @@ def _compute_locally(module: Any, gradient: Placement) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; then all ranks of its mesh must call it."""
+    """The full tensor, gathered if it is sharded: then all ranks of its mesh must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -7,7 +7,7 @@
     4  it is improved further by GRPO, which samples while it learns, rewarded only for right answers
 
 Every stage is the recipe that ``burnish sft``, ``burnish dpo`` and ``burnish grpo`` run, on files that stay in the run
-directory. No stage sees any of the questions that the accuracies are of.
+directory. No stage sees any of the questions on which accuracy is measured.
 """
 
 import itertools

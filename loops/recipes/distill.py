@@ -70,9 +70,7 @@ def distill_losses(config: Distill) -> dict[str, Term]:
     config.teacher.check(needed=on_samples or "divergence" in tensors_needed(losses))
     if not config.on_policy:
         if on_samples:
-            raise ValueError(
-                "loss: sampled_reverse_kl is about completions that the student samples; set on_policy above 0"
-            )
+            raise ValueError("loss: sampled_reverse_kl is for the student's own completions; set on_policy above 0")
         return {**losses, **ENTROPY}
     check_sampling(config)
     if on_samples and (config.top_p < 1 or config.top_k):

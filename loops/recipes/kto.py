@@ -52,7 +52,8 @@ def kto_losses(config: KTO) -> dict[str, Term]:
     """The losses, and what is measured beside them; ValueError if settings contradict each other."""
     weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
     shared = {"beta": config.beta, **weights, **config.loss_kwargs}
-    losses = parse_losses(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=config.loss_kwargs)
+    given = {*config.loss_kwargs, *(name for name, weight in weights.items() if weight != 1)}
+    losses = parse_losses(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=given)
     config.teacher.check(needed="divergence" in tensors_needed(losses))
     if "kto" in losses and config.batch_size < 2:
         raise ValueError("kto: its z0 comes from completions of other prompts; use a batch_size of 2 or more")

@@ -1,6 +1,6 @@
 """Preference training on the policy's own completions: the best and the worst of a prompt make a pair.
 
-Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv:2402.04792, with rewards for a judge.
+Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv:2402.04792, with rewards as the judge.
 """
 
 from functools import partial

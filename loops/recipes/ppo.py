@@ -117,8 +117,8 @@ def open_critic(config: PPO) -> Scorer:
     assert config.value_model is not None
     settings = replace(config, model=config.value_model, parallel=Parallel())  # it is probed before it is sharded
     critic = Scorer(load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout, read="before")
-    if critic.plain.config.pad_token_id is None:
-        critic.plain.config.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
+    if (saved := critic.plain.config.get_text_config()).pad_token_id is None:
+        saved.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
     architecture = critic.plain.config
     if isinstance(config.value_model, str):
         architecture = blaming(f"value_model: {config.value_model}")(AutoConfig.from_pretrained)(config.value_model)

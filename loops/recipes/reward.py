@@ -28,7 +28,7 @@ def open_reward(config: Reward) -> Training:
     encode, columns = encoder(config)
     load = partial(load_classifier, task="SEQ_CLS", labels={0: "reward"})
     context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
-    saved, tokenizer = context.model.plain.config, context.tokenizer
+    saved, tokenizer = context.model.plain.config.get_text_config(), context.tokenizer
     if saved.pad_token_id is None:  # transformers needs it to find the end of a completion
         saved.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     mark = partial(ends_marked, pad=saved.pad_token_id)
@@ -56,7 +56,7 @@ def reward_scores(
         DataError: naming the row and what is wrong with it.
     """
     data, _ = encode_supervised(list(rows), tokenizer, train_on="completion")
-    pad = scorer.plain.config.pad_token_id
+    pad = scorer.plain.config.get_text_config().pad_token_id
     examples = [ends_marked(example(data, i), pad) for i in range(len(data))]
     batches = [collate(examples[i : i + batch_size], device=scorer.device) for i in range(0, len(examples), batch_size)]
     return scores(scorer, batches)

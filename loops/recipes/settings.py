@@ -50,7 +50,7 @@ class Pairs(Settings):
     beta: PositiveFloat = 0.1
     """Strength of the pull towards the reference, or scale of the contrast, for every loss that has a beta."""
     label_smoothing: NoiseShare = 0.0
-    """Assumed share of pairs labeled the wrong way round, for every loss that knows it."""
+    """Assumed share of pairs labeled the wrong way round, for every loss that has this."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Distill(SFT, SamplingConfig):
     completions alone; sampled_reverse_kl, a policy gradient with the reverse KL of each token for its cost, from the
     student's alone."""
     on_policy: ClosedUnitInterval = 0.0
-    """Share of the steps that learn from completions which the student samples itself, λ of GKD; 1 is all of them."""
+    """Share of the steps on completions that the student samples itself, λ of GKD; 1 is all of them."""
     group_size: PositiveInt = 1
     """Completions that the student samples per prompt."""
 
@@ -165,7 +165,7 @@ class GRPO(PolicyGradientConfig):
     """Reinforcement learning from rewards, each completion compared with the others of its prompt."""
 
     variant: VariantName = "grpo"
-    """Named settings of the loss, its weighting and the advantage; the settings below take their place."""
+    """Named settings of the loss, its weighting and the advantage; the settings below override them."""
     weighting: Literal["token_mean", "sequence_mean", "fixed_length"] | None = None
     """Weight of a token: the same for each, 1 over its completion's length, or 1 over max_tokens."""
     scale: Literal["group", "batch", "none"] | None = None
@@ -173,9 +173,9 @@ class GRPO(PolicyGradientConfig):
     reward_aggregation: Literal["sum", "normalize"] = "sum"
     """Sum rewards before they are compared, or compare them one by one (GDPO)."""
     dynamic_sampling: bool | None = None
-    """Pass over groups whose rewards are all the same and sample others."""
+    """Skip groups whose rewards are all equal, and sample others instead."""
     kl_as: Literal["loss", "reward"] = "loss"
-    """Use the divergence from the reference as a loss of its own, or take it off the reward."""
+    """Use the divergence from the reference as a loss of its own, or subtract it from the reward."""
     use_bias_correction_kl: bool = False
     """Weight that loss by the ratio of each token, so that its gradient is the divergence's (DeepSeek-V3.2)."""
 
@@ -198,7 +198,7 @@ class PPO(PolicyGradientConfig):
     prompts_per_rollout: PositiveInt = 64
     epochs_per_rollout: PositiveInt = 4
     beta: NonNegativeFloat = 0.05
-    """Strength of the pull towards the reference policy, taken off the reward of each token; 0 needs no reference."""
+    """Strength of the penalty, per token, for leaving the reference policy; 0 needs no reference."""
     gamma: ClosedUnitInterval = 1.0
     """Discount of later rewards, per token."""
     lam: ClosedUnitInterval = 0.95

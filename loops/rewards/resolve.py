@@ -73,7 +73,8 @@ def _resolved(spec: RewardMix, given: Mapping[str, Any] | None) -> list[RewardFu
     each: Any = [spec] if callable(spec) or isinstance(spec, str) else spec
     for key, value in (spec if isinstance(spec, Mapping) else dict.fromkeys(each, 1.0)).items():
         if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
-            raise ValueError(f"reward {key}: wanted its weight, or a mapping of settings, got {value!r}")
+            hint = "; your own function is a key: {function: 1.0}" if callable(value) else ""
+            raise ValueError(f"reward {key}: wanted its weight, or a mapping of settings, got {value!r}{hint}")
         settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
         weight, timeout = float(settings.pop("weight", 1.0)), float(settings.pop("timeout", 30.0))
         what = settings.pop("function", key)

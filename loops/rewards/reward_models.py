@@ -26,7 +26,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class RewardModel:
     """The score that a reward model gives to prompt and completion, where the completion ends (`loops.recipes.reward`).
 
-    A completion without a token can't be scored. Completions of one prompt are scored together; it is read once.
+    A completion without a token can't be scored. Completions of one prompt are scored together; it is read once, and so
+    are equal completions, whose scores would differ by rounding.
 
     Args:
         tokenizer: the policy's.
@@ -45,21 +46,21 @@ class RewardModel:
         check_same_tokens("reward_model", self.tokenizer, self.model_tokenizer)
 
     def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> list[float | None]:
+        texts = [(tuple(sample.prompt), tuple(sample.tokens)) for sample in samples]
+        different = list(dict.fromkeys(text for text in texts if text[1]))
         examples: list[Example] = []  # one in each forward pass
         cost = 0
-        for sample in samples:
-            if not sample.tokens:
-                continue
-            cost += len(sample.tokens)
-            if not examples or sample.prompt != examples[-1].prompt or cost > self.micro_tokens:
-                examples.append(Example(sample.prompt, [], []))
-                cost = len(sample.prompt) + len(sample.tokens)
-            examples[-1].completions.append(sample.tokens)
-            examples[-1].trained.append([True] * len(sample.tokens))
-        pad, device = self.scorer.plain.config.pad_token_id, self.scorer.device
+        for prompt, tokens in (map(list, text) for text in different):
+            cost += len(tokens)
+            if not examples or prompt != examples[-1].prompt or cost > self.micro_tokens:
+                examples.append(Example(prompt, [], []))
+                cost = len(prompt) + len(tokens)
+            examples[-1].completions.append(tokens)
+            examples[-1].trained.append([True] * len(tokens))
+        pad, device = self.scorer.plain.config.get_text_config().pad_token_id, self.scorer.device
         batches = [collate([ends_marked(example, pad)], device=device) for example in examples]
-        values = iter(scores(self.scorer, batches).tolist() if batches else ())
-        return [next(values) if sample.tokens else None for sample in samples]
+        values = dict(zip(different, scores(self.scorer, batches).tolist() if batches else (), strict=True))
+        return [values.get(text) for text in texts]
 
 
 @dataclass(frozen=True)

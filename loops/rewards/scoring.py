@@ -48,7 +48,7 @@ ADVICE = {
     "not a number": "return one number per completion, or None: a float, an int, a bool, or a tensor of one element",
     "wrong length": "a batched function returns one entry per completion, in their order",
     "timeout": "raise its timeout; or have it run in a process of its own, which can be killed (`isolated`, or "
-    "isolate: true): a plain function goes on in a thread that nothing stops",
+    "isolate: true): a plain function runs on in a thread that nothing stops",
     "error": "the function should return None for a completion that it does not apply to",
 }
 
@@ -159,7 +159,7 @@ def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
         if samples and all(sample.rewards[reward.name] == "error" for sample in samples):
             raise RewardError(
                 f"reward {reward.name}: it raised in every one of its calls, for all {len(samples)} completions of the "
-                "first rollout, so nothing can be learned from it; mend it or leave it out. The first time:\n"
+                "first rollout, so nothing can be learned from it; fix it or leave it out. The first error:\n"
                 + reward.reported.get("error", "(in the log of the process that called it)")
             )
 

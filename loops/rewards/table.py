@@ -29,7 +29,8 @@ class RewardTable:
             of a weight other than 0 has failed, or the completion was aborted: it is compared with no other.
         group: int64 [samples], the task of each sample.
         weight: float64 [rewards].
-        total: float64 [samples], the weighted sums; NaN where there is none.
+        total: float64 [samples], the weighted sums; NaN where there is none. Those of a group that differ by rounding
+            alone are equal.
         measured_total: as ``total``, with the scores of aborted completions: what metrics count.
         names: names of the reward functions.
         scores: [samples][rewards], as the functions gave them, failures included.
@@ -87,16 +88,27 @@ def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -
     measured = given.masked_fill(torch.tensor(failed, dtype=torch.bool)[:, None], torch.nan)
     compared = measured.masked_fill(torch.tensor(aborted, dtype=torch.bool)[:, None], torch.nan)
     weight = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
+    group = torch.tensor([sample.task for sample in samples], dtype=torch.int64)
     return RewardTable(
         compared,
-        torch.tensor([sample.task for sample in samples], dtype=torch.int64),
+        group,
         weight,
-        weighted_reward(compared, weight),
-        weighted_reward(measured, weight),
+        _without_rounding(weighted_reward(compared, weight), group),
+        _without_rounding(weighted_reward(measured, weight), group),
         names,
         scores,
         {name: column[~column.isnan()] for name, column in zip(names, given.unbind(1), strict=True)},
     )
+
+
+def _without_rounding(total: Tensor, group: Tensor) -> Tensor:
+    """The sums, all alike in a group in which float32 can't tell them apart: 0.1 + 0.2 is no better than 0.3."""
+    for task in torch.unique(group):
+        members = (group == task) & ~total.isnan()
+        rewards = total[members]
+        if len(rewards) and rewards.max() - rewards.min() <= torch.finfo(torch.float32).eps * rewards.abs().max():
+            total[members] = rewards[0]
+    return total
 
 
 def reward_metrics(table: RewardTable) -> dict[str, float]:

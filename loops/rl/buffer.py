@@ -17,7 +17,7 @@ from torch import Tensor
 from ...data import Example, balanced
 from ...objectives import sequence_sum
 from ..batch import Batch, collate
-from ..models.backbone import Layout
+from ..models.rows import Layout
 from ..rewards.table import RewardTable, reward_table, score
 from ..rollouts.sample import Row, Sample
 

@@ -146,8 +146,8 @@ class RolloutFeed:
         else:
             log.warning(
                 f"rollout {number}: only {len(kept)} of {wanted} groups have completions of different reward, "
-                f"{len(sampled) - len(kept)} do not; it goes on with these. Take prompts that are neither too easy nor "
-                "too hard for this policy, or a larger group_size"
+                f"{len(sampled) - len(kept)} do not; it continues with these. Take prompts that are neither too easy "
+                "nor too hard for this policy, or a larger group_size"
             )
         samples = list(chain.from_iterable(sampled))
         if self.context.sample_log is not None:
@@ -160,7 +160,7 @@ class RolloutFeed:
         return kept, metrics if math.isnan(reward) else {**metrics, "reward/sampled": reward}
 
     def _varies(self, group: list[Sample]) -> bool:
-        reward = reward_table(self.context.rewards, group).measured_total
+        reward = reward_table(self.context.rewards, group).total
         return len(set(reward[~reward.isnan()].tolist())) > 1
 
     def _measure(self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]) -> None:

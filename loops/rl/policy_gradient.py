@@ -100,14 +100,11 @@ def policy_losses(
                 f"kl: k1 as a loss, here {name}, has a gradient that is zero on average; use k2 or k3, or take the "
                 "divergence off the reward (kl_as: reward)"
             )
-        lowest = 1 + bound.get("clip_high", 0.2)
-        if bound.get("ratio_cap", lowest) < lowest:
-            raise ValueError(f"{name}: ratio_cap must be >= 1 + clip_high = {lowest}, got {bound['ratio_cap']}")
         if config.correction != "none" and "advantage" in units_of(loss.function):
             if loss.unit == "sequences" and config.correction in ("tis", "icepop"):
                 raise ValueError(
                     f"correction: {config.correction} weighs tokens, and {name} has one entry per completion; "
-                    "use sequence_tis, sequence_mask or geometric_mask"
+                    "use sequence_tis, sequence_mis, sequence_mask or geometric_mask"
                 )
             losses[name] = replace(loss, factor="correction")
     return losses
@@ -208,17 +205,16 @@ def rollout_tensors(forward: TensorReader, config: PolicyGradientConfig, model: 
 def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequence: Tensor) -> Tensor:
     """[tokens], the weight of each by how far the trainer's policy is from the sampler's."""
     low, high = config.bounds
-    match config.correction:
-        case "tis":
-            return correction.truncated_importance(correction.token_log_ratio(old, sampled), cap=high)
-        case "icepop":
-            return correction.masked_importance(correction.token_log_ratio(old, sampled), low=low, high=high)
-        case "geometric_mask":
-            log_ratio = correction.geometric_log_ratio(old, sampled, sequence)
-            return correction.importance_mask(log_ratio, low=low, high=high)
-    log_ratio = correction.sequence_log_ratio(old, sampled, sequence)
-    if config.correction == "sequence_tis":
-        return correction.truncated_importance(log_ratio, cap=high)
+    if config.correction in ("tis", "icepop"):
+        log_ratio = correction.token_log_ratio(old, sampled)
+    elif config.correction == "geometric_mask":
+        log_ratio = correction.geometric_log_ratio(old, sampled, sequence)
+    else:
+        log_ratio = correction.sequence_log_ratio(old, sampled, sequence)
+    if config.correction in ("tis", "sequence_tis"):
+        return correction.truncated_importance(log_ratio, cap=high, floor=low)
+    if config.correction in ("icepop", "sequence_mis"):
+        return correction.masked_importance(log_ratio, low=low, high=high)
     return correction.importance_mask(log_ratio, low=low, high=high)
 
 

@@ -23,6 +23,7 @@ CORRECTIONS = {  # bounds of the ratio π_old/μ: low, high
     "tis": (0.0, 2.0),
     "icepop": (0.5, 5.0),
     "sequence_tis": (0.0, 2.0),
+    "sequence_mis": (0.0, 2.0),
     "sequence_mask": (0.5, 2.0),
     "geometric_mask": (0.99, 1.01),
 }
@@ -74,9 +75,9 @@ class SamplingConfig(Common):
     temperature: NonNegativeFloat = 1.0
     """Temperature of the softmax that tokens are sampled from, and of the log-probs that train."""
     top_p: PositiveShare = 1.0
-    """Share of the probability that tokens are sampled from."""
+    """Sample from the likeliest tokens whose probabilities add up to this share."""
     top_k: NonNegativeInt = 0
-    """Number of likeliest tokens that are sampled from; 0 is all."""
+    """Sample from this many of the likeliest tokens; 0 is all."""
     source: Literal["policy", "vllm", "vllm_engine"] = "policy"
     """Source of completions: the policy itself, on each rank a share of them, where it is sharded from a whole copy; a
     vLLM server; or vLLM within this process, which must be the only one."""
@@ -87,7 +88,7 @@ class SamplingConfig(Common):
     before training, or 2 GiB on a CPU. How many completions are read together may change their rounding: give a number
     where a run may be resumed on another GPU, or on one that others use too."""
     show_every: NonNegativeInt = 10
-    """Rollouts between two of which a few completions are shown; 0 shows none."""
+    """Show a few completions every so many rollouts; 0 shows none."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -116,11 +117,11 @@ class OnlineConfig(Referenced, SamplingConfig):
     limits: Limits = field(default_factory=Limits)
     """Limits of a conversation; max_tokens is that of one turn."""
     max_staleness: NonNegativeInt = 0
-    """Rollouts that a completion may be behind the weights of its step; above 0, sampling goes on while training."""
+    """How many rollouts a completion may lag behind the weights of its step; above 0, sampling runs during training."""
     epochs_per_rollout: PositiveInt = 1
     """How often a rollout is trained on."""
     minibatches: PositiveInt = 1
-    """Optimizer steps in which a rollout is trained on, each epoch."""
+    """Optimizer steps per epoch over a rollout."""
     mask_truncated: bool = False
     """Leave out completions that were cut at max_tokens."""
     reference: Literal["auto", "copy", "adapters_off"] = "auto"
@@ -149,17 +150,21 @@ class PolicyGradientConfig(OnlineConfig):
     beta: NonNegativeFloat = 0.0
     """Strength of the pull towards the reference policy; 0 needs no reference."""
     kl: Literal["k1", "k2", "k3"] | None = None
-    """The estimator of the divergence from it; null is k3 for a loss, and k1 for what is taken off the reward."""
+    """The estimator of the divergence from it; null is k3 for a loss, and k1 in the reward."""
     old_logprobs: Literal["sampled", "recomputed"] | None = None
     """The denominator of ratios: the sampler's own log-probs, or the trainer's at the start of the rollout; null is
     recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
     else sampled."""
-    correction: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mask", "geometric_mask"] = "none"
-    """Weight, or mask, of a token by how far trainer and sampler are apart; not with old_logprobs sampled."""
+    correction: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mis", "sequence_mask", "geometric_mask"] = (
+        "none"
+    )
+    """Weight by how far trainer and sampler are apart, not with old_logprobs sampled: their ratio, clamped to bounds
+    (tis) or 0 outside of them (icepop, mis), or a mask, 1 within them; of a token (tis, icepop), of its completion
+    (sequence), or the geometric mean of that."""
     correction_low: NonNegativeFloat | None = None
-    """Lower bound of that ratio, for masks and icepop; null for the usual one of the correction."""
+    """Lower bound of that ratio; null for the usual one of the correction."""
     correction_high: NonNegativeFloat | None = None
-    """Upper bound of that ratio."""
+    """Upper bound of that ratio; .inf for none."""
 
     @property
     def bounds(self) -> tuple[float, float]:

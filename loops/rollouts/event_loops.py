@@ -68,13 +68,14 @@ def _close_dropped(runner: asyncio.Runner) -> None:
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order; if one fails, the others are cancelled."""
+    """Return all results in order; if one fails, the others are cancelled, and have ended."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def off_loop(function: Callable[[], T]) -> T:

@@ -215,7 +215,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         """
         for name, value in self._settings.items():
             if state["settings"][name] != value:
-                raise ValueError(f"scheduler: the run to go on with had {name}={state['settings'][name]}, not {value}")
+                raise ValueError(f"scheduler: the run to resume had {name}={state['settings'][name]}, not {value}")
         self.ends = list(state["ends"])
         self._stored = {int(task): [from_record(record) for record in group] for task, group in state["ready"].items()}
 
@@ -251,8 +251,8 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         log.warning("scheduler: %s in attempt %d of %d: %s", what, attempt, self.attempts, error)
         if attempt == self.attempts:
             raise SourceError(
-                f"{what} in {attempt} attempts over {time.monotonic() - began:.0f} s: {error}; see to the source, then "
-                "go on with --resume true"
+                f"{what} in {attempt} attempts over {time.monotonic() - began:.0f} s: {error}; check the source, then "
+                "continue with --resume true"
             ) from error
         self.counts["retries"] += 1
         await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))

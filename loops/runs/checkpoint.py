@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ..models.sharding import ranks_together
 from .ranks import from_main, gloo_group
 from .state import capture, dump, random_state, restore, set_random_state, trained_state
-from .storage import DirectoryWriter, damage, remove_partial, write
+from .storage import DirectoryWriter, damage, remove, remove_partial, write
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process saves and loads without a group
@@ -64,7 +64,7 @@ def writing(what: str, directory: Path) -> Iterator[None]:
         elif isinstance(cause, dist.DistError) or any(sign in str(cause) for sign in ("gloo", "Connection closed")):
             reason = ": another rank ended"
         elif isinstance(cause, FileNotFoundError):
-            reason = ": it must be on a file system that all ranks share"
+            reason = ": it was removed, or is on no file system that all ranks share"
         newest = [path.name for path in _all(directory)]
         raise CheckpointError(
             f"{what} could not be written to {directory.parent}{by}{reason}. "
@@ -130,7 +130,7 @@ def save(
         up_to_this = [path for path in _all(directory) if path <= final]  # later ones were found damaged
         for old in up_to_this[keep:]:
             if best is None or old != path_of(directory, best):
-                shutil.rmtree(old)
+                remove(old)
 
     def write_all() -> Path:
         with writing(f"checkpoint of step {step}", directory):
@@ -203,7 +203,7 @@ def load_newest(
     if "model" in state:
         raise CheckpointError(
             f"resume: {path.name} is of an earlier version of burnish, which wrote the weights into state.pt; "
-            "go on with that version, or begin in another directory"
+            "use that version, or begin in another directory"
         )
     if state["data"] != data:
         raise CheckpointError(
@@ -220,7 +220,7 @@ def load_newest(
     except CheckpointException as error:
         cause, by = _cause(error)
         raise CheckpointError(
-            f"{path} could not be read{by}: start again with --resume true, or remove it to go on from the one before "
+            f"{path} could not be read{by}: start again with --resume true, or remove it to resume from the one before "
             f"({cause})"
         ) from error
     rank, split = accelerator.process_index, ranks_together(plain)
@@ -263,5 +263,5 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def _all(directory: Path) -> list[Path]:
-    """Every checkpoint, newest first."""
-    return sorted(directory.glob("step-*"), reverse=True)
+    """Every checkpoint, newest first; not a copy under another name that someone keeps beside them."""
+    return sorted((path for path in directory.glob("step-*") if path.name[5:].isdecimal()), reverse=True)

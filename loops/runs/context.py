@@ -8,6 +8,7 @@ curves.png       the metrics over the steps
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,7 @@ from .directory import check_directory, to_yaml
 from .feed import Feed, stored_tokens
 from .parallel import check_launcher, check_ranks, data_rank, open_mesh
 from .preflight import check_files, check_tokens
-from .ranks import main_first
+from .ranks import gloo_group, main_first
 from .reference import Reference, SyncedReference, check_reference, load_reference, make_reference
 from .training import Training
 
@@ -78,7 +79,7 @@ class RunContext(Generic[Model]):
     @property
     def directory(self) -> Path:
         if self.config.output is None:
-            raise ValueError("output: this run keeps something in its directory, and has none; name one")
+            raise ValueError("output: this run keeps files in its directory, and has none; name one")
         return Path(self.config.output)
 
     def file(self, name: str) -> Path | None:
@@ -163,7 +164,7 @@ class RunContext(Generic[Model]):
 
             def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
                 path = self.directory / f"reference-{data._fingerprint}.safetensors"
-                with evaluating(policy.model):  # without the dropout of adapters that go on
+                with evaluating(policy.model):  # without the dropout of adapters that are trained further
                     tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator)
                 return {"ref_logprob": tensors["logprob"]}
 
@@ -188,9 +189,9 @@ class RunContext(Generic[Model]):
         """Prepare to optimize, evaluate, save and report, from the newest checkpoint if the run is resumed.
 
         Args:
-            losses: all losses, those that are only measured included.
+            losses: all losses, including those that are only measured.
             read: computes the tensors of a batch that the losses take.
-            feed: ``feed(step)`` gives the micro-batches of each of so many ``feed.steps``; those of the data unless
+            feed: ``feed(step)`` gives the micro-batches of a step, of ``feed.steps`` in all; those of the data unless
                 given, evaluated on all held-out data, with the ``options`` of `RunContext.feed`.
             evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
             memory: a state beside the parameters, the same on every rank, which is part of checkpoints: its
@@ -217,7 +218,7 @@ class RunContext(Generic[Model]):
         if config.eval_every and evaluation is None:
             log.warning("eval_every: there is no eval_data, so nothing is evaluated")
         if config.warmup >= max(feed.steps, 1):
-            log.warning("warmup: %d steps of %d, so the learning rate never arrives", config.warmup, feed.steps)
+            log.warning("warmup: %d steps of %d, so the learning rate stays below its peak", config.warmup, feed.steps)
         return Training(self, losses, read, feed, evaluation, memory, report, save, resources or nullcontext())
 
 
@@ -247,6 +248,7 @@ def open_run(
     """
     accelerator = accelerator or open_accelerator(config)
     description = "" if config.output is None else to_yaml(config)  # before training changes the model
+    config = replace(config, output=config.output and os.path.abspath(config.output))  # a reward may change to another
     tokenizer = load_tokenizer(config)
 
     def encoded(parts: list[Records]) -> Dataset:
@@ -314,12 +316,14 @@ def open_accelerator(config: Common) -> Accelerator:
         if config.output is None and getattr(config, name):
             raise ValueError(f"{name}: checkpoints are kept in the run's directory, and it has none; set output")
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
         log_with=trackers or None,
         project_dir=config.output,
         # Cached casts of weights would add up to the whole model on each rank.
         kwargs_handlers=[AutocastKwargs(cache_enabled=config.parallel.copy_size == 1)],
     )
+    gloo_group("control")
     # Its own: the shared one is changed by runs of another precision, and by the `TrainingArguments` of transformers.
     accelerator.state.__dict__ = dict(vars(accelerator.state))
     check_ranks(config, accelerator)

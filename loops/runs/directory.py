@@ -22,9 +22,11 @@ from .ranks import from_main, meet
 log = logging.getLogger(__name__)
 
 # What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint identifies
-# its data by content, not by path.
-_FREE = {"resume", "output", "data", "steps", "epochs", "eval_every", "report_to", "project", "run_name", "vllm"}
-_FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc", "parallel"}
+# its data by content, not by path; and a step is the same, but for rounding, however its memory and ranks are used.
+_FREE = {"resume", "output", "data", "eval_data", "steps", "epochs", "eval_every", "report_to", "project", "run_name"}
+_FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc", "vllm", "parallel", "micro_tokens"}
+_FREE |= {"gradient_checkpointing", "keep_bytes", "backend", "layout", "attention"}
+_PLACES = {"model", "ref_model", "tokenizer"}
 
 
 @contextmanager
@@ -39,9 +41,7 @@ def claimed(config: Common, description: str, accelerator: Accelerator) -> Itera
     """
 
     def claim() -> None:
-        if config.output is None:
-            return
-        directory = Path(config.output)
+        directory = Path(config.output or "")
         directory.mkdir(parents=True, exist_ok=True)
         lock = held.enter_context((directory / ".lock").open("w"))
         try:
@@ -60,7 +60,8 @@ def claimed(config: Common, description: str, accelerator: Accelerator) -> Itera
 
     with ExitStack() as held:
         meet(accelerator)  # every rank has looked at the directory before the main process writes to it
-        from_main(accelerator, claim)
+        if config.output is not None:
+            from_main(accelerator, claim)
         yield
 
 
@@ -71,12 +72,14 @@ def check_directory(config: Common) -> None:
         ValueError: if it holds another run, or holds a run and ``config.resume`` is false.
     """
     path = Path(config.output or "") / "config.yaml"
-    if config.output is None or not path.exists():
+    if config.output is None or not (path.exists() or list(path.parent.glob("checkpoints/step-*"))):
         return
     if not config.resume:
         raise ValueError(
-            f"output: {config.output} already holds a run; go on with it (--resume true) or name another directory"
+            f"output: {config.output} already holds a run; continue it (--resume true) or name another directory"
         )
+    if not path.exists():  # its checkpoints were moved here
+        return
     now = yaml.safe_load(to_yaml(config))
     before: Any = None
     with suppress(yaml.YAMLError):
@@ -88,15 +91,16 @@ def check_directory(config: Common) -> None:
         if key not in _FREE and before.get(key) != now[key]:
             raise ValueError(
                 f"resume: {config.output} was run with {key}={before.get(key)!r}, now it is {now[key]!r}; "
-                "set it back, or name another output directory"
+                + ("if it is the same one elsewhere, say so in config.yaml; " if key in _PLACES else "")
+                + "set it back, or name another output directory"
             )
         if key in ("steps", "epochs") and before.get(key) != now[key] and config.schedule != "constant":
-            log.warning("resume: %s was %s, now it is %s: the learning rate goes on as if it had been so all along",
+            log.warning("resume: %s was %s, now it is %s: the learning rate continues as if it had always been so",
                         key, before.get(key), now[key])  # fmt: skip
 
 
 def _completed(settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Settings with the defaults of those that they lack, as those of an earlier version do."""
+    """Fill in the defaults of missing settings: an earlier version did not have them."""
     completed = {}
     for each in fields(config):
         default = each.default if each.default_factory is MISSING else each.default_factory()

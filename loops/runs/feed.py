@@ -16,6 +16,7 @@ from torch import Tensor
 from ...data import Batches, Example, Stream, StreamBatches, example
 from ..batch import Batch, collate
 from .ranks import meet
+from .storage import sync
 
 
 @dataclass
@@ -108,6 +109,7 @@ def stored_tokens(
             tensors["length"] = torch.tensor([len(next(iter(example.values()))) for example in examples])
             partial = path.with_suffix(".partial")
             save_file(tensors, partial, metadata=metadata)
+            sync(partial)
             partial.replace(path)
         meet(accelerator)
     with safe_open(path, framework="pt") as file:

@@ -16,7 +16,7 @@ _WRAPPERS = {
 }
 _LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-_START = "start ranks by torchrun --nproc_per_node N (CPUs: ACCELERATE_USE_CPU=true), or accelerate launch --multi_gpu"
+_START = "start ranks by torchrun --nproc_per_node N, or accelerate launch --multi_gpu"
 
 
 def check_launcher() -> None:
@@ -36,7 +36,7 @@ def check_launcher() -> None:
 
 
 def _same_in_flags() -> str:
-    """The settings of burnish for what a configuration file of Accelerate asks for, and what has none."""
+    """burnish's settings for what a configuration file of Accelerate asks for, and what has no such setting."""
 
     def asked(name: str, default: str = "") -> str:
         return os.environ.get(name, default).lower()
@@ -44,7 +44,7 @@ def _same_in_flags() -> str:
     replicas, split, ring, ulysses = (
         int(asked(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) for kind in ("DP_REPLICATE", "TP", "CP", "SP")
     )
-    together = ring * ulysses  # two ways to the same
+    together = ring * ulysses  # two ways to say the same
     flags = {
         "parallel.dp_shard_size": max(_started() // (replicas * split * together), 1),
         "parallel.tp_size": split if split > 1 else None,

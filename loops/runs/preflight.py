@@ -25,15 +25,18 @@ def check_files(config: Any) -> None:
     Raises:
         ValueError: names the field, its value and what is wrong with it.
     """
-    for field in ("model", "teacher.model", "value_model"):
+    results = [Path(config.output, name).resolve() for name in ("model", "adapter", "critic")] if config.output else []
+    for field in ("model", "ref_model", "teacher.model", "value_model", "lora.path"):
         name = _value(config, field)
-        if (
-            isinstance(name, str)
-            and name
-            and (name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists())
-        ):
+        if not isinstance(name, str) or not name:
+            continue
+        if Path(name).resolve() in results:
+            raise ValueError(f"output: this run would write over its {field}, {name}; name another directory")
+        if field == "lora.path":
+            pass  # looked at where it is loaded
+        elif name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists():
             _check_model(field, Path(name))
-        elif isinstance(name, str) and field != "model":  # the tokenizer of that one is read next
+        elif field != "model":  # the tokenizer of that one is read next
             blaming(f"{field}: {name}")(AutoConfig.from_pretrained)(name)
     for field in ("data", "eval_data"):
         name = _value(config, field)
@@ -97,7 +100,7 @@ def _check_writable(path: Path) -> None:
 
 
 def check_tokens(model: nn.Module, tokenizer: Any, *data: Dataset | None) -> None:
-    """Raise ValueError if examples have tokens that the model has no embedding of, which a GPU reports as an assertion.
+    """Raise ValueError if examples have tokens without an embedding in the model, which a GPU reports as an assertion.
 
     Tokenizers of some models have more tokens than the model has embeddings, which is fine unless the data uses them.
     """

@@ -93,8 +93,12 @@ def meet(accelerator: Accelerator) -> None:
         RankLost: if one has ended.
     """
     if accelerator.num_processes > 1:
-        with _connected(f"rank {accelerator.process_index}: another rank ended while this one waited for it"):
-            dist.barrier(group=gloo_group("control"))
+        _meet()
+
+
+def _meet() -> None:
+    with _connected(f"rank {dist.get_rank()}: another rank ended while this one waited for it"):
+        dist.barrier(group=gloo_group("control"))
 
 
 @contextmanager
@@ -140,12 +144,14 @@ def _connected(otherwise: str) -> Iterator[None]:
 
 def gloo_group(purpose: str) -> Any:
     """A gloo group of all ranks for one purpose; None in a single process. All ranks must make the first call of each
-    purpose together: it returns on all of them, or on none."""
+    purpose together: it returns on all of them, or on none. "control" comes first, as soon as there are ranks."""
     return _new_group(dist.group.WORLD, purpose) if dist.is_initialized() else None
 
 
 @lru_cache(maxsize=8)
 def _new_group(world: Any, purpose: str) -> Any:
+    if purpose != "control":
+        _meet()  # `new_group` would wait for a rank that has ended, and the connections of "control" report it
     return dist.new_group(backend="gloo", timeout=_LONGEST)
 
 

@@ -25,7 +25,7 @@ Reference = Callable[[Batch], Tensor]
 def check_reference(config: Any, kind: str) -> None:
     """Raise ValueError if the reference is to follow the policy and can't, or is of shards that can't be copied."""
     if config.parallel.copy_size > 1 and config.ref_model_sync_steps:
-        raise ValueError("ref_model_sync_steps: no reference in shards follows the policy; leave one of them out")
+        raise ValueError("ref_model_sync_steps: a sharded reference can't follow the policy; leave one of them out")
     if config.ref_model_sync_steps and (kind not in ("auto", "copy") or config.ref_model or config.lora.enabled):
         raise ValueError(
             "ref_model_sync_steps: only a copy of a whole policy follows it; leave it out, or train without adapters, "
@@ -39,13 +39,8 @@ def load_reference(config: Any, tokenizer: Any, policy: Policy, device: torch.de
     Raises:
         DataError: if it has other tokens than the policy.
     """
-    plain: dict[str, Any] = {
-        "quantize": None,
-        "quantize_kwargs": {},
-        "gradient_checkpointing": False,
-        "neftune_noise_alpha": 0.0,
-    }
-    config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", **plain)
+    config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", gradient_checkpointing=False)
+    config = replace(config, quantize=None, quantize_kwargs={}, neftune_noise_alpha=0.0)
     check_same_vocabulary(tokenizer, load_tokenizer(config))
     model = load_model(config).requires_grad_(False)
     model = model if policy.mesh else model.to(device)

@@ -52,8 +52,8 @@ def capture(policy: nn.Module, parts: Mapping[str, Stateful]) -> tuple[dict[str,
                 sharded = isinstance(value, DTensor) and value.shape == parameter.shape
                 if isinstance(parameter, DTensor) and value.ndim and not sharded:
                     raise ValueError(
-                        f"optimizer: {names[parameter]} is sharded, and {key!r}, which it keeps of it, is not, so no "
-                        "other number of ranks could go on with it; use another optimizer, or shard nothing"
+                        f"optimizer: {names[parameter]} is sharded, and {key!r} in its state is not, so "
+                        "no other number of ranks could resume it; use another optimizer, or don't shard"
                     )
                 path = f"{part}/{names[parameter]}/{key}"
                 components = _components(path, value)
@@ -149,8 +149,8 @@ def _composed(
                 targets |= _components(f"{part}/{names[parameter]}/{key}", value)
     if odd := sorted(targets.keys() - saved.keys()):
         raise ValueError(
-            f"resume: this optimizer's state can't be divided anew, and {odd[0]!r} is not in the checkpoint; "
-            "go on with as many shards as it was written by"
+            f"resume: this optimizer's state can't be resharded, and {odd[0]!r} is not in the checkpoint; "
+            "resume on as many shards as wrote it"
         )
     return targets
 

@@ -4,8 +4,10 @@
 any on all. Shards are safetensors files that its HuggingFaceStorageReader reads, on any number of ranks.
 """
 
+import errno
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -22,6 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+log = logging.getLogger(__name__)
 
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
@@ -67,7 +71,7 @@ class DirectoryWriter(FileSystemWriter):
             digests |= result.storage_data
         write(self.partial / "manifest.json", [json.dumps(dict(sorted(digests.items())), indent=2).encode()])
         sync(self.partial)
-        shutil.rmtree(self.final, ignore_errors=True)  # a damaged one of the same step
+        remove(self.final)  # a damaged one of the same step
         self.partial.rename(self.final)
         sync(self.final.parent)
         self.finished()
@@ -120,7 +124,16 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
 def remove_partial(parent: Path) -> None:
     """Remove unfinished directories."""
     for partial in parent.glob(".partial-*"):
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
+
+
+def remove(path: Path) -> None:
+    """Remove a directory, or a link to one, if there is one; a warning says why it can't be removed."""
+    try:
+        if os.path.lexists(path):
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", path, error)
 
 
 def damage(path: Path, share: slice) -> str | None:
@@ -144,10 +157,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync(directory: Path) -> None:
-    """Make renames in a directory survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make the content of a file, or renames in a directory, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of file systems that can't sync a directory
+            raise
     finally:
         os.close(descriptor)

@@ -63,7 +63,7 @@ def open_teacher(
         tensors, written = stored_tokens(path, feed, likeliest, context.accelerator, metadata)
         if written["examples"] != metadata["examples"]:
             raise DataError(
-                f"{path}: the teacher was asked about other tokens than this data has; ask it again (top_k)"
+                f"{path}: these are the teacher's log-probs of other data; store them again (teacher.top_k)"
             )
         if float(at := written["temperature"]) != temperature:
             raise DataError(f"{path}: stored at temperature {at}, and teacher.temperature is {temperature}; use {at}")

@@ -24,10 +24,13 @@ from ..train.step import StepResult, evaluate, optimize, prepare, sum_over_ranks
 from . import checkpoint, stop
 from .directory import claimed
 from .feed import Feed, digest
-from .ranks import from_main, gloo_group, meet, watching
+from .ranks import from_main, meet, watching
 from .report import draw_curves, journal, written
+from .storage import sync
 
 P = ParamSpec("P")
+
+_RESULTS = [f"{kind}{path}" for kind in ("model", "adapter", "critic") for path in ("", "/**/*")] + ["*.safetensors"]
 
 
 @dataclass(repr=False)
@@ -113,7 +116,7 @@ class Training:
         context, accelerator, config = self.context, self.context.accelerator, self.context.config
         steps, main, parts, signal = self.feed.steps, accelerator.is_main_process, self.state["parts"], None
         if not self._unused.detach():
-            raise RuntimeError("training: its steps were taken; open a run with resume=True to go on with it")
+            raise RuntimeError("training: all steps were taken; open a run with resume=True to continue it")
         rows_per_step = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
         epoch = len(context.data) / rows_per_step
         AcceleratorState._shared_state.update(vars(accelerator.state))  # see `open_accelerator`
@@ -131,7 +134,6 @@ class Training:
             describe=self._describe,
         )
         with self.resources:
-            gloo_group("checkpoint")  # made before training: the others would wait in vain for a rank that has died
             with (
                 watching(accelerator),
                 stop.signals(visible=main) as received,
@@ -156,7 +158,7 @@ class Training:
                     except GeneratorExit:
                         left = True
                     AcceleratorState._shared_state.update(vars(accelerator.state))
-                    # What one rank meets is for all: a signal, a body that was left, a checkpoint that failed.
+                    # What happens on one rank ends all: a signal, a loop that was left, a checkpoint that failed.
                     clock = main and bool(config.save_minutes) and monotonic() - saved >= 60 * config.save_minutes
                     of_this_rank = {**received, "left": left, "clock": clock, "failed": saver.failed}
                     votes = sum_over_ranks(accelerator, of_this_rank)
@@ -180,7 +182,7 @@ class Training:
                 if context.stream is not None:
                     accelerator.print(context.stream.accounting)
             if signal is not None:
-                advice = "" if self.directory is None else "; go on with --resume true"
+                advice = "" if self.directory is None else "; continue with --resume true"
                 stopped = stop.Stopped(f"stopped at step {step.number} of {steps}{advice}", stop.STATUS[signal])
                 if main:
                     print(stopped, file=sys.stderr)
@@ -199,20 +201,27 @@ class Training:
     def _due(self, step: int, every: int | None) -> bool:
         return step == self.feed.steps or (every is not None and step % every == 0)
 
-    def _evaluate(self, step: int) -> bool:
-        """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
-        parts = self.state["parts"]
+    def evaluate(self) -> dict[str, float]:
+        """The metrics ``eval/...`` of the model as it is; empty without ``eval_data``. Every rank calls it."""
+        AcceleratorState._shared_state.update(vars(self.context.accelerator.state))
+        return self._held_out(self.start)
+
+    def _held_out(self, step: int) -> dict[str, float]:
         metrics: Mapping[str, float] = {}
-        with optimizers.evaluated_weights(parts["optimizer"], self.context.model):
+        with optimizers.evaluated_weights(self.state["parts"]["optimizer"], self.context.model):
             if isinstance(self.evaluation, Feed):
                 batches, policy = self.evaluation(0), self.state["policy"]
                 metrics = evaluate(self.context.accelerator, policy, batches, self.objective, self.weightings)
             elif self.evaluation is not None:
                 metrics = self.evaluation(step)
-        held_out = {f"eval/{name}": value for name, value in metrics.items()}
+        return {f"eval/{name}": value for name, value in metrics.items()}
+
+    def _evaluate(self, step: int) -> bool:
+        """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
+        held_out, schedule = self._held_out(step), self.state["parts"]["schedule"]
         self.metrics |= held_out
-        if step > 0 and isinstance(parts["schedule"], optimizers.AtEvaluation):
-            parts["schedule"].observe(held_out)
+        if step > 0 and isinstance(schedule, optimizers.AtEvaluation):
+            schedule.observe(held_out)
         return self._is_best(step, held_out)
 
     def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
@@ -238,6 +247,10 @@ class Training:
         with checkpoint.writing("the model", self.checkpoints):
             save_model(self.context.model, self.context.tokenizer, self.directory, write=main)
             self.save()
+            if main:
+                results = [each for name in _RESULTS for each in self.directory.glob(name)]
+                for path in (*results, self.directory):
+                    sync(path)
         if main:
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
             finished = "no steps were left; " if self.start >= self.feed.steps else ""

@@ -56,7 +56,7 @@ class Term:
     def unit(self) -> str:
         """Unit of the loss's entries, from its return annotation: tokens, sequences or pairs."""
         loss, _ = get_args(inspect.signature(self.function, eval_str=True).return_annotation)
-        return _unit(loss)
+        return _unit(loss) or ""
 
     @cached_property
     def weigh(self) -> Weighting:
@@ -67,7 +67,7 @@ class Term:
     @cached_property
     def _inputs(self) -> list[tuple[inspect.Parameter, str]]:
         """The tensors that the loss takes, and the unit of each."""
-        return [(parameter, _unit(parameter.annotation)) for parameter in tensor_parameters(self.function)]
+        return [(parameter, _unit(parameter.annotation) or "") for parameter in tensor_parameters(self.function)]
 
     def __call__(self, tensors: Tensors, batch: Batch) -> tuple[Tensor, Stats]:
         arguments = {}
@@ -158,9 +158,7 @@ def policy_tensors(
     """
 
     def read(policy: nn.Module, batch: Batch) -> Tensors:
-        options: dict[str, Any] = {"outputs": outputs} if outputs else {}
-        options |= {"temperature": temperature} if temperature != 1.0 else {}
-        forward = policy(batch, **options, **({} if teacher is None else {"teacher": teacher(batch)}))
+        forward = policy(batch, outputs=outputs, temperature=temperature, teacher=teacher and teacher(batch))
         of_tokens = {
             "logp": forward.logprob,
             "entropy": forward.entropy,
@@ -217,17 +215,17 @@ def tensor_parameters(function: Any) -> list[inspect.Parameter]:
     return [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
-def units_of(function: Any) -> dict[str, str]:
-    """The unit of each tensor of a loss, by name."""
+def units_of(function: Any) -> dict[str, str | None]:
+    """The unit of each tensor of a loss, by name; None without an annotation that says it."""
     return {parameter.name: _unit(parameter.annotation) for parameter in tensor_parameters(function)}
 
 
-def _unit(annotation: Any) -> str:
-    """The unit of a jaxtyping annotation is the name of its dimension; a number for the whole step has none."""
+def _unit(annotation: Any) -> str | None:
+    """The unit of a jaxtyping annotation, the name of its dimension; "" for one number for the whole step."""
     for kind in (annotation, *get_args(annotation)):
         if hasattr(kind, "dim_str"):
             return _UNITS.get(name := str(kind.dim_str).strip(" *"), name)
-    return ""
+    return None
 
 
 _SOURCES = {  # the arguments that provide tensors which a loss may lack

@@ -50,12 +50,14 @@ def parse_losses(
         raise ValueError(f"loss: {mix!r} names no loss; there are {', '.join(sorted(known))}")
     for key, entry in (mix if isinstance(mix, Mapping) else {mix: 1.0}).items():
         settings: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"coefficient": entry}
-        name, function = loss_name(key), _function(key, known)
+        name = loss_name(key)
         if name in losses:
             raise ValueError(f"loss: two are called {name}; rename your own")
         coefficient, by = settings.pop("coefficient", 1.0), settings.pop("weight", None)
         if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not math.isfinite(coefficient):
-            raise ValueError(f"loss: {name}: wanted a number for its coefficient, got {coefficient!r}")
+            hint = "; your own function is a key: {function: 1.0}" if callable(coefficient) else ""
+            raise ValueError(f"loss: {name}: wanted a number for its coefficient, got {coefficient!r}{hint}")
+        function = _function(key, known)
         if coefficient < 0:
             log.warning("loss: %s has the coefficient %s, so it is raised instead of lowered", name, coefficient)
         completions: CompletionSelector = of if Term(function).unit == "tokens" else None
@@ -69,7 +71,7 @@ def parse_losses(
     known_parameters = {"beta", "label_smoothing"}.union(*(hyper_parameters(term.function) for term in losses.values()))
     for name in sorted(set(given) - known_parameters):
         listed = ", ".join(sorted(known_parameters))
-        raise ValueError(f"loss_kwargs: no loss of this mix has {name!r}; they have {listed}")
+        raise ValueError(f"loss: no loss of this mix has {name!r}; they have {listed}")
     return losses
 
 
@@ -97,12 +99,16 @@ def _function(loss: Any, known: Mapping[str, Loss]) -> Loss:
     name = loss_name(loss)
     if not callable(function) or inspect.isclass(function):
         raise ValueError(f"loss {name}: wanted a function of tensors, got {function!r}")
-    returned = get_args(inspect.signature(function, eval_str=True).return_annotation)
-    units = [*units_of(function).values(), Term(function).unit if len(returned) == 2 else ""]
-    if "" in units[:-1] or units[-1] not in ("tokens", "sequences", "pairs"):
+    signature, units = inspect.signature(function, eval_str=True), units_of(function)
+    returned = Term(function).unit if len(get_args(signature.return_annotation)) == 2 else ""
+    if None in units.values() or returned not in ("tokens", "sequences", "pairs"):
+        annotation = "PerPair" if any("chosen" in tensor for tensor in units) else "PerToken"
+        numbers = [name for name, each in signature.parameters.items() if each.default is not each.empty]
+        tensors = [f"{tensor}: {annotation}" for tensor in units if tensor not in numbers]
+        form = ", ".join([*tensors, *(["*"] if numbers else []), *numbers])
         raise ValueError(
             f"loss {name}: wanted the unit of each tensor, and a loss with its stats, as annotations of "
-            f"burnish.objectives: def {name}(logp: PerToken, ...) -> tuple[PerToken, Stats]"
+            f"burnish.objectives; such as def {name}({form}) -> tuple[{annotation}, Stats]"
         )
     return function  # type: ignore[no-any-return]
 

@@ -90,8 +90,9 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
         if key in kwargs:
             raise ValueError(f"optimizer_kwargs: {key} is --{flag}")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if package == "bitsandbytes" and any(isinstance(parameter, DTensor) for parameter in trained.values()):
-        raise ValueError(f"{who}: bitsandbytes can't update sharded weights; adamw_torch_8bit, of torchao, can")
+    sharded = any(isinstance(parameter, DTensor) for parameter in trained.values())
+    if sharded and package in ("bitsandbytes", "transformers"):
+        raise ValueError(f"{who}: {package} can't update sharded weights; adamw_torch_8bit, of torchao, can")
     decay, params = config.weight_decay, list(trained.values())
     if decay:
         decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))  # type: ignore[no-untyped-call]
@@ -265,7 +266,7 @@ def _shard(parameter: Tensor) -> int:
 
 
 def _mixed(numbers: Sequence[int]) -> int:
-    """One seed of several numbers."""
+    """One seed made from several numbers."""
     mixed = 0
     for number in numbers:
         mixed = (mixed * 6364136223846793005 + number + 1442695040888963407) % 2**63
@@ -296,8 +297,8 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 
 @contextmanager
 def evaluated_weights(optimizer: Any, model: nn.Module) -> Iterator[None]:
-    """Within, the weights are those to evaluate and to save: a schedule-free optimizer trains others (Defazio et al.
-    2024, arXiv:2405.15682). Those that are trained come back as they were, bit for bit."""
+    """Context with the weights to evaluate and save: a schedule-free optimizer trains others (Defazio et al. 2024,
+    arXiv:2405.15682), which come back as they were, bit for bit."""
     inner = getattr(optimizer, "optimizer", optimizer)  # in Accelerate's wrapper
     if not hasattr(inner, "eval"):
         yield

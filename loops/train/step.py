@@ -146,8 +146,8 @@ def train_step(
         weightings: ``{name: (coefficient, weighting)}`` of the named losses to sum. Coefficient 0 measures without
             training.
         max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
-        not_finite: where the gradient is not finite, which is so on all ranks, it gets the numbers of those of this
-            rank's micro-batches whose loss is not finite either.
+        not_finite: called if the gradient is not finite (then on all ranks), with the indices of this rank's
+            micro-batches whose loss is not finite.
 
     Returns:
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
@@ -204,8 +204,8 @@ def optimize(
     """Yield after each optimizer step. ``batches(k)`` gives this rank's micro-batches of step k, counted from 0.
 
     Args:
-        describe: ``describe(k, micro_batches)`` says, for a message, what a step is made of whose gradient is not
-            finite, given those of this rank's micro-batches whose loss is not finite either. Every rank calls it.
+        describe: ``describe(k, indices)`` names, for a message, the data of a step whose gradient is not finite;
+            ``indices`` are those of this rank's micro-batches whose loss is not finite. Every rank calls it.
 
     Raises:
         FloatingPointError: after `PATIENCE` steps in a row whose gradient was not finite.

@@ -38,6 +38,12 @@ TEMPLATES = {
         "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
+    # Tools and their calls; the reasoning in `thought` is never written.
+    "tools": (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
     "no_end": (
         "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:\n{% endif %}"

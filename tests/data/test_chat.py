@@ -315,3 +315,8 @@ def test_a_tokenizer_that_changes_texts_itself_has_its_way(byte_tokenizer):
 
     tokenizer = Shouts(tokenizer_object=byte_tokenizer().backend_tokenizer)
     assert Encoder(tokenizer).bare("<|im_start|>a") == tokenizer("<|im_start|>a", add_special_tokens=False)["input_ids"]
+    splits = byte_tokenizer()
+    splits.add_tokens(AddedToken("b", normalized=False, special=True))
+    splits.split_special_tokens = True  # so it cuts no text at them, and merges " b" here
+    assert Encoder(splits).bare("a b") == splits("a b", add_special_tokens=False)["input_ids"]
+    assert len(Encoder(splits).bare("a b")) == 2

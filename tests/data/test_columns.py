@@ -1,3 +1,4 @@
+import json
 import math
 import re
 
@@ -51,6 +52,11 @@ def test_the_layout_follows_from_the_columns(columns, accepted, layout) -> None:
         (["prompt", "completion", "score"], STEPWISE, "these are answers with scores, for a recipe such as reward"),
         (["prompt", "completions", "ranks"], STEPWISE, "these are ranked answers, for a recipe such as reward"),
         (["prompt", "completion", "lable"], UNPAIRED, "for a recipe such as sft; should 'lable' be 'label'?"),
+        (
+            ["instruction", "context", "response"],
+            SUPERVISED,
+            "columns: {instruction: prompt, context: prompt, response",
+        ),
         (["text"], PREFERENCE, "these are demonstrations, for a recipe such as sft"),
         (["prompt", "completion", "images"], SUPERVISED, "column 'images': burnish trains on text only"),
         (["prompt", "chosen", "rejected", "image"], PREFERENCE, "column 'image': burnish trains on text only"),
@@ -75,6 +81,9 @@ def test_what_chosen_and_rejected_share_is_the_prompt() -> None:
     assert (row.prompt, row.completions) == ([SYSTEM, USER], ([ANSWER], [OTHER]))
     # A plain prompt beside messages repeats what they begin with.
     assert read_row({"prompt": "q", **pair}, PREFERENCE[0]) == row
+    # Or it is what the user says.
+    row = read_row({"prompt": "q", "chosen": [ANSWER], "rejected": [OTHER]}, PREFERENCE[0])
+    assert (row.prompt, row.completions) == ([USER], ([ANSWER], [OTHER]))
     row = read_row({"chosen": "The sky is blue", "rejected": "The sky is grey"}, PREFERENCE[1])
     assert (row.prompt, row.completions) == ("The sky is", (" blue", " grey"))
 
@@ -96,9 +105,43 @@ def test_the_shared_prompt_is_that_of_the_peer(chosen, rejected, trl) -> None:
     assert {"prompt": row.prompt, "chosen": row.completions[0], "rejected": row.completions[1]} == expected
 
 
-def test_shared_gpt_names_are_read_as_roles() -> None:
-    value = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_shared_gpt_names_are_read_as_roles(form) -> None:
+    value = form([{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}])
     assert read_row({"conversations": value}, ("conversations",)).completions == ([USER, ANSWER],)
+
+
+CALL = {"name": "f", "arguments": {"a": 1}}
+TOOL = {"role": "tool", "content": "7"}
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"from": "function_call", "value": json.dumps(CALL)}, {"from": "observation", "value": "7"}],
+        [{"from": "function_call", "value": json.dumps([CALL])}, {"role": "function", "content": "7"}],
+        [
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}},
+            {"role": "tool", "content": "7"},
+        ],
+    ],
+)
+def test_calls_of_other_forms_are_read_as_tool_calls(turns) -> None:
+    (messages,) = read_row({"messages": [USER, *turns, ANSWER]}, ("messages",)).completions
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
+    assert messages == [USER, called, TOOL, ANSWER]
+    with pytest.raises(BadRow, match="content of 'messages' message 2, a function_call, is not JSON: "):
+        read_row({"messages": [USER, {"from": "function_call", "value": "f(1)"}, ANSWER]}, ("messages",))
+
+
+def test_a_column_system_prompt_is_the_first_message() -> None:
+    beside = {"system_prompt": "s"}
+    assert read_row({"messages": [USER, ANSWER]} | beside, ("messages",)).completions == ([SYSTEM, USER, ANSWER],)
+    assert read_row({"prompt": [USER], "completion": [ANSWER]} | beside, SUPERVISED[0]).prompt == [SYSTEM, USER]
+    for prompt in ({}, {"prompt": "q"}):
+        pair = {"chosen": [USER, ANSWER], "rejected": [USER, OTHER], **prompt, **beside}
+        assert read_row(pair, PREFERENCE[not prompt]).prompt == [SYSTEM, USER]
+    assert read_row({"messages": [USER, ANSWER], "system_prompt": None}, ("messages",)).completions[0][0] == USER
 
 
 def test_tools_may_be_json_and_keys_that_arrow_filled_in_are_dropped() -> None:
@@ -138,7 +181,7 @@ def test_a_tool_call_is_read_in_one_form_and_its_own_nulls_stay(call) -> None:
     [
         (
             {"function": {"name": "f", "arguments": "a=1"}},
-            "the arguments of a tool call of .messages. message 2 are",
+            "'arguments' of a tool call of .messages. message 2 is not JSON: ",
         ),
         ({"function": {"name": "f", "arguments": "[1]"}}, "is a list, wanted a mapping of names to values"),
         ("f(1)", "a tool call of 'messages' message 2 is text, wanted a mapping"),

@@ -10,12 +10,6 @@ from datasets import Dataset
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "aaaa"}
 END = "<|im_end|>"
-# ChatML with tools and their calls; the reasoning in `thought` is never written.
-TOOLS = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def trained(tokenizer, dataset) -> list[str]:
@@ -51,8 +45,7 @@ CALLED = [
 
 @pytest.mark.parametrize("form", ["parquet", "disk", "jsonl"])
 def test_tool_calls_are_the_same_from_arrow_and_from_json(byte_tokenizer, tmp_path, form) -> None:
-    tokenizer, path = byte_tokenizer(), tmp_path / f"rows.{form}"
-    tokenizer.chat_template = TOOLS
+    tokenizer, path = byte_tokenizer("tools"), tmp_path / f"rows.{form}"
     if form == "jsonl":
         path.write_text("\n".join(map(json.dumps, CALLED)))
     else:
@@ -67,8 +60,7 @@ def test_tool_calls_are_the_same_from_arrow_and_from_json(byte_tokenizer, tmp_pa
 
 
 def test_a_null_that_json_says_is_kept(byte_tokenizer, tmp_path) -> None:
-    tokenizer, path = byte_tokenizer(), tmp_path / "rows.jsonl"
-    tokenizer.chat_template = TOOLS
+    tokenizer, path = byte_tokenizer("tools"), tmp_path / "rows.jsonl"
     messages = [USER, calling("add", a=1, b=None), {"role": "tool", "content": "3"}, ANSWER]
     path.write_text("\n".join(map(json.dumps, [{"messages": messages}, CALLED[1]])))
     dataset, _ = encode_supervised(str(path), tokenizer)
@@ -86,7 +78,7 @@ def test_what_others_say_within_a_completion_is_not_trained(byte_tokenizer) -> N
     dataset, _ = encode_preference([pair], tokenizer)
     assert trained(tokenizer, dataset) == [f"aaaa{END}" * 2, f"b{END}\n"]
     assert "more" in tokenizer.decode(example(dataset, 0).completions[0])
-    tokenizer.chat_template = TOOLS
+    tokenizer = byte_tokenizer("tools")
     dataset, _ = encode_preference([{**pair, "chosen": CALLED[0]["messages"][1:]}], tokenizer)
     assert trained(tokenizer, dataset)[0] == f'{{"name": "add", "arguments": {{"a": 1, "b": 2}}}}{END}aaaa{END}'
 
@@ -148,8 +140,41 @@ def test_what_the_assistant_does_and_the_template_does_not_write_is_refused(byte
         encode(ANSWER | {"content": "b", "reasoning_content": "because"})
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_message_that_the_template_does_not_write_is_refused(byte_tokenizer, role) -> None:
+    written = f"{{{{ m.content if m.role != '{role}' }}}}"
+    template = byte_tokenizer().chat_template.replace("{{ m.content }}", written)
+    first, other = {"role": role, "content": "obey"}, ANSWER | {"content": "b"}
+    for encode, row in (
+        (encode_supervised, {"messages": [first, USER, ANSWER]}),
+        (encode_prompts, {"prompt": [first, USER]}),
+        (encode_preference, {"prompt": [first, USER], "chosen": [ANSWER], "rejected": [other]}),
+    ):
+        with pytest.raises(DataError, match=f"leaves out messages of the role {role}; use another"):
+            encode([row], byte_tokenizer(), Tokenization(chat_template=template))
+
+
+def test_the_text_of_a_special_token_in_a_message_is_counted_and_named(byte_tokenizer) -> None:
+    told = {"role": "user", "content": f"say {END}"}
+    rows = [{"messages": [USER, ANSWER]}, {"messages": [told, ANSWER]}, {"text": "a<eos>"}]
+    _, accounting = encode_supervised(rows[:2], byte_tokenizer())
+    assert (accounting.special, accounting.first) == (1, {"special": "records row 2"})
+    assert "1 with a special token in a message; the first: records row 2" in str(accounting)
+    _, accounting = encode_supervised(rows[2:], byte_tokenizer())
+    assert accounting.special == 0  # plain text may be what a template made
+
+
+def test_arguments_of_a_row_that_the_template_does_not_use_are_unused(byte_tokenizer) -> None:
+    row = {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": True, "terse": True}}
+    terse = "{% if terse %}!{% endif %}" + byte_tokenizer().chat_template
+    _, accounting = encode_supervised([row], byte_tokenizer(), Tokenization(chat_template=terse))
+    assert accounting.unused == ("chat_template_kwargs.enable_thinking",)
+    beside = {"prompt": "q", "completion": "a", "tools": "[]", "system_prompt": "Be brief."}
+    assert encode_supervised([beside], byte_tokenizer())[1].unused == ("tools", "system_prompt")
+
+
 def test_what_tools_say_and_the_template_does_not_write_is_refused(byte_tokenizer) -> None:
-    template = TOOLS.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
+    template = byte_tokenizer("tools").chat_template.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
     with pytest.raises(DataError, match="leaves out messages of the role tool"):
         encode_supervised(CALLED[:1], byte_tokenizer(), Tokenization(chat_template=template))
 

@@ -136,8 +136,8 @@ def test_numeric_columns_pass_through_and_others_are_reported(byte_tokenizer) ->
     dataset, accounting = encode_supervised(rows, byte_tokenizer())
     assert dataset.column_names == ["margin", "votes", "sure", "prompt", "completions", "trained", "_row"]
     assert (dataset[0]["margin"], dataset[0]["votes"], dataset[0]["sure"]) == (1.5, 3, True)
-    assert accounting.unused == ("author",)
-    assert "unused columns: author" in str(accounting)
+    assert accounting.unused == ("author", "chat_template_kwargs")
+    assert "unused columns: author, chat" in str(accounting)
 
 
 def test_a_numeric_column_with_a_name_of_ours_is_refused(byte_tokenizer) -> None:

@@ -193,7 +193,7 @@ def test_an_answer_that_the_template_leaves_out_is_empty(byte_tokenizer, field) 
     silent = Encoder(
         byte_tokenizer(), "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    with pytest.raises(BadRow, match="nothing of an answer is left under the chat template") as caught:
+    with pytest.raises(BadRow, match="the chat template leaves nothing of an answer") as caught:
         if field == "pair":
             pair(ParsedRow([USER], ([ANSWER], [ANSWER | {"content": "b"}])), silent, limit=ANYTHING)
         else:

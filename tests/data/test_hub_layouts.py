@@ -1,4 +1,4 @@
-"""Ten datasets that many train on, in the columns and types they have on the Hub: what of them is trained."""
+"""Datasets that many train on, in the columns and types they have on the Hub: what of them is trained."""
 
 import json
 
@@ -6,6 +6,7 @@ import pytest
 from burnish.data import (
     encode_preference,
     encode_prompts,
+    encode_scores,
     encode_stepwise,
     encode_supervised,
     encode_unpaired,
@@ -64,6 +65,45 @@ OPENR1 = {
     ],
 }
 PROMPT = {"problem": "prompt"}
+CALL = {"name": "weather", "arguments": {"city": "Rome"}}
+SCHEMA = {"name": "weather", "parameters": {"city": {"type": "str"}}}
+APIGEN = {
+    "conversations": [
+        {"from": "human", "value": "Weather in Rome?"},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": '{"sky": "clear"}'},
+        {"from": "gpt", "value": "Clear."},
+    ],
+    "tools": json.dumps([SCHEMA]),
+    "system": "# Policy",
+}
+TOUCAN = {
+    "uuid": "7c",
+    "messages": json.dumps(
+        [ASK, {"role": "assistant", "content": "", "function_call": CALL}, {"role": "function", "content": "1"}, ANSWER]
+    ),
+    "tools": json.dumps([SCHEMA]),
+}
+TOOLACE = {
+    "system": "You may call [weather].",
+    "conversations": [{"from": "user", "value": "Weather?"}, {"from": "assistant", "value": "[weather(city='Rome')]"}],
+}
+DOLLY = {"instruction": "Add.", "context": "2, 3", "response": "5", "category": "closed_qa"}
+HELPSTEER = {"prompt": ASK["content"], "response": "Jupiter.", "helpfulness": 3, "correctness": 4, "verbosity": 1}
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"content": "Solve 2 + 3.", "role": "user"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "5", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a"},
+}
+TULU_PAIR = {
+    "prompt": "And the smallest?",
+    "chosen": [ASK, ANSWER, AGAIN, LAST],
+    "rejected": [ASK, ANSWER, AGAIN, WRONG],
+}
+KTO_MIX = {"prompt": [ASK], "completion": [ANSWER], "label": True}
+SYSTEM = {"system": "system_prompt"}
 
 LAYOUTS = {  # row, settings of the part, how it is encoded, the trained text of each completion
     "ultrachat_200k": (ULTRACHAT, {"split": "train_sft"}, encode_supervised, [f"Jupiter.{END}Mercury.{END}"]),
@@ -85,7 +125,7 @@ LAYOUTS = {  # row, settings of the part, how it is encoded, the trained text of
     "no_robots": (NO_ROBOTS, {"split": "train[:1]"}, encode_supervised, [f"Jupiter.{END}"]),
     "orca_dpo_pairs": (
         ORCA,
-        {"columns": {"question": "prompt"}, "system_prompt": "You are concise."},
+        {"columns": {"question": "prompt", **SYSTEM}, "system_prompt": ""},
         encode_preference,
         [f"Jupiter.{END}\n", f"Earth.{END}\n"],
     ),
@@ -97,6 +137,29 @@ LAYOUTS = {  # row, settings of the part, how it is encoded, the trained text of
         [f"{GSM8K['answer']}<eos>"],
     ),
     "openr1-math": (OPENR1, {}, encode_supervised, [f"<think>2 + 3</think>5{END}"]),
+    "APIGen-MT-5k": (
+        APIGEN,
+        {"columns": SYSTEM},
+        encode_supervised,
+        [f"{json.dumps(CALL)}{END}Clear.{END}"],
+    ),
+    "Toucan-1.5M": (TOUCAN, {}, encode_supervised, [f"{json.dumps(CALL)}{END}Jupiter.{END}"]),
+    "ToolACE": (TOOLACE, {"columns": SYSTEM}, encode_supervised, [f"[weather(city='Rome')]{END}"]),
+    "dolly-15k": (
+        DOLLY,
+        {"columns": {"instruction": "prompt", "context": "prompt", "response": "completion"}},
+        encode_supervised,
+        ["5<eos>"],
+    ),
+    "HelpSteer2": (
+        HELPSTEER,
+        {"columns": {"response": "completion", "helpfulness": "score"}, "system_prompt": ""},
+        encode_scores,
+        [f"Jupiter.{END}\n"],
+    ),
+    "tulu-3 preference mixture": (TULU_PAIR, {}, encode_preference, [f"Mercury.{END}\n", f"Earth.{END}\n"]),
+    "kto-mix-14k": (KTO_MIX, {}, encode_unpaired, [f"Jupiter.{END}\n"]),
+    "DAPO-Math-17k": (DAPO, {"columns": {"reward_model.ground_truth": "answer"}}, encode_prompts, []),
     "openr1-math, sampled": (OPENR1, {"columns": PROMPT, "system_prompt": "Think."}, encode_prompts, []),
 }
 
@@ -115,8 +178,9 @@ def test_a_dataset_of_the_hub_is_trained_as_it_is(name, stored, tmp_path, byte_t
         Dataset.from_list([row] * 2).to_parquet(path) if stored == "parquet" else path.write_text(
             f"{json.dumps(row)}\n"
         )
-    tokenizer = byte_tokenizer()
-    encoded, account = encode(load_data({"path": str(path), **settings})[0], tokenizer)
+    tokenizer = byte_tokenizer("tools" if "tools" in row else "chatml")
+    records = load_data({"path": str(path), **settings})[0]
+    encoded, account = encode(records, tokenizer)
     prompt, completions, trained = example(encoded, 0)
     texts = [
         tokenizer.decode([token for token, train in zip(ids, mask, strict=True) if train])
@@ -124,8 +188,10 @@ def test_a_dataset_of_the_hub_is_trained_as_it_is(name, stored, tmp_path, byte_t
     ]
     assert texts == expected
     assert account.kept == account.read and not account.skipped
-    if settings.get("system_prompt"):
-        assert f"system\n{settings['system_prompt']}" in tokenizer.decode(prompt)
+    if system := settings.get("system_prompt") or ("system" in row and row["system"]):
+        assert f"<|im_start|>system\n{system}" in tokenizer.decode(prompt)
+    if row is DAPO:
+        assert records[0].dataset["answer"][:] == ["5"] * account.read
 
 
 def test_alpaca_without_names_for_its_columns_is_trained_on_its_text_and_says_so(byte_tokenizer) -> None:

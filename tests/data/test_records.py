@@ -1,3 +1,4 @@
+import gzip
 import json
 import re
 import tracemalloc
@@ -78,6 +79,8 @@ def test_a_row_is_named_by_its_line_where_there_are_lines(tmp_path) -> None:
     assert load(write(tmp_path / "a.jsonl", text)).where(1) == "a.jsonl line 4"
     assert load(write(tmp_path / "b.json", json.dumps(ROWS, indent=1))).where(1) == "b.json row 2"
     assert load(ROWS).where(1) == "records row 2"
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    assert load(tmp_path / "a.jsonl.gz").where(1) == "a.jsonl.gz line 4"
     # Row 1 of a part is not line 1 of the file.
     for part in ("train[1:]", "train[1:]+train[:1]"):
         assert load(tmp_path / "a.jsonl", split=part).where(0) == "a.jsonl row 1"
@@ -89,6 +92,7 @@ def test_a_row_is_named_by_its_line_where_there_are_lines(tmp_path) -> None:
         ('{"prompt": "a", "completion"', "not JSON: Expecting ':' delimiter at column 29"),
         ('{"prompt": "a"}, {"prompt": "b"}', "not JSON: Extra data at column 16"),
         ('["a", "b"]', "wanted a JSON object with named columns, got list"),
+        (r'{"prompt": "\ud83d", "completion": "a"}', "not UTF-8 text"),
         ("nonsense", "not JSON: Expecting value at column 1"),
     ],
 )
@@ -123,13 +127,33 @@ def test_a_malformed_json_array_is_named_with_the_place(tmp_path) -> None:
         ("a.jsonl", "", "a.jsonl: no rows"),
         ("a.json", "[]", "a.json: no rows"),
         ("a.csv", "prompt,completion\n", "a.csv: no rows"),
-        ("a.txt", "hello", "wanted a file that ends in .json, .jsonl, .ndjson, .csv, .parquet, got .txt"),
+        ("a.txt", "hello", "wanted a file that ends in .json, .jsonl, .ndjson, .csv, .parquet, .arrow, got .txt"),
+        ("a.jsonl.gz", "hello", "a.jsonl.gz: can't be read: Not a gzipped file"),
         ("a.parquet", "hello", "a.parquet: the parquet reader failed"),
     ],
 )
 def test_files_without_records_are_refused(tmp_path, name, text, message) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         load(write(tmp_path / name, text))
+
+
+def test_a_directory_is_read_as_a_whole_or_refused(tmp_path) -> None:
+    write(tmp_path / "0.jsonl", lines(ROWS[:1]))
+    write(tmp_path / "1.jsonl", lines(ROWS[1:]))
+    assert list(load(tmp_path).dataset) == list(load(f"{tmp_path}/*.jsonl").dataset) == ROWS
+    with pytest.raises(DataError, match=r"nothing-\*\.jsonl"):
+        load(f"{tmp_path}/nothing-*.jsonl")
+    write(tmp_path / "2.jsonl", lines([ROWS[0] | {"more": 1}]))
+    with pytest.raises(DataError, match=r"there are 1 new columns \({'more'}\); give all the same, or files of"):
+        load(tmp_path)
+    (tmp_path / "2.jsonl").unlink()
+    for name in ("train.jsonl", "2.csv"):
+        write(tmp_path / name, lines(ROWS) if name != "2.csv" else "prompt,completion\na,b\n")
+        with pytest.raises(
+            DataError, match=r"would be left out beside .*; name the files that are to be read as parts"
+        ):
+            load(tmp_path)
+        (tmp_path / name).unlink()
 
 
 def test_a_file_that_does_not_exist_is_not_looked_for_on_the_hub(tmp_path, monkeypatch) -> None:

@@ -41,3 +41,17 @@ def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(passes, "ROWS", 24)
     monkeypatch.setattr(passes, "COLUMNS", 32)
     monkeypatch.setattr(passes, "KEEP", request.param)
+
+
+@pytest.fixture
+def tiles_kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tiles of a head each forward leaves for another pass, filled while the test runs."""
+    allocate, tiles = passes.allocate_kept, []
+
+    def counted(*given: Any) -> Any:
+        kept = allocate(*given)
+        tiles.append(len(kept))
+        return kept
+
+    monkeypatch.setattr(passes, "allocate_kept", counted)
+    return tiles

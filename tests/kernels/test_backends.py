@@ -82,10 +82,12 @@ def test_two_runs_give_the_same_bits(backend: str) -> None:
         torch.testing.assert_close(again[name], expected, rtol=0, atol=0)
 
 
-def test_logits_by_triton_are_as_close_to_float64_as_the_reference() -> None:
+@pytest.mark.parametrize("columns_apart", [False, True])
+def test_logits_by_triton_are_as_close_to_float64_as_the_reference(columns_apart: bool) -> None:
     random = torch.Generator().manual_seed(0)
     logits, target = torch.randn(63, 107, generator=random) * 4, torch.arange(63)
     logits[:, 64:80] = -torch.inf
+    logits = logits.t().contiguous().t() if columns_apart else logits
 
     def measured(dtype: torch.dtype, backend: str) -> list[Tensor]:
         z = logits.to(DEVICE, dtype, copy=True).requires_grad_()

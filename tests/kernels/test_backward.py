@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import passes
+from burnish.kernels import Head, linear_logprob, passes
 from heads import CASES, EXTRAS, in_dtype, leaves, logprobs, total
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -34,6 +34,16 @@ def test_rows_without_a_gradient_change_nothing(case: str, share: float) -> None
     assert (ours["hidden"][~alive] == 0).all()
     for name, truth in exact.items():
         torch.testing.assert_close(ours[name], truth, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_where_no_gradient_arrives_the_weight_gets_zeros(dtype: torch.dtype, rows: int) -> None:
+    """Sums of another dtype than the weight's were written into it without a product."""
+    hidden, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((rows, 8), (63, 8), (63,)))
+    leaves = [each.requires_grad_() for each in (hidden, weight, bias)]
+    found = linear_logprob(hidden, Head(weight, bias), torch.zeros(rows, dtype=torch.int64))
+    assert all((each == 0).all() for each in torch.autograd.grad((0 * found.logprob).sum(), leaves))
 
 
 @pytest.mark.parametrize("keep_bytes", [0, 2**30])

@@ -133,6 +133,14 @@ def test_a_checkpoint_computes_twice_and_changes_no_bit(function: Callable[..., 
     assert recomputed.names == [forward, forward, backward]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own torch.jit.script
+@each_function
+def test_a_forward_mode_derivative_is_an_error_and_not_zero(function: Callable[..., Any]) -> None:
+    given = {name: value.detach() for name, value in inputs(5).items()}
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*backend='reference'"):
+        torch.func.jvp(lambda h: function(**given | {"hidden": h}), (given["hidden"],), (given["hidden"],))
+
+
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 @each_function
 def test_autocast_rounds_the_same_compiled_or_not(function: Callable[..., Any]) -> None:

@@ -364,12 +364,18 @@ def test_as_much_is_kept_as_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
         assert found == pytest.approx(32 + 32 * (1 - share) + 40), keep_bytes
 
 
-def test_nothing_is_kept_when_no_gradient_is_needed() -> None:
+def test_nothing_is_kept_when_no_gradient_and_no_second_pass_needs_it(
+    monkeypatch: pytest.MonkeyPatch, tiles_kept: list[int]
+) -> None:
     case = in_dtype(CASES["plain"], torch.float32)
-    with torch.no_grad():
-        assert linear_divergence(**case, beta=0.5).grad_fn is None
+    monkeypatch.setattr(divergence_passes, "COLUMNS", 32)
     frozen = case | {"student_hidden": case["student_hidden"].detach(), "student": case["student"].detach()}
+    with torch.no_grad():
+        assert linear_divergence(**case, beta=0.0).grad_fn is None
+    assert linear_divergence(**frozen, beta=0.0).grad_fn is None
     assert linear_divergence(**frozen, beta=0.5).grad_fn is None
+    assert linear_divergence(**frozen | {"student_hidden": case["student_hidden"]}, beta=1.0).requires_grad
+    assert tiles_kept == [0, 0, 0, 0, 3, 3, 3, 3]  # of either head
 
 
 @pytest.mark.usefixtures("small_tiles")

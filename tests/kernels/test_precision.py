@@ -72,6 +72,17 @@ def test_under_autocast_float32_factors_are_rounded_with_gradients_and_without(
     assert (trained - measured).square().mean().sqrt() <= 1e-5
 
 
+def test_gradients_of_16_bit_hidden_states_are_rounded_once_with_an_adapter_too() -> None:
+    """Those of the head and of the adapter are added before: bit by bit as for the same numbers in float32."""
+    case = in_dtype(CASES["adapter"], torch.float32)
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        hidden = case["hidden"].detach().bfloat16().to(dtype).requires_grad_()
+        logprobs(case | {"hidden": hidden}, backend="torch", compute_dtype=torch.bfloat16).logprob.sum().backward()
+        gradients.append(hidden.grad)
+    assert torch.equal(gradients[0], gradients[1].bfloat16())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_float32_weight_is_rounded_to_16_bit_hidden_states_in_every_pass(backend: str) -> None:
     case = on_device(wide(), torch.float32)

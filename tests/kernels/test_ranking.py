@@ -68,6 +68,8 @@ def test_what_was_not_asked_for_is_none_and_the_rest_has_gradients() -> None:
 def test_of_logits_at_hand_the_same(backend: str) -> None:
     case = CASES["plain"]
     expected = logprobs(case, **ASKED, top_k=4, temperature=0.7)
-    found = logits_logprob(logits(case), case["target"], temperature=0.7, **ASKED, top_k=4, backend=backend)
+    temperature = torch.full((63,), 0.7, dtype=torch.float64, requires_grad=True)
+    found = logits_logprob(logits(case), case["target"], temperature=temperature, **ASKED, top_k=4, backend=backend)
+    assert found.logprob.requires_grad and not found.top_k.logprob.requires_grad
     assert torch.equal(found.top1, expected.top1) and torch.equal(found.rank, expected.rank)
     torch.testing.assert_close(found.top_k.logprob, expected.top_k.logprob)

@@ -68,7 +68,11 @@ CASES = {
     "exact_tiles": inputs(32, 32, 128),
     "many_rows": inputs(100, 24, 70),
     "width_of_no_descriptor": inputs(37, 19),
-    "columns_apart": inputs(hidden=lambda normal: normal(37, 48)[:, ::2], weight=lambda normal: normal(24, 150).T),
+    "columns_apart": inputs(
+        hidden=lambda normal: normal(37, 48)[:, ::2],
+        weight=lambda normal: normal(24, 150).T,
+        adapter=lambda normal: (normal(16, 24), normal(16, 150).T, 0.2),  # a rank that is not padded
+    ),
     "peaked": inputs(hidden=lambda normal: normal(37, 24) * 30),
     "flat": inputs(hidden=torch.zeros(37, 24, dtype=torch.float64)),
     "all_logits_negative": inputs(bias=lambda normal: normal(150) - 1000),

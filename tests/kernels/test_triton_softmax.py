@@ -114,7 +114,8 @@ class Pulled(NamedTuple):
 def pulled_in_torch(case: Case, shift: Tensor, upstream: Coefficients) -> Pulled:
     out, moments = torch.empty_like(case.logits), torch.zeros_like(shift)
     for columns, here in case.tiles():
-        dc, moment = backward_tile(case.logits[:, columns].clone(), shift, upstream, case.transform, True)
+        dc = case.logits[:, columns].clone()
+        moment = backward_tile(dc, shift, upstream, case.transform, True, dc)
         add_target_(dc, here, upstream.gain)
         out[:, columns], moments = dc, moments + moment
     return Pulled(out, moments)

@@ -67,6 +67,17 @@ RECIPES = {
 }
 
 
+@pytest.mark.parametrize("recipe", ["dpo", "grpo"])
+def test_a_model_is_evaluated_without_a_step_as_a_run_evaluates_it_before_the_first(recipe, saved, tmp_path):
+    rows, options = RECIPES[recipe]
+    settings = {"steps": 1, "learning_rate": 1e-3, **options, "eval_data": rows[:4]}
+    before = getattr(burnish, recipe)(str(saved), rows, **settings).evaluate()
+    getattr(burnish, recipe)(str(saved), rows, str(tmp_path / "run"), **settings).train()
+    first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert before and {name: first[name] for name in before} == before and first["step"] == 0
+    assert getattr(burnish, recipe)(str(saved), rows, **{**settings, "eval_data": None}).evaluate() == {}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_loop_that_does_nothing_ends_in_the_weights_of_the_command(recipe, dtype, saved, tmp_path, tokenizer):
@@ -100,7 +111,7 @@ def test_without_a_directory_no_file_is_written(model, data, tokenizer, tmp_path
     [
         ({"save_every": 2}, "save_every: checkpoints are kept in the run's directory, and it has none; set output"),
         ({"resume": True}, "resume: checkpoints are kept"),
-        ({"reference": "precompute"}, "output: this run keeps something in its directory, and has none; name one"),
+        ({"reference": "precompute"}, "output: this run keeps files in its directory, and has none; name one"),
         ({"betta": 1.0}, "dpo: no setting 'betta', did you mean 'beta'?"),
         ({"beta": -1.0}, "beta: must be > 0, got -1.0"),
         ({"lora": {"rank": 1}}, "dpo: lora: no setting 'rank'"),
@@ -148,7 +159,7 @@ def test_a_loop_that_is_left_ends_the_run_in_order_and_another_goes_on_to_the_sa
     assert [line["mine"] for line in lines] == [7.0, 7.0]
     assert_same(load_file(tmp_path / "run/model/model.safetensors"), weights(run.model))
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
-    with pytest.raises(RuntimeError, match="its steps were taken; open a run with resume=True"):
+    with pytest.raises(RuntimeError, match="all steps were taken; open a run with resume=True"):
         next(iter(run))
     run = opened(resume=True)
     assert repr(run) == "<Training at step 2 of 3: iterate over it, or call its train()>"
@@ -209,6 +220,9 @@ def test_adapters_of_ones_own_are_trained_and_saved(model, tokenizer, tmp_path):
     assert (tmp_path / "run/adapter/adapter_model.safetensors").exists()
     with pytest.raises(ValueError, match=r"lora\.r: the model has adapters already"):
         burnish.dpo(adapted, PAIRS, tokenizer=tokenizer, lora={"r": 2})
+    for lora in ({}, {"r": 2}):  # peft has put its layers into the model itself
+        with pytest.raises(ValueError, match="model: an earlier run left adapters in it; give that run's model"):
+            burnish.dpo(model, PAIRS, tokenizer=tokenizer, lora=lora)
 
 
 def test_a_classifier_of_ones_own_learns_rewards(saved, tokenizer):
@@ -284,7 +298,7 @@ def by_forks(*arguments):
 def by_torchrun(*arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", looped.__file__]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -22,7 +22,7 @@ except SystemExit as stopped:
 def burnish(*arguments):
     """Exit status of ``python -m burnish``, the packages that it imported, and all that it printed."""
     command = [sys.executable, "-c", RUN, json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     *printed, last = done.stdout.splitlines()
     status, packages = json.loads(last)
@@ -59,6 +59,8 @@ def test_the_settings_of_every_recipe_are_read_without_heavy_imports():
 
 
 def test_loops_exports_every_name_that_it_promises():
+    for package in (loops, sys.modules["burnish"]):
+        assert {*package.__all__} <= {*dir(package)}
     missing = [name for name in loops.__all__ if not hasattr(loops, name)]
     assert missing == []
     with pytest.raises(AttributeError, match="has no attribute 'Polcy'"):

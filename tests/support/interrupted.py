@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 from burnish.loops.config import Common, Lora
 from burnish.loops.train import optimizers
@@ -61,6 +62,16 @@ def be_rank(directory, fields):
     for rounding in ("stochastic", "compensated"):
         for optimizer in ("adamw", "muon", "sgd"):
             check_sharded(rounding, optimizer)
+    check_refused("adafactor", "transformers")
+    check_refused("paged_adamw_8bit", "bitsandbytes")
+
+
+def check_refused(name, package):
+    """Before the first step, in a line, an optimizer that would fail in it."""
+    module = torch.nn.Linear(4, 4)
+    torch.distributed.fsdp.fully_shard(module, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=f"optimizer {name}: {package} can't update sharded weights; adamw_torch"):
+        optimizers.make_optimizer(Common("", "", "", optimizer=name), module)
 
 
 def check_sharded(rounding, name):

@@ -11,10 +11,13 @@ from unittest.mock import patch
 from burnish.loops.recipes.grpo import run_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rollouts.local import source
-from burnish.loops.runs import checkpoint, ranks
+from burnish.loops.runs import checkpoint, context, ranks, training
 
 step = sys.modules["burnish.loops.train.step"]  # the package has a function of that name
 MOMENTS = {  # the function that is called then, and how often until the death
+    "opening": (context, "check_ranks", 1),
+    "loading": (context, "load_model", 1),
+    "resuming": (training, "digest", 1),
     "sampling": (source, "draw", 8),  # in the second rollout
     "training": (step, "train_step", 2),
     "saving": (checkpoint, "save", 1),

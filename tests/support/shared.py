@@ -1,8 +1,10 @@
 """What one process of a test session makes, and all of them use."""
 
+import json
 import os
 
 from filelock import FileLock
+from forked import run_forked
 
 
 def made_once(tmp_path_factory, name, make):
@@ -15,3 +17,17 @@ def made_once(tmp_path_factory, name, make):
             make(unfinished)
             unfinished.rename(root / name)
     return root / name
+
+
+def found_by_ranks(tmp_path_factory, ranks, module, *names):
+    """What so many ranks write that call ``module.be_rank(file, *names)``, once for all tests."""
+
+    def make(folder):
+        outcomes = run_forked(ranks, module, str(folder / "results.json"), *names)
+        assert all(status == 0 for status, _ in outcomes), outcomes[0][1][-3000:]
+
+    return json.loads(
+        (
+            made_once(tmp_path_factory, "-".join([module, *(each[0] for each in names)]), make) / "results.json"
+        ).read_text()
+    )

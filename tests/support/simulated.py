@@ -57,10 +57,11 @@ def be_rank(output):
             results["parameters"] = parameters
             results["held"] = sum(parameter.to_local().nbytes for parameter in policy.parameters())
             results["gradient"] = sum(parameter.grad.to_local().nbytes for parameter in policy.parameters())
-    policy = Policy(make_model(dtype=torch.float32), layout="padded")
-    shard(policy, mesh["dp_shard"])
-    with Collectives() as sent, torch.autocast("cpu", torch.bfloat16):
-        policy(collate(make_examples(2))).logprob.sum().backward()
-    results["autocast"] = sent.dtypes
+    for param_dtype in (None, torch.bfloat16):
+        policy = Policy(make_model(dtype=torch.float32), layout="padded")
+        shard(policy, mesh["dp_shard"], param_dtype=param_dtype)
+        with Collectives() as sent, torch.autocast("cpu", torch.bfloat16):
+            policy(collate(make_examples(2))).logprob.sum().backward()
+        results[f"autocast {param_dtype}"] = sent.dtypes
     dist.destroy_process_group()
     Path(output).write_text(json.dumps(results))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from burnish.loops.batch import collate
 from burnish.loops.models.policy import Policy
 from burnish.loops.train.step import prepare, train_step
@@ -23,15 +24,17 @@ def be_rank(directory, unused):
     """Take three steps in float32 and in bfloat16 autocast, and save the weights after them."""
     results = {}
     for precision in ("no", "bf16"):
-        accelerator = Accelerator(mixed_precision=precision)
+        views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[views])
         model = make_model(dtype=torch.float32)
         if unused:
             model.base_model.layers[1].indexer = nn.Linear(3, 5)
+        model.base_model.embed_tokens.requires_grad_(False)  # waits for no gradient
         policy = Policy(model)
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.1, weight_decay=0.1)
         policy, optimizer = prepare(accelerator, policy, optimizer)
         if isinstance(policy, DistributedDataParallel):
-            assert policy.find_unused_parameters == unused
+            assert policy.find_unused_parameters == unused and policy.gradient_as_bucket_view
         examples = make_examples(24, completions=1)
         for step in range(3):
             parts = [collate(examples[n : n + 2]) for n in range(8 * step, 8 * step + 8, 2)]

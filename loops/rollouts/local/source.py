@@ -137,7 +137,7 @@ class LocalSource:
                     if not logprob > float("-inf"):
                         raise SourceError(
                             f"local: the weights of version {read_version} give log-probs of {logprob}, so they hold "
-                            "NaN or overflow; lower the learning rate, and go on from a checkpoint before this step"
+                            "NaN or overflow; lower the learning rate, and continue from a checkpoint before this step"
                         )
                     sequence.append(token, logprob, read_version)
                 for done, sequences in self._awaited.items():

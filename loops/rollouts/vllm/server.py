@@ -200,9 +200,9 @@ class VLLMServer:
                 if left <= 0:
                     self._late = False
                     raise SourceError(
-                        f"vllm: the server at {self._client.url} has given nothing of what it was asked for in "
-                        f"{self._patience:g} s; see to it and go on with --resume true, or raise vllm.patience if that "
-                        "is how long it takes"
+                        f"vllm: the server at {self._client.url} has answered nothing in "
+                        f"{self._patience:g} s; check it and continue with --resume true, or raise vllm.patience if it "
+                        "takes that long"
                     )
                 await asyncio.wait({call}, timeout=left)
             if self._closed:
@@ -315,7 +315,7 @@ class VLLMServers:
                 self._ready = left
                 raise error
             if server in self._ready:
-                log.warning("%s; %d of %d servers go on without it", error, len(left), len(self.servers))
+                log.warning("%s; %d of %d servers continue without it", error, len(left), len(self.servers))
         self._ready = left
 
 

@@ -1,7 +1,7 @@
 """Update the weights of a running vLLM: by file, by NCCL, or as one more adapter.
 
 Whole weights are put in while the engine is paused. Completions under way stay where they are, and their keys and
-values are computed anew: with the old cache they would go on from a mixture of both weights, labeled with the new ones.
+values are computed anew: with the old cache they would continue from a mix of both weights, labeled with the new ones.
 A `VLLMEngine` has the methods of a `VLLMClient` for this: weight_version, pause, resume and control.
 
 vLLM knows the weights by a label. Ours names the version and the source that published it: a server that was restarted,
@@ -229,7 +229,7 @@ class Adapters:
     """One more LoRA adapter for every version, under a name of its own; nothing is merged, nothing changed in place.
 
     Here ``publish`` takes the adapter's own tensors, by the names of ``peft.get_peft_model_state_dict``.
-    A completion under way goes on with the adapter that it was begun with, which is unloaded after the last of them.
+    A completion under way continues with the adapter that it began with, which is unloaded after the last of them.
 
     Args:
         directory: that trainer and server both see.

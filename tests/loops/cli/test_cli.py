@@ -6,8 +6,8 @@ import math
 import pytest
 import yaml
 from burnish.loops.cli import main
-from burnish.loops.cli.arguments import MEANT
 from burnish.loops.recipes import settings
+from burnish.loops.registry import MEANT
 from tiny import save_model, sums, write_rows
 
 

@@ -170,6 +170,7 @@ EARLY = [
     ("dpo", ["--quantize", "4bit"], "quantized weights can't be trained; add adapters"),
     ("dpo", ["--reference", "adapters_off"], "reference: .*set lora.r"),
     ("kto", ["--batch_size", "1"], "batch_size of 2 or more"),
+    ("kto", ["--loss", "bco", "--desirable_weight", "2"], "no loss of this mix has 'desirable_weight'"),
     # Files.
     ("dpo", ["--data", "{root}/nosuch.jsonl"], "nosuch.jsonl: no such file"),
     ("dpo", ["--data", "{root}/nosuch"], "data: .*nosuch: no such file or directory"),
@@ -184,6 +185,8 @@ EARLY = [
     ("dpo", ["--output", "{root}/file/below"], "output: .*is a file"),
     ("dpo", ["--output", "{link}"], "output: .*link is a link to nothing"),
     ("dpo", ["--output", "/proc/burnish"], "output: .*can't be written"),
+    ("dpo", ["--output", "{root}"], "output: this run would write over its model, .*/model; name another"),
+    ("dpo", ["--ref_model", "{missing}"], "ref_model: .*missing is neither a directory.*: there is no such directory"),
     ("dpo", ["--chat_template", "nosuch.jinja"], "chat_template: there is no file 'nosuch.jinja'"),
     ("dpo", ["--chat_template", "{root}"], "chat_template: there is no file"),
     ("sft", ["--chat_template", "{root}/bad.jinja"], "chat template .*Expected an expression"),
@@ -316,9 +319,10 @@ def test_a_stopped_demo_is_told_what_goes_on(capsys, monkeypatch):
     assert "burnish sft --config burnish-demo/sft/config.yaml --resume true" in capsys.readouterr().err
 
 
-def test_all_mistakes_of_file_and_flags_are_told_at_once(burnish):
+@pytest.mark.parametrize("more", [[], ["--print_config"]])
+def test_all_mistakes_of_file_and_flags_are_told_at_once(burnish, more):
     yaml = "lerning_rate: 1\nsteps: 0\nlora: {rank: 3, alpha: much}\nbeta: 0.2\n"
-    status, printed, *_ = burnish("dpo", ["--schedule", "cosin", "--no-such", "--lr=1"], yaml=yaml)
+    status, printed, *_ = burnish("dpo", ["--schedule", "cosin", "--no-such", "--lr=1", *more], yaml=yaml)
     assert status == 2
     assert printed.splitlines() == [
         "burnish dpo: 7 mistakes",
@@ -404,7 +408,7 @@ def test_the_traceback_of_a_mistake_is_shown_on_demand(burnish):
         (PermissionError(13, "Permission denied", "/x/y"), "Permission denied: '/x/y'"),
         (ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"), "flash_attn.*install what is missing"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: lower micro_tokens"),
-        (KeyboardInterrupt(), "interrupted; --resume true goes on from the last checkpoint, if any"),
+        (KeyboardInterrupt(), "interrupted; --resume true continues from the last checkpoint, if any"),
     ],
     ids=lambda value: type(value).__name__,
 )

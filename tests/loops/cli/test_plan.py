@@ -185,7 +185,7 @@ def test_shards_divide_what_a_rank_keeps_and_the_layer_at_hand_is_gathered(setti
     assert layer < sharded.memory["gathered weights"] < 0.9 * whole.memory["weights, trained"]
 
 
-def test_layers_are_gathered_in_the_precision_of_the_computation_and_gradients_summed_in_float32(settings):
+def test_layers_are_gathered_in_the_precision_of_the_computation_and_trained_in_float32(settings):
     fields = {"parallel": {"dp_shard_size": 8}, "reference": "precompute"}
     float32, bfloat16 = (
         plan(*settings("dpo", "pairs", **fields, **dtype), Gpus.parse("8x80GB")).memory for dtype in ({}, BFLOAT16)

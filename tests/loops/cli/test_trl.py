@@ -179,7 +179,7 @@ def test_a_field_that_is_given_in_both_vocabularies_is_refused(burnish, file, fl
 
 def test_all_that_is_wrong_in_a_file_stands_in_one_message(burnish):
     file = {**MINIMAL, "fp16": True, "eos_token": "<e>", "optim": "lomo", "per_device_batch": 3, "learning_rat": 1}
-    status, _, err = burnish("dpo", file)
+    status, _, err = burnish("dpo", file, "--print_config")
     assert status == 2
     assert err.startswith("burnish dpo: 5 mistakes\n") and len(err.splitlines()) == 7
     for words in ("fp16: ", "eos_token: ", "optim: ", "no field 'learning_rat', did you mean 'learning_rate'?"):
@@ -337,7 +337,7 @@ def test_a_translation_imports_nothing_heavy(tmp_path):
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=os.environ, check=True
+        command, capture_output=True, text=True, timeout=600, cwd=tmp_path, env=os.environ, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
 

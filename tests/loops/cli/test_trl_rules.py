@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ REFUSED = {
 # Of scripts: batches that the other flags don't make up, and a part of steps that are not known.
 REFUSED_FLAGS = {"sft": {"eos_token"}, "grpo": {"generation_batch_size"}, "dpo_online": {"save_steps"}}
 REFUSED_FLAGS["grpo_continuous_batching"] = {"num_generations"}
+
+# Of TRL's defaults, where vLLM samples.
+IMPORTANCE = {
+    "source": "vllm_engine",
+    "correction": "sequence_mis",
+    "correction_low": 0.0,
+    "correction_high": 3.0,
+}
 
 
 def settings_of(recipe):
@@ -116,7 +125,7 @@ def test_what_a_script_of_trl_trains_by_default_holds_unless_the_command_has_ano
     )
     ours, _, out = read(recipe, settings_of(recipe), words)
     assert out.refused == {}
-    teacher = {"model": "t", "divergence": "reverse_kl", "temperature": 0.9}
+    teacher = {"model": "t", "divergence": "reverse_kl"}
     assert ours == {"on_policy": 0, "max_tokens": 128, "temperature": 0.9, "teacher": teacher}
 
 
@@ -212,6 +221,7 @@ def test_names_are_in_the_table_once():
 
 
 LORA = {"lora.r": 16, "lora.alpha": 32.0, "lora.dropout": 0.05}
+_SMOOTHED = {"loss": {"label_smoothed_nll": {"label_smoothing": 0.1}}}
 TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "num_processes": 2}
 
 
@@ -354,11 +364,11 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ("sft", {"report_to": ["wandb", "tensorboard"]}, {"report_to": ["wandb", "tensorboard"]}),
         ("sft", {"resume_from_checkpoint": True}, {"resume": True}),
         ("sft", {"max_seq_length": 99, "truncation_mode": "keep_end"}, {"max_length": 99, "truncation": "keep_end"}),
-        ("sft", {"assistant_only_loss": True}, {"train_on": "assistant"}),
+        ("sft", {"assistant_only_loss": True, "completion_only_loss": True}, {"train_on": "assistant"}),
         ("sft", {"completion_only_loss": False}, {"train_on": "all"}),
         ("sft", {"loss_type": "chunked_nll"}, {"loss": "nll"}),
         ("sft", {"loss_type": "dft"}, {"loss": "dft"}),
-        ("sft", {"label_smoothing_factor": 0.1}, {"loss": {"label_smoothed_nll": {"label_smoothing": 0.1}}}),
+        ("sft", {"label_smoothing_factor": 0.1}, _SMOOTHED),
         ("dpo", {"loss_type": "sigmoid"}, {"loss": "dpo"}),
         ("dpo", {"loss_type": ["sigmoid_norm"]}, {"loss": "dpo", "logprob_reduction": "mean"}),
         ("dpo", {"loss_type": "ipo"}, {"loss": "ipo", "logprob_reduction": "mean"}),
@@ -433,6 +443,13 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_mode": "token_truncate"},
             {"source": "vllm", "correction": "tis", "correction_low": 0.0, "correction_high": 3.0},
         ),
+        ("grpo", {"use_vllm": True, "vllm_importance_sampling_clip_min": 0.1}, IMPORTANCE | {"correction_low": 0.1}),
+        ("grpo", {"use_vllm": True, "vllm_importance_sampling_clip_max": None}, IMPORTANCE | {"correction_high": inf}),
+        (
+            "grpo",
+            {"use_vllm": True, "vllm_importance_sampling_clip_max": 4, "vllm_importance_sampling_cap": 2},
+            IMPORTANCE | {"correction_high": 2.0},
+        ),
         (
             "grpo",
             {"use_vllm": True, "vllm_max_model_length": 512, "vllm_importance_sampling_correction": False},
@@ -469,6 +486,22 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ),
         ("distill", {"beta": 0.1}, {"teacher.divergence": "jsd", "teacher.beta": 0.1}),
         ("distill", {"beta": 0}, {"teacher.divergence": "forward_kl"}),
+        ("distill", {"temperature": 0.9}, {"temperature": 0.9, "teacher.temperature": 0.9}),
+        ("ppo", {"cliprange": 0.3}, {"loss_kwargs": {"clip_low": 0.3, "clip_high": 0.3}}),
+        ("kto", {"train_sampling_strategy": "sequential"}, {"shuffle": False}),
+        ("rloo", {"shuffle_dataset": False}, {"shuffle": False}),
+        ("sft", {"lr_scheduler_type": "constant", "warmup_steps": 20}, {"schedule": "constant"}),
+        ("sft", {"lr_scheduler_type": "cosine", "warmup_steps": 2}, {"schedule": "cosine", "warmup": 2.0}),
+        ("sft", {"gradient_checkpointing": True, "activation_offloading": True}, {"gradient_checkpointing": "offload"}),
+        ("sft", {"activation_offloading": True, "gradient_checkpointing": True}, {"gradient_checkpointing": "offload"}),
+        ("sft", {"loss_type": "chunked_nll", "label_smoothing_factor": 0.1}, _SMOOTHED),
+        ("sft", {"loss_type": "dft", "label_smoothing_factor": 0.1}, {"loss": "dft"}),
+        ("cpo", {"loss_type": "alphapo", "alpha": 0.3}, {"loss": "alpha_po", "alpha": 0.3, "nll": 0.0}),
+        (
+            "dpo",
+            {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0},
+            {"divergence": "forward_kl"},
+        ),
         ("distill", {"temperature": 0.9, "lmbda": 1}, None),
     ],
     ids=str,
@@ -480,7 +513,7 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         "sft": {**LORA, "lora.r": 4, "lora.target_modules": "all-linear"},
         "sgd": {"optimizer": "sgd", "optimizer_kwargs": {"momentum": 0.9, "nesterov": True}},
         "grpo": {"variant": "grpo", "weighting": "fixed_length", "scale": "none"},
-        "distill": {"temperature": 0.9, "teacher.temperature": 0.9, "on_policy": 1},
+        "distill": {"temperature": 0.9, "on_policy": 1},
     }
     assert ours(recipe, **given) == (special[given.get("optim", recipe)] if expected is None else expected)
 
@@ -492,7 +525,7 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("sft", {"torch_dtype": "float16"}, "torch_dtype.*float16"),
         ("sft", {"num_train_epochs": 0.5}, "num_train_epochs: 0.5 is a part.*steps"),
         ("sft", {"save_strategy": "steps", "save_steps": 0.1}, "save_steps: 0.1 is a share.*save_every"),
-        ("sft", {"save_strategy": "best"}, "save_strategy.*not the best"),
+        ("sft", {"save_strategy": "best"}, "save_strategy: the last model is saved; keep_best"),
         ("sft", {"lr_scheduler_type": "cosinus"}, "'cosinus' is none of linear, cosine"),
         ("sft", {"optim": "adamw_8bits"}, "optim: there is no 'adamw_8bits', did you mean 'adamw_8bit'"),
         ("sft", {"optim": "galore_adamw"}, "optim: there is no 'galore_adamw'.*give optimizer instead"),
@@ -520,19 +553,15 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("grpo", {"loss_type": "dapo", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ("grpo", {"loss_type": "sapo", "entropy_coef": 0.1}, "entropy_coef: of sapo"),
         ("grpo", {"use_vllm": True, "vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode"),
-        (
-            "grpo",
-            {
-                "use_vllm": True,
-                "vllm_importance_sampling_mode": "token_truncate",
-                "vllm_importance_sampling_clip_min": 0.5,
-            },
-            "vllm_importance_sampling_clip_min: token_truncate has no lower bound",
-        ),
         ("grpo", {"reward_funcs": ["code"]}, "reward_funcs: no reward 'code'; there are accuracy"),
         ("grpo", {"reward_funcs": ["format"], "reward_weights": [1, 2]}, "reward_weights: there are 2 for 1"),
         ("grpo", {"repetition_penalty": 1.1}, "repetition_penalty"),
         ("sft", {"per_device_train_batch_size": "many"}, "per_device_train_batch_size: 'many': invalid literal"),
+        ("grpo", {"per_device_train_batch_size": 0}, "per_device_train_batch_size: 0: wanted whole numbers > 0"),
+        ("sft", {"eval_strategy": "step"}, "eval_strategy: 'step' is none of no, steps, epoch"),
+        ("sft", {"save_strategy": "epochs"}, "save_strategy: 'epochs' is none of no, steps, epoch"),
+        ("sft", {"dtype": "bfloat"}, "dtype: there is no bfloat; there are"),
+        ("sft", {"train_sampling_strategy": "group_by_length"}, "'group_by_length' is none of random, sequential"),
         ("ppo", {"stop_token_id": 3}, "stop_token_id: completions end at the tokenizer's EOS"),
         ("distill", {"seq_kd": True}, "seq_kd: no recipe offers it"),
         ("grpo", {"top_entropy_quantile": 0.2}, "top_entropy_quantile: no recipe offers it"),
@@ -558,7 +587,14 @@ def test_what_trl_takes_over_each_micro_batch_is_told_where_there_are_several(re
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     notes = translate(recipe, fields_of(recipe), {**given, **TWO_DEVICES}, elsewhere={"num_generations": "2"}).notes
     assert f"{told}; TRL's, over each of its 6 micro-batches" in notes
-    assert not any(told in note for note in translate(recipe, fields_of(recipe), given).notes)
+    alone = {**given, "per_device_train_batch_size": 4}
+    notes = translate(recipe, fields_of(recipe), alone, elsewhere={"num_generations": "2"}).notes
+    assert not any(told in note for note in notes)
+
+
+def test_micro_tokens_that_are_set_hold_for_losses_of_ranks():
+    translation = translate("dpo", fields_of("dpo"), {"loss_type": ["aot"]}, elsewhere={"micro_tokens": 512})
+    assert translation.ours == {"loss": "aot"}
 
 
 @pytest.mark.parametrize(
@@ -568,6 +604,12 @@ def test_what_trl_takes_over_each_micro_batch_is_told_where_there_are_several(re
         ("dpo", {"f_divergence_type": "js_divergence"}, "f_divergence_type: unless it is reverse_kl, rewards in the"),
         ("dpo", {"f_alpha_divergence_coef": 0.5}, "f_alpha_divergence_coef: divergence_alpha is 1 minus it"),
         ("dpo", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end leaves both completions of a pair the"),
+        ("sft", {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup: none; transformers' constant"),
+        ("sft", {"dtype": "float32"}, "dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false"),
+        ("cpo", {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: the nll is averaged over the tokens"),
+        ("online_dpo", {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: the gradient is the mean"),
+        ("online_dpo", {"temperature": 0.9}, "temperature: of the log-probs in the loss, too"),
+        ("distill", {"temperature": 0.9}, "temperature: of the sampler; of both distributions too"),
         ("sft", {"num_train_epochs": 2}, "num_train_epochs: the last batch of an epoch takes rows of the next one"),
         ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl: by the ratio of each token"),
         ("rloo", {"mask_truncated_completions": True}, "mask_truncated_completions: what was cut counts in no mean"),

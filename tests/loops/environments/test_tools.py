@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from datetime import date
 
 import pytest
 from burnish.loops.environments import (
@@ -48,7 +49,7 @@ def step(tools, said, text):
 
 @pytest.fixture
 def tools():
-    return Tools([calculator, wait, sleep], seconds=0.3)
+    return Tools([calculator, wait, sleep], seconds=60)
 
 
 def test_a_call_is_answered_in_the_role_tool(tools, said):
@@ -76,7 +77,7 @@ def test_several_calls_are_made_at_once_and_answered_in_order(said):
     def second() -> dict:
         """Wait for the first."""
         second_called.set()
-        return {"met": first_called.wait(60)}
+        return {"met": first_called.wait(60), "on": date(2026, 1, 2)}
 
     found = step(
         Tools([calculator, first, second], seconds=60),
@@ -85,7 +86,7 @@ def test_several_calls_are_made_at_once_and_answered_in_order(said):
     )
     assert [message["content"] for message in found.observation] == [
         "met",
-        '{"met": true}',
+        '{"met": true, "on": "2026-01-02"}',
         "error: ZeroDivisionError: division by zero",
     ]
     assert found.counts == {"tool_calls": 3, "tool_failures": 1}
@@ -109,6 +110,8 @@ def test_several_calls_are_made_at_once_and_answered_in_order(said):
     ],
 )
 def test_what_is_wrong_with_a_call_is_said_back_and_counted(text, message, tools, said):
+    if message.endswith("0.3 s"):
+        tools.seconds = 0.3
     found = step(tools, said, text)
     (reply,) = found.observation
     assert reply["content"].startswith(message), reply
@@ -163,7 +166,11 @@ def test_arguments_without_types_take_those_of_the_schema(tools, said):
         ('[TOOL_CALLS]f[ARGS]{"x": {"y": 1}}[TOOL_CALLS]g[ARGS]{}', [("f", {"x": {"y": 1}}, ""), ("g", {}, "")]),
         ('f{"x": "} g"}g{"y": 2}', [("f", {"x": "} g"}, ""), ("g", {"y": 2}, "")]),
         ('The set{"x"} is small', []),
+        ("[f(x=1), 2, g(1)]", []),
         ("<tool_call><function=f></tool_call>", [("", {}, "the call is not JSON")]),
+        ('<think>Shall I <tool_call>{"name": "f"}</tool_call>?</think>\n\nNo.', []),
+        ('of f(x)</think>\n<tool_call>{"name": "f"}</tool_call>', [("f", {}, "")]),
+        ('By f.</think>\n\n{"name": "f", "parameters": {}}', [("f", {}, "")]),
     ],
 )
 def test_calls_in_the_formats_of_other_families(text, calls):

@@ -418,6 +418,7 @@ def test_a_saved_model_keeps_in_float32_what_transformers_does(start, tmp_path):
     [
         {"modules_to_save": ["embed_tokens"]},
         {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens"], "kwargs": {"ensure_weight_tying": True}},
         {"target_modules": ["lm_head", "q_proj"]},
     ],
     ids=str,

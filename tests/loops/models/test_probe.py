@@ -10,7 +10,7 @@ from burnish.loops.models.scorer import Scorer
 from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, StaticBatch
 from burnish.loops.rollouts.local.source import LocalSource
 from tiny import VOCABULARY, make_classifier, make_model
-from transformers import AutoModelForCausalLM, BertConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, BertConfig, Qwen3MoeConfig, XLMConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -76,9 +76,13 @@ def test_a_layer_of_another_class_setting_or_shape_is_left():
     assert left(model) == 7
 
 
-def test_a_model_whose_layers_are_not_found_is_left_whole():
+@pytest.mark.parametrize("lists", [0, 2])
+def test_a_model_whose_layers_are_not_found_or_ambiguous_is_left_whole(lists):
     model = deep()
-    model.config.num_hidden_layers = 5
+    if lists:
+        model.others = torch.nn.ModuleList([torch.nn.Identity()] * 8)
+    else:
+        model.config.num_hidden_layers = 5
     with shortened(model) as cut:
         assert not cut and len(model.base_model.layers) == 8
 
@@ -129,6 +133,14 @@ def test_one_late_layer_that_mixes_sequences_is_found_out():
     assert isinstance(LocalSource(policy, version=0)._make_batch(50), StaticBatch)
 
 
+def test_rounding_that_depends_on_all_tokens_as_that_of_experts_does_mixes_no_sequences():
+    model = deep()
+    model.base_model.layers[1].mlp.register_forward_hook(
+        lambda module, args, output: output * (1 + 1e-7 * args[0].mean())
+    )
+    assert Policy(model).layout == "shared"
+
+
 @pytest.mark.parametrize("layout", ["auto", "packed", "padded"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_one_late_layer_that_sees_later_tokens_is_refused(layout, dtype):
@@ -138,15 +150,22 @@ def test_one_late_layer_that_sees_later_tokens_is_refused(layout, dtype):
         Policy(model, layout=layout)
 
 
-def test_an_encoder_is_a_policy_only_as_a_decoder():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_encoder_is_a_policy_only_as_a_decoder(dtype):
     sizes = dict(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4
     )
     config = BertConfig(**sizes)
     with pytest.raises(ValueError, match="BertLMHeadModel is no causal language model"):
-        Policy(AutoModelForCausalLM.from_config(config))
+        Policy(AutoModelForCausalLM.from_config(config, dtype=dtype))
     config.is_decoder = True
-    assert not Policy(AutoModelForCausalLM.from_config(config)).fused
+    assert not Policy(AutoModelForCausalLM.from_config(config, dtype=dtype)).fused
+
+
+def test_an_encoder_that_asserts_what_a_mask_is_like_is_refused_as_others_are():
+    config = XLMConfig(n_words=VOCABULARY, emb_dim=32, n_layers=2, n_heads=4)
+    with pytest.raises(ValueError, match="XLMWithLMHeadModel is no causal language model"):
+        Policy(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_reward_model_may_be_an_encoder_and_a_critic_may_not():

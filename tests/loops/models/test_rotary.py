@@ -72,6 +72,17 @@ def test_neighbors_and_earlier_batches_change_no_frequency(make, layout, complet
     torch.testing.assert_close(logprob, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [longrope, dynamic])
+def test_under_autocast_neighbors_cost_no_more_than_its_rounding(make):
+    examples, exact = [example(n) for n in LENGTHS], make()
+    expected, fresh = torch.cat([alone(exact, each) for each in examples]), make().float()
+    policy = Policy(copy.deepcopy(fresh), layout="packed")
+    with torch.autocast("cpu", torch.bfloat16):
+        rounding = (torch.cat([alone(fresh, each) for each in examples]) - expected).abs()
+        found = (policy(collate(examples)).logprob - expected).abs()
+    assert found.mean() <= 1.5 * rounding.mean() and found.max() <= 2 * rounding.max()
+
+
 def test_short_sequences_keep_their_shared_prompt():
     policy = Policy(longrope())
     assert policy.layout == "shared"

@@ -95,7 +95,7 @@ def test_an_f_divergence_scores_ratios_and_leaves_log_probs_as_they_are(policy, 
     ("changes", "message"),
     [
         ({"ld_alpha": 1.5}, "ld_alpha: must be >= 0 and <= 1, got 1.5"),
-        ({"ld_alpha": 0.5, "logprob_reduction": "mean"}, "leave logprob_reduction at 'sum'"),
+        ({"ld_alpha": 0.5, "logprob_reduction": "mean"}, "leave it out, or set logprob_reduction to sum"),
     ],
 )
 def test_an_answer_that_makes_no_sense_is_refused(changes, message):

@@ -96,7 +96,7 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
         ),
         ({"steps": 0}, "steps: must be > 0, got 0"),
         ({"minibatches": 5}, "minibatches: the 4 prompts of a rollout can't be shared by 5 steps"),
-        ({"loss_kwargs": {"clip_hi": 0.2}}, "loss_kwargs: no loss of this mix has 'clip_hi'"),
+        ({"loss_kwargs": {"clip_hi": 0.2}}, "loss: no loss of this mix has 'clip_hi'"),
         ({"loss": "clipped"}, "did you mean 'clipped_surrogate'"),
         ({"max_staleness": -1}, "max_staleness"),
     ],
@@ -262,6 +262,7 @@ CORRECTED = {
     "tis": [2.0, exp(-0.5), exp(-1), 2.0],
     "icepop": [exp(1), exp(-0.5), 0, exp(0.9)],
     "sequence_tis": [exp(0.5), exp(0.5), exp(-0.1), exp(-0.1)],
+    "sequence_mis": [exp(0.5), exp(0.5), exp(-0.1), exp(-0.1)],
     "sequence_mask": [1, 1, 1, 1],
     "geometric_mask": [0, 0, 0, 0],
 }

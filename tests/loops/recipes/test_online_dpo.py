@@ -4,6 +4,7 @@ import pytest
 from burnish.loops.recipes.online_dpo import best_and_worst, run_online_dpo
 from burnish.loops.recipes.settings import OnlineDPO
 from burnish.loops.rewards import RewardFunction
+from burnish.loops.rewards.table import reward_metrics
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rollouts.sample import Sample
 from burnish.loops.train.mix import PAIR_LOSSES
@@ -36,6 +37,15 @@ def rollout(rewards, tasks, finish=None):
 def test_a_pair_is_the_best_and_the_worst_of_a_group_and_ties_make_none():
     found = rollout([0.1, 0.9, 0.5, UNKNOWN, 1.0, 1.0, 0.3, UNKNOWN, 0.7, 0.2], [0, 0, 0, 0, 1, 1, 2, 2, 3, 3])
     assert best_and_worst(found, penalty=0.0) == [[[1, 0]], [[8, 9]]]
+
+
+@pytest.mark.parametrize("noise", [5e-17, 1e-9])
+def test_rewards_that_differ_by_rounding_are_a_tie(noise):
+    """0.1 + 0.2 is not 0.3, and a pair of the two would be trained on as any other."""
+    found = rollout([0.3, 0.3 + noise, 0.3, 0.3 + 1e-6], [0, 0, 1, 1])
+    assert 0.3 + noise > 0.3
+    assert best_and_worst(found, penalty=0.0) == [[[3, 2]]]
+    assert reward_metrics(found.scores)["zero_std_groups"] == 1
 
 
 def test_an_answer_that_does_not_end_is_worth_less():

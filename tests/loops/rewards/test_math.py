@@ -94,7 +94,7 @@ def test_what_the_library_fails_at_is_masked(answer, judging, monkeypatch):
 def test_an_endless_simplification_is_killed(answer):
     """The digits of a large factorial keep sympy busy, and it does not let go of the interpreter."""
     endless = "$100000000!$"
-    reward = RewardFunction("math", isolated(MathEquivalence()), timeout=60)
+    reward = RewardFunction("math", isolated(MathEquivalence()), timeout=300)
     samples = [answer("42"), answer(endless), answer("42")]
 
     async def one_after_the_other():
@@ -103,10 +103,10 @@ def test_an_endless_simplification_is_killed(answer):
         begun = time.monotonic()
         await score_samples([reward], [{"answer": "42"}], samples[1:2])
         took = time.monotonic() - begun
-        reward.timeout = 60
+        reward.timeout = 300
         await score_samples([reward], [{"answer": "42"}], samples[2:])
         return took
 
     took = asyncio.run(one_after_the_other())
     assert [sample.rewards["math"] for sample in samples] == [1.0, "timeout", 1.0]
-    assert took < 10
+    assert took < 60

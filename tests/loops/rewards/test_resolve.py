@@ -103,6 +103,7 @@ def test_own_functions_classes_and_those_written_for_trl(own, answer, judging):
         ({"length": 1.0}, r"reward length: needs target, such as \{length: \{target: ...\}\}"),
         ({"format": "heavy"}, "reward format: wanted its weight, or a mapping of settings, got 'heavy'"),
         ({"format": True}, "wanted its weight, or a mapping of settings, got True"),
+        ({"short": len}, "got <built-in function len>; your own function is a key: {function: 1.0}"),
         ({"format": float("inf")}, "reward format: its weight must be finite"),
         ({"no_such_module_here:f": 1}, "no module 'no_such_module_here'"),
         ({"my_rewards_here:shortest": 1}, "my_rewards_here has no 'shortest', did you mean 'shorter'"),

@@ -54,6 +54,17 @@ def test_the_score_is_the_models_of_prompt_and_answer(micro_tokens, tokenizer, a
         assert sample.rewards["rm"] == pytest.approx(expected, abs=EXACT)
 
 
+def test_equal_completions_have_equal_scores(tokenizer, answer):
+    """Their rows are rounded apart, and a standard deviation of rounding makes advantages of it."""
+    answers = [list(range(5, 16)), list(range(20, 27)), list(range(5, 16))]
+    reward = RewardModel(Scorer(make_classifier("SEQ_CLS").float()), tokenizer, tokenizer)
+    for task in range(4):
+        prompt = list(range(3 + task, 20 + task))
+        samples = [answer(tokens=tokens, prompt=prompt, index=i) for i, tokens in enumerate(answers)]
+        first, other, again = reward([{}] * 3, samples)
+        assert first == again != other
+
+
 def test_a_model_of_another_vocabulary_is_refused_by_its_first_token(tokenizer):
     other = copy.deepcopy(tokenizer)
     vocabulary = tokenizer.get_vocab()

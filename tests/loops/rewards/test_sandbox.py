@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -40,10 +42,10 @@ def crashes(x):
 
 def starts_another(path):
     import subprocess
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     path.write_text(str(child.pid))
     if os.fork() == 0:
-        time.sleep(60)
+        time.sleep(600)
     path.with_name("done").touch()
     child.wait()
 
@@ -106,7 +108,7 @@ def test_a_call_out_of_time_is_killed_and_the_next_one_works(name, forever, shor
         ((process, _),) = function._idle
         with pytest.raises(OutOfTime):
             await within(0.3, function(forever))
-        for _ in range(100):
+        for _ in range(3000):  # a minute
             if process.poll() is not None:
                 break
             await asyncio.sleep(0.02)
@@ -116,14 +118,15 @@ def test_a_call_out_of_time_is_killed_and_the_next_one_works(name, forever, shor
     assert run(twice())
 
 
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_what_a_function_has_started_is_killed_with_it(functions, tmp_path):
     """Such as a program that the policy wrote; a child that holds the connection would keep its reader waiting."""
-
-    def lives(pid):
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except FileNotFoundError:
-            return False
 
     async def starts():
         call = asyncio.ensure_future(isolated(functions.starts_another)(tmp_path / "pid"))
@@ -131,13 +134,31 @@ def test_what_a_function_has_started_is_killed_with_it(functions, tmp_path):
             await asyncio.sleep(0.02)
         busy = len(event_loops._idle)
         call.cancel()
-        for _ in range(250):
+        for _ in range(3000):
             if not lives((tmp_path / "pid").read_text()) and len(event_loops._idle) > busy:
                 return True
             await asyncio.sleep(0.02)
         return False
 
     assert run(starts())
+
+
+def test_what_a_function_has_started_ends_with_a_run_that_is_killed(functions, tmp_path):
+    code = (
+        "import asyncio, pathlib, own_rewards; from burnish.loops.rewards.sandbox import isolated; "
+        f"asyncio.run(isolated(own_rewards.starts_another)(pathlib.Path({str(tmp_path / 'pid')!r})))"
+    )
+    path = os.pathsep.join([str(Path(functions.__file__).parent), *sys.path])
+    run = subprocess.Popen([sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path})
+    while run.poll() is None and not (tmp_path / "done").exists():
+        time.sleep(0.02)
+    run.kill()
+    run.wait()
+    for _ in range(3000):
+        if not lives((tmp_path / "pid").read_text()):
+            return
+        time.sleep(0.02)
+    raise AssertionError("it outlived the run by a minute")
 
 
 def test_a_crash_is_an_error_and_the_next_call_works(functions):

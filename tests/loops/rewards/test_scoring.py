@@ -124,7 +124,7 @@ def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(fun
     unscored = judging(
         [RewardFunction("bad", one, timeout=1.0), RewardFunction("good", lambda row, sample: 1)], *groups
     )
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     found = None if reason == "none" else reason
     assert [sample.rewards["bad"] for sample in groups[1]] == [0.25, found, 0.25, found]
     assert [sample.rewards["good"] for sample in groups[1]] == [1.0] * 4
@@ -252,10 +252,10 @@ def test_functions_and_samples_are_judged_at_the_same_time(groups, judging):
     barrier = threading.Barrier(8)  # breaks unless all eight calls are under way at once
 
     def meets(row, sample):
-        barrier.wait(timeout=10)
+        barrier.wait(timeout=60)
         return 1.0
 
-    assert judging([RewardFunction("a", meets, timeout=20), RewardFunction("b", meets, timeout=20)], *groups) == {}
+    assert judging([RewardFunction("a", meets, timeout=99), RewardFunction("b", meets, timeout=99)], *groups) == {}
 
 
 def test_waiting_for_a_turn_costs_a_call_none_of_its_time(answer, judging):
@@ -264,8 +264,8 @@ def test_waiting_for_a_turn_costs_a_call_none_of_its_time(answer, judging):
         return 1.0
 
     slow.concurrency = 1
-    samples = [answer(index=i) for i in range(8)]
-    assert judging([RewardFunction("r", slow, timeout=0.2)], [{}] * 8, samples) == {}
+    samples = [answer(index=i) for i in range(20)]  # the last one waits for a second
+    assert judging([RewardFunction("r", slow, timeout=0.95)], [{}] * 20, samples) == {}
 
 
 def test_groups_that_are_judged_at_the_same_time_share_the_places(answer):
@@ -298,31 +298,33 @@ def test_hanging_functions_leave_room_for_others(answer, judging):
     """More of them than there are places: each gives its place back when its time is up."""
 
     def hangs(row, sample):
-        return time.sleep(60) if sample.index < 6 else 1.0
+        return time.sleep(60) if sample.index < 3 else 1.0
 
     hangs.concurrency = 2
-    samples = [answer(index=i) for i in range(8)]
-    assert judging([RewardFunction("r", hangs, timeout=0.1)], [{}] * 8, samples) == {("r", "timeout"): 6}
-    assert samples[7].rewards["r"] == 1.0
+    samples = [answer(index=i) for i in range(5)]
+    assert judging([RewardFunction("r", hangs, timeout=0.7)], [{}] * 5, samples) == {("r", "timeout"): 3}
+    assert [sample.rewards["r"] for sample in samples[3:]] == [1.0, 1.0]
 
 
 def test_a_coroutine_that_refuses_to_be_cancelled_is_not_waited_for(answer):
     from burnish.loops.rewards import score_samples
 
     async def stubborn(row, sample):
-        until = time.monotonic() + 1.5
-        while time.monotonic() < until:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not judged:
             try:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.01)
             except asyncio.CancelledError:
                 continue
 
     async def judged_in():
         begun = time.monotonic()
         await score_samples([RewardFunction("r", stubborn, timeout=0.1)], [{}], [answer()])
+        judged.append(True)
         return time.monotonic() - begun
 
-    assert asyncio.run(judged_in()) < 1
+    judged = []
+    assert asyncio.run(judged_in()) < 30
 
 
 def test_a_weight_is_finite_and_a_timeout_above_zero():

@@ -192,11 +192,13 @@ def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling
 
 def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_feed):
     samples = answers(tasks=9, reward=lambda task, index: 5.0 if task in (0, 2, 3, 5) else float(index))
+    alone = next(sample for sample in samples if sample.task == 2)  # it is given up, and compared with no other
+    alone.finish, alone.rewards["right"] = "aborted", 8.0
     stored = []
     feed = open_feed(samples, stored.extend, dynamic_sampling=True)
     assert [part[0][0] for part in whose(feed(0))] == [1, 4, 6, 7]
     assert feed.metrics["groups_passed_over"] == 4
-    assert feed.metrics["reward/sampled"] == (4 * 5 + 4 * 1) / 8  # of all that was sampled
+    assert feed.metrics["reward/sampled"] == (4 * 5 + 1 + 4 * 1) / 8  # of all that was sampled
     assert [sample.task for sample in stored][::ANSWERS] == list(range(8))
     assert feed.scheduler.tasks == 8
 

@@ -109,7 +109,7 @@ class Trainer:
         return self.trained
 
 
-def wait_until(condition, seconds=10.0):
+def wait_until(condition, seconds=60.0):
     """For what another thread does meanwhile."""
     end = time.monotonic() + seconds
     while not condition():
@@ -217,7 +217,7 @@ def test_a_source_that_is_down_for_good_ends_the_run_and_says_so(max_staleness):
         run = trainer.run(9)
         next(run)
         source.dead = True
-        with pytest.raises(SourceError, match=r"in 3 attempts over .* the server is gone; see to the source"):
+        with pytest.raises(SourceError, match=r"in 3 attempts over .* the server is gone; check the source"):
             list(run)
 
 

@@ -5,10 +5,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,6 +77,25 @@ def test_only_the_newest_are_kept(tmp_path, parts):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
+def test_a_link_is_removed_as_a_directory_is_and_what_someone_keeps_is_not(tmp_path, parts, monkeypatch, caplog):
+    """One that can't be removed is named, and costs no run the checkpoint that is there."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, **parts)
+    kept = [(tmp_path / "step-00000002").rename(tmp_path.parent / "elsewhere"), tmp_path / "step-00000009.tar"]
+    (tmp_path / "step-00000002").symlink_to(kept[0])
+    kept[1].write_bytes(b"")
+    for step in (3, 4):
+        checkpoint.save(tmp_path, step, **parts)
+    assert all(path.exists() for path in kept)
+    assert checkpoint.load_newest(tmp_path, **parts) == 4
+    monkeypatch.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
+    checkpoint.save(tmp_path, 5, **parts)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [f"{tmp_path}/step-00000003 could not be removed: [Errno 16] Device or resource busy"]
+    names = ["step-00000003", "step-00000004", "step-00000005", "step-00000009.tar"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
 def test_a_damaged_one_does_not_take_the_place_of_one_that_is_kept(tmp_path, parts):
     for step in (1, 3):
         checkpoint.save(tmp_path, step, **parts)
@@ -93,6 +114,21 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, parts,
     (checkpoint.save(tmp_path, 2, **parts) / file).write_bytes(content)
     assert checkpoint.load_newest(tmp_path, **parts) == 1
     assert "step-00000002 is damaged and passed over" in caplog.text
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_that_can_not_sync_directories_is_used_as_it_is(number, fails, tmp_path, parts, monkeypatch):
+    usual = os.fsync
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        usual(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(checkpoint.CheckpointError) if fails else nullcontext():
+        checkpoint.save(tmp_path, 1, **parts)
+    assert checkpoint.load_newest(tmp_path, **parts) == (not fails)
 
 
 def test_what_was_half_written_is_no_checkpoint(tmp_path, parts):
@@ -137,7 +173,10 @@ def test_what_could_not_be_written_is_said_and_the_last_checkpoint_stays(
         (SafetensorError("I/O error: No space left on device (os error 28)"), "the disk is full"),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "the disk is full"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] writev [127.0.0.1]:38: Broken pipe"), "another rank ended"),
-        (FileNotFoundError(errno.ENOENT, "No such file"), "it must be on a file system that all ranks share"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file"),
+            "it was removed, or is on no file system that all ranks share",
+        ),
     ],
 )
 def test_a_full_disk_a_lost_rank_and_a_disk_of_one_rank_are_told_apart(tmp_path, error, cause):
@@ -199,7 +238,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_with_the_way_out(tmp_path
     (path / "manifest.json").write_text(json.dumps({"state.pt": digest}))
     (path / "shard-0.safetensors").unlink()
     with pytest.raises(
-        checkpoint.CheckpointError, match=r"step-00000001 is of an earlier version of burnish.*go on with"
+        checkpoint.CheckpointError, match=r"step-00000001 is of an earlier version of burnish.*use that version"
     ):
         checkpoint.load_newest(tmp_path, **parts)
 

@@ -1,7 +1,8 @@
 """Runs whose rows are split by columns over ranks that compute together end where one process does."""
 
-import json
+import functools
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,12 @@ from burnish.loops.recipes.settings import GRPO, SFT, Distill
 from burnish.loops.rl.sources import check_sampling
 from burnish.loops.runs.parallel import check_launcher, check_ranks
 from columns import CASES, REFUSED
+from columns import QUICK as QUICK_CASES
 from forked import run_forked
 from grids import slow
 from safetensors.torch import load_file
 from sharded import EXACT, RUNS, SAMPLING, assert_same_end, runs_on
-from shared import made_once
+from shared import found_by_ranks
 
 QUICK = ("sft", "dpo", "kto", "reward")
 BFLOAT16, FLOAT32 = ("sft_bfloat16", "dpo_bfloat16"), ("sft_float32", "dpo_float32")
@@ -23,6 +25,7 @@ REST = tuple(name for name in RUNS if name not in (*QUICK, *SAMPLING) and "float
 RUN_CASES = [(name, 2, 1, 2) for name in QUICK] + [slow(name, 2, 1, 2) for name in REST]
 # Ranks, shards of groups, and ranks of a group: FSDP2 over all of them, HSDP, and more ranks than heads of keys.
 RUN_CASES += [slow(name, 4, 2, 2) for name in (*QUICK, *REST)]
+OTHER_CASES = tuple(case for case in CASES if case not in QUICK_CASES)
 RUN_CASES += [slow(name, 4, 1, size) for size in (2, 4) for name in QUICK]
 
 
@@ -34,13 +37,8 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def split(tmp_path_factory):
-    """What two ranks found that split the rows of a model of each family, see `columns.be_rank`."""
-
-    def make(folder):
-        outcomes = run_forked(2, "columns", str(folder / "results.json"))
-        assert all(status == 0 for status, _ in outcomes), outcomes[0][1][-3000:]
-
-    return json.loads((made_once(tmp_path_factory, "columns", make) / "results.json").read_text())
+    """``split(cases)`` is what two ranks found that split the rows of a model of each, see `columns.be_rank`."""
+    return functools.cache(partial(found_by_ranks, tmp_path_factory, 2, "columns"))
 
 
 @pytest.mark.parametrize(("name", "ranks", "shards", "cp_size"), RUN_CASES)
@@ -53,9 +51,9 @@ def test_a_run_in_columns_ends_at_the_weights_and_metrics_of_one_process(name, r
     assert line in (several / "printed.txt").read_text()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*QUICK_CASES, *map(slow, OTHER_CASES)])
 def test_a_model_of_columns_has_the_log_probs_and_gradients_of_whole_rows(case, split):
-    results = split["cases"][case]
+    results = split(QUICK_CASES if case in QUICK_CASES else OTHER_CASES)["cases"][case]
     # Their norms are computed in float32, and so the sums of their gradients over tokens.
     exact = 1e-6 if case.startswith(("gemma", "cohere")) else EXACT
     for name, difference in results["differences"].items():
@@ -66,7 +64,7 @@ def test_a_model_of_columns_has_the_log_probs_and_gradients_of_whole_rows(case, 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_can_not_be_split_by_columns_is_refused_in_a_line(case, split):
-    message = split["refused"][case]
+    message = split(QUICK_CASES)["refused"][case]
     assert message.startswith("ValueError: parallel.cp_size: ") and "\n" not in message
     assert REFUSED[case][1] in message
 
@@ -85,6 +83,7 @@ def test_bfloat16_in_columns_ends_as_near_to_float32_as_in_one_process(name, tra
     assert 0 < error(together) <= 1.01 * error(alone)
 
 
+@pytest.mark.slow
 def test_a_run_in_columns_goes_on_in_one_process_and_the_other_way_round(trained, tmp_path):
     start, whole = trained(QUICK).parent / "sharded-start", trained(QUICK) / "sft"
 

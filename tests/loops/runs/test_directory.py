@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from burnish.loops.config import Lora
 from burnish.loops.recipes.settings import SFT
-from burnish.loops.recipes.sft import run_sft
+from burnish.loops.recipes.sft import open_sft, run_sft
 from burnish.loops.runs import checkpoint, context
 from forked import run_forked
 from online import prepare
@@ -66,6 +67,55 @@ def test_a_run_and_its_data_may_be_moved(settings, tmp_path, monkeypatch):
     run_sft(SFT(**{**settings, **{name: str(path) for name, path in moved.items()}}, resume=True))
     expected, weights = (load_file(run / "model/model.safetensors") for run in (tmp_path / "whole", moved["output"]))
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+def test_the_model_is_on_the_disk_before_it_counts_as_written(settings, tmp_path, monkeypatch, capsys):
+    usual, synced, in_time = os.fsync, {}, []
+
+    def fsync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        usual(descriptor)
+        synced[path] = path.stat().st_size
+        in_time.append("the model is in" not in capsys.readouterr().out)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    run_sft(SFT(**settings, steps=1, lora=Lora(r=2)))
+    run = tmp_path / "run"
+    results = [path for name in ("model", "adapter") for path in (run / name, *(run / name).rglob("*"))]
+    assert {"model.safetensors", "adapter_model.safetensors", "tokenizer.json"} < {path.name for path in results}
+    assert all(synced[path] == path.stat().st_size for path in results)
+    assert run in synced and all(in_time)
+
+
+def test_a_run_that_needs_less_memory_goes_on_with_what_was_held_out_elsewhere(settings, tmp_path, monkeypatch):
+    settings |= {"dtype": "float64", "learning_rate": 1e-2, "eval_data": settings["data"]}
+    whole = {**settings, "output": str(tmp_path / "whole")}
+    run_sft(SFT(**whole))
+    stopped_at(2, settings, monkeypatch)
+    changed = {"micro_tokens": 10, "gradient_checkpointing": True, "keep_bytes": 0, "backend": "torch"}
+    changed |= {"layout": "padded", "attention": "sdpa", "eval_data": str(tmp_path / "held_out.jsonl")}
+    (tmp_path / "held_out.jsonl").write_bytes(Path(settings["data"]).read_bytes())
+    with pytest.raises(ValueError, match=r"was run with model=.*, now it is 'start'; if it is the same one elsewhere,"):
+        run_sft(SFT(**{**settings, "model": "start"}, resume=True))
+    run_sft(SFT(**{**settings, **changed}, resume=True))
+    expected, weights = (load_file(tmp_path / run / "model/model.safetensors") for run in ("whole", "run"))
+    assert all(torch.allclose(weight, expected[name], atol=1e-9) for name, weight in weights.items())
+
+
+def test_a_run_stays_in_its_directory_when_the_process_moves_to_another(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in open_sft(SFT(**{**settings, "output": "run"})):
+        monkeypatch.chdir(tmp_path.parent)
+    assert (tmp_path / "run/model/model.safetensors").exists() and not (tmp_path.parent / "run").exists()
+
+
+def test_checkpoints_without_a_configuration_are_a_run(settings, tmp_path, monkeypatch):
+    stopped_at(2, settings, monkeypatch)
+    (tmp_path / "run/config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"output: .*run already holds a run; continue it \(--resume true\)"):
+        run_sft(SFT(**settings))
+    run_sft(SFT(**settings, resume=True))
+    assert (tmp_path / "run/config.yaml").exists()
 
 
 def test_a_directory_has_one_writer(settings, tmp_path, monkeypatch):
@@ -152,7 +202,7 @@ def test_a_disk_that_is_full_when_a_run_is_resumed_leaves_its_files_as_they_were
 def test_other_steps_bend_the_schedule_which_is_said(settings, monkeypatch, caplog):
     stopped_at(2, settings, monkeypatch)
     run_sft(SFT(**settings, resume=True, steps=6))
-    assert caplog.text.count("resume: steps was None, now it is 6: the learning rate goes on as if") == 1
+    assert caplog.text.count("resume: steps was None, now it is 6: the learning rate continues as if") == 1
 
 
 def test_a_norm_of_zero_clips_nothing(settings, tmp_path):
@@ -186,7 +236,7 @@ def test_a_reader_of_the_output_may_go_away(settings, tmp_path):
     command = [sys.executable, "-m", "burnish", "sft", *flags]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run.stdout.close()
-    _, errors = run.communicate(timeout=120)
+    _, errors = run.communicate(timeout=600)
     assert run.returncode == 0, errors
     assert (tmp_path / "run/model/model.safetensors").exists()
 

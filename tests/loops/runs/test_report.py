@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 @pytest.fixture
 def metrics(tmp_path):
-    """Of a recipe with more metrics than there is room for."""
+    """Metrics of a recipe that has more than there is room for."""
     many = {f"sampling/{i}": float(i) for i in range(30)}
     steps = [{"step": step, "tokens": 9.0, **many, "loss": 1 / step, "reward": step, "kl": 0.1} for step in (1, 2)]
     steps[1] |= {"eval/loss": 0.4, "eval/accuracy": 0.5, "sampling/7": float("inf")}

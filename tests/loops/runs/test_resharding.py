@@ -102,7 +102,7 @@ def test_state_that_is_not_sharded_as_the_weights_are_is_refused(tmp_path):
     outcomes = attempt("keep a tensor for each rank", "2 fsdp", [tmp_path / "checkpoints"], tmp_path / "weights.pt")
     for status, printed in outcomes:
         assert status == 1
-        assert "optimizer: inner.weight is sharded, and 'codes', which it keeps of it, is not, so no other" in printed
+        assert "optimizer: inner.weight is sharded, and 'codes' in its state is not, so no other" in printed
 
 
 def test_composed_tensors_go_on_in_as_many_shards_and_are_refused_in_others(tmp_path):
@@ -113,5 +113,5 @@ def test_composed_tensors_go_on_in_as_many_shards_and_are_refused_in_others(tmp_
         assert torch.equal(weight, resumed[str(directory)][name])
     for status, printed in attempt("load", "3 fsdp", [directory], tmp_path / "none.pt", False, True):
         assert status == 1
-        assert "can't be divided anew, and 'optimizer/inner.bias/momentum@" in printed
-        assert "go on with as many shards as it was written by" in printed
+        assert "can't be resharded, and 'optimizer/inner.bias/momentum@" in printed
+        assert "resume on as many shards as wrote it" in printed

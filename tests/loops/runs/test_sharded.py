@@ -1,5 +1,6 @@
 """Whole runs whose weights, gradients and optimizer state are in shards end where one process does."""
 
+import functools
 import json
 import os
 import shutil
@@ -21,8 +22,8 @@ from grids import slow
 from peft import PeftModel
 from safetensors.torch import load_file
 from sharded import EXACT, RUNS, SAMPLING, assert_same_end, runs_on
-from shared import made_once
-from split import FAMILIES, REFUSED
+from shared import found_by_ranks
+from split import DISTINCT, FAMILIES, REFUSED
 from tiny import make_examples, save_model, sums, write_rows
 from transformers import AutoModelForCausalLM
 
@@ -35,6 +36,7 @@ CASES += [slow(name, 4, 4) for name in QUICK] + [slow(name, 4, 2) for name in (*
 SPLIT = ("sft", "dpo")
 SPLIT_REST = tuple(name for name in (*QUICK, *REST) if name not in (*SPLIT, *SAMPLING) and "adapters" not in name)
 SPLIT_CASES = [(name, 2, 1) for name in SPLIT] + [slow(name, 2, 1) for name in SPLIT_REST]
+OTHERS = tuple(name for name in FAMILIES if name not in DISTINCT)
 SPLIT_CASES += [slow(name, 4, 1) for name in SPLIT] + [slow(name, 4, 2) for name in (*SPLIT, *SPLIT_REST)]
 
 
@@ -49,12 +51,7 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="session")
 def simulated(tmp_path_factory):
     """What one of 64 ranks that don't exist holds and sends, see `simulated.be_rank`."""
-
-    def make(folder):
-        ((status, printed),) = run_forked(1, "simulated", str(folder / "results.json"))
-        assert status == 0, printed[-3000:]
-
-    return json.loads((made_once(tmp_path_factory, "simulated", make) / "results.json").read_text())
+    return found_by_ranks(tmp_path_factory, 1, "simulated")
 
 
 @pytest.mark.parametrize(("name", "ranks", "shards"), CASES)
@@ -137,18 +134,13 @@ def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_p
 
 @pytest.fixture(scope="session")
 def split(tmp_path_factory):
-    """What two ranks found that split a model of each family, see `split.be_rank`."""
-
-    def make(folder):
-        outcomes = run_forked(2, "split", str(folder / "results.json"))
-        assert all(status == 0 for status, _ in outcomes), outcomes[0][1][-3000:]
-
-    return json.loads((made_once(tmp_path_factory, "split", make) / "results.json").read_text())
+    """``split(families)`` is what two ranks found that split a model of each, see `split.be_rank`."""
+    return functools.cache(partial(found_by_ranks, tmp_path_factory, 2, "split"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*DISTINCT, *map(slow, OTHERS)])
 def test_a_model_in_slices_has_the_log_probs_and_gradients_of_the_whole(family, split):
-    results = split["families"][family]
+    results = split(DISTINCT if family in DISTINCT else OTHERS)["families"][family]
     assert results["largest"] > 1e-3  # of the smallest gradient
     exact = 1e-6 if family == "gemma3" else EXACT  # it computes its norms of heads, and their gradient, in float32
     for name, difference in results["differences"].items():
@@ -160,13 +152,13 @@ def test_a_model_in_slices_has_the_log_probs_and_gradients_of_the_whole(family, 
 
 @pytest.mark.parametrize("refused", REFUSED)
 def test_what_can_not_be_split_is_refused_in_a_line(refused, split):
-    message = split["refused"][refused]
+    message = split(DISTINCT)["refused"][refused]
     assert message.startswith("ValueError: parallel.tp_size: ") and "\n" not in message
     assert REFUSED[refused][1] in message
 
 
 def test_no_module_computes_with_weights_that_were_not_gathered_for_it(split):
-    call = split["refused"]["a call that nothing is gathered for"]
+    call = split(DISTINCT)["refused"]["a call that nothing is gathered for"]
     assert call == "Embedding: FSDP gathers weights for what `shard` was given; call that"
 
 
@@ -187,6 +179,7 @@ def test_slices_that_the_ranks_or_recipes_cannot_hold_are_refused(monkeypatch):
             check_sampling(config)
 
 
+@pytest.mark.slow
 def test_a_run_in_slices_goes_on_in_one_process_and_the_other_way_round(trained, tmp_path):
     start, whole, noisy = trained(QUICK).parent / "sharded-start", tmp_path / "whole", {"neftune_noise_alpha": 5.0}
 
@@ -247,7 +240,7 @@ def test_a_configuration_file_of_accelerate_is_refused_in_a_line_that_names_the_
     paths = ["--model", str(save_model(tmp_path / "start")), "--data", str(data), "--output", str(tmp_path / "run")]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     ended = subprocess.run(
-        [*command, "-m", "burnish", "sft", *paths], env=environment, capture_output=True, text=True, timeout=300
+        [*command, "-m", "burnish", "sft", *paths], env=environment, capture_output=True, text=True, timeout=600
     )
     lines = [line for line in ended.stderr.splitlines(keepends=True) if line.startswith("burnish sft: ")]
     assert ended.returncode == 1 and lines and not (tmp_path / "run").exists()
@@ -287,5 +280,10 @@ def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
     assert simulated["8 copies"] == counts | {"allreduce": 2 * units}
 
 
-def test_under_autocast_weights_and_gradients_travel_in_float32(simulated):
-    assert simulated["autocast"] == {"allgather": ["torch.float32"], "reduce_scatter": ["torch.float32"]}
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_under_autocast_layers_are_gathered_in_the_dtype_asked_for_and_gradients_summed_in_float32(
+    param_dtype, simulated
+):
+    gathered = {str(param_dtype or torch.float32), "torch.float32"}  # the embeddings always in their own
+    sent = {"allgather": sorted(gathered), "reduce_scatter": ["torch.float32"]}
+    assert simulated[f"autocast {param_dtype}"] == sent

@@ -122,7 +122,7 @@ def test_what_was_stored_for_other_data_is_refused(run, tmp_path):
     other = write_rows(tmp_path / "other.jsonl", [{**row, "prompt": "0" + row["prompt"]} for row in ROWS])
     status, said, _ = run("--teacher.logprobs", str(stored), output="told", teacher=None, data=other)
     assert status == 1
-    assert "the teacher was asked about other tokens than this data has" in said
+    assert "these are the teacher's log-probs of other data" in said
     flags = ["--teacher.logprobs", str(stored), "--teacher.temperature", "2"]
     status, said, _ = run(*flags, output="told", teacher=None)
     assert status == 1
@@ -160,7 +160,7 @@ def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "distillation needs one; give --teacher.model or --teacher.logprobs, one of the two"),
+        ([], "distillation needs one; give --teacher.model or --teacher.logprobs, not both"),
         (["--loss", "{nll: 1}", "--teacher.model", "x"], "no loss of this mix learns from it"),
         (["--teacher.logprobs", "nowhere"], "nowhere: no such file; a run with top_k leaves one"),
     ],

@@ -1,15 +1,18 @@
 """Losses of one's own: named ``module:function`` like rewards, or given as functions; their law is in `test_law`."""
 
 import json
+import re
 from functools import partial
 
 import pytest
 from burnish.loops.cli import main
 from burnish.loops.train.losses import tensors_needed
 from burnish.loops.train.mix import PAIR_LOSSES, parse_losses
-from burnish.objectives import PerPair, PerToken, Stats
+from burnish.objectives import PerPair, PerSequence, PerToken, Stats
+from jaxtyping import Float
 from law import contrast, near_reference
 from tiny import save_model, sums, write_rows
+from torch import Tensor
 
 SOURCE = """
 from __future__ import annotations
@@ -34,7 +37,7 @@ def dpo(chosen: PerPair, rejected: PerPair) -> tuple[PerPair, Stats]:
 
 weights = {"a": 1}
 """
-FORM = r"wanted the unit of each tensor, and a loss with its stats, .* def {}\(logp: PerToken, ...\) -> tuple\[PerT"
+FORM = "wanted the unit of each tensor, and a loss with its stats, as annotations of burnish.objectives; such as def "
 
 
 @pytest.fixture
@@ -110,7 +113,32 @@ def without_stats(chosen: PerPair) -> PerPair:
     return chosen
 
 
-@pytest.mark.parametrize("loss", [per_step, without_stats, lambda logp: (logp, {})])
-def test_a_function_of_another_form_is_refused(loss):
-    with pytest.raises(ValueError, match=FORM.format(loss.__name__)):
+def bare(chosen, rejected, beta=0.1):
+    return -beta * (chosen - rejected), {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "form"),
+    [
+        (per_step, "per_step(logp: PerToken, scale: PerToken) -> tuple[PerToken, Stats]"),
+        (without_stats, "without_stats(chosen: PerPair) -> tuple[PerPair, Stats]"),
+        (lambda logp: (logp, {}), "<lambda>(logp: PerToken) -> tuple[PerToken, Stats]"),
+        (bare, "bare(chosen: PerPair, rejected: PerPair, *, beta) -> tuple[PerPair, Stats]"),
+    ],
+)
+def test_a_function_of_another_form_is_refused_with_the_form_that_it_wants(loss, form):
+    with pytest.raises(ValueError, match=re.escape(FORM + form)):
         parse_losses(loss, {}, PAIR_LOSSES)
+
+
+def test_a_function_in_the_place_of_a_coefficient_is_told_where_it_belongs():
+    with pytest.raises(ValueError, match=r"loss: mine: wanted a number .* your own function is a key: {function: 1.0}"):
+        parse_losses({"mine": contrast}, {}, PAIR_LOSSES)
+
+
+def test_a_loss_may_take_one_number_for_the_whole_step():
+    def centered(logp: PerSequence, kl: Float[Tensor, ""]) -> tuple[PerSequence, Stats]:
+        return logp - kl, {}
+
+    (loss,) = parse_losses(centered, {}, PAIR_LOSSES).values()
+    assert loss.unit == "sequences" and loss.columns == ()

@@ -26,7 +26,7 @@ from vllm_fake import Fake, choice, error
 
 
 class Unknown(PretrainedConfig):
-    """Of a model that transformers has no class for, so that any tensors pass for its weights."""
+    """A model that transformers has no class for, so that any tensors pass for its weights."""
 
     model_type = "unknown"
 
@@ -364,36 +364,36 @@ class TestAnswers:
         assert time.monotonic() - started < 30
 
     def test_giving_up_a_request_tells_the_server(self, connect, fake):
-        source = connect()
-        fake.odd["/inference/v1/generate"] = lambda body: (None, 5)
+        source, asked = connect(), threading.Event()
+        fake.odd["/inference/v1/generate"] = lambda body: (asked.set(), (None, 60))[1]
 
         async def run():
             await source.publish(weights(), 1)
             task = asyncio.create_task(source.sample(ask()))
-            await asyncio.sleep(0.2)
+            await asyncio.to_thread(asked.wait, 60)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
         asyncio.run(run())
-        assert fake.hung_up.wait(2)
+        assert fake.hung_up.wait(60)
 
     def test_closing_the_source_ends_what_is_under_way_and_tells_the_server(self, connect, fake):
-        source = connect()
-        fake.odd["/inference/v1/generate"] = lambda body: (None, 60)
+        source, asked = connect(), threading.Event()
+        fake.odd["/inference/v1/generate"] = lambda body: (asked.set(), (None, 60))[1]
 
         async def run():
             await source.publish(weights(), 1)
             under_way = asyncio.create_task(source.sample(ask(range(3))))
-            await asyncio.sleep(0.2)
+            await asyncio.to_thread(asked.wait, 60)
             await source.close()
             with pytest.raises(SourceError, match="closed"):
-                await asyncio.wait_for(under_way, 10)
+                await asyncio.wait_for(under_way, 60)
             with pytest.raises(SourceError, match="closed"):
                 await source.version()
 
         asyncio.run(run())
-        assert fake.hung_up.wait(10)
+        assert fake.hung_up.wait(60)
 
     def test_one_failure_ends_the_other_answers_of_the_group(self, connect, fake):
         source, seed = connect(), ask().seed(0)
@@ -402,7 +402,7 @@ class TestAnswers:
         )
         with pytest.raises(Rejected, match="bad"):
             published(source, ask(range(4)))
-        assert fake.hung_up.wait(2)
+        assert fake.hung_up.wait(60)
 
 
 class TestWholeWeights:
@@ -564,7 +564,7 @@ class TestWholeWeights:
 
 
 class TestSilence:
-    """Of a server that is healthy, and gives nothing: engines get stuck."""
+    """A server that is healthy and gives nothing: engines get stuck."""
 
     @pytest.fixture
     def stuck(self, fake):
@@ -602,14 +602,14 @@ class TestSilence:
         source = connect(timeout=0.8, patience=2.0)
         began = time.monotonic()
         *late, last = self.attempts(source)
-        assert time.monotonic() - began < 30 and len(late) == 2
+        assert time.monotonic() - began < 30 and 1 <= len(late) <= 2  # as many as are begun in 2 s
         assert all("no answer in 0.8 s" in str(error) for error in late)
-        assert "has given nothing of what it was asked for in 2 s" in str(last) and source._client.url in str(last)
+        assert "has answered nothing in 2 s" in str(last) and source._client.url in str(last)
 
     def test_no_attempt_takes_longer_than_the_patience(self, connect, stuck):
         began = time.monotonic()
         (last,) = self.attempts(connect(timeout=60.0, patience=0.5))
-        assert "has given nothing" in str(last) or "no answer in 0.5 s" in str(last)
+        assert "has answered nothing" in str(last) or "no answer in 0.5 s" in str(last)
         assert time.monotonic() - began < 30
 
     def test_a_completion_may_take_longer_than_the_patience_while_others_come(self, connect, fake):
@@ -623,11 +623,19 @@ class TestSilence:
         fake.odd["/inference/v1/generate"] = slowly
         assert len(published(source, ask(range(5)))) == 5
 
-    def test_one_that_answers_again_in_time_is_forgiven(self, connect, stuck):
-        source = connect(timeout=0.3, patience=10.0)
-        threading.Timer(0.8, stuck.clear).start()
+    def test_one_that_answers_again_in_time_is_forgiven(self, connect, fake, stuck):
+        source, stuck_at = connect(timeout=0.3, patience=60.0), fake.odd["/inference/v1/generate"]
+        hung = []
+
+        def answer(body):
+            found = stuck_at(body)
+            hung.append(found) if found[0] is None else None
+            stuck.clear() if len(hung) == 2 else None
+            return found
+
+        fake.odd["/inference/v1/generate"] = answer
         *late, samples = self.attempts(source)
-        assert len(late) >= 2 and samples[0].tokens
+        assert len(late) == 2 and samples[0].tokens
         stuck.set()
         assert not source._late
 
@@ -635,7 +643,7 @@ class TestSilence:
         source = connect(timeout=0.2, patience=0.8)
         fake.odd["/update_weights"] = lambda body: (None, 60)
         began = time.monotonic()
-        with pytest.raises(SourceError, match=r"has given nothing|no answer in 0\.8 s"):
+        with pytest.raises(SourceError, match=r"has answered nothing|no answer in 0\.8 s"):
             asyncio.run(source.publish(weights(), 1))
         assert 0.7 < time.monotonic() - began < 30, "new weights may take longer than a completion"
 
@@ -719,7 +727,7 @@ class TestNccl:
         started = time.monotonic()
         with pytest.raises(SourceError, match="size mismatch for a"):
             asyncio.run(source.publish(weights(), 1))
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 class TestAdapters:
@@ -756,7 +764,7 @@ class TestAdapters:
 
         async def run():
             await source.publish(weights(), 1)
-            fake.odd["/inference/v1/generate"] = lambda body: (release.wait(5), usual(body))[1]
+            fake.odd["/inference/v1/generate"] = lambda body: (release.wait(60), usual(body))[1]
             under_way = asyncio.create_task(source.sample(ask()))
             await asyncio.sleep(0.1)
             await source.publish(weights(), 2)
@@ -805,7 +813,7 @@ class TestServers:
 
     @pytest.fixture
     def source(self, connect, pair):
-        source = VLLMServers([connect(url=each.url, patience=30.0) for each in pair])
+        source = VLLMServers([connect(url=each.url, patience=300.0) for each in pair])
         for each in pair:
             each.asked.clear()  # as it was met
         return source
@@ -873,7 +881,7 @@ class TestServers:
         try:
             began = time.monotonic()
             asyncio.run(run())
-            assert time.monotonic() - began < 15, "the patience with the other one is 30 s"
+            assert time.monotonic() - began < 100, "the patience with the other one is 300 s"
         finally:
             for server in back:
                 server.close()
@@ -896,7 +904,7 @@ class TestServers:
         assert time.monotonic() - began < 15
 
     def test_one_that_answers_nothing_but_its_health_is_named_and_done_without(self, connect, pair, caplog):
-        source = VLLMServers([connect(url=each.url, timeout=0.3, patience=30.0) for each in pair])
+        source = VLLMServers([connect(url=each.url, timeout=1.0, patience=30.0) for each in pair])
 
         async def run():
             await source.publish(weights(), 1)
@@ -904,7 +912,7 @@ class TestServers:
             assert await source.version() == 1
 
         asyncio.run(run())
-        (line,) = [record.getMessage() for record in caplog.records if "go on without it" in record.getMessage()]
+        (line,) = [record.getMessage() for record in caplog.records if "continue without it" in record.getMessage()]
         assert pair[0].url in line and "1 of 2 servers" in line
 
     def test_the_other_takes_over_from_one_that_dies_until_it_is_back(self, source, pair, model, caplog):
@@ -916,8 +924,8 @@ class TestServers:
             samples = await asyncio.gather(*(source.sample(self.group(task)) for task in range(4)))
             assert [len(group) for group in samples] == [4] * 4
             assert {prompt[1] for prompt in pair[1].asked} == set(range(4))
-            (line,) = [record.getMessage() for record in caplog.records if "go on without it" in record.getMessage()]
-            assert pair[0].url in line and "1 of 2 servers go on without it" in line
+            (line,) = [record.getMessage() for record in caplog.records if "continue without it" in record.getMessage()]
+            assert pair[0].url in line and "1 of 2 servers continue without it" in line
             pair[0].close()
             assert await source.version() == 1
             await source.publish(weights(), 2)

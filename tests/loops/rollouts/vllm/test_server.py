@@ -213,7 +213,7 @@ def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(ser
     written = [(sample["task"], sample["index"]) for sample in stored(tmp_path / "run")]
     assert written == [(task, index) for task in range(5 * 4) for index in range(4)]
     assert all(line["sampling/logp_difference"] < TOLERANCE for line in lines(tmp_path / "run"))
-    (line,) = [record.getMessage() for record in caplog.records if "go on without it" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "continue without it" in record.getMessage()]
     assert other.url in line and "1 of 2 servers" in line
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from burnish.data import Example
 from burnish.loops.batch import collate
-from burnish.loops.models.backbone import arrange
 from burnish.loops.models.policy import Policy
+from burnish.loops.models.rows import arrange
 from tiny import make_examples, make_model
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,6 +72,11 @@ def test_packing_fills_rows_before_it_opens_new_ones():
     assert arrange(examples, "packed").input_ids.shape == (3, 6)
 
 
+def test_unused_slots_hold_a_token_of_the_examples_because_another_may_have_no_embedding():
+    rows = arrange([Example([5, 6], [[7, 8, 9]], [[True] * 3]), Example([6], [[7]], [[True]])], "padded")
+    assert rows.input_ids.tolist() == [[5, 6, 7, 8], [6, 5, 5, 5]]
+
+
 def test_packing_puts_each_segment_in_the_first_row_with_room_longest_first():
     draw = random.Random(0)
     for highest in (2, 5, 60) * 10:
@@ -84,7 +89,7 @@ def test_packing_puts_each_segment_in_the_first_row_with_room_longest_first():
                 expected.append(row := [])
             row += examples[i].prompt
         rows = arrange(examples, "packed").input_ids.tolist()
-        assert [[token for token in row if token] for row in rows] == expected
+        assert rows == [row + [1] * (max(lengths) - len(row)) for row in expected]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
