@@ -69,15 +69,28 @@ class TestServer(Conformance):
         return subject
 
 
+async def half_way(source, request, server, seconds):
+    """Stop the server in the middle of a request that took it so many seconds; returns what waits for the answer."""
+    for attempt in range(20):  # the first request warms the server up, so the next ones may take much less
+        under_way = asyncio.create_task(source.sample(request))
+        await asyncio.sleep(seconds / 2 * 0.7**attempt)
+        os.killpg(server.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.2)  # for an answer that was sent already
+        if not under_way.done():
+            return under_way
+        os.killpg(server.pid, signal.SIGCONT)
+    pytest.fail("the server was never stopped in time")
+
+
 def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_same_tokens(server, directory):
     request = Request(5, [5, 6, 7], range(4), SamplingParams(400), key=3)
 
     async def run():
         source = connect(server, Files(directory / "files"), directory / "model")
         await source.publish(weights(3).items(), 3)
+        begun = time.monotonic()
         undisturbed = await source.sample(request)
-        under_way = asyncio.create_task(source.sample(request))
-        await asyncio.sleep(0.2)
+        under_way = await half_way(source, request, server, time.monotonic() - begun)
         os.killpg(server.pid, signal.SIGKILL)
         with pytest.raises(SourceLost):
             await under_way
@@ -183,7 +196,8 @@ def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(ser
 
     async def sample_and_kill(self, request):
         if self._client.url == other.url and self.version_sent == 1 and not kill:
-            kill.append(threading.Timer(0.02, os.killpg, (other.pid, signal.SIGKILL)))
+            os.killpg(other.pid, signal.SIGSTOP)  # it may not answer before it is killed
+            kill.append(threading.Timer(0.1, os.killpg, (other.pid, signal.SIGKILL)))
             kill[0].start()
         samples = await sample(self, request)
         completed[self.version_sent, self._client.url] += samples
