@@ -200,11 +200,6 @@ def load_newest(
     if path is None:
         return 0
     state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    if "model" in state:
-        raise CheckpointError(
-            f"resume: {path.name} is of an earlier version of burnish, which wrote the weights into state.pt; "
-            "use that version, or begin in another directory"
-        )
     if state["data"] != data:
         raise CheckpointError(
             f"resume: the data is not what {path.name} was trained on, so its steps would be other examples; "
