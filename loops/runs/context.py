@@ -10,7 +10,6 @@ curves.png       the metrics over the steps
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,7 @@ from ..train.losses import TensorReader, Term
 from ..train.mix import STEP_COUPLED
 from .directory import check_directory, to_yaml
 from .feed import Feed, stored_tokens
-from .parallel import check_launcher, check_ranks, data_rank, open_mesh
+from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
 from .ranks import gloo_group, main_first
 from .reference import Reference, SyncedReference, check_reference, load_reference, make_reference
@@ -106,7 +105,8 @@ class RunContext(Generic[Model]):
             options: further arguments of `Feed`.
         """
         config, accelerator = self.config, self.accelerator
-        rank, ranks = data_rank(config, accelerator)
+        together = config.parallel.together
+        rank, ranks = accelerator.process_index // together, accelerator.num_processes // together
         if lacking := [name for name in options.get("columns", ()) if name not in data.column_names]:
             raise ValueError(
                 f"data: no column {lacking[0]!r}, which a loss reads; there are {', '.join(data.column_names)}"
@@ -155,7 +155,7 @@ class RunContext(Generic[Model]):
             return None, lambda data: {}
         policy: Any = self.model
         if config.ref_model is not None:
-            policy = load_reference(config, self.tokenizer, policy, self.accelerator.device)
+            policy = load_reference(config, self.tokenizer, policy)
         # In the policy's precision: rounding in only one of the two would look like a difference.
         autocast = self.accelerator.autocast()
         if kind == "precompute":
@@ -179,26 +179,15 @@ class RunContext(Generic[Model]):
         read: TensorReader,
         feed: Any = None,
         *,
-        evaluation: Feed | Callable[[int], Mapping[str, float]] | None = None,
         memory: Any = None,
-        report: Callable[[], Mapping[str, float]] = dict,
-        save: Callable[[], None] = lambda: None,
-        resources: AbstractContextManager[Any] | None = None,
         **options: Any,
     ) -> Training:
         """Prepare to optimize, evaluate, save and report, from the newest checkpoint if the run is resumed.
 
         Args:
-            losses: all losses, including those that are only measured.
-            read: computes the tensors of a batch that the losses take.
-            feed: ``feed(step)`` gives the micro-batches of a step, of ``feed.steps`` in all; those of the data unless
-                given, evaluated on all held-out data, with the ``options`` of `RunContext.feed`.
-            evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
-            memory: a state beside the parameters, the same on every rank, which is part of checkpoints: its
-                ``observe(metrics)`` is called after each step, see also `torch.distributed.checkpoint.stateful`.
-            report: further metrics of the step that was just taken.
-            save: writes further results beside the model; every rank calls it.
-            resources: closed at the end of the run, however it ends, or when the run is garbage-collected.
+            losses, read, memory: see `Training`.
+            feed: unless given, that of the data, evaluated on all held-out data.
+            options: further fields of `Training`; without a feed, those of `RunContext.feed`.
 
         Raises:
             ValueError: if a loss couples all pairs of a step and the step is split.
@@ -214,12 +203,12 @@ class RunContext(Generic[Model]):
             raise ValueError("loss: every coefficient is 0, so nothing would be learned; give one above 0")
         if feed is None:
             evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
-            feed = self.feed(self.data, **options)
-        if config.eval_every and evaluation is None:
+            feed, options = self.feed(self.data, **options), {"evaluation": evaluation}
+        if config.eval_every and options.get("evaluation") is None:
             log.warning("eval_every: there is no eval_data, so nothing is evaluated")
         if config.warmup >= max(feed.steps, 1):
             log.warning("warmup: %d steps of %d, so the learning rate stays below its peak", config.warmup, feed.steps)
-        return Training(self, losses, read, feed, evaluation, memory, report, save, resources or nullcontext())
+        return Training(self, losses, read, feed, memory=memory, **options)
 
 
 def open_run(
@@ -243,8 +232,7 @@ def open_run(
         accelerator: the one of a run that is already open.
 
     Raises:
-        ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false, or the data are
-            streamed, and the configuration does not say how many steps there are.
+        ValueError: as `open_accelerator` does, or if the data are streamed and no number of steps is configured.
     """
     accelerator = accelerator or open_accelerator(config)
     description = "" if config.output is None else to_yaml(config)  # before training changes the model

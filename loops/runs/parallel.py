@@ -115,12 +115,6 @@ def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:
     return init_device_mesh(accelerator.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 
 
-def data_rank(config: Common, accelerator: Accelerator) -> tuple[int, int]:
-    """The index of this rank's group, which reads the same rows to split layers or columns, and their number."""
-    size = config.parallel.together
-    return accelerator.process_index // size, accelerator.num_processes // size
-
-
 def _started() -> int:
     """Number of processes of this job, according to its launcher."""
     return int(next((os.environ[variable] for variable in _SIZES if os.environ.get(variable)), 1))
