@@ -138,11 +138,9 @@ class RunContext(Generic[Model]):
         log-probs.
 
         Args:
-            kind: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in
-                the run directory; auto is copy without adapters, and with them adapters_off, or a copy of the adapters
-                alone if they don't start at zero. The copy of a policy in shards is read from ``config.model``, and in
-                shards as well, of the same precision: bfloat16 weights would give other log-probs than the policy
-                starts with.
+            kind: as the setting `Referenced.reference` says; auto is a copy of the adapters alone if they don't start
+                at zero. The copy of a policy in shards is read from ``config.model``, in the same precision: bfloat16
+                weights would give other log-probs than the policy starts with.
             needed: whether any loss takes a reference; none is made otherwise.
             temperature: softmax temperature of the policy that it is compared with, unless it is precomputed.
 
