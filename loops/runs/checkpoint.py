@@ -233,14 +233,12 @@ def _newest_whole(directory: Path, accelerator: Accelerator) -> Path | None:
 
 
 def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    sizes = {path.removeprefix("model/"): saved[path].size for path in saved if path.startswith("model/")}
-    if odd := sorted(sizes.keys() ^ trained.keys()):
-        raise CheckpointError(f"checkpoint: holds other parameters than this model trains, such as {odd[0]!r}")
-    for name, tensor in trained.items():
-        if sizes[name] != tensor.shape:
-            raise CheckpointError(
-                f"checkpoint: holds {name!r} as {tuple(sizes[name])}, this model trains it as {tuple(tensor.shape)}"
-            )
+    before = {path.removeprefix("model/"): tuple(saved[path].size) for path in saved if path.startswith("model/")}
+    now = {name: tuple(tensor.shape) for name, tensor in trained.items()}
+    for name in sorted(before.keys() | now.keys()):
+        held, wanted = before.get(name, "nothing"), now.get(name, "nothing")
+        if held != wanted:
+            raise CheckpointError(f"checkpoint: holds {name!r} as {held}, this model trains it as {wanted}")
 
 
 def path_of(directory: Path, step: int) -> Path:

@@ -38,7 +38,7 @@ from .feed import Feed, stored_tokens
 from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
 from .ranks import gloo_group, main_first
-from .reference import Reference, SyncedReference, check_reference, load_reference, make_reference
+from .reference import Reference, SyncedReference, load_reference, make_reference
 from .training import Training
 
 Model = TypeVar("Model", bound=Backbone)
@@ -148,7 +148,12 @@ class RunContext(Generic[Model]):
             ValueError: if it is to follow the policy and can't.
         """
         config = self.config
-        check_reference(config, kind)
+        of_whole = not (config.ref_model or config.lora.enabled or config.parallel.copy_size > 1)
+        if config.ref_model_sync_steps and not (of_whole and kind in ("auto", "copy")):
+            raise ValueError(
+                "ref_model_sync_steps: only a copy of a whole policy follows it; leave it out, or train without "
+                "adapters or shards, with no ref_model, and with reference auto or copy"
+            )
         if not needed:
             return None, lambda data: {}
         policy: Any = self.model

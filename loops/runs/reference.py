@@ -22,16 +22,6 @@ from ..models.policy import Policy
 Reference = Callable[[Batch], Tensor]
 
 
-def check_reference(config: Any, kind: str) -> None:
-    """Raise ValueError if the reference is to follow the policy and can't."""
-    of_whole = not (config.ref_model or config.lora.enabled or config.parallel.copy_size > 1)
-    if config.ref_model_sync_steps and not (of_whole and kind in ("auto", "copy")):
-        raise ValueError(
-            "ref_model_sync_steps: only a copy of a whole policy follows it; leave it out, or train without adapters "
-            "or shards, with no ref_model, and with reference auto or copy"
-        )
-
-
 def beside(policy: Policy, model: nn.Module, config: Any) -> Policy:
     """Freeze another model, where the policy is: on its device, or in shards as it is."""
     model = model.requires_grad_(False)

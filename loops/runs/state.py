@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.serialization import config as serialization
 
 
 def trained_state(policy: nn.Module) -> dict[str, Tensor]:
@@ -139,10 +138,7 @@ def _restore_optimizer(
 def dump(state: Any) -> memoryview:
     """The content of a file for torch.load."""
     buffer = io.BytesIO()
-    # The SHA-256 replaces the checksum that torch computes for every tensor.
-    options: Any = serialization
-    with options.patch("save.compute_crc32", False):
-        torch.save(state, buffer)
+    torch.save(state, buffer)
     return buffer.getbuffer()
 
 

@@ -190,7 +190,8 @@ class Training:
                     accelerator.print(context.stream.accounting)
             if signal is not None:
                 advice = "" if self.directory is None else "; continue with --resume true"
-                stopped = stop.Stopped(f"stopped at step {step.number} of {steps}{advice}", stop.STATUS[signal])
+                stopped = stop.Stopped(f"stopped at step {step.number} of {steps}{advice}")
+                stopped.code = stop.STATUS[signal]
                 if main:
                     print(stopped, file=sys.stderr)
                 raise stopped
