@@ -281,11 +281,8 @@ def tokenization(config: Common) -> Tokenization:
 
 
 def open_accelerator(config: Common) -> Accelerator:
-    """The `Accelerator` of a run whose directory is free, or holds the same run to resume.
-
-    Raises:
-        ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
-    """
+    """The `Accelerator` of a run whose directory is free, or holds the same run to resume; ValueError otherwise, or if
+    settings contradict each other or what is installed."""
     check_launcher()
     check_files(config)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision

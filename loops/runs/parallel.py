@@ -37,23 +37,20 @@ def check_launcher() -> None:
 
 def _same_in_flags() -> str:
     """burnish's settings for what a configuration file of Accelerate asks for, and what has no such setting."""
-
-    def asked(name: str, default: str = "") -> str:
-        return os.environ.get(name, default).lower()
-
+    asked = {name: value.lower() for name, value in os.environ.items()}
     replicas, split, ring, ulysses = (
-        int(asked(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) for kind in ("DP_REPLICATE", "TP", "CP", "SP")
+        int(asked.get(f"PARALLELISM_CONFIG_{kind}_SIZE", 1)) for kind in ("DP_REPLICATE", "TP", "CP", "SP")
     )
     together = ring * ulysses  # two ways to say the same
     flags = {
         "parallel.dp_shard_size": max(_started() // (replicas * split * together), 1),
         "parallel.tp_size": split if split > 1 else None,
         "parallel.cp_size": together if together > 1 else None,
-        "dtype": "bfloat16" if asked("ACCELERATE_MIXED_PRECISION") == "bf16" else None,
-        "gradient_checkpointing": "true" if asked("FSDP_ACTIVATION_CHECKPOINTING") == "true" else None,
+        "dtype": "bfloat16" if asked.get("ACCELERATE_MIXED_PRECISION") == "bf16" else None,
+        "gradient_checkpointing": "true" if asked.get("FSDP_ACTIVATION_CHECKPOINTING") == "true" else None,
     }
-    devices = [asked(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none") for kind in ("OPTIMIZER", "PARAM")]
-    offloaded = asked("FSDP_OFFLOAD_PARAMS") == "true" or devices != ["none", "none"]
+    devices = [asked.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none") for kind in ("OPTIMIZER", "PARAM")]
+    offloaded = asked.get("FSDP_OFFLOAD_PARAMS") == "true" or devices != ["none", "none"]
     missing = ["nothing is offloaded"] if offloaded else []
     return "; ".join([" ".join(f"--{name} {value}" for name, value in flags.items() if value), *missing])
 
