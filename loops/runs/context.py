@@ -177,13 +177,7 @@ class RunContext(Generic[Model]):
         return autocast(reference), lambda data: {}
 
     def train(
-        self,
-        losses: Mapping[str, Term],
-        read: TensorReader,
-        feed: Any = None,
-        *,
-        memory: Any = None,
-        **options: Any,
+        self, losses: Mapping[str, Term], read: TensorReader, feed: Any = None, *, memory: Any = None, **options: Any
     ) -> Training:
         """Prepare to optimize, evaluate, save and report, from the newest checkpoint if the run is resumed.
 

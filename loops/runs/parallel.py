@@ -51,8 +51,8 @@ def _same_in_flags() -> str:
     }
     devices = [asked.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none") for kind in ("OPTIMIZER", "PARAM")]
     offloaded = asked.get("FSDP_OFFLOAD_PARAMS") == "true" or devices != ["none", "none"]
-    missing = ["nothing is offloaded"] if offloaded else []
-    return "; ".join([" ".join(f"--{name} {value}" for name, value in flags.items() if value), *missing])
+    words = " ".join(f"--{name} {value}" for name, value in flags.items() if value)
+    return f"{words}; nothing is offloaded" if offloaded else words
 
 
 def check_ranks(config: Common, accelerator: Accelerator) -> None:

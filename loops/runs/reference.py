@@ -60,12 +60,12 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
-    """A frozen copy of the current policy; takes as much memory again as its weights.
+    """A frozen copy of the current policy, without a critic; takes as much memory again as its weights.
 
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
     """
-    return frozen(_copied(policy), temperature=temperature)
+    return frozen(copy.deepcopy(policy, {id(policy.critic): None}), temperature=temperature)
 
 
 def frozen(policy: Policy, *, temperature: float = 1.0) -> Reference:
@@ -133,7 +133,8 @@ class SyncedReference:
     """
 
     def __init__(self, policy: Policy, *, interval: int, alpha: float, temperature: float = 1.0) -> None:
-        self.interval, self.alpha, self.steps, copied = interval, alpha, 0, _copied(policy)
+        self.interval, self.alpha, self.steps = interval, alpha, 0
+        copied = copy.deepcopy(policy, {id(policy.critic): None})  # without a critic
         pairs = ((each, policy.get_parameter(name)) for name, each in copied.named_parameters())
         self.pairs = [(each, followed) for each, followed in pairs if followed.requires_grad]
         self.reference = frozen(copied, temperature=temperature)
@@ -157,7 +158,3 @@ class SyncedReference:
         self.steps = state["steps"]
         for (each, _), saved in zip(self.pairs, state["weights"], strict=True):
             each.copy_(saved)
-
-
-def _copied(policy: Policy) -> Policy:
-    return copy.deepcopy(policy, {id(policy.critic): None})  # without a critic

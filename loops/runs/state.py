@@ -84,54 +84,44 @@ def restore(
 ) -> dict[str, Tensor]:
     """Restore the ``rest`` of a captured state, and return the tensors in use, to be filled by the caller.
 
+    An optimizer makes its tensors in a step without a gradient, after which the weights, too, are to be filled.
+
     Args:
         saved: size and dtype of each tensor, see `torch.distributed.checkpoint.metadata`.
+
+    Raises:
+        ValueError: if the tensors of an optimizer were saved of other shards.
     """
     targets = {f"model/{name}": tensor for name, tensor in trained_state(policy).items()}
     parameters = dict(policy.named_parameters())
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     for part, stateful in parts.items():
-        if isinstance(stateful, Optimizer):
-            targets |= _restore_optimizer(stateful, part, rest[part], parameters, saved)
-        else:
+        if not isinstance(stateful, Optimizer):
             stateful.load_state_dict(rest[part])
-    return targets
-
-
-def _restore_optimizer(
-    optimizer: Optimizer,
-    part: str,
-    rest: Mapping[str, Any],
-    parameters: Mapping[str, nn.Parameter],
-    saved: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    """Restore the settings and numbers of an optimizer, and return its tensors, which it makes in a step without a
-    gradient. The weights that this step moves are restored afterwards, as everything is.
-
-    Raises:
-        ValueError: if they were saved of other shards.
-    """
-    of_optimizer = {path for path in saved if path.startswith(f"{part}/")}
-    optimizer.zero_grad()
-    for name in {path.rpartition("/")[0].removeprefix(f"{part}/") for path in of_optimizer}:
-        parameters[name].grad = torch.zeros_like(parameters[name])
-    optimizer.step()
-    optimizer.zero_grad()
-    targets = _tensors_of(optimizer, part, {parameter: name for name, parameter in parameters.items()})
-    if odd := sorted(targets.keys() - of_optimizer):
-        raise ValueError(
-            f"resume: this optimizer's state can't be resharded, and {odd[0]!r} is not in the checkpoint; "
-            "resume on as many shards as wrote it"
-        )
-    for path in of_optimizer - targets.keys():  # what a later step made
-        name, _, key = path.removeprefix(f"{part}/").rpartition("/")
-        weight, size, dtype = parameters[name], saved[path].size, saved[path].properties.dtype
-        like = weight if size == weight.shape else torch.empty(size, device=weight.device)
-        targets[path] = optimizer.state[weight][key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
-    for group, before in zip(optimizer.param_groups, rest["groups"], strict=True):
-        assert all(parameters[name] is each for name, each in zip(before["params"], group["params"], strict=True))
-        group |= {**before, "params": group["params"]}
-    for name, numbers in rest["numbers"].items():
-        optimizer.state[parameters[name]].update(numbers)
+            continue
+        of_part = {path for path in saved if path.startswith(f"{part}/")}
+        stateful.zero_grad()
+        for name in {path.rpartition("/")[0].removeprefix(f"{part}/") for path in of_part}:
+            parameters[name].grad = torch.zeros_like(parameters[name])
+        stateful.step()
+        stateful.zero_grad()
+        tensors = _tensors_of(stateful, part, names)
+        if odd := sorted(tensors.keys() - of_part):
+            raise ValueError(
+                f"resume: this optimizer's state can't be resharded, and {odd[0]!r} is not in the checkpoint; "
+                "resume on as many shards as wrote it"
+            )
+        for path in of_part - tensors.keys():  # what a later step made
+            name, _, key = path.removeprefix(f"{part}/").rpartition("/")
+            weight, size, dtype = parameters[name], saved[path].size, saved[path].properties.dtype
+            like = weight if size == weight.shape else torch.empty(size, device=weight.device)
+            tensors[path] = stateful.state[weight][key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        targets |= tensors
+        for group, before in zip(stateful.param_groups, rest[part]["groups"], strict=True):
+            assert [names[each] for each in group["params"]] == before["params"]
+            group |= {**before, "params": group["params"]}
+        for name, numbers in rest[part]["numbers"].items():
+            stateful.state[parameters[name]].update(numbers)
     return targets
 
 
