@@ -47,7 +47,7 @@ def distributed(
     group = gloo_group(purpose)
     if accelerator.is_main_process:
         assert source is not None
-        return DistributedSource(accelerator, source, group, ranks or accelerator.num_processes, **options), None
+        return DistributedSource(source, group, ranks or accelerator.num_processes, **options), None
     return None, Follower(accelerator, source, weights, group)
 
 
@@ -66,7 +66,6 @@ class DistributedSource:
             than ranks, several ranks share a group.
     """
 
-    accelerator: Accelerator
     source: RolloutSource
     group: Any
     ranks: int
@@ -98,7 +97,7 @@ class DistributedSource:
     async def publish(self, weights: NamedWeights, version: int) -> None:
         refuse_closed(self._closed, "distributed")
         weights = iter(weights)
-        with leading(self.accelerator, version):
+        with leading(version):
             try:
                 await self.source.publish(weights, version)
             finally:

@@ -115,8 +115,7 @@ def save(
     Returns:
         Its directory, or a future of it if a thread writes it.
 
-    Raises:
-        CheckpointError: if any rank could not write, or was lost; the checkpoints that were there stay as they were.
+    Raises as `writing` does.
     """
     tensors, rest = capture(accelerator.unwrap_model(policy), parts)
     if thread is not None:
@@ -126,21 +125,20 @@ def save(
         files["state.pt"] = dump({"step": step, "data": data, **rest})
     final, group = path_of(directory, step), gloo_group("checkpoint")
 
-    def drop_older() -> None:
-        up_to_this = [path for path in _all(directory) if path <= final]  # later ones were found damaged
-        for old in up_to_this[keep:]:
-            if best is None or old != path_of(directory, best):
-                remove(old)
-
     def write_all() -> Path:
         with writing(f"checkpoint of step {step}", directory):
             try:
-                writer = DirectoryWriter(final, files, drop_older)
-                state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+                writer = DirectoryWriter(final, files)
+                state_dict_saver.save(tensors, storage_writer=writer, process_group=group)
             except CheckpointException:  # all ranks have stopped to write
                 if accelerator.is_main_process:
                     remove_partial(directory)
                 raise
+        if accelerator.is_main_process:
+            up_to_this = [path for path in _all(directory) if path <= final]  # later ones were found damaged
+            for old in up_to_this[keep:]:
+                if best is None or old != path_of(directory, best):
+                    remove(old)
         return final
 
     return write_all() if thread is None else thread.submit(write_all)
@@ -149,7 +147,7 @@ def save(
 class Saver:
     """Saves checkpoints one at a time, as `save` does; in a thread, from copies in host memory, if ``background``.
 
-    Every rank has one, and calls it at the same steps.
+    Every rank has one, and calls it at the same steps. What the last one could not write is raised by the next call.
     """
 
     def __init__(self, *, background: bool) -> None:
@@ -162,21 +160,13 @@ class Saver:
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def save(self, directory: Path, step: int, **options: Any) -> None:
-        """Wait for the previous checkpoint, then begin this one; see `save`.
-
-        Raises:
-            CheckpointError: if the previous one could not be written, or this one, unless it is in the background.
-        """
+        """Wait for the previous checkpoint, then begin this one; see `save`."""
         self.wait()
         saved = save(directory, step, **options, thread=self._thread)
         self._pending = None if self._thread is None else saved
 
     def wait(self) -> None:
-        """Return when the last checkpoint is written.
-
-        Raises:
-            CheckpointError: if it could not be written.
-        """
+        """Return when the last checkpoint is written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -200,23 +190,18 @@ def load_newest(
     if path is None:
         return 0
     state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    if "model" in state:
-        raise CheckpointError(
-            f"resume: {path.name} is of an earlier version of burnish, which wrote the weights into state.pt; "
-            "use that version, or begin in another directory"
-        )
     if state["data"] != data:
         raise CheckpointError(
             f"resume: the data is not what {path.name} was trained on, so its steps would be other examples; "
             "give it the data as it was, or begin in another directory"
         )
-    reader, group = HuggingFaceStorageReader(str(path)), gloo_group("checkpoint")
+    reader = HuggingFaceStorageReader(str(path))
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     plain = accelerator.unwrap_model(policy)
     _check(trained_state(plain), saved)
     tensors = restore(plain, parts, state, saved)
     try:
-        state_dict_loader.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+        state_dict_loader.load(tensors, storage_reader=reader, process_group=gloo_group("checkpoint"))
     except CheckpointException as error:
         cause, by = _cause(error)
         raise CheckpointError(
@@ -248,14 +233,12 @@ def _newest_whole(directory: Path, accelerator: Accelerator) -> Path | None:
 
 
 def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    sizes = {path.removeprefix("model/"): saved[path].size for path in saved if path.startswith("model/")}
-    if odd := sorted(sizes.keys() ^ trained.keys()):
-        raise CheckpointError(f"checkpoint: holds other parameters than this model trains, such as {odd[0]!r}")
-    for name, tensor in trained.items():
-        if sizes[name] != tensor.shape:
-            raise CheckpointError(
-                f"checkpoint: holds {name!r} as {tuple(sizes[name])}, this model trains it as {tuple(tensor.shape)}"
-            )
+    before = {path.removeprefix("model/"): tuple(saved[path].size) for path in saved if path.startswith("model/")}
+    now = {name: tuple(tensor.shape) for name, tensor in trained.items()}
+    for name in sorted(before.keys() | now.keys()):
+        held, wanted = before.get(name, "nothing"), now.get(name, "nothing")
+        if held != wanted:
+            raise CheckpointError(f"checkpoint: holds {name!r} as {held}, this model trains it as {wanted}")
 
 
 def path_of(directory: Path, step: int) -> Path:

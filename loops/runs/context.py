@@ -10,7 +10,6 @@ curves.png       the metrics over the steps
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,10 +35,10 @@ from ..train.losses import TensorReader, Term
 from ..train.mix import STEP_COUPLED
 from .directory import check_directory, to_yaml
 from .feed import Feed, stored_tokens
-from .parallel import check_launcher, check_ranks, data_rank, open_mesh
+from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
 from .ranks import gloo_group, main_first
-from .reference import Reference, SyncedReference, check_reference, load_reference, make_reference
+from .reference import Reference, SyncedReference, load_reference, make_reference
 from .training import Training
 
 Model = TypeVar("Model", bound=Backbone)
@@ -106,7 +105,8 @@ class RunContext(Generic[Model]):
             options: further arguments of `Feed`.
         """
         config, accelerator = self.config, self.accelerator
-        rank, ranks = data_rank(config, accelerator)
+        together = config.parallel.together
+        rank, ranks = accelerator.process_index // together, accelerator.num_processes // together
         if lacking := [name for name in options.get("columns", ()) if name not in data.column_names]:
             raise ValueError(
                 f"data: no column {lacking[0]!r}, which a loss reads; there are {', '.join(data.column_names)}"
@@ -138,11 +138,9 @@ class RunContext(Generic[Model]):
         log-probs.
 
         Args:
-            kind: a frozen copy, the policy without its adapters, or one pass over the data before training, cached in
-                the run directory; auto is copy without adapters, and with them adapters_off, or a copy of the adapters
-                alone if they don't start at zero. The copy of a policy in shards is read from ``config.model``, and in
-                shards as well, of the same precision: bfloat16 weights would give other log-probs than the policy
-                starts with.
+            kind: as the setting `Referenced.reference` says; auto is a copy of the adapters alone if they don't start
+                at zero. The copy of a policy in shards is read from ``config.model``, in the same precision: bfloat16
+                weights would give other log-probs than the policy starts with.
             needed: whether any loss takes a reference; none is made otherwise.
             temperature: softmax temperature of the policy that it is compared with, unless it is precomputed.
 
@@ -150,12 +148,17 @@ class RunContext(Generic[Model]):
             ValueError: if it is to follow the policy and can't.
         """
         config = self.config
-        check_reference(config, kind)
+        of_whole = not (config.ref_model or config.lora.enabled or config.parallel.copy_size > 1)
+        if config.ref_model_sync_steps and not (of_whole and kind in ("auto", "copy")):
+            raise ValueError(
+                "ref_model_sync_steps: only a copy of a whole policy follows it; leave it out, or train without "
+                "adapters or shards, with no ref_model, and with reference auto or copy"
+            )
         if not needed:
             return None, lambda data: {}
         policy: Any = self.model
         if config.ref_model is not None:
-            policy = load_reference(config, self.tokenizer, policy, self.accelerator.device)
+            policy = load_reference(config, self.tokenizer, policy)
         # In the policy's precision: rounding in only one of the two would look like a difference.
         autocast = self.accelerator.autocast()
         if kind == "precompute":
@@ -174,31 +177,14 @@ class RunContext(Generic[Model]):
         return autocast(reference), lambda data: {}
 
     def train(
-        self,
-        losses: Mapping[str, Term],
-        read: TensorReader,
-        feed: Any = None,
-        *,
-        evaluation: Feed | Callable[[int], Mapping[str, float]] | None = None,
-        memory: Any = None,
-        report: Callable[[], Mapping[str, float]] = dict,
-        save: Callable[[], None] = lambda: None,
-        resources: AbstractContextManager[Any] | None = None,
-        **options: Any,
+        self, losses: Mapping[str, Term], read: TensorReader, feed: Any = None, *, memory: Any = None, **options: Any
     ) -> Training:
         """Prepare to optimize, evaluate, save and report, from the newest checkpoint if the run is resumed.
 
         Args:
-            losses: all losses, including those that are only measured.
-            read: computes the tensors of a batch that the losses take.
-            feed: ``feed(step)`` gives the micro-batches of a step, of ``feed.steps`` in all; those of the data unless
-                given, evaluated on all held-out data, with the ``options`` of `RunContext.feed`.
-            evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
-            memory: a state beside the parameters, the same on every rank, which is part of checkpoints: its
-                ``observe(metrics)`` is called after each step, see also `torch.distributed.checkpoint.stateful`.
-            report: further metrics of the step that was just taken.
-            save: writes further results beside the model; every rank calls it.
-            resources: closed at the end of the run, however it ends, or when the run is garbage-collected.
+            losses, read, memory: see `Training`.
+            feed: unless given, that of the data, evaluated on all held-out data.
+            options: further fields of `Training`; without a feed, those of `RunContext.feed`.
 
         Raises:
             ValueError: if a loss couples all pairs of a step and the step is split.
@@ -214,12 +200,12 @@ class RunContext(Generic[Model]):
             raise ValueError("loss: every coefficient is 0, so nothing would be learned; give one above 0")
         if feed is None:
             evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
-            feed = self.feed(self.data, **options)
-        if config.eval_every and evaluation is None:
+            feed, options = self.feed(self.data, **options), {"evaluation": evaluation}
+        if config.eval_every and options.get("evaluation") is None:
             log.warning("eval_every: there is no eval_data, so nothing is evaluated")
         if config.warmup >= max(feed.steps, 1):
             log.warning("warmup: %d steps of %d, so the learning rate stays below its peak", config.warmup, feed.steps)
-        return Training(self, losses, read, feed, evaluation, memory, report, save, resources or nullcontext())
+        return Training(self, losses, read, feed, memory=memory, **options)
 
 
 def open_run(
@@ -243,8 +229,7 @@ def open_run(
         accelerator: the one of a run that is already open.
 
     Raises:
-        ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false, or the data are
-            streamed, and the configuration does not say how many steps there are.
+        ValueError: as `open_accelerator` does, or if the data are streamed and no number of steps is configured.
     """
     accelerator = accelerator or open_accelerator(config)
     description = "" if config.output is None else to_yaml(config)  # before training changes the model
@@ -290,11 +275,8 @@ def tokenization(config: Common) -> Tokenization:
 
 
 def open_accelerator(config: Common) -> Accelerator:
-    """The `Accelerator` of a run whose directory is free, or holds the same run to resume.
-
-    Raises:
-        ValueError: if the directory holds another run, or holds a run and ``config.resume`` is false.
-    """
+    """The `Accelerator` of a run whose directory is free, or holds the same run to resume; ValueError otherwise, or if
+    settings contradict each other or what is installed."""
     check_launcher()
     check_files(config)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision

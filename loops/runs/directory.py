@@ -59,7 +59,7 @@ def claimed(config: Common, description: str, accelerator: Accelerator) -> Itera
         replace(directory / "config.yaml", description)
 
     with ExitStack() as held:
-        meet(accelerator)  # every rank has looked at the directory before the main process writes to it
+        meet()  # every rank has looked at the directory before the main process writes to it
         if config.output is not None:
             from_main(accelerator, claim)
         yield
@@ -86,7 +86,11 @@ def check_directory(config: Common) -> None:
         before = yaml.safe_load(path.read_bytes())
     if not isinstance(before, dict):
         raise ValueError(f"resume: {path} is damaged; write the run's settings into it, or remove it to trust these")
-    before = _completed(before, config)
+    for each in fields(config):  # an earlier version may have had fewer settings
+        default = _described(each.default if each.default_factory is MISSING else each.default_factory())
+        value = before.setdefault(each.name, default)
+        if isinstance(value, dict) and isinstance(default, dict):
+            before[each.name] = {**default, **value}
     for key in now:
         if key not in _FREE and before.get(key) != now[key]:
             raise ValueError(
@@ -97,16 +101,6 @@ def check_directory(config: Common) -> None:
         if key in ("steps", "epochs") and before.get(key) != now[key] and config.schedule != "constant":
             log.warning("resume: %s was %s, now it is %s: the learning rate continues as if it had always been so",
                         key, before.get(key), now[key])  # fmt: skip
-
-
-def _completed(settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Fill in the defaults of missing settings: an earlier version did not have them."""
-    completed = {}
-    for each in fields(config):
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        value, group = settings.get(each.name, _described(default)), getattr(config, each.name)
-        completed[each.name] = _completed(value, group) if isinstance(value, dict) and is_dataclass(group) else value
-    return completed
 
 
 def to_yaml(config: Common) -> str:

@@ -111,7 +111,7 @@ def stored_tokens(
             save_file(tensors, partial, metadata=metadata)
             sync(partial)
             partial.replace(path)
-        meet(accelerator)
+        meet()
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata() or {}

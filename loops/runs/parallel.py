@@ -37,25 +37,22 @@ def check_launcher() -> None:
 
 def _same_in_flags() -> str:
     """burnish's settings for what a configuration file of Accelerate asks for, and what has no such setting."""
-
-    def asked(name: str, default: str = "") -> str:
-        return os.environ.get(name, default).lower()
-
+    asked = {name: value.lower() for name, value in os.environ.items()}
     replicas, split, ring, ulysses = (
-        int(asked(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) for kind in ("DP_REPLICATE", "TP", "CP", "SP")
+        int(asked.get(f"PARALLELISM_CONFIG_{kind}_SIZE", 1)) for kind in ("DP_REPLICATE", "TP", "CP", "SP")
     )
     together = ring * ulysses  # two ways to say the same
     flags = {
         "parallel.dp_shard_size": max(_started() // (replicas * split * together), 1),
         "parallel.tp_size": split if split > 1 else None,
         "parallel.cp_size": together if together > 1 else None,
-        "dtype": "bfloat16" if asked("ACCELERATE_MIXED_PRECISION") == "bf16" else None,
-        "gradient_checkpointing": "true" if asked("FSDP_ACTIVATION_CHECKPOINTING") == "true" else None,
+        "dtype": "bfloat16" if asked.get("ACCELERATE_MIXED_PRECISION") == "bf16" else None,
+        "gradient_checkpointing": "true" if asked.get("FSDP_ACTIVATION_CHECKPOINTING") == "true" else None,
     }
-    devices = [asked(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none") for kind in ("OPTIMIZER", "PARAM")]
-    offloaded = asked("FSDP_OFFLOAD_PARAMS") == "true" or devices != ["none", "none"]
-    missing = ["nothing is offloaded"] if offloaded else []
-    return "; ".join([" ".join(f"--{name} {value}" for name, value in flags.items() if value), *missing])
+    devices = [asked.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none") for kind in ("OPTIMIZER", "PARAM")]
+    offloaded = asked.get("FSDP_OFFLOAD_PARAMS") == "true" or devices != ["none", "none"]
+    words = " ".join(f"--{name} {value}" for name, value in flags.items() if value)
+    return f"{words}; nothing is offloaded" if offloaded else words
 
 
 def check_ranks(config: Common, accelerator: Accelerator) -> None:
@@ -113,12 +110,6 @@ def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:
     sizes |= {"tp": parallel.tp_size, "cp": parallel.cp_size}
     used = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(accelerator.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
-
-
-def data_rank(config: Common, accelerator: Accelerator) -> tuple[int, int]:
-    """The index of this rank's group, which reads the same rows to split layers or columns, and their number."""
-    size = config.parallel.together
-    return accelerator.process_index // size, accelerator.num_processes // size
 
 
 def _started() -> int:

@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig
 
-from ...data import DataError, read_chat_template
+from ...data import DataError
 from ...data.records import READERS
 from ..registry import blaming
 
@@ -41,26 +41,18 @@ def check_files(config: Any) -> None:
     for field in ("data", "eval_data"):
         name = _value(config, field)
         path = re.split(r"[:@#\[]", name)[0] if isinstance(name, str) else ""
-        if path and "*" not in path and (Path(path).suffix in READERS or path.startswith(("/", "./", "../", "~"))):
-            if not Path(path).exists():
-                raise DataError(f"{field}: {path}: no such file" + ("" if Path(path).suffix else " or directory"))
-            if not os.access(path, os.R_OK):
-                raise DataError(f"{field}: {path}: can't be read by this user")
-    left = {
-        "teacher.logprobs": "a run with top_k leaves one, teacher-....safetensors, in its directory",
-        "value_head": "a run leaves one, value_head.safetensors, in its directory",
-    }
-    for field, origin in left.items():
-        name = _value(config, field)
-        if name is not None and not Path(name).is_file():
-            raise DataError(f"{field}: {name}: no such file; {origin}")
-    if config.chat_template is not None:
-        read_chat_template(config.chat_template)
+        local = path and "*" not in path and (Path(path).suffix in READERS or path.startswith(("/", "./", "../", "~")))
+        if local and not Path(path).exists():
+            raise DataError(f"{field}: {path}: no such file" + ("" if Path(path).suffix else " or directory"))
+    if (stored := _value(config, "teacher.logprobs")) is not None and not Path(stored).is_file():
+        raise DataError(
+            f"teacher.logprobs: {stored}: no such file; a run with top_k leaves one, teacher-....safetensors, in its "
+            "directory"
+        )
     if (python := _value(config, "vllm.python")) is not None and shutil.which(python) is None:
         raise ValueError(f"vllm.python: {python}: no such file, or it can't be executed; wanted an interpreter")
-    named = isinstance(config.model, str) and Path(config.model).is_dir()
-    plain = named and not Path(config.model, "adapter_config.json").exists()
-    if plain and not config.lora.enabled and getattr(config, "reference", None) == "adapters_off":
+    plain = isinstance(config.model, str) and not config.lora.enabled
+    if plain and getattr(config, "reference", None) == "adapters_off":
         raise ValueError("reference: adapters_off wanted a model wrapped by peft; set lora.r, or reference to copy")
     if config.output is not None and os.environ.get("RANK", "0") == "0":
         _check_writable(Path(config.output))

@@ -64,7 +64,7 @@ def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Calla
             return cast(T, content)
         assert follow is not None
         follow(content)
-        meet(accelerator)
+        meet()
 
 
 def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
@@ -86,29 +86,25 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
     return computed[0] if computed else None
 
 
-def meet(accelerator: Accelerator) -> None:
+def meet() -> None:
     """Wait for all ranks.
 
     Raises:
         RankLost: if one has ended.
     """
-    if accelerator.num_processes > 1:
-        _meet()
-
-
-def _meet() -> None:
-    with _connected(f"rank {dist.get_rank()}: another rank ended while this one waited for it"):
-        dist.barrier(group=gloo_group("control"))
+    if dist.is_initialized():
+        with _connected(f"rank {dist.get_rank()}: another rank ended while this one waited for it"):
+            dist.barrier(group=gloo_group("control"))
 
 
 @contextmanager
-def leading(accelerator: Accelerator, order: Any) -> Iterator[None]:
+def leading(order: Any) -> Iterator[None]:
     """On the main process, in the function of a `from_main`: the other ranks follow this order, and are waited for."""
     _broadcast(("order", order))
     try:
         yield
     finally:
-        meet(accelerator)
+        meet()
 
 
 def _broadcast(message: tuple[str, Any] | None) -> tuple[str, Any]:
@@ -151,7 +147,7 @@ def gloo_group(purpose: str) -> Any:
 @lru_cache(maxsize=8)
 def _new_group(world: Any, purpose: str) -> Any:
     if purpose != "control":
-        _meet()  # `new_group` would wait for a rank that has ended, and the connections of "control" report it
+        meet()  # `new_group` would wait for a rank that has ended, and the connections of "control" report it
     return dist.new_group(backend="gloo", timeout=_LONGEST)
 
 

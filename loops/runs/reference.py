@@ -5,7 +5,7 @@ whose log-probs may also be computed before training.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,19 +22,15 @@ from ..models.policy import Policy
 Reference = Callable[[Batch], Tensor]
 
 
-def check_reference(config: Any, kind: str) -> None:
-    """Raise ValueError if the reference is to follow the policy and can't, or is of shards that can't be copied."""
-    if config.parallel.copy_size > 1 and config.ref_model_sync_steps:
-        raise ValueError("ref_model_sync_steps: a sharded reference can't follow the policy; leave one of them out")
-    if config.ref_model_sync_steps and (kind not in ("auto", "copy") or config.ref_model or config.lora.enabled):
-        raise ValueError(
-            "ref_model_sync_steps: only a copy of a whole policy follows it; leave it out, or train without adapters, "
-            "with no ref_model, and with reference auto or copy"
-        )
+def beside(policy: Policy, model: nn.Module, config: Any) -> Policy:
+    """Freeze another model, where the policy is: on its device, or in shards as it is."""
+    model = model.requires_grad_(False)
+    model = model if policy.mesh else model.to(policy.device)
+    return Policy(model, **config.kernel, mesh=policy.mesh, param_dtype=policy.param_dtype).eval()
 
 
-def load_reference(config: Any, tokenizer: Any, policy: Policy, device: torch.device) -> Policy:
-    """``config.ref_model``, frozen, in the precision of the computation, in shards if the policy is.
+def load_reference(config: Any, tokenizer: Any, policy: Policy) -> Policy:
+    """``config.ref_model``, frozen, in the precision of the computation.
 
     Raises:
         DataError: if it has other tokens than the policy.
@@ -42,9 +38,7 @@ def load_reference(config: Any, tokenizer: Any, policy: Policy, device: torch.de
     config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", gradient_checkpointing=False)
     config = replace(config, quantize=None, quantize_kwargs={}, neftune_noise_alpha=0.0)
     check_same_vocabulary(tokenizer, load_tokenizer(config))
-    model = load_model(config).requires_grad_(False)
-    model = model if policy.mesh else model.to(device)
-    return Policy(model, **config.kernel, mesh=policy.mesh, param_dtype=policy.param_dtype).eval()
+    return beside(policy, load_model(config), config)
 
 
 def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:
@@ -61,19 +55,17 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
     if policy.mesh is not None:  # shards can't be copied, but can be loaded again
         if isinstance(config.model, nn.Module):
             raise ValueError("model: one in memory can't be sharded twice, and a copy is its reference; give its name")
-        again = load_model(config).requires_grad_(False)
-        again = Policy(again, **config.kernel, mesh=policy.mesh, param_dtype=policy.param_dtype)
-        return frozen(again, temperature=temperature)
+        return frozen(beside(policy, load_model(config), config), temperature=temperature)
     return (adapters_copy if adapters else frozen_copy)(policy, temperature=temperature)
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
-    """A frozen copy of the current policy; takes as much memory again as its weights.
+    """A frozen copy of the current policy, without a critic; takes as much memory again as its weights.
 
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
     """
-    return frozen(_copied(policy), temperature=temperature)
+    return frozen(copy.deepcopy(policy, {id(policy.critic): None}), temperature=temperature)
 
 
 def frozen(policy: Policy, *, temperature: float = 1.0) -> Reference:
@@ -141,9 +133,11 @@ class SyncedReference:
     """
 
     def __init__(self, policy: Policy, *, interval: int, alpha: float, temperature: float = 1.0) -> None:
-        self.policy, self.interval, self.alpha, self.copy = policy, interval, alpha, _copied(policy)
-        self.reference = frozen(self.copy, temperature=temperature)
-        self.steps = 0
+        self.interval, self.alpha, self.steps = interval, alpha, 0
+        copied = copy.deepcopy(policy, {id(policy.critic): None})  # without a critic
+        pairs = ((each, policy.get_parameter(name)) for name, each in copied.named_parameters())
+        self.pairs = [(each, followed) for each, followed in pairs if followed.requires_grad]
+        self.reference = frozen(copied, temperature=temperature)
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.reference(batch)
@@ -153,23 +147,14 @@ class SyncedReference:
         """Count a step of the policy, and update the reference when it is due."""
         self.steps += 1
         if self.steps % self.interval == 0:
-            for name, followed in self._followed():
-                followed.lerp_(self.policy.get_parameter(name).to(followed.dtype), self.alpha)
-
-    def _followed(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.copy.named_parameters():
-            if self.policy.get_parameter(name).requires_grad:
-                yield name, parameter
+            for each, followed in self.pairs:
+                each.lerp_(followed.to(each.dtype), self.alpha)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "weights": dict(self._followed())}
+        return {"steps": self.steps, "weights": [each for each, _ in self.pairs]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
-        for name, followed in self._followed():
-            followed.copy_(state["weights"][name])
-
-
-def _copied(policy: Policy) -> Policy:
-    return copy.deepcopy(policy, {id(policy.critic): None})  # without a critic
+        for (each, _), saved in zip(self.pairs, state["weights"], strict=True):
+            each.copy_(saved)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.serialization import config as serialization
 
 
 def trained_state(policy: nn.Module) -> dict[str, Tensor]:
@@ -42,26 +41,30 @@ def capture(policy: nn.Module, parts: Mapping[str, Stateful]) -> tuple[dict[str,
         if not isinstance(stateful, Optimizer):
             rest[part] = stateful.state_dict()
             continue
-        numbers: dict[str, dict[str, Any]] = {}
-        composed = False
-        for parameter, state in stateful.state.items():
-            for key, value in state.items():
-                if not isinstance(value, Tensor):
-                    numbers.setdefault(names[parameter], {})[key] = value
-                    continue
-                sharded = isinstance(value, DTensor) and value.shape == parameter.shape
-                if isinstance(parameter, DTensor) and value.ndim and not sharded:
-                    raise ValueError(
-                        f"optimizer: {names[parameter]} is sharded, and {key!r} in its state is not, so "
-                        "no other number of ranks could resume it; use another optimizer, or don't shard"
-                    )
-                path = f"{part}/{names[parameter]}/{key}"
-                components = _components(path, value)
-                composed |= path not in components
-                tensors |= components
+        tensors |= _tensors_of(stateful, part, names)
+        numbers = {
+            names[parameter]: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for parameter, state in stateful.state.items()
+        }
         groups = [{**group, "params": [names[each] for each in group["params"]]} for group in stateful.param_groups]
-        rest[part] = {"numbers": numbers, "groups": groups, "composed": composed}
+        rest[part] = {"numbers": numbers, "groups": groups}
     return tensors, rest
+
+
+def _tensors_of(optimizer: Optimizer, part: str, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            sharded = isinstance(value, DTensor) and value.shape == parameter.shape
+            if isinstance(parameter, DTensor) and value.ndim and not sharded:
+                raise ValueError(
+                    f"optimizer: {names[parameter]} is sharded, and {key!r} in its state is not, so "
+                    "no other number of ranks could resume it; use another optimizer, or don't shard"
+                )
+            tensors |= _components(f"{part}/{names[parameter]}/{key}", value)
+    return tensors
 
 
 def _components(path: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -81,87 +84,51 @@ def restore(
 ) -> dict[str, Tensor]:
     """Restore the ``rest`` of a captured state, and return the tensors in use, to be filled by the caller.
 
+    An optimizer makes its tensors in a step without a gradient, after which the weights, too, are to be filled.
+
     Args:
         saved: size and dtype of each tensor, see `torch.distributed.checkpoint.metadata`.
+
+    Raises:
+        ValueError: if the tensors of an optimizer were saved of other shards.
     """
     targets = {f"model/{name}": tensor for name, tensor in trained_state(policy).items()}
     parameters = dict(policy.named_parameters())
-    for part, stateful in parts.items():
-        if isinstance(stateful, Optimizer):
-            targets |= _prepare(stateful, part, rest[part], parameters, saved)
-        else:
-            stateful.load_state_dict(rest[part])
-    return targets
-
-
-def _prepare(
-    optimizer: Optimizer,
-    part: str,
-    rest: Mapping[str, Any],
-    parameters: Mapping[str, nn.Parameter],
-    saved: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    """Restore the settings and numbers of an optimizer, allocate its tensors, and return them to be filled."""
-    optimizer.state.clear()
-    targets = _composed(optimizer, part, parameters, saved) if rest["composed"] else {}
-    place: dict[str, Any] = {}
-    for group, before in zip(optimizer.param_groups, rest["groups"], strict=True):
-        assert all(parameters[name] is each for name, each in zip(before["params"], group["params"], strict=True))
-        group |= {**before, "params": group["params"]}
-        on_device = group.get("fused") or group.get("capturable")  # as torch.optim places its counts of steps
-        place |= {name: parameters[name].device if on_device else "cpu" for name in before["params"]}
-    for name, numbers in rest["numbers"].items():
-        optimizer.state[parameters[name]].update(numbers)
-    if rest["composed"]:
-        return targets
-    for path, about in saved.items():
-        owner, _, path_in_part = path.partition("/")
-        if owner == part:
-            name, _, key = path_in_part.rpartition("/")
-            parameter, size, dtype = parameters[name], about.size, about.properties.dtype
-            if size == parameter.shape:
-                tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            else:
-                tensor = torch.empty(size, dtype=dtype, device=parameter.device if size else place[name])
-            targets[path] = optimizer.state[parameter][key] = tensor
-    return targets
-
-
-def _composed(
-    optimizer: Optimizer, part: str, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Tensors of an optimizer's own classes, which it makes in its first step. The weights that this
-    step moves are restored afterwards, as everything is.
-
-    Raises:
-        ValueError: if they were saved of other shards.
-    """
-    known = {path.rpartition("/")[0].partition("/")[2] for path in saved if path.startswith(f"{part}/")}
-    for name in known:
-        parameters[name].grad = torch.zeros_like(parameters[name])
-    optimizer.step()
-    optimizer.zero_grad()
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-    targets: dict[str, Tensor] = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                targets |= _components(f"{part}/{names[parameter]}/{key}", value)
-    if odd := sorted(targets.keys() - saved.keys()):
-        raise ValueError(
-            f"resume: this optimizer's state can't be resharded, and {odd[0]!r} is not in the checkpoint; "
-            "resume on as many shards as wrote it"
-        )
+    for part, stateful in parts.items():
+        if not isinstance(stateful, Optimizer):
+            stateful.load_state_dict(rest[part])
+            continue
+        of_part = {path for path in saved if path.startswith(f"{part}/")}
+        stateful.zero_grad()
+        for name in {path.rpartition("/")[0].removeprefix(f"{part}/") for path in of_part}:
+            parameters[name].grad = torch.zeros_like(parameters[name])
+        stateful.step()
+        stateful.zero_grad()
+        tensors = _tensors_of(stateful, part, names)
+        if odd := sorted(tensors.keys() - of_part):
+            raise ValueError(
+                f"resume: this optimizer's state can't be resharded, and {odd[0]!r} is not in the checkpoint; "
+                "resume on as many shards as wrote it"
+            )
+        for path in of_part - tensors.keys():  # what a later step made
+            name, _, key = path.removeprefix(f"{part}/").rpartition("/")
+            weight, size, dtype = parameters[name], saved[path].size, saved[path].properties.dtype
+            like = weight if size == weight.shape else torch.empty(size, device=weight.device)
+            tensors[path] = stateful.state[weight][key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        targets |= tensors
+        for group, before in zip(stateful.param_groups, rest[part]["groups"], strict=True):
+            assert [names[each] for each in group["params"]] == before["params"]
+            group |= {**before, "params": group["params"]}
+        for name, numbers in rest[part]["numbers"].items():
+            stateful.state[parameters[name]].update(numbers)
     return targets
 
 
 def dump(state: Any) -> memoryview:
     """The content of a file for torch.load."""
     buffer = io.BytesIO()
-    # The SHA-256 replaces the checksum that torch computes for every tensor.
-    options: Any = serialization
-    with options.patch("save.compute_crc32", False):
-        torch.save(state, buffer)
+    torch.save(state, buffer)
     return buffer.getbuffer()
 
 
@@ -178,7 +145,6 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
-        own = min(torch.cuda.current_device(), len(state["cuda"]) - 1)  # earlier versions saved those of all devices
-        torch.cuda.set_rng_state(state["cuda"][own])
+        torch.cuda.set_rng_state(state["cuda"][0])
     numpy.random.set_state(state["numpy"])
     random.setstate(state["python"])

@@ -14,10 +14,6 @@ STATUS = {"SIGUSR1": 75, "SIGINT": 130, "SIGTERM": 143}
 class Stopped(SystemExit):
     """A signal ended the run after a whole step, which was saved. Uncaught, it ends the process with ``code``."""
 
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.code = status
-
 
 @contextmanager
 def signals(*, visible: bool) -> Iterator[dict[str, float]]:

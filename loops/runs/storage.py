@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,11 @@ class DirectoryWriter(FileSystemWriter):
     Args:
         final: the directory, which appears when it is whole.
         files: contents of further files of this rank, by name.
-        finished: called on the main process when the directory is there.
     """
 
-    def __init__(self, final: Path, files: Mapping[str, memoryview], finished: Callable[[], None]) -> None:
+    def __init__(self, final: Path, files: Mapping[str, memoryview]) -> None:
         super().__init__(final.with_name(f".partial-{final.name}"))
-        self.final, self.partial, self.files, self.finished = final, Path(self.path), files, finished
+        self.final, self.partial, self.files = final, Path(self.path), files
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -74,7 +73,6 @@ class DirectoryWriter(FileSystemWriter):
         remove(self.final)  # a damaged one of the same step
         self.partial.rename(self.final)
         sync(self.final.parent)
-        self.finished()
 
 
 def _safetensors(items: list[WriteItem], planner: SavePlanner) -> Iterator[bytes | memoryview]:
@@ -145,16 +143,12 @@ def damage(path: Path, share: slice) -> str | None:
         if stray := {shard.name for shard in path.glob("*.safetensors")} - manifest.keys():
             return f"{min(stray)} is not in manifest.json"
         for name, digest in sorted(manifest.items())[share]:
-            if sha256_of(path / name) != digest:
-                return f"{name} has another sha256 than when it was written"
+            with (path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    return f"{name} has another sha256 than when it was written"
     except (OSError, ValueError) as error:
         return str(error)
     return None
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -22,6 +22,7 @@ from ..models.sharding import left_in_files
 from ..registry import blaming
 from .context import RunContext, TokenColumns
 from .feed import digest, stored_tokens
+from .reference import beside
 
 
 def open_teacher(
@@ -83,8 +84,7 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
         DataError: if it has other tokens than the student.
     """
     assert config.model is not None
-    student, accelerator = context.config, context.accelerator
-    model: Any = config.model
+    student, model = context.config, config.model
     if not isinstance(model, str):
         if model is student.model:
             raise DataError("teacher.model: it is the student, whose training would change it; give a copy of it")
@@ -99,7 +99,4 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
         check_same_vocabulary(context.tokenizer, named(AutoTokenizer.from_pretrained)(model))
         with left_in_files(student.parallel.copy_size > 1):
             model = named(AutoModelForCausalLM.from_pretrained)(model, dtype=getattr(torch, student.dtype))
-    model, mesh = model.requires_grad_(False), context.model.mesh
-    if mesh is None:
-        model = model.to(accelerator.device)
-    return Policy(model, **student.kernel, mesh=mesh, param_dtype=context.model.param_dtype).eval()
+    return beside(context.model, model, student)

@@ -6,7 +6,7 @@ runs of both share a panel. ``metrics.jsonl`` has the same numbers under the nam
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,14 @@ def open_trackers(accelerator: Accelerator, config: Common, start: int) -> None:
     # TensorBoard makes a directory for the project, besides the one that it is already in.
     project = "logs" if tensorboard and config.project is None else config.project or "burnish"
     with blaming(f"report_to: {config.report_to}", Exception):
-        accelerator.init_trackers(project, config=flat(asdict(config)), init_kwargs=named)
+        accelerator.init_trackers(project, config=flat(vars(config)), init_kwargs=named)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
     """Settings as a flat mapping of numbers and texts, groups joined by a dot, without possible secrets."""
     levelled: dict[str, bool | int | float | str] = {}
     for key, value in settings.items():
-        name = f"{prefix}{key}"
+        name, value = f"{prefix}{key}", vars(value) if is_dataclass(value) else value
         if isinstance(value, Mapping) and value and name != _PRIVATE:
             levelled |= flat(value, f"{name}.")
         elif name != _PRIVATE:

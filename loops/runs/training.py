@@ -45,12 +45,19 @@ class Training:
     model as it is. With several ranks, one that leaves its loop ends all of them after the same step. With ``resume`` a
     run continues after the last saved step, whose body has run.
 
-    `RunContext.train` makes it and describes its arguments.
-
     Attributes:
         context: the `RunContext`: what is trained, on which ranks, and its settings.
+        losses: all losses, including those that are only measured.
+        read: computes the tensors of a batch that the losses take.
+        feed: ``feed(step)`` gives the micro-batches of a step, of ``feed.steps`` in all.
+        evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
+        memory: a state beside the parameters, the same on every rank, which is part of checkpoints: its
+            ``observe(metrics)`` is called after each step, see also `torch.distributed.checkpoint.stateful`.
+        report: further metrics of the step that was just taken.
+        save: writes further results beside the model; every rank calls it.
+        resources: closed at the end of the run, however it ends, or when the run is garbage-collected.
         state: what a checkpoint holds, as `checkpoint.save` takes it.
-        start: number of steps taken before, by the run that is resumed.
+        start, step: number of steps taken by the run that is resumed, and in all.
         metrics: of the last step.
         best: the saved step whose ``keep_best`` is the best; None before there is one.
     """
@@ -78,7 +85,7 @@ class Training:
         self.objective, self.weightings = compose(self.losses, self.read), weightings(self.losses)
         self.directory = None if config.output is None else context.directory
         self.checkpoints = context.file("checkpoints") or Path()
-        self.start = checkpoint.load_newest(self.checkpoints, **self.state) if config.resume else 0
+        self.start = self.step = checkpoint.load_newest(self.checkpoints, **self.state) if config.resume else 0
         self.metrics: dict[str, float] = {}
         self.best: int | None = None
         self.lowest = math.inf  # or the negative of the highest
@@ -143,15 +150,15 @@ class Training:
             ):
                 saved = monotonic()
                 if self.evaluation is not None and self.start == 0:
-                    self._evaluate(0)
+                    self._evaluate()
                     log(0, self.metrics)
                 for step in taken:
-                    self.metrics = {**step.metrics, **self.report()}
+                    self.step, self.metrics = step.number, {**step.metrics, **self.report()}
                     for observer in self.observers.values():
                         observer.observe(self.metrics)
                     to_save = self._due(step.number, config.save_every)
                     if self._due(step.number, config.eval_every):
-                        to_save |= self._evaluate(step.number)
+                        to_save |= self._evaluate()
                     left = False
                     try:
                         yield StepResult(step.number, self.metrics)  # to the caller's body
@@ -178,12 +185,13 @@ class Training:
                 if signal is None:
                     parts["optimizer"].eval()  # a schedule-free optimizer then leaves the weights to evaluate
                     self._save_model()
-                meet(accelerator)
+                meet()
                 if context.stream is not None:
                     accelerator.print(context.stream.accounting)
             if signal is not None:
                 advice = "" if self.directory is None else "; continue with --resume true"
-                stopped = stop.Stopped(f"stopped at step {step.number} of {steps}{advice}", stop.STATUS[signal])
+                stopped = stop.Stopped(f"stopped at step {step.number} of {steps}{advice}")
+                stopped.code = stop.STATUS[signal]
                 if main:
                     print(stopped, file=sys.stderr)
                 raise stopped
@@ -204,25 +212,22 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """The metrics ``eval/...`` of the model as it is; empty without ``eval_data``. Every rank calls it."""
         AcceleratorState._shared_state.update(vars(self.context.accelerator.state))
-        return self._held_out(self.start)
-
-    def _held_out(self, step: int) -> dict[str, float]:
         metrics: Mapping[str, float] = {}
         with optimizers.evaluated_weights(self.state["parts"]["optimizer"], self.context.model):
             if isinstance(self.evaluation, Feed):
                 batches, policy = self.evaluation(0), self.state["policy"]
                 metrics = evaluate(self.context.accelerator, policy, batches, self.objective, self.weightings)
             elif self.evaluation is not None:
-                metrics = self.evaluation(step)
+                metrics = self.evaluation(self.step)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
-    def _evaluate(self, step: int) -> bool:
+    def _evaluate(self) -> bool:
         """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
-        held_out, schedule = self._held_out(step), self.state["parts"]["schedule"]
+        held_out, schedule = self.evaluate(), self.state["parts"]["schedule"]
         self.metrics |= held_out
-        if step > 0 and isinstance(schedule, optimizers.AtEvaluation):
+        if self.step > 0 and isinstance(schedule, optimizers.AtEvaluation):
             schedule.observe(held_out)
-        return self._is_best(step, held_out)
+        return self._is_best(self.step, held_out)
 
     def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """True if an evaluation after ``step`` has the lowest ``keep_best`` so far, or with ``max:`` the highest.

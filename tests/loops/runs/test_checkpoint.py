@@ -48,7 +48,6 @@ def test_the_generator_of_its_own_device_comes_back_on_a_machine_with_fewer(monk
     set_states = []
     for name, function in {
         "is_available": lambda: True,
-        "current_device": lambda: 3,
         "get_rng_state": lambda: torch.tensor([7]),
         "set_rng_state": set_states.append,
         "get_rng_state_all": lambda: [torch.tensor([index]) for index in range(8)],
@@ -56,13 +55,12 @@ def test_the_generator_of_its_own_device_comes_back_on_a_machine_with_fewer(monk
     }.items():
         monkeypatch.setattr(torch.cuda, name, function)
     set_random_state(random_state())
-    set_random_state({**random_state(), "cuda": [torch.tensor([index]) for index in range(5)]})
-    assert set_states == [7, 3]
+    assert set_states == [7]
 
 
 def test_what_was_written_is_not_read_again_for_its_sha256(tmp_path, parts, monkeypatch):
     read = []
-    monkeypatch.setattr(storage, "sha256_of", read.append)
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: read.append(file))
     path = checkpoint.save(tmp_path, 1, **parts)
     assert read == []
     manifest = json.loads((path / "manifest.json").read_text())
@@ -201,9 +199,7 @@ def test_a_keyboard_interrupt_while_it_is_written_is_one(tmp_path, parts, monkey
 def test_parameters_of_another_model_are_refused(tmp_path, parts):
     checkpoint.save(tmp_path, 1, **parts)
     parts["policy"] = torch.nn.Linear(3, 2, bias=False)
-    with pytest.raises(
-        checkpoint.CheckpointError, match="holds other parameters than this model trains, such as 'bias'"
-    ):
+    with pytest.raises(checkpoint.CheckpointError, match=r"holds 'bias' as \(2,\), this model trains it as nothing"):
         checkpoint.load_newest(tmp_path, **parts)
 
 
@@ -229,18 +225,6 @@ def test_tied_weights_are_saved_once(tmp_path, parts):
     parts["policy"], parts["parts"] = policy, {}
     shard = load_file(checkpoint.save(tmp_path, 1, **parts) / "shard-0.safetensors")
     assert shard.keys() == {"model/0.weight"}
-
-
-def test_a_checkpoint_of_an_earlier_version_is_refused_with_the_way_out(tmp_path, parts):
-    path = checkpoint.save(tmp_path, 1, **parts)
-    torch.save({"step": 1, "data": "", "model": {}}, path / "state.pt")
-    digest = hashlib.sha256((path / "state.pt").read_bytes()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps({"state.pt": digest}))
-    (path / "shard-0.safetensors").unlink()
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"step-00000001 is of an earlier version of burnish.*use that version"
-    ):
-        checkpoint.load_newest(tmp_path, **parts)
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next_save(tmp_path, parts):

@@ -9,13 +9,13 @@ import torch
 from accelerate import Accelerator
 from burnish.data import Example, encode_preference
 from burnish.loops.batch import collate
-from burnish.loops.config import Lora
+from burnish.loops.config import Lora, Parallel
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.preference import run_dpo
 from burnish.loops.recipes.settings import DPO
 from burnish.loops.runs.context import RunContext, open_run
 from burnish.loops.runs.feed import stored_tokens
-from burnish.loops.runs.reference import SyncedReference, adapters_copy, adapters_off, check_reference, frozen_copy
+from burnish.loops.runs.reference import SyncedReference, adapters_copy, adapters_off, frozen_copy
 from datasets import Dataset
 from interrupted import resumed
 from peft import LoraConfig, get_peft_model
@@ -164,11 +164,13 @@ def test_another_model_is_the_reference(kind, tmp_path):
     assert not torch.allclose(reference(batch), context.model(batch).logprob, atol=0.1)
 
 
-@pytest.mark.parametrize("fields", [{"lora": Lora(r=2)}, {"ref_model": "x"}, {"reference": "precompute"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"lora": Lora(r=2)}, {"ref_model": "x"}, {"reference": "precompute"}, {"parallel": Parallel(2)}], ids=str
+)
 def test_only_a_copy_of_the_policy_follows_it(fields):
-    config = DPO("m", "d", "o", ref_model_sync_steps=2, **fields)
+    context = RunContext(DPO("m", "d", "o", ref_model_sync_steps=2, **fields), None, None, None, None)
     with pytest.raises(ValueError, match="ref_model_sync_steps: only a copy of a whole policy follows it"):
-        check_reference(config, config.reference)
+        context.reference(context.config.reference)
 
 
 def test_adapters_off_wants_adapters():

@@ -4,12 +4,15 @@ import json
 from typing import ClassVar
 
 import pytest
+import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import LoggerType
 from burnish.loops.cli import main
-from burnish.loops.recipes.settings import GRPO
-from burnish.loops.runs.trackers import flat, for_trackers
+from burnish.loops.config import Lora
+from burnish.loops.recipes.settings import GRPO, SFT
+from burnish.loops.runs.trackers import flat, for_trackers, open_trackers
 from online import Killed, dying_in_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import save_model, sums, write_rows
@@ -162,6 +165,18 @@ def test_a_tracker_that_does_not_start_is_told_in_a_line(train, monkeypatch, cap
         train("dpo", "--report_to", "wandb")
     said = capsys.readouterr().err
     assert "burnish dpo: report_to: wandb: " in said and "api_key not configured" in said
+
+
+def test_a_model_in_memory_is_not_copied_to_be_told_of(tmp_path):
+    class Model(torch.nn.Linear):
+        def __deepcopy__(self, memo):
+            pytest.fail("it was copied")
+
+    accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
+    open_trackers(accelerator, SFT(model=Model(2, 2), data=[], output=str(tmp_path), lora=Lora(r=2)), 0)
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    assert list(tmp_path.rglob("hparams.yml"))
 
 
 def test_a_configuration_is_told_as_numbers_and_texts():
