@@ -1,4 +1,4 @@
-"""The contract of `burnish.loops.rollouts.RolloutSource` as tests that any source must pass.
+"""The contract of `burnish.loops.rollouts.source.RolloutSource` as tests that any source must pass.
 
     class TestMine(Conformance):
         async def open(self):

@@ -8,18 +8,3 @@ launch     start a server, and say why it did not start
 preflight  check that a server is the required one
 plugin     runs inside vLLM: weights from files
 """
-
-from typing import TYPE_CHECKING
-
-from ....lazy import lazy_exports
-
-if TYPE_CHECKING:
-    from .engine import VLLMEngine as VLLMEngine
-    from .engine import start_engine as start_engine
-    from .server import VLLMServer as VLLMServer
-    from .server import VLLMServers as VLLMServers
-    from .weights import Adapters as Adapters
-    from .weights import Files as Files
-    from .weights import Nccl as Nccl
-
-__getattr__ = lazy_exports(__name__)
