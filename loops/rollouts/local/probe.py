@@ -14,7 +14,7 @@ from ....kernels.backend import autocast_dtype
 from ...models.probe import REFUSALS, objection
 from ..sample import Request, SamplingParams
 from .decode import DecodeSequence, ModelRunner
-from .kv_cache import ContinuousBatch, StaticBatch, continuous_fit, static_fit
+from .kv_cache import READ, ContinuousBatch, StaticBatch, cache_fit
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +37,13 @@ def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Conti
         against_continuous = objection(plain, lambda: _try_out(large(), runner))
     fit, window = None, 0.0
     if against_continuous is None:
-        fit, window = continuous_fit(runner, cache_bytes), _window(config)
+        fit, window = cache_fit(runner, cache_bytes, continuous=True), _window(config)
         if window == math.inf:
             return lambda longest: ContinuousBatch(runner, fit)
     unusable = objection(plain, lambda: _try_out(StaticBatch(runner, lambda longest: 4, cached=True), runner))
     reading = "with its own cache" if unusable is None else f"all being read anew for every token ({unusable})"
     fallback = f"one prompt at a time, {reading}"
-    fit_of_fallback = static_fit(runner, cache_bytes, cached=unusable is None)
+    own = (lambda longest: READ // longest) if unusable else cache_fit(runner, cache_bytes, continuous=False)
     if against_continuous is not None:
         _warn_once(plain, f"completions are generated {fallback}: {against_continuous}")
 
@@ -52,7 +52,7 @@ def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Conti
             return ContinuousBatch(runner, fit, window)
         if fit is not None:
             _warn_once(plain, f"{longest} tokens are more than its window of {window}: {fallback}")
-        return StaticBatch(runner, fit_of_fallback, cached=unusable is None)
+        return StaticBatch(runner, own, cached=unusable is None)
 
     return make_batch
 
