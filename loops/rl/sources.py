@@ -30,7 +30,7 @@ from ..rollouts.sample import Sample
 from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
-from ..rollouts.vllm.launch import launch
+from ..rollouts.vllm.launch import ServerProcess
 from ..rollouts.vllm.server import VLLMServer, VLLMServers, sampling_params
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_lora_rank
 from ..runs.context import RunContext
@@ -185,7 +185,7 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
         servers = [VLLMServer(url, updates=open_updates(config, run, url), **known) for url in urls]
         return VLLMServers(servers) if len(servers) > 1 else servers[0]
     updates = open_updates(config, run)
-    server = launch(
+    server = ServerProcess(
         config.model,
         log=run.directory / "vllm.log",
         dtype=dtype,

@@ -12,9 +12,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..sample import Request, Sample
 from ..source import NamedWeights, SourceError, refuse_closed
-from . import plugin
 from .client import Rejected
 from .launch import SHARE
+from .plugin import burnish_vllm_files as plugin
 from .preflight import install_advice, parameter_check
 from .server import FINISH, VERSIONS, sample_each, sampling_params, to_sample
 from .weights import Files, send_weights

@@ -1,7 +1,8 @@
 """Completions from a vLLM server, over HTTP.
 
-The server runs in an environment of its own and is started by `launch`, or by hand with the same flags. Everything that
-could make its log-probs differ from the trainer's is checked when the source is created, and again after every restart.
+The server runs in an environment of its own and is started by `ServerProcess`, or by hand with the same flags.
+Everything that could make its log-probs differ from the trainer's is checked when the source is created, and again
+after every restart.
 """
 
 import asyncio
@@ -98,8 +99,8 @@ class VLLMServer:
         timeout: seconds that one completion may take; it is requested again then.
         patience: seconds in which the server must start, complete one of all requests, or take new weights. After that,
             further attempts are useless.
-        revive: called when the server is gone, such as ``Launched.revive``.
-        end: called when the source is closed, such as ``Launched.close``.
+        revive: called when the server is gone, such as `ServerProcess.revive`.
+        end: called when the source is closed, such as `ServerProcess.close`.
         versions: of vLLM, to be tried at your own risk.
 
     Raises:

@@ -30,7 +30,7 @@ from ..event_loops import gather_or_cancel, off_loop
 from ..sample import VersionSpan
 from ..source import NamedWeights, SourceError, SourceLost
 from .client import Rejected, VLLMClient
-from .plugin import BACKEND
+from .plugin.burnish_vllm_files import BACKEND
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
 _CHANGING = ("pissa", "olora", "corda", "loftq")  # starts of adapters that change the weights which the server has

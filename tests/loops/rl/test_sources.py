@@ -98,17 +98,16 @@ def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(fake
     class Started:
         url = fake.url
 
+        def __init__(self, model, **options):
+            asked.update(options, model=model)
+
         def revive(self):
             raise AssertionError("it is well")
 
         def close(self):
             ended.append(True)
 
-    def launch(model, **options):
-        asked.update(options, model=model)
-        return Started()
-
-    monkeypatch.setattr(sampling, "launch", launch)
+    monkeypatch.setattr(sampling, "ServerProcess", Started)
     options = {"max_model_len": 64, "enforce_eager": True, "enable_prefix_caching": False}
     vllm = VLLM(python="/bin/sh", options=options, environment={"CUDA_VISIBLE_DEVICES": "1"})
     run_grpo(GRPO(**fields, source="vllm", vllm=vllm))

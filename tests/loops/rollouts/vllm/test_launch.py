@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from burnish.loops.rollouts.source import SourceLost
-from burnish.loops.rollouts.vllm.launch import launch
+from burnish.loops.rollouts.vllm.launch import ServerProcess
 from burnish.loops.rollouts.vllm.weights import Adapters, free_port, max_lora_rank
 from peft import LoraConfig
 
@@ -39,10 +39,10 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 """
 TRAINER = """
 import sys, time
-from burnish.loops.rollouts.vllm.launch import launch
+from burnish.loops.rollouts.vllm.launch import ServerProcess
 
 python, log = sys.argv[1:]
-print(launch("model", python=python, log=log, dtype="float32").pid, flush=True)
+print(ServerProcess("model", python=python, log=log, dtype="float32").pid, flush=True)
 time.sleep(600)
 """
 
@@ -57,7 +57,7 @@ def python(tmp_path):
 
 @pytest.fixture
 def start(python, tmp_path):
-    return lambda **options: launch("model", python=python, log=tmp_path / "log.txt", dtype="float32", **options)
+    return lambda **options: ServerProcess("model", python=python, log=tmp_path / "log.txt", dtype="float32", **options)
 
 
 def group(leader):
@@ -104,7 +104,7 @@ def test_a_server_that_ends_at_once_shows_the_first_error_of_this_start_its_fix_
         f"To fix it, leave it out of --vllm.options: this vLLM has no such flag. Its log is {tmp_path / 'log.txt'}"
     )
     with pytest.raises(SourceLost, match=r"it ended with status 127\): .* not found\nIts log is .*log\.txt"):
-        launch("model", python=tmp_path / "nowhere", log=tmp_path / "log.txt", dtype="float32")
+        ServerProcess("model", python=tmp_path / "nowhere", log=tmp_path / "log.txt", dtype="float32")
 
 
 def test_a_server_that_ends_without_a_word_shows_what_there_is(start):
@@ -169,7 +169,7 @@ def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, mon
     for name in (*ranks, "CUDA_VISIBLE_DEVICES", "RANKING"):
         monkeypatch.setenv(name, "1")
     given = {"MASTER_PORT": "7"}
-    with launch("m", python=python, log=tmp_path / "log.txt", dtype="float32", environment=given) as server:
+    with ServerProcess("m", python=python, log=tmp_path / "log.txt", dtype="float32", environment=given) as server:
         there = psutil.Process(server.pid).environ()
     assert {name: there[name] for name in ranks if name in there} == given
     assert there["CUDA_VISIBLE_DEVICES"] == there["RANKING"] == there["VLLM_SERVER_DEV_MODE"] == "1"
