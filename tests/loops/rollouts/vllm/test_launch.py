@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.metadata import distributions
+from pathlib import Path
 
 import psutil
 import pytest
@@ -139,6 +141,15 @@ def test_a_server_is_looked_for_at_the_port_that_its_flags_name(start):
     for port, form in ((free_port(), "--port {}"), (free_port(), "--port={}")):
         with start(flags=form.format(port).split()) as server:
             assert server.url == f"http://127.0.0.1:{port}" and server.pid is not None
+
+
+def test_a_server_of_another_environment_finds_the_plugin(start):
+    with start() as server:
+        path = psutil.Process(server.pid).environ()["PYTHONPATH"].split(os.pathsep)
+    (entry,) = (entry for found in distributions(path=path[:1]) for entry in found.entry_points)
+    assert entry.group == "vllm.general_plugins"
+    assert (entry.name, entry.module) == ("burnish_files", "burnish_vllm_files")
+    assert Path(path[0], f"{entry.module}.py").exists()
 
 
 def test_a_server_outlives_the_thread_that_started_it(start):
