@@ -93,7 +93,7 @@ class RLContext(RunContext[Policy]):
             return metrics
         self.monitor(rollout.scores, rollout.samples)
         waited, self.scheduler.waited = self.scheduler.waited, 0.0
-        return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.scheduler.counts["retries"])}
+        return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.scheduler.retries)}
 
     def evaluate(self) -> dict[str, float]:
         """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""

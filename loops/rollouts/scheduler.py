@@ -129,7 +129,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self._settings = {"groups_per_step": groups_per_step, "group_size": group_size, "seed": seed}
         self.version: int | None = None
         self.ends: list[int] = []  # of step k: the number of tasks that steps 0..k trained on, every task once
-        self.counts = {"retries": 0, "republished": 0}
+        self.retries = 0
         self.waited = 0.0  # seconds that the trainer spent in `take`
         self._newest = -1  # the last version whose publication has started
         self._limit = 0  # tasks below it are admitted at the published version
@@ -228,10 +228,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             self._newest = version
             for attempt in itertools.count(1):
                 try:
-                    if attempt > 1 or only_if_lost:  # a request for its version brings it back
-                        if await self.source.version() == version and only_if_lost:
-                            break
-                        self.counts["republished"] += 1
+                    asked = attempt > 1 or only_if_lost  # a request for its version brings it back
+                    if asked and await self.source.version() == version and only_if_lost:
+                        break
                     await self.source.publish(self.weights(), version)
                     if (taken := await self.source.version()) == version:
                         break
@@ -254,7 +253,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                 f"{what} in {attempt} attempts over {time.monotonic() - began:.0f} s: {error}; check the source, then "
                 "continue with --resume true"
             ) from error
-        self.counts["retries"] += 1
+        self.retries += 1
         await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))
 
     async def _take(self, step: int, count: int) -> list[list[Sample]]:
@@ -314,9 +313,8 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         After a failure, wait until the source samples from the trainer's; `_republish_if_lost` gives it these.
         """
         request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
-        name, began, attempt = type(self.source).__name__, time.monotonic(), 0
-        while True:
-            attempt += 1
+        name, began = type(self.source).__name__, time.monotonic()
+        for attempt in itertools.count(1):
             try:
                 if attempt > 1:
                     async with self._changed:

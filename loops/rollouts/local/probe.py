@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -31,21 +30,20 @@ def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Conti
 
     others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if others:
-        against_continuous: str | None = f"it has layers of {', '.join(sorted(others))}"
+        refusal: str | None = f"it has layers of {', '.join(sorted(others))}"
     else:  # where a mask shows too much, zeros would change a few percent, and large values change everything
-        large = partial(ContinuousBatch, runner, lambda longest: 4, unwritten=1e3)
-        against_continuous = objection(plain, lambda: _try_out(large(), runner))
+        refusal = objection(plain, lambda: _try_out(ContinuousBatch(runner, lambda longest: 4, unwritten=1e3)))
     fit, window = None, 0.0
-    if against_continuous is None:
+    if refusal is None:
         fit, window = cache_fit(runner, cache_bytes, continuous=True), _window(config)
         if window == math.inf:
             return lambda longest: ContinuousBatch(runner, fit)
-    unusable = objection(plain, lambda: _try_out(StaticBatch(runner, lambda longest: 4, cached=True), runner))
+    unusable = objection(plain, lambda: _try_out(StaticBatch(runner, lambda longest: 4, cached=True)))
     reading = "with its own cache" if unusable is None else f"all being read anew for every token ({unusable})"
     fallback = f"one prompt at a time, {reading}"
     own = (lambda longest: READ // longest) if unusable else cache_fit(runner, cache_bytes, continuous=False)
-    if against_continuous is not None:
-        _warn_once(plain, f"completions are generated {fallback}: {against_continuous}")
+    if refusal is not None:
+        _warn_once(plain, f"completions are generated {fallback}: {refusal}")
 
     def make_batch(longest: int) -> ContinuousBatch | StaticBatch:
         if fit is not None and longest <= window:
@@ -72,8 +70,9 @@ def _window(config: Any) -> float:
     return (getattr(config, "sliding_window", None) if windowed else None) or math.inf
 
 
-def _try_out(batch: ContinuousBatch | StaticBatch, runner: ModelRunner) -> str | None:
+def _try_out(batch: ContinuousBatch | StaticBatch) -> str | None:
     """The reason why this batch can't be used; None if its states are those of the plain model for each text."""
+    runner = batch.runner
     try:
         with runner.inference():
             read = _read_script(batch)

@@ -15,7 +15,7 @@ from ..source import NamedWeights, SourceError, refuse_closed
 from .client import Rejected
 from .launch import SHARE
 from .plugin import burnish_vllm_files as plugin
-from .preflight import install_advice, parameter_check
+from .preflight import check_version, parameter_check
 from .server import FINISH, VERSIONS, sample_each, sampling_params, to_sample
 from .weights import Files, send_weights
 
@@ -47,11 +47,8 @@ def start_engine(
     except ImportError as error:
         raise SourceError("vllm: it is not installed in this environment; pip install 'burnish[vllm]', or "
                           "use a server in another one with VLLMServer") from error  # fmt: skip
-    if not any(vllm.__version__.startswith(known + ".") for known in VERSIONS):
-        known = " and ".join(VERSIONS)
-        raise SourceError(f"vllm: version {vllm.__version__} is installed, but {known} are known to work; "
-                          f"{install_advice(VERSIONS)}, or set source to vllm and --vllm.python to the interpreter of "
-                          "an environment that has it")  # fmt: skip
+    remedy = "here, or set source to vllm and --vllm.python to the interpreter of an environment that has it"
+    check_version("the one that is installed", vllm.__version__, VERSIONS, remedy)
     plugin.register()
     return vllm.LLM(
         str(model),
