@@ -190,7 +190,6 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
         dtype=dtype,
         python=config.vllm.python or sys.executable,
         update_flags=updates.flags,
-        adapters=config.max_staleness + 2,
         flags=flags_of(config.vllm.options),
         environment=config.vllm.environment,
         patience=config.vllm.patience,
@@ -198,7 +197,7 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
     return VLLMServer(server.url, updates=updates, revive=server.revive, end=server.close, **known)
 
 
-def open_updates(config: SamplingConfig, run: RunContext[Policy]) -> Files | Nccl | Adapters:
+def open_updates(config: OnlineConfig, run: RunContext[Policy]) -> Files | Nccl | Adapters:
     """The configured way of sending weights to a server."""
     directory = Path(config.vllm.directory or run.directory / "weights")
     match config.vllm.updates:
@@ -208,7 +207,7 @@ def open_updates(config: SamplingConfig, run: RunContext[Policy]) -> Files | Ncc
             return Nccl(config.vllm.trainer_address)
         case "adapters":
             peft: Any = run.model.model
-            return Adapters(directory, peft.peft_config["default"])
+            return Adapters(directory, peft.peft_config["default"], loaded=config.max_staleness + 2)
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:

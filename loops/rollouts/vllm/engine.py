@@ -99,7 +99,6 @@ class VLLMEngine:
         self._driver: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
-        refuse_closed(self._closed, "vllm")
         return await sample_each(self._complete, request, vocab=self.vocab, context=self.context)
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
@@ -141,7 +140,7 @@ class VLLMEngine:
             raise Rejected(f"vllm: {operation}: {error}", 500) from error
 
     async def _complete(self, request: Request, index: int) -> Sample:
-        refuse_closed(self._closed, "vllm")  # since the request came
+        refuse_closed(self._closed, "vllm")
         name = uuid.uuid4().hex
         completion = self._waiting[name] = asyncio.get_running_loop().create_future()
         params = self._params(**sampling_params(request.sampling, request.seed(index)))

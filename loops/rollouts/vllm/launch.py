@@ -69,7 +69,6 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         dtype: the precision that it computes in; the trainer's.
         python: interpreter of the environment that vLLM is installed in; burnish need not be there.
         update_flags: those of `Files`, `Nccl`, or `Adapters`.
-        adapters: how many can be loaded at once: two more than the maximal staleness.
         flags: further flags of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
             `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it;
             unless ``--port`` is one, a free port.
@@ -79,9 +78,6 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
 
     Attributes:
         url: stays the same when it is restarted.
-
-    Raises:
-        SourceError: with the first error in its log, if it does not start.
     """
 
     def __init__(
@@ -92,7 +88,6 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         dtype: str,
         python: str | Path = sys.executable,
         update_flags: Sequence[str] = Files.flags,
-        adapters: int = 4,
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         patience: float = 1200.0,
@@ -108,7 +103,6 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
             *(str(python), "-m", "vllm.entrypoints.openai.api_server"),  # `vllm serve` does not start a CPU build
             *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"),
-            *(("--max-loras", str(adapters)) if "--enable-lora" in update_flags else ()),
             *(() if has_share else ("--gpu-memory-utilization", str(SHARE))),
             *update_flags,
             *flags,

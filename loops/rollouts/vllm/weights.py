@@ -236,13 +236,14 @@ class Adapters:
     Args:
         directory: that trainer and server both see.
         config: of the adapter, ``model.peft_config["default"]``.
+        loaded: how many the server can hold at once: two more than the maximal staleness.
     """
 
     merged = False
 
-    def __init__(self, directory: str | Path, config: Any) -> None:
+    def __init__(self, directory: str | Path, config: Any, loaded: int = 4) -> None:
         self.directory, self.config = Path(directory).resolve(), config
-        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(vars(config))))
+        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(vars(config))), "--max-loras", str(loaded))
         self._tensors: dict[str, Tensor] = {}  # on their way
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
@@ -251,7 +252,7 @@ class Adapters:
         if (lora := config.get("lora_config")) is None:
             return "takes no adapters", shlex.join(self.flags)
         if (rank := lora.get("max_lora_rank", self.config.r)) < self.config.r:
-            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", shlex.join(self.flags[1:])
+            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", shlex.join(self.flags[1:3])
         return None
 
     async def version(self, vllm: VLLMClient) -> int | None:

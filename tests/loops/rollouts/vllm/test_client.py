@@ -274,8 +274,8 @@ class TestAnswers:
             ({"logprobs": {"content": [{"token_id": t, "logprob": -9999.0} for t in (1, 2, 3)]}}, "look for NaN"),
             ({"logprobs": None}, "its answer is not understood"),
             ({"finish_reason": "mystery"}, "its answer is not understood"),
-            ({"weight_versions": None}, "which weights its 3 tokens are from is not said"),
-            ({"weight_versions": []}, "which weights its 3 tokens are from is not said"),
+            ({"weight_versions": None}, "no version is known for token 0"),
+            ({"weight_versions": []}, "no version is known for token 0"),
         ],
     )
     def test_an_answer_whose_parts_disagree_is_an_error(self, connect, fake, changes, says):
@@ -302,7 +302,7 @@ class TestAnswers:
                     ]
                 },
             )
-            with pytest.raises(SourceError, match="which weights its 3 tokens are from is not said"):
+            with pytest.raises(SourceError, match=f"no version is known for token {0 if start else 2}"):
                 published(source, ask())
 
     @pytest.mark.parametrize("text", ["", "{", "null", "[]", '{"choices": []}', "<html>"])

@@ -128,7 +128,7 @@ def test_a_server_leaves_memory_to_the_trainer_unless_it_has_a_device_of_its_own
 
 
 def test_a_server_has_room_for_the_adapters_that_are_loaded_at_once_and_for_none_without(start, tmp_path):
-    with start(update_flags=Adapters(tmp_path, LoraConfig(r=9)).flags, adapters=3) as server:
+    with start(update_flags=Adapters(tmp_path, LoraConfig(r=9), loaded=3).flags) as server:
         command = " ".join(psutil.Process(server.pid).cmdline())
     assert "--max-loras 3" in command and "--enable-lora --max-lora-rank 16" in command
     assert "--weight-transfer-config" not in command
