@@ -101,7 +101,7 @@ class RLContext(RunContext[Policy]):
         source: Any = open_local(self.config, self, version=0)
         groups = len(cast(Dataset, self.eval_data))
         source, follower = distributed(self.accelerator, source, purpose="evaluation", groups=groups)
-        metrics: dict[str, float] = from_main(self.accelerator, lambda: scheduler.run(self._evaluate(source)))
+        metrics: dict[str, float] = from_main(self.accelerator, lambda: scheduler.loop.run(self._evaluate(source)))
         if follower is not None:
             follower.close()
         return metrics

@@ -177,7 +177,7 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
     dtype: Any = config.dtype  # float64 was refused
     if config.source == "vllm_engine":
         sleep = torch.cuda.is_available()  # the trainer needs the memory
-        engine = start_engine(config.model, dtype=dtype, sleep=sleep, **config.vllm.options)
+        engine = start_engine(config.model, dtype=dtype, enable_sleep_mode=sleep, **config.vllm.options)
         return VLLMEngine(engine, directory=config.vllm.directory, sleep=sleep, **known)
     known |= {"dtype": dtype} | {name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")}
     if urls := config.vllm.urls:

@@ -15,10 +15,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -30,8 +30,6 @@ from .sample import Request, Row, Sample, SamplingParams, from_record, to_record
 from .source import NamedWeights, RolloutSource, SourceError, SourceLost, check_completions
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _LONGEST = 30.0  # seconds between two attempts
 
@@ -74,6 +72,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         attempts: how often a group, or a publication, is tried before the run ends with the source's error, where it is
             worth retrying; what the source refuses for good ends the run at once.
         backoff: seconds until the second attempt; twice as long before each further one, up to half a minute.
+
+    Attributes:
+        loop: where the source and ``score`` run.
 
     Raises:
         ValueError: if completions would be sampled from the very weights that are being trained.
@@ -135,7 +136,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self._limit = 0  # tasks below it are admitted at the published version
         self._groups: dict[int, asyncio.Task[list[Sample]]] = {}  # of admitted tasks, under way or ready to be taken
         self._stored: dict[int, list[Sample]] = {}  # groups from a checkpoint
-        self._loop = EventLoop(background=max_staleness > 0)
+        self.loop = EventLoop(background=max_staleness > 0)
         self._changed = asyncio.Condition()  # a version was published, or the source has lost it
         self._lost = False  # the source was seen to sample from other weights than the trainer's
 
@@ -158,7 +159,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             self.weights = lambda: named_weights(policy)
         elif weights is not None:
             self.weights = weights
-        self._loop.run(self._publish(len(self.ends)))
+        self.loop.run(self._publish(len(self.ends)))
 
     def take(self, groups: int | None = None, *, step: int | None = None) -> list[list[Sample]]:
         """The next groups in the order of tasks, B of them or as many as asked for; waits until they are there.
@@ -183,28 +184,24 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             raise ValueError("scheduler: how many groups? Give take(groups), or groups_per_step")
         began = time.perf_counter()
         assert self.version is not None
-        taken = self._loop.run(self._take(self.version, count))
+        taken = self.loop.run(self._take(self.version, count))
         self.waited += time.perf_counter() - began
         return taken
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, in the scheduler's event loop."""
-        return self._loop.run(coroutine)
-
     def close(self) -> None:
         """Cancel requests under way, and close the source."""
-        if not self._loop.closed:
+        if not self.loop.closed:
             try:
-                self._loop.run(self._close())
+                self.loop.run(self._close())
             finally:
-                self._loop.close()
+                self.loop.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The tasks that were trained on, and the groups that are ready for later steps."""
-        ready = self._loop.run(self._ready())
+        ready = self.loop.run(self._ready())
         return {"ends": list(self.ends), "ready": ready, "settings": dict(self._settings)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

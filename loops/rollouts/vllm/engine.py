@@ -22,20 +22,14 @@ from .weights import Files, send_weights
 _REQUESTS = ("init_weight_transfer_engine", "update_weights")  # operations that take their arguments as one request
 
 
-def start_engine(
-    model: str | Path,
-    *,
-    dtype: Literal["float32", "bfloat16", "float16"],
-    sleep: bool = False,
-    **options: Any,
-) -> Any:
+def start_engine(model: str | Path, *, dtype: Literal["float32", "bfloat16", "float16"], **options: Any) -> Any:
     """``vllm.LLM`` with the settings that training needs.
 
     Args:
         model: directory or name; its weights are replaced by the first that are published.
         dtype: the precision that it computes in; the trainer's, or else log-probs differ.
-        sleep: let it give its memory back, where vLLM's build can (on GPUs).
-        options: further arguments of ``vllm.LLM``, such as ``max_model_len``, or ``gpu_memory_utilization`` (`SHARE`).
+        options: further arguments of ``vllm.LLM``, such as ``max_model_len``, ``gpu_memory_utilization`` (`SHARE`), or
+            ``enable_sleep_mode``, with which it can give its memory back where vLLM's build can (on GPUs).
 
     Raises:
         SourceError: if vLLM is not installed, or is of another version than those that are known to work.
@@ -56,7 +50,6 @@ def start_engine(
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend=plugin.BACKEND),
-        enable_sleep_mode=sleep,
         async_scheduling=False,  # otherwise a step could be running while weights change
         **{"gpu_memory_utilization": SHARE, **options},
     )
