@@ -46,7 +46,7 @@ def _read_prompts(
     """The token ids of all prompts, and the rows that they come from."""
     rows: list[Row] = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
     texts: list[Any] = [row["prompt"] for row in rows]
-    if not any(isinstance(text, str) or any(not isinstance(token, int) for token in text) for text in texts):
+    if all(isinstance(token, int) for text in texts for token in text):
         return texts, rows
     if tokenizer is None:
         raise ValueError("scheduler: prompts of text need a source with a tokenizer; give it one, or token ids")

@@ -180,24 +180,20 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
     def _failure(self, why: str, before: int) -> str:
         """The message, with the first error in its log after so many bytes and its fix, or else with its last lines."""
         text = self.log.read_bytes()[before:].decode(errors="replace")
-        if (error := first_error(text)) is None:
+        if (found := first_error(text)) is None:
             cause = f"; its log, {self.log}, ends with:\n" + "\n".join(text.splitlines()[-30:])
         else:
-            fix = advice(error)
+            error, fix = found
             cause = f": {error}\n{f'To fix it, {fix}. ' if fix else ''}Its log is {self.log}"
         return f"vllm: the server did not start ({why}){cause}"
 
 
-def first_error(log: str) -> str | None:
-    """The first line of a log that names an error, with the lines that explain it; None if there is none."""
+def first_error(log: str) -> tuple[str, str | None] | None:
+    """The first line of a log that names an error, with the lines that explain it, and its fix; None where unknown."""
     lines = [match.groups() for line in log.splitlines() if (match := _LINE.match(line))]
     for i, (level, text) in enumerate(lines):
         if _ERROR.match(text) and level in (None, "ERROR", "CRITICAL"):
             explanation = itertools.takewhile(_EXPLANATION.match, (line for _, line in lines[i + 1 : i + 6]))
-            return "\n".join([text, *explanation])
+            error = "\n".join([text, *explanation])
+            return error, next((fix for pattern, fix in _FIXES if re.search(pattern, error)), None)
     return None
-
-
-def advice(error: str) -> str | None:
-    """The fix of a known error."""
-    return next((fix for pattern, fix in _FIXES if re.search(pattern, error)), None)
