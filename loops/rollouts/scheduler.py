@@ -73,9 +73,6 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             worth retrying; what the source refuses for good ends the run at once.
         backoff: seconds until the second attempt; twice as long before each further one, up to half a minute.
 
-    Attributes:
-        loop: where the source and ``score`` run.
-
     Raises:
         ValueError: if completions would be sampled from the very weights that are being trained.
     """
@@ -136,7 +133,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self._limit = 0  # tasks below it are admitted at the published version
         self._groups: dict[int, asyncio.Task[list[Sample]]] = {}  # of admitted tasks, under way or ready to be taken
         self._stored: dict[int, list[Sample]] = {}  # groups from a checkpoint
-        self.loop = EventLoop(background=max_staleness > 0)
+        self.loop = EventLoop(background=max_staleness > 0)  # where the source and the score run
         self._changed = asyncio.Condition()  # a version was published, or the source has lost it
         self._lost = False  # the source was seen to sample from other weights than the trainer's
 

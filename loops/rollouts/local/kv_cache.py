@@ -82,12 +82,12 @@ class ContinuousBatch(Cache):
             part, unread = unread[:most], unread[most:]
             ids = self.runner.ids([text for text, _ in part])
             length, copies = torch.tensor([(len(text), count) for text, count in part], device=ids.device).T
-            cache = DynamicCache()
+            cache: Any = DynamicCache()
             last, _ = self.runner.states(length - 1, input_ids=ids, past_key_values=cache, use_cache=True)
             states.append(last.repeat_interleave(copies, dim=0))
             row, self.length = len(self.length), torch.cat([self.length, length.repeat_interleave(copies)])
             self.row = torch.arange(len(self.length), device=ids.device)
-            new = _keys_and_values(cache)  # each [texts, heads, columns, d]
+            new = [x for layer in cache.layers for x in (layer.keys, layer.values)]  # each [texts, heads, columns, d]
             if not self.stores:
                 kinds = [(x.shape[1], x.shape[3], autocast_dtype(x) or x.dtype) for x in new]
                 self.stores = [ids.new_zeros(0, heads, 0, size, dtype=dtype) for heads, size, dtype in kinds]
@@ -211,7 +211,3 @@ def cache_fit(runner: ModelRunner, cache_bytes: int, *, continuous: bool) -> Cal
             sizes.append(sum(x.numel() * dtype.itemsize for x, dtype in held))
     one, two = sizes
     return lambda longest: cache_bytes // (one + (two - one) * (longest - 1))
-
-
-def _keys_and_values(cache: Any) -> list[Tensor]:
-    return [x for layer in cache.layers for x in (layer.keys, layer.values)]

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from ..event_loops import gather_or_cancel, off_loop, run
 from ..sample import Request, Sample, SamplingParams, VersionSpan, check_request
-from ..source import NamedWeights, SourceError, SourceLost, check_completions
+from ..source import NamedWeights, SourceError, SourceLost, check_completions, refuse_closed
 from .client import Rejected, VLLMClient
 from .preflight import check_model, check_server, parameter_check
 from .weights import Adapters, Files, Nccl, send_weights
@@ -203,8 +203,7 @@ class VLLMServer:
                         "takes that long"
                     )
                 await asyncio.wait({call}, timeout=left)
-            if self._closed:
-                raise SourceError("vllm: the source is closed; make a new one")
+            refuse_closed(self._closed, "vllm")
             return call.result()
         except (SourceLost, Rejected) as error:
             if isinstance(error.__cause__, httpx2.TimeoutException):
@@ -294,8 +293,7 @@ class VLLMServers:
                 task.cancel()
         self._ready = [asked[task] for task in done]
         self._drop({asked[task]: error for task in done if (error := task.exception()) is not None})
-        current = {asked[task] for task in done if task.exception() is None and task.result() == self._version}
-        self._ready = [server for server in self._ready if server in current]
+        self._ready = [asked[task] for task in done if asked[task] in self._ready and task.result() == self._version]
         return self._version if self._ready else None
 
     async def close(self) -> None:
