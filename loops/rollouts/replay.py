@@ -55,7 +55,7 @@ def _from_lines(path: Path) -> Iterator[str]:
         yield from (line[:-1] for line in file if line.endswith("\n"))  # or else its writer was killed
 
 
-def _from_parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _from_parquet(path: Path) -> Iterator[Any]:
     with pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=256):
             for record in batch.to_pylist():

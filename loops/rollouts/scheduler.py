@@ -307,8 +307,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         After a failure, wait until the source samples from the trainer's; `_republish_if_lost` gives it these.
         """
         request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
-        name, began = type(self.source).__name__, time.monotonic()
-        for attempt in itertools.count(1):
+        name, began, attempt = type(self.source).__name__, time.monotonic(), 0
+        while True:
+            attempt += 1
             try:
                 if attempt > 1:
                     async with self._changed:

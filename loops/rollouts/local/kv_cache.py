@@ -203,8 +203,9 @@ def cache_fit(runner: ModelRunner, cache_bytes: int, *, continuous: bool) -> Cal
     sizes = []
     for length in (1, 2):
         inputs: dict[str, Any] = {"input_ids": runner.ids([[1] * length]), "use_cache": True}
+        inputs |= {"past_key_values": DynamicCache()} if continuous else {}
         with runner.inference():
-            _, caches = runner.states(**inputs, **({"past_key_values": DynamicCache()} if continuous else {}))
+            _, caches = runner.states(**inputs)
             values = [x for cache in caches.values() for layer in cache.layers for x in vars(layer).values()]
             tensors = [x for value in values for x in (value.values() if isinstance(value, dict) else [value])]
             held = [(x, (autocast_dtype(x) if continuous else None) or x.dtype) for x in tensors if torch.is_tensor(x)]
