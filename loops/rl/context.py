@@ -93,7 +93,7 @@ class RLContext(RunContext[Policy]):
             return metrics
         self.monitor(rollout.scores, rollout.samples)
         waited, self.scheduler.waited = self.scheduler.waited, 0.0
-        return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.scheduler.counts["retries"])}
+        return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.scheduler.retries)}
 
     def evaluate(self) -> dict[str, float]:
         """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""
@@ -101,7 +101,7 @@ class RLContext(RunContext[Policy]):
         source: Any = open_local(self.config, self, version=0)
         groups = len(cast(Dataset, self.eval_data))
         source, follower = distributed(self.accelerator, source, purpose="evaluation", groups=groups)
-        metrics: dict[str, float] = from_main(self.accelerator, lambda: scheduler.run(self._evaluate(source)))
+        metrics: dict[str, float] = from_main(self.accelerator, lambda: scheduler.loop.run(self._evaluate(source)))
         if follower is not None:
             follower.close()
         return metrics

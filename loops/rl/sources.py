@@ -14,7 +14,6 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from rich.console import Console
@@ -30,9 +29,9 @@ from ..rollouts.sample import Sample
 from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
-from ..rollouts.vllm.launch import launch
+from ..rollouts.vllm.launch import ServerProcess
 from ..rollouts.vllm.server import VLLMServer, VLLMServers, sampling_params
-from ..rollouts.vllm.weights import Adapters, Files, Nccl, address_towards, max_lora_rank
+from ..rollouts.vllm.weights import Adapters, Files, Nccl, max_lora_rank
 from ..runs.context import RunContext
 from ..runs.ranks import on_main
 from ..runs.trackers import log_table
@@ -178,20 +177,19 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
     dtype: Any = config.dtype  # float64 was refused
     if config.source == "vllm_engine":
         sleep = torch.cuda.is_available()  # the trainer needs the memory
-        engine = start_engine(config.model, dtype=dtype, sleep=sleep, **config.vllm.options)
+        engine = start_engine(config.model, dtype=dtype, enable_sleep_mode=sleep, **config.vllm.options)
         return VLLMEngine(engine, directory=config.vllm.directory, sleep=sleep, **known)
     known |= {"dtype": dtype} | {name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")}
     if urls := config.vllm.urls:
-        servers = [VLLMServer(url, updates=open_updates(config, run, url), **known) for url in urls]
+        servers = [VLLMServer(url, updates=open_updates(config, run), **known) for url in urls]
         return VLLMServers(servers) if len(servers) > 1 else servers[0]
     updates = open_updates(config, run)
-    server = launch(
+    server = ServerProcess(
         config.model,
         log=run.directory / "vllm.log",
         dtype=dtype,
         python=config.vllm.python or sys.executable,
         update_flags=updates.flags,
-        adapters=config.max_staleness + 2,
         flags=flags_of(config.vllm.options),
         environment=config.vllm.environment,
         patience=config.vllm.patience,
@@ -199,18 +197,17 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
     return VLLMServer(server.url, updates=updates, revive=server.revive, end=server.close, **known)
 
 
-def open_updates(config: SamplingConfig, run: RunContext[Policy], url: str = "") -> Files | Nccl | Adapters:
-    """The configured way of sending weights to the server at this address."""
+def open_updates(config: OnlineConfig, run: RunContext[Policy]) -> Files | Nccl | Adapters:
+    """The configured way of sending weights to a server."""
     directory = Path(config.vllm.directory or run.directory / "weights")
     match config.vllm.updates:
         case "files":
             return Files(directory)
         case "nccl":
-            host = urlsplit(url).hostname or "127.0.0.1"
-            return Nccl(config.vllm.trainer_address or address_towards(host))
+            return Nccl(config.vllm.trainer_address)
         case "adapters":
             peft: Any = run.model.model
-            return Adapters(directory, peft.peft_config["default"])
+            return Adapters(directory, peft.peft_config["default"], loaded=config.max_staleness + 2)
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:

@@ -15,10 +15,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -30,8 +30,6 @@ from .sample import Request, Row, Sample, SamplingParams, from_record, to_record
 from .source import NamedWeights, RolloutSource, SourceError, SourceLost, check_completions
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _LONGEST = 30.0  # seconds between two attempts
 
@@ -48,7 +46,7 @@ def _read_prompts(
     """The token ids of all prompts, and the rows that they come from."""
     rows: list[Row] = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
     texts: list[Any] = [row["prompt"] for row in rows]
-    if not any(isinstance(text, str) or any(not isinstance(token, int) for token in text) for text in texts):
+    if all(isinstance(token, int) for text in texts for token in text):
         return texts, rows
     if tokenizer is None:
         raise ValueError("scheduler: prompts of text need a source with a tokenizer; give it one, or token ids")
@@ -129,13 +127,13 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self._settings = {"groups_per_step": groups_per_step, "group_size": group_size, "seed": seed}
         self.version: int | None = None
         self.ends: list[int] = []  # of step k: the number of tasks that steps 0..k trained on, every task once
-        self.counts = {"retries": 0, "republished": 0}
+        self.retries = 0
         self.waited = 0.0  # seconds that the trainer spent in `take`
         self._newest = -1  # the last version whose publication has started
         self._limit = 0  # tasks below it are admitted at the published version
         self._groups: dict[int, asyncio.Task[list[Sample]]] = {}  # of admitted tasks, under way or ready to be taken
         self._stored: dict[int, list[Sample]] = {}  # groups from a checkpoint
-        self._loop = EventLoop(background=max_staleness > 0)
+        self.loop = EventLoop(background=max_staleness > 0)  # where the source and the score run
         self._changed = asyncio.Condition()  # a version was published, or the source has lost it
         self._lost = False  # the source was seen to sample from other weights than the trainer's
 
@@ -158,7 +156,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             self.weights = lambda: named_weights(policy)
         elif weights is not None:
             self.weights = weights
-        self._loop.run(self._publish(len(self.ends)))
+        self.loop.run(self._publish(len(self.ends)))
 
     def take(self, groups: int | None = None, *, step: int | None = None) -> list[list[Sample]]:
         """The next groups in the order of tasks, B of them or as many as asked for; waits until they are there.
@@ -183,28 +181,24 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             raise ValueError("scheduler: how many groups? Give take(groups), or groups_per_step")
         began = time.perf_counter()
         assert self.version is not None
-        taken = self._loop.run(self._take(self.version, count))
+        taken = self.loop.run(self._take(self.version, count))
         self.waited += time.perf_counter() - began
         return taken
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, in the scheduler's event loop."""
-        return self._loop.run(coroutine)
-
     def close(self) -> None:
         """Cancel requests under way, and close the source."""
-        if not self._loop.closed:
+        if not self.loop.closed:
             try:
-                self._loop.run(self._close())
+                self.loop.run(self._close())
             finally:
-                self._loop.close()
+                self.loop.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The tasks that were trained on, and the groups that are ready for later steps."""
-        ready = self._loop.run(self._ready())
+        ready = self.loop.run(self._ready())
         return {"ends": list(self.ends), "ready": ready, "settings": dict(self._settings)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -228,10 +222,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             self._newest = version
             for attempt in itertools.count(1):
                 try:
-                    if attempt > 1 or only_if_lost:  # a request for its version brings it back
-                        if await self.source.version() == version and only_if_lost:
-                            break
-                        self.counts["republished"] += 1
+                    asked = attempt > 1 or only_if_lost  # a request for its version brings it back
+                    if asked and await self.source.version() == version and only_if_lost:
+                        break
                     await self.source.publish(self.weights(), version)
                     if (taken := await self.source.version()) == version:
                         break
@@ -254,7 +247,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                 f"{what} in {attempt} attempts over {time.monotonic() - began:.0f} s: {error}; check the source, then "
                 "continue with --resume true"
             ) from error
-        self.counts["retries"] += 1
+        self.retries += 1
         await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))
 
     async def _take(self, step: int, count: int) -> list[list[Sample]]:

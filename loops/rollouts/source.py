@@ -76,15 +76,14 @@ class RolloutSource(Protocol):
     other requests are pending. ``tests/support/conformance.py`` is this contract as tests.
 
     `SourceLost` and ``OSError`` are worth retrying; any other error ends the run.
+
+    Attributes:
+        overlaps: true if the trainer may train while completions are being sampled.
+        stored: true if the completions come from another run, whose versions are unrelated to this one's.
     """
 
-    @property
-    def overlaps(self) -> bool:
-        """True if the trainer may train while completions are being sampled."""
-
-    @property
-    def stored(self) -> bool:
-        """True if the completions come from another run, whose versions are unrelated to this one's."""
+    overlaps: bool
+    stored: bool
 
     async def sample(self, request: Request) -> list[Sample]:
         """Complete a prompt, in the order of ``request.indices``. Requests may run at the same time."""

@@ -5,7 +5,8 @@ import json
 import pytest
 from burnish.benchmarks.experiments import reasoning
 from burnish.loops.rewards import resolve_rewards
-from burnish.loops.rollouts import Sample, VersionSpan, write_samples
+from burnish.loops.rollouts.replay import write_samples
+from burnish.loops.rollouts.sample import Sample, VersionSpan
 from tiny import save_model
 
 pytest.importorskip("reasoning_gym")

@@ -1,4 +1,4 @@
-"""The contract of `burnish.loops.rollouts.RolloutSource` as tests that any source must pass.
+"""The contract of `burnish.loops.rollouts.source.RolloutSource` as tests that any source must pass.
 
     class TestMine(Conformance):
         async def open(self):
@@ -142,7 +142,8 @@ class Conformance:
         samples = await subject.source.sample(request)
         assert [sample.index for sample in samples] == [2, 0, 7]
         for sample in samples:
-            check_sample(sample, vocab=subject.vocab)
+            check_sample(sample)
+            assert all(0 <= token < subject.vocab for token in sample.tokens)
             assert sample.task == 3 and list(sample.prompt) == [4, 3, 5, 6]
             assert len(sample.tokens) == 8 and all(sample.trained) and sample.finish == "length"
             assert all(type(token) is int for token in sample.tokens)

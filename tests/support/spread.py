@@ -58,7 +58,7 @@ def publish_in_between(scheduler, *arguments):
     async def wait():
         await asyncio.gather(*scheduler._groups.values())
 
-    scheduler.run(wait())
+    scheduler.loop.run(wait())
     publish(scheduler, *arguments)
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import vllm_model
-from burnish.loops.rollouts.vllm.launch import launch
+from burnish.loops.rollouts.vllm.launch import ServerProcess
 from burnish.loops.rollouts.vllm.server import VLLMServer
 from transformers import AutoConfig, AutoTokenizer
 
@@ -33,7 +33,7 @@ def start(directory, **options):
     vllm_model.save_model(directory / "model")
     usual = {"dtype": "float32", "flags": FLAGS, "environment": ENVIRONMENT}
     options = {"log": directory / "log.txt", "python": vllm_python(), **usual, **options}
-    return launch(directory / "model", **options)
+    return ServerProcess(directory / "model", **options)
 
 
 def connect(server, updates, model, **options):

@@ -54,12 +54,7 @@ class DecodeSequence:
 
 @dataclass
 class ModelRunner:
-    """The policy's module: token ids to the input of its head, and that to logits.
-
-    Attributes:
-        vocab: only ids below it are drawn.
-        context: ``context()`` is entered around every forward pass.
-    """
+    """The policy's module: token ids to the input of its head, and that to logits; see `LocalSource`."""
 
     policy: Policy
     vocab: int

@@ -26,7 +26,7 @@ from ....kernels.backend import autocast_dtype
 from .decode import DecodeSequence, ModelRunner
 
 _STEP = 64  # columns added at once
-_READ = 8192  # tokens of context read at once
+READ = 8192  # tokens of context read at once
 
 
 class ContinuousBatch(Cache):
@@ -71,23 +71,23 @@ class ContinuousBatch(Cache):
         return len(waiting)
 
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
-        """Read texts that neighbors share once, as many at a time as fit `_READ`, and store a row for each sequence."""
+        """Read texts that neighbors share once, as many at a time as fit `READ`, and store a row for each sequence."""
         self.sequences += sequences
         self.longest = max(sequence.max_length for sequence in self.sequences)
         texts = [[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences]
         unread = [(text, len(list(same))) for text, same in groupby(texts)]
         states = []
         while unread:
-            most = max(1, _READ // max(len(text) for text, _ in unread))
+            most = max(1, READ // max(len(text) for text, _ in unread))
             part, unread = unread[:most], unread[most:]
             ids = self.runner.ids([text for text, _ in part])
             length, copies = torch.tensor([(len(text), count) for text, count in part], device=ids.device).T
-            cache = DynamicCache()
+            cache: Any = DynamicCache()
             last, _ = self.runner.states(length - 1, input_ids=ids, past_key_values=cache, use_cache=True)
             states.append(last.repeat_interleave(copies, dim=0))
             row, self.length = len(self.length), torch.cat([self.length, length.repeat_interleave(copies)])
             self.row = torch.arange(len(self.length), device=ids.device)
-            new = _keys_and_values(cache)  # each [texts, heads, columns, d]
+            new = [x for layer in cache.layers for x in (layer.keys, layer.values)]  # each [texts, heads, columns, d]
             if not self.stores:
                 kinds = [(x.shape[1], x.shape[3], autocast_dtype(x) or x.dtype) for x in new]
                 self.stores = [ids.new_zeros(0, heads, 0, size, dtype=dtype) for heads, size, dtype in kinds]
@@ -198,28 +198,17 @@ class StaticBatch:
                 cache.reorder_cache(torch.tensor(kept, device=self.runner.policy.device))
 
 
-def continuous_fit(runner: ModelRunner, cache_bytes: int) -> Callable[[int], int]:
-    """The ``fit`` of a `ContinuousBatch`, by the bytes of this model's keys and values."""
-    with runner.inference():
-        runner.states(input_ids=runner.ids([[1]]), past_key_values=(cache := DynamicCache()), use_cache=True)
-        token = sum(x.numel() * (autocast_dtype(x) or x.dtype).itemsize for x in _keys_and_values(cache))
-    return lambda longest: cache_bytes // (token * longest)
-
-
-def static_fit(runner: ModelRunner, cache_bytes: int, *, cached: bool) -> Callable[[int], int]:
-    """The ``fit`` of the model's own cache, which keeps something of every token, one state, or both."""
-    if not cached:
-        return lambda longest: _READ // longest
+def cache_fit(runner: ModelRunner, cache_bytes: int, *, continuous: bool) -> Callable[[int], int]:
+    """The ``fit`` of a `ContinuousBatch`, or of the model's own cache: of every token something, one state, or both."""
     sizes = []
     for length in (1, 2):
+        inputs: dict[str, Any] = {"input_ids": runner.ids([[1] * length]), "use_cache": True}
+        inputs |= {"past_key_values": DynamicCache()} if continuous else {}
         with runner.inference():
-            _, caches = runner.states(input_ids=runner.ids([[1] * length]), use_cache=True)
-        values = [x for cache in caches.values() for layer in cache.layers for x in vars(layer).values()]
-        tensors = [x for value in values for x in (value.values() if isinstance(value, dict) else [value])]
-        sizes.append(sum(x.nbytes for x in tensors if isinstance(x, Tensor)))
+            _, caches = runner.states(**inputs)
+            values = [x for cache in caches.values() for layer in cache.layers for x in vars(layer).values()]
+            tensors = [x for value in values for x in (value.values() if isinstance(value, dict) else [value])]
+            held = [(x, (autocast_dtype(x) if continuous else None) or x.dtype) for x in tensors if torch.is_tensor(x)]
+            sizes.append(sum(x.numel() * dtype.itemsize for x, dtype in held))
     one, two = sizes
     return lambda longest: cache_bytes // (one + (two - one) * (longest - 1))
-
-
-def _keys_and_values(cache: Any) -> list[Tensor]:
-    return [x for layer in cache.layers for x in (layer.keys, layer.values)]

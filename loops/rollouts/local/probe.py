@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -14,7 +13,7 @@ from ....kernels.backend import autocast_dtype
 from ...models.probe import REFUSALS, objection
 from ..sample import Request, SamplingParams
 from .decode import DecodeSequence, ModelRunner
-from .kv_cache import ContinuousBatch, StaticBatch, continuous_fit, static_fit
+from .kv_cache import READ, ContinuousBatch, StaticBatch, cache_fit
 
 log = logging.getLogger(__name__)
 
@@ -31,28 +30,27 @@ def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Conti
 
     others = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if others:
-        against_continuous: str | None = f"it has layers of {', '.join(sorted(others))}"
+        refusal: str | None = f"it has layers of {', '.join(sorted(others))}"
     else:  # where a mask shows too much, zeros would change a few percent, and large values change everything
-        large = partial(ContinuousBatch, runner, lambda longest: 4, unwritten=1e3)
-        against_continuous = objection(plain, lambda: _try_out(large(), runner))
+        refusal = objection(plain, lambda: _try_out(ContinuousBatch(runner, lambda longest: 4, unwritten=1e3)))
     fit, window = None, 0.0
-    if against_continuous is None:
-        fit, window = continuous_fit(runner, cache_bytes), _window(config)
+    if refusal is None:
+        fit, window = cache_fit(runner, cache_bytes, continuous=True), _window(config)
         if window == math.inf:
             return lambda longest: ContinuousBatch(runner, fit)
-    unusable = objection(plain, lambda: _try_out(StaticBatch(runner, lambda longest: 4, cached=True), runner))
+    unusable = objection(plain, lambda: _try_out(StaticBatch(runner, lambda longest: 4, cached=True)))
     reading = "with its own cache" if unusable is None else f"all being read anew for every token ({unusable})"
     fallback = f"one prompt at a time, {reading}"
-    fit_of_fallback = static_fit(runner, cache_bytes, cached=unusable is None)
-    if against_continuous is not None:
-        _warn_once(plain, f"completions are generated {fallback}: {against_continuous}")
+    own = (lambda longest: READ // longest) if unusable else cache_fit(runner, cache_bytes, continuous=False)
+    if refusal is not None:
+        _warn_once(plain, f"completions are generated {fallback}: {refusal}")
 
     def make_batch(longest: int) -> ContinuousBatch | StaticBatch:
         if fit is not None and longest <= window:
             return ContinuousBatch(runner, fit, window)
         if fit is not None:
             _warn_once(plain, f"{longest} tokens are more than its window of {window}: {fallback}")
-        return StaticBatch(runner, fit_of_fallback, cached=unusable is None)
+        return StaticBatch(runner, own, cached=unusable is None)
 
     return make_batch
 
@@ -72,8 +70,9 @@ def _window(config: Any) -> float:
     return (getattr(config, "sliding_window", None) if windowed else None) or math.inf
 
 
-def _try_out(batch: ContinuousBatch | StaticBatch, runner: ModelRunner) -> str | None:
+def _try_out(batch: ContinuousBatch | StaticBatch) -> str | None:
     """The reason why this batch can't be used; None if its states are those of the plain model for each text."""
+    runner = batch.runner
     try:
         with runner.inference():
             read = _read_script(batch)

@@ -4,22 +4,7 @@ client     the HTTP interface of a server
 server     `VLLMServer`, a source that may die and come back, and `VLLMServers`, several of them
 engine     `VLLMEngine`, vLLM in this process
 weights    how new weights get to a server or an engine
-launch     start a server, and say why it did not start
+launch     `ServerProcess`: start a server, and say why it did not start
 preflight  check that a server is the required one
-plugin     runs inside vLLM: weights from files
+plugin/    runs inside vLLM: weights from files
 """
-
-from typing import TYPE_CHECKING
-
-from ....lazy import lazy_exports
-
-if TYPE_CHECKING:
-    from .engine import VLLMEngine as VLLMEngine
-    from .engine import start_engine as start_engine
-    from .server import VLLMServer as VLLMServer
-    from .server import VLLMServers as VLLMServers
-    from .weights import Adapters as Adapters
-    from .weights import Files as Files
-    from .weights import Nccl as Nccl
-
-__getattr__ = lazy_exports(__name__)

@@ -120,7 +120,9 @@ class VLLMClient:
         who = f"vllm: {self.url}{path.partition('?')[0]}"
         method, limits = "GET" if body is None else "POST", httpx2.Timeout(timeout, pool=None)
         try:
-            response = await client.request(method, self.url + path, json=body, timeout=limits)
+            async with client.stream(method, self.url + path, json=body, timeout=limits) as response:
+                self.own_address: str = response.extensions["network_stream"].get_extra_info("client_addr")[0]
+                await response.aread()
         except httpx2.TimeoutException as error:
             raise SourceLost(f"{who}: no answer in {timeout:g} s") from error
         except httpx2.HTTPError as error:

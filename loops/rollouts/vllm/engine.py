@@ -12,30 +12,24 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..sample import Request, Sample
 from ..source import NamedWeights, SourceError, refuse_closed
-from . import plugin
 from .client import Rejected
 from .launch import SHARE
-from .preflight import install_advice, parameter_check
+from .plugin import burnish_vllm_files as plugin
+from .preflight import check_version, parameter_check
 from .server import FINISH, VERSIONS, sample_each, sampling_params, to_sample
 from .weights import Files, send_weights
 
 _REQUESTS = ("init_weight_transfer_engine", "update_weights")  # operations that take their arguments as one request
 
 
-def start_engine(
-    model: str | Path,
-    *,
-    dtype: Literal["float32", "bfloat16", "float16"],
-    sleep: bool = False,
-    **options: Any,
-) -> Any:
+def start_engine(model: str | Path, *, dtype: Literal["float32", "bfloat16", "float16"], **options: Any) -> Any:
     """``vllm.LLM`` with the settings that training needs.
 
     Args:
         model: directory or name; its weights are replaced by the first that are published.
         dtype: the precision that it computes in; the trainer's, or else log-probs differ.
-        sleep: let it give its memory back, where vLLM's build can (on GPUs).
-        options: further arguments of ``vllm.LLM``, such as ``max_model_len``, or ``gpu_memory_utilization`` (`SHARE`).
+        options: further arguments of ``vllm.LLM``, such as ``max_model_len``, ``gpu_memory_utilization`` (`SHARE`), or
+            ``enable_sleep_mode``, with which it can give its memory back where vLLM's build can (on GPUs).
 
     Raises:
         SourceError: if vLLM is not installed, or is of another version than those that are known to work.
@@ -47,11 +41,8 @@ def start_engine(
     except ImportError as error:
         raise SourceError("vllm: it is not installed in this environment; pip install 'burnish[vllm]', or "
                           "use a server in another one with VLLMServer") from error  # fmt: skip
-    if not any(vllm.__version__.startswith(known + ".") for known in VERSIONS):
-        known = " and ".join(VERSIONS)
-        raise SourceError(f"vllm: version {vllm.__version__} is installed, but {known} are known to work; "
-                          f"{install_advice(VERSIONS)}, or set source to vllm and --vllm.python to the interpreter of "
-                          "an environment that has it")  # fmt: skip
+    remedy = "here, or set source to vllm and --vllm.python to the interpreter of an environment that has it"
+    check_version("the one that is installed", vllm.__version__, VERSIONS, remedy)
     plugin.register()
     return vllm.LLM(
         str(model),
@@ -59,7 +50,6 @@ def start_engine(
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         weight_transfer_config=WeightTransferConfig(backend=plugin.BACKEND),
-        enable_sleep_mode=sleep,
         async_scheduling=False,  # otherwise a step could be running while weights change
         **{"gpu_memory_utilization": SHARE, **options},
     )
@@ -102,7 +92,6 @@ class VLLMEngine:
         self._driver: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
-        refuse_closed(self._closed, "vllm")
         return await sample_each(self._complete, request, vocab=self.vocab, context=self.context)
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
@@ -144,7 +133,7 @@ class VLLMEngine:
             raise Rejected(f"vllm: {operation}: {error}", 500) from error
 
     async def _complete(self, request: Request, index: int) -> Sample:
-        refuse_closed(self._closed, "vllm")  # since the request came
+        refuse_closed(self._closed, "vllm")
         name = uuid.uuid4().hex
         completion = self._waiting[name] = asyncio.get_running_loop().create_future()
         params = self._params(**sampling_params(request.sampling, request.seed(index)))

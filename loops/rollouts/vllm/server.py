@@ -1,7 +1,8 @@
 """Completions from a vLLM server, over HTTP.
 
-The server runs in an environment of its own and is started by `launch`, or by hand with the same flags. Everything that
-could make its log-probs differ from the trainer's is checked when the source is created, and again after every restart.
+The server runs in an environment of its own and is started by `ServerProcess`, or by hand with the same flags.
+Everything that could make its log-probs differ from the trainer's is checked when the source is created, and again
+after every restart.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from ..event_loops import gather_or_cancel, off_loop, run
 from ..sample import Request, Sample, SamplingParams, VersionSpan, check_request
-from ..source import NamedWeights, SourceError, SourceLost, check_completions
+from ..source import NamedWeights, SourceError, SourceLost, check_completions, refuse_closed
 from .client import Rejected, VLLMClient
 from .preflight import check_model, check_server, parameter_check
 from .weights import Adapters, Files, Nccl, send_weights
@@ -75,13 +76,10 @@ def to_sample(
         raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
     if not tokens:
         raise SourceLost(f"{who}: it was broken off before its first token")
-    ends = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
-        raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
     text, trained = str(tokenizer.decode(tokens, skip_special_tokens=True)), [True] * len(tokens)
     logprobs = [logprob for _, logprob in drawn]
     if not all(logprob > -9999.0 for logprob in logprobs):  # the server's word for NaN and minus infinity
-        raise SourceError(f"{who}: the weights of version {spans[-1].version} give no log-probs; look for NaN")
+        raise SourceError(f"{who}: the weights of {spans} give no log-probs; look for NaN")
     return Sample(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
 
 
@@ -98,8 +96,8 @@ class VLLMServer:
         timeout: seconds that one completion may take; it is requested again then.
         patience: seconds in which the server must start, complete one of all requests, or take new weights. After that,
             further attempts are useless.
-        revive: called when the server is gone, such as ``Launched.revive``.
-        end: called when the source is closed, such as ``Launched.close``.
+        revive: called when the server is gone, such as `ServerProcess.revive`.
+        end: called when the source is closed, such as `ServerProcess.close`.
         versions: of vLLM, to be tried at your own risk.
 
     Raises:
@@ -205,8 +203,7 @@ class VLLMServer:
                         "takes that long"
                     )
                 await asyncio.wait({call}, timeout=left)
-            if self._closed:
-                raise SourceError("vllm: the source is closed; make a new one")
+            refuse_closed(self._closed, "vllm")
             return call.result()
         except (SourceLost, Rejected) as error:
             if isinstance(error.__cause__, httpx2.TimeoutException):
@@ -296,8 +293,7 @@ class VLLMServers:
                 task.cancel()
         self._ready = [asked[task] for task in done]
         self._drop({asked[task]: error for task in done if (error := task.exception()) is not None})
-        current = {asked[task] for task in done if task.exception() is None and task.result() == self._version}
-        self._ready = [server for server in self._ready if server in current]
+        self._ready = [asked[task] for task in done if asked[task] in self._ready and task.result() == self._version]
         return self._version if self._ready else None
 
     async def close(self) -> None:

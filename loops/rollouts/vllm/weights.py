@@ -30,7 +30,7 @@ from ..event_loops import gather_or_cancel, off_loop
 from ..sample import VersionSpan
 from ..source import NamedWeights, SourceError, SourceLost
 from .client import Rejected, VLLMClient
-from .plugin import BACKEND
+from .plugin.burnish_vllm_files import BACKEND
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
 _CHANGING = ("pissa", "olora", "corda", "loftq")  # starts of adapters that change the weights which the server has
@@ -170,14 +170,14 @@ class Nccl(_Whole):
     host with two GPUs, compared with `Files` in ``/dev/shm``, will decide if it stays.
 
     Args:
-        address: of this machine, as the server sees it; see `address_towards`.
+        address: of this machine, as the server sees it; unless given, the one that it sends requests from.
         timeout: seconds that one broadcast may take.
     """
 
     backend = "nccl"
     flags = ("--weight-transfer-config", json.dumps({"backend": backend}))
 
-    def __init__(self, address: str = "127.0.0.1", *, timeout: float = 300.0) -> None:
+    def __init__(self, address: str | None = None, *, timeout: float = 300.0) -> None:
         super().__init__()
         self.address, self.timeout = address, timeout
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -190,7 +190,8 @@ class Nccl(_Whole):
             self._group.destroy()
             self._group = None
         ranks = 1 + await vllm.get("/get_world_size", "world_size")
-        group = {"master_address": self.address, "master_port": free_port(), "world_size": ranks}
+        address = self.address or vllm.own_address
+        group = {"master_address": address, "master_port": free_port(), "world_size": ranks}
         joining = vllm.control("init_weight_transfer_engine", init_info={**group, "rank_offset": 1, "packed": False})
         self._group = await self._collective(lambda: trainer_init(group), joining)
 
@@ -205,8 +206,6 @@ class Nccl(_Whole):
         def broadcast() -> None:
             for tensor in tensors:
                 self._group.broadcast(tensor, src=0)
-            if torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()
 
         await self._collective(broadcast, vllm.control("update_weights", update_info=info))
 
@@ -214,9 +213,12 @@ class Nccl(_Whole):
         """Run both sides of a collective; if one fails, the other waits in NCCL forever, and is abandoned."""
 
         def on_device() -> Any:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(self.device)  # another thread does not know of it
-            return trainer()
+            if not torch.cuda.is_available():
+                return trainer()
+            with torch.cuda.device(self.device):  # another thread does not know of it
+                result = trainer()
+                torch.cuda.current_stream().synchronize()
+            return result
 
         try:
             async with asyncio.timeout(self.timeout):
@@ -234,13 +236,14 @@ class Adapters:
     Args:
         directory: that trainer and server both see.
         config: of the adapter, ``model.peft_config["default"]``.
+        loaded: how many the server can hold at once: two more than the maximal staleness.
     """
 
     merged = False
 
-    def __init__(self, directory: str | Path, config: Any) -> None:
+    def __init__(self, directory: str | Path, config: Any, loaded: int = 4) -> None:
         self.directory, self.config = Path(directory).resolve(), config
-        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(vars(config))))
+        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(vars(config))), "--max-loras", str(loaded))
         self._tensors: dict[str, Tensor] = {}  # on their way
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
@@ -249,7 +252,7 @@ class Adapters:
         if (lora := config.get("lora_config")) is None:
             return "takes no adapters", shlex.join(self.flags)
         if (rank := lora.get("max_lora_rank", self.config.r)) < self.config.r:
-            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", shlex.join(self.flags[1:])
+            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", shlex.join(self.flags[1:3])
         return None
 
     async def version(self, vllm: VLLMClient) -> int | None:
@@ -337,21 +340,3 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("", 0))
         return int(free.getsockname()[1])
-
-
-def address_towards(host: str) -> str:
-    """This machine's own address on the route to another; nothing is sent there.
-
-    Raises:
-        ValueError: if there is no route.
-    """
-    try:
-        family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ValueError(
-            f"vllm.trainer_address: this machine's address on the route to {host} can't be found ({error}); set it, "
-            "such as to 10.0.0.5"
-        ) from error

@@ -73,7 +73,7 @@ def test_half_a_line_at_the_end_is_left_out_and_one_in_the_middle_is_named(tmp_p
     path.write_text(whole[:-9])
     assert list(read_samples(path)) == STORED[:-1]
     path.write_text(whole[:40] + "\n" + whole[40:])
-    with pytest.raises(ValueError, match="line 1 is not JSON"):
+    with pytest.raises(ValueError, match="sample number 1 can't be read: Expecting"):
         list(read_samples(path))
 
 
@@ -83,7 +83,7 @@ def test_samples_are_read_one_at_a_time(tmp_path):
     path.write_text(path.read_text() + "damaged\n")
     samples = read_samples(path)
     assert [next(samples) for _ in STORED] == STORED
-    with pytest.raises(ValueError, match="line 9"):
+    with pytest.raises(ValueError, match="sample number 9 can't be read: Expecting value"):
         next(samples)
 
 
@@ -149,7 +149,5 @@ def test_it_is_of_the_version_that_is_published_and_ends_when_closed():
         await source.close()
         with pytest.raises(SourceError, match="closed"):
             await source.sample(asked())
-        with pytest.raises(SourceError, match="closed"):
-            await source.publish(iter(()), 4)
 
     asyncio.run(life(ReplaySource(STORED)))

@@ -14,7 +14,7 @@ from burnish.loops.batch import collate
 from burnish.loops.models.io import named_weights
 from burnish.loops.models.policy import Policy
 from burnish.loops.rollouts.local.decode import ModelRunner
-from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, StaticBatch, static_fit
+from burnish.loops.rollouts.local.kv_cache import ContinuousBatch, StaticBatch, cache_fit
 from burnish.loops.rollouts.local.source import DetachedSource, LocalSource, free_share
 from burnish.loops.rollouts.source import SourceError
 from conformance import Conformance, Subject, ask
@@ -455,7 +455,7 @@ def test_a_cache_of_the_models_own_is_counted_as_it_is(precision):
     for model in (make_model().to(dtype), make_mamba().to(dtype)):
         policy = Policy(model, layout="padded")
         runner = ModelRunner(policy, VOCABULARY, context)
-        fit = static_fit(runner, 1 << 20, cached=True)
+        fit = cache_fit(runner, 1 << 20, continuous=False)
         with runner.inference():
             caches = runner.states(input_ids=runner.ids([[5] * 50]), use_cache=True)[1]
         (cache,) = caches.values()

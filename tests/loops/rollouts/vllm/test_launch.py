@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.metadata import distributions
+from pathlib import Path
 
 import psutil
 import pytest
 from burnish.loops.rollouts.source import SourceLost
-from burnish.loops.rollouts.vllm.launch import launch
+from burnish.loops.rollouts.vllm.launch import ServerProcess
 from burnish.loops.rollouts.vllm.weights import Adapters, free_port, max_lora_rank
 from peft import LoraConfig
 
@@ -39,10 +41,10 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 """
 TRAINER = """
 import sys, time
-from burnish.loops.rollouts.vllm.launch import launch
+from burnish.loops.rollouts.vllm.launch import ServerProcess
 
 python, log = sys.argv[1:]
-print(launch("model", python=python, log=log, dtype="float32").pid, flush=True)
+print(ServerProcess("model", python=python, log=log, dtype="float32").pid, flush=True)
 time.sleep(600)
 """
 
@@ -57,7 +59,7 @@ def python(tmp_path):
 
 @pytest.fixture
 def start(python, tmp_path):
-    return lambda **options: launch("model", python=python, log=tmp_path / "log.txt", dtype="float32", **options)
+    return lambda **options: ServerProcess("model", python=python, log=tmp_path / "log.txt", dtype="float32", **options)
 
 
 def group(leader):
@@ -104,7 +106,7 @@ def test_a_server_that_ends_at_once_shows_the_first_error_of_this_start_its_fix_
         f"To fix it, leave it out of --vllm.options: this vLLM has no such flag. Its log is {tmp_path / 'log.txt'}"
     )
     with pytest.raises(SourceLost, match=r"it ended with status 127\): .* not found\nIts log is .*log\.txt"):
-        launch("model", python=tmp_path / "nowhere", log=tmp_path / "log.txt", dtype="float32")
+        ServerProcess("model", python=tmp_path / "nowhere", log=tmp_path / "log.txt", dtype="float32")
 
 
 def test_a_server_that_ends_without_a_word_shows_what_there_is(start):
@@ -126,7 +128,7 @@ def test_a_server_leaves_memory_to_the_trainer_unless_it_has_a_device_of_its_own
 
 
 def test_a_server_has_room_for_the_adapters_that_are_loaded_at_once_and_for_none_without(start, tmp_path):
-    with start(update_flags=Adapters(tmp_path, LoraConfig(r=9)).flags, adapters=3) as server:
+    with start(update_flags=Adapters(tmp_path, LoraConfig(r=9), loaded=3).flags) as server:
         command = " ".join(psutil.Process(server.pid).cmdline())
     assert "--max-loras 3" in command and "--enable-lora --max-lora-rank 16" in command
     assert "--weight-transfer-config" not in command
@@ -139,6 +141,15 @@ def test_a_server_is_looked_for_at_the_port_that_its_flags_name(start):
     for port, form in ((free_port(), "--port {}"), (free_port(), "--port={}")):
         with start(flags=form.format(port).split()) as server:
             assert server.url == f"http://127.0.0.1:{port}" and server.pid is not None
+
+
+def test_a_server_of_another_environment_finds_the_plugin(start):
+    with start() as server:
+        path = psutil.Process(server.pid).environ()["PYTHONPATH"].split(os.pathsep)
+    (entry,) = (entry for found in distributions(path=path[:1]) for entry in found.entry_points)
+    assert entry.group == "vllm.general_plugins"
+    assert (entry.name, entry.module) == ("burnish_files", "burnish_vllm_files")
+    assert Path(path[0], f"{entry.module}.py").exists()
 
 
 def test_a_server_outlives_the_thread_that_started_it(start):
@@ -169,7 +180,7 @@ def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, mon
     for name in (*ranks, "CUDA_VISIBLE_DEVICES", "RANKING"):
         monkeypatch.setenv(name, "1")
     given = {"MASTER_PORT": "7"}
-    with launch("m", python=python, log=tmp_path / "log.txt", dtype="float32", environment=given) as server:
+    with ServerProcess("m", python=python, log=tmp_path / "log.txt", dtype="float32", environment=given) as server:
         there = psutil.Process(server.pid).environ()
     assert {name: there[name] for name in ranks if name in there} == given
     assert there["CUDA_VISIBLE_DEVICES"] == there["RANKING"] == there["VLLM_SERVER_DEV_MODE"] == "1"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import vllm_servers
-from burnish.loops.rollouts.vllm.launch import advice, first_error
+from burnish.loops.rollouts.vllm.launch import first_error
 
 MEMORY = Path(vllm_servers.__file__).parent / "vllm_memory.txt"  # of vLLM 0.32 on a CPU, less its warnings
 
@@ -35,10 +35,10 @@ DTYPE = (
 
 def test_the_first_of_the_errors_is_the_one_that_says_why():
     log = MEMORY.read_text()
-    error = first_error(log)
+    error, fix = first_error(log)
     assert error.startswith("ValueError: Available memory on node 0 (9.56/11.34 GiB) on startup is less than desired")
     assert "\n" not in error and log.splitlines()[-1].startswith("RuntimeError: Engine core initialization failed")
-    assert "--vllm.options '{gpu_memory_utilization: 0.3}'" in advice(error)
+    assert "--vllm.options '{gpu_memory_utilization: 0.3}'" in fix
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_the_first_of_the_errors_is_the_one_that_says_why():
     ],
 )
 def test_an_error_is_shown_whole_with_its_fix(log, error, fix):
-    found = first_error(log)
-    assert found == (error or log) and fix in advice(found)
+    found, advice = first_error(log)
+    assert found == (error or log) and fix in advice
 
 
 def test_what_is_no_error_is_passed_over():
     survived = "(APIServer pid=3) WARNING 11-22 06:18:23 [x.py:1] ImportError: no such kernel, another one is used\n"
     assert first_error(survived + "FutureWarning: Error handling changes\nloading\n") is None
-    assert first_error(survived + DTYPE).startswith("ValueError: Bfloat16")
-    assert advice("ZeroDivisionError: division by zero") is None
+    assert first_error(survived + DTYPE)[0].startswith("ValueError: Bfloat16")
+    assert first_error("ZeroDivisionError: division by zero") == ("ZeroDivisionError: division by zero", None)

@@ -1,8 +1,8 @@
 """Inside vLLM: take new weights from safetensors files, where trainer and server share a disk but no GPU network.
 
 vLLM finds `register` through the entry point group ``vllm.general_plugins``, in every one of its processes, and is
-started with ``--weight-transfer-config '{"backend": "burnish_files"}'``. This file imports nothing of burnish, so that
-`launch` can hand it to an environment that has vLLM and nothing else.
+started with ``--weight-transfer-config '{"backend": "burnish_files"}'``. This folder is a distribution of its own, and
+imports nothing of burnish: on its PYTHONPATH, an environment that has vLLM and nothing else finds it.
 """
 
 from dataclasses import dataclass
