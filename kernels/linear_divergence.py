@@ -177,11 +177,9 @@ class DivergenceArguments(NamedTuple):
 
     def allocate_kept(self) -> tuple[Tensor, Tensor]:
         """Memory for the tiles of each head that stay: half of the bytes for either."""
-        keep_bytes = self.keep_bytes
-        if keep_bytes is None:
-            keep_bytes = passes.keep_by_default(self.hidden.device, divergence_passes.KEEP)
-        shape, dtype = (self.vocab, self.columns, keep_bytes // 2), accumulation_dtype(self.hidden.dtype)
-        return passes.allocate_kept(self.hidden, *shape, dtype), passes.allocate_kept(self.hidden, *shape, dtype)
+        options: Any = self.vocab, self.columns, accumulation_dtype(self.hidden.dtype), self.keep_bytes
+        one, other = (passes.allocate_kept(self.hidden, *options, divergence_passes.KEEP, heads=2) for _ in range(2))
+        return one, other
 
 
 TENSORS = DivergenceArguments._fields.index("scale")  # the tensors before it are saved for backward

@@ -19,7 +19,8 @@ def within(who: str, kind: Any, **values: float) -> None:
     """Raise ValueError unless every value is in the `Range` of this type."""
     (allowed,) = kind.__metadata__
     for name, value in values.items():
-        require(who, allowed.holds(value, values), f"{name} must be {allowed.words}, got {{}}", value)
+        if not allowed.holds(value, values):
+            raise ValueError(f"{who}: {name} must be {allowed.words}, got {value}")
 
 
 def require(who: str, condition: bool, complaint: str, *got: object) -> None:

@@ -4,7 +4,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -251,18 +251,17 @@ def named_weights(policy: Any, dtype: torch.dtype | None = None, *, tied: bool =
     plain = policy.plain if isinstance(policy, Backbone) else policy
     for name, weight in weights:
         if name not in left_out:
-            yield from _gathered([(name, weight)], None if _stays(plain, name, dtype) else dtype)
+            yield name, _gathered(weight, None if _stays(plain, name, dtype) else dtype)
 
 
 def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy's adapter alone, under peft's names; see `named_weights`."""
-    yield from _gathered(get_peft_model_state_dict(policy.model).items(), dtype)
+    for name, weight in get_peft_model_state_dict(policy.model).items():
+        yield name, _gathered(weight, dtype)
 
 
-def _gathered(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        saved_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        yield name, whole(tensor.detach().to(saved_as))
+def _gathered(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return whole(tensor.detach().to(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype))
 
 
 def is_sharded(module: nn.Module) -> bool:

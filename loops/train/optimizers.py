@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from ..config import Common
 from ..models.backbone import Backbone
+from ..models.sharding import local
 from ..registry import build, find, nearest
 
 _OPTIMIZERS = {
@@ -248,11 +249,6 @@ class InFloat32(Optimizer):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and name != "step":
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded; it shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard(parameter: Tensor) -> int:
