@@ -65,11 +65,6 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(config: Common) -> nn.Module:
-    """The causal language model to train, see `load`."""
-    return load(config, transformers.AutoModelForCausalLM, "CAUSAL_LM")
-
-
 def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
     """The classifier to train, with its own head if there is one, or a new one with ``len(labels)`` outputs.
 
@@ -79,19 +74,21 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
     kind = "Sequence" if task == "SEQ_CLS" else "Token"
     auto: Any = getattr(transformers, f"AutoModelFor{kind}Classification")
     if isinstance(config.model, nn.Module):
-        return load(config, auto, task)
+        return load_model(config, auto, task)
     architecture = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)(config.model)
     if type(architecture) not in auto._model_mapping:
         auto = _classifier_of(architecture, task)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.ERROR)  # no warnings that the head is new
     try:
-        return load(config, auto, task, num_labels=len(labels), id2label=dict(labels))
+        return load_model(config, auto, task, num_labels=len(labels), id2label=dict(labels))
     finally:
         transformers.logging.set_verbosity(verbosity)
 
 
-def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
+def load_model(
+    config: Common, auto: Any = transformers.AutoModelForCausalLM, task: str = "CAUSAL_LM", **options: Any
+) -> nn.Module:
     """A model to train, in the configured precision, without randomness; quantized and with adapters if configured.
 
     A model passed as an object is converted in place to that precision, unless it has adapters or is quantized.
@@ -192,10 +189,10 @@ def save_model(
 ) -> None:
     """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters also on their own.
 
-    Weights are rounded to the dtype in which `load` found them, however they were trained: a bfloat16 model stays one,
-    of the same size, and ``weights_dtype: bfloat16`` makes one. After a run in float64 they stay float64, and those of
-    a model that `load` did not make are not rounded. No file is larger than 5 GB, unless one weight is. The policy
-    itself is not changed.
+    Weights are rounded to the dtype in which `load_model` found them, however they were trained: a bfloat16 model stays
+    one, of the same size, and ``weights_dtype: bfloat16`` makes one. After a run in float64 they stay float64; those of
+    a model that it did not load are not rounded. No file is larger than 5 GB, unless one weight is. The policy itself
+    is not changed.
 
     Args:
         write: true on one rank. All that hold shards of the policy call this; weights are gathered one by one.
