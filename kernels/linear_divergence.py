@@ -177,9 +177,9 @@ class DivergenceArguments(NamedTuple):
 
     def allocate_kept(self) -> tuple[Tensor, Tensor]:
         """Memory for the tiles of each head that stay: half of the bytes for either."""
-        options: Any = self.vocab, self.columns, accumulation_dtype(self.hidden.dtype), self.keep_bytes
-        one, other = (passes.allocate_kept(self.hidden, *options, divergence_passes.KEEP, heads=2) for _ in range(2))
-        return one, other
+        dtype, by_default = accumulation_dtype(self.hidden.dtype), divergence_passes.KEEP
+        arguments = self.hidden, self.vocab, self.columns, dtype, self.keep_bytes, by_default, 2
+        return passes.allocate_kept(*arguments), passes.allocate_kept(*arguments)
 
 
 TENSORS = DivergenceArguments._fields.index("scale")  # the tensors before it are saved for backward

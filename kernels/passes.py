@@ -81,7 +81,7 @@ def aligned_buffer(like: Tensor, rows: int, columns: int, dtype: torch.dtype) ->
 
 
 def allocate_kept(
-    hidden: Tensor, vocab: int, columns: int, dtype: torch.dtype, keep_bytes: int | None, on_cpu: int, *, heads: int = 1
+    hidden: Tensor, vocab: int, columns: int, dtype: torch.dtype, keep_bytes: int | None, on_cpu: int, heads: int = 1
 ) -> Tensor:
     """``[tiles, N, columns]``: as many tiles as fit into ``keep_bytes``, shared by ``heads``, but never all of them.
 

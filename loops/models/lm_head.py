@@ -128,17 +128,10 @@ _AS_DTENSOR = {"placements": None, "redistribute": lambda self, **layout: self, 
 _Replicated = type("_Replicated", (Outputs,), _AS_DTENSOR)
 
 
-def from_logits(
-    logits: Tensor,
-    target: Tensor,
-    teacher: TeacherOutputs | None,
-    *,
-    temperature: float | Tensor,
-    outputs: tuple[Extra, ...],
-) -> Outputs:
-    """The outputs of a head that is no linear map."""
-    logprobs = logits_logprob(logits, target, temperature=temperature, outputs=outputs)
-    return Outputs(*logprobs, divergence=None if teacher is None else teacher.divergence(logits))
+def from_logits(logits: Tensor, target: Tensor, teacher: TeacherOutputs | None, **options: Any) -> Outputs:
+    """The outputs of a head that is no linear map, with the ``options`` of `burnish.kernels.logits_logprob`."""
+    divergence = None if teacher is None else teacher.divergence(logits)
+    return Outputs(*logits_logprob(logits, target, **options), divergence=divergence)
 
 
 def fuse(head: nn.Module, transform: LogitTransform, backend: Backend, keep_bytes: int | None = None) -> None:

@@ -142,10 +142,7 @@ class Policy(Backbone):
         return gathered
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [tokens, V] from hidden states [tokens, D], in float32, as log-probs use them, without gradients.
-
-        Only for a fused head.
-        """
+        """Logits [tokens, V] of a fused head, in float32, as log-probs use them, without gradients."""
         logits: Tensor = self.head(hidden, exact_logits=True)
         return logits
 

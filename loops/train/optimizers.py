@@ -311,17 +311,10 @@ def evaluated_weights(optimizer: Any, model: nn.Module) -> Iterator[None]:
                 parameter.copy_(weight)
 
 
-class AtEvaluation:
-    """Mixed into the class of a schedule, which then follows the loss of evaluations instead of steps."""
-
-    def step(self, epoch: Any = None) -> None: ...
-
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        super().step(metrics["eval/loss"])  # type: ignore[misc]
-
-
-# Classes, which name their parameters, in place of functions of transformers that take any keywords.
+# Schedules that follow the loss of evaluations instead of steps: classes, which name their parameters, in place of
+# functions of transformers that take any keywords.
 _BY_EVALUATION = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": getattr(optimization, "GreedyLR", None)}
+AT_EVALUATION = tuple(filter(None, _BY_EVALUATION.values()))
 
 
 def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRScheduler:
@@ -335,11 +328,9 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
         raise ValueError(f"optimizer {config.optimizer}: takes the place of a schedule; add --schedule constant")
     warmup = math.ceil(steps * config.warmup) if config.warmup < 1 else int(config.warmup)
     functions: dict[str, Any] = {
-        kind.value: function for kind, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
+        kind.value: _BY_EVALUATION.get(kind.value, function)
+        for kind, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
     }
-    for by_evaluation in functions.keys() & _BY_EVALUATION.keys():
-        kind: Any = _BY_EVALUATION[by_evaluation]
-        functions[by_evaluation] = type(kind.__name__, (AtEvaluation, kind), {})
     if name not in functions:
         raise ValueError(nearest("schedule: this version of transformers has no", name, functions))
     if name == "constant" and warmup:

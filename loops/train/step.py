@@ -27,6 +27,7 @@ from ..batch import Batch, collate
 from ..models.backbone import Backbone, evaluating
 from ..models.probe import PROBE
 from ..models.sharding import ranks_together, whole
+from .optimizers import AT_EVALUATION
 from .weighting import Weightings
 
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
@@ -215,7 +216,8 @@ def optimize(
         with warnings.catch_warnings():
             # When the first step is skipped, torch complains about the order of the two calls.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            schedule.step()
+            if not isinstance(schedule, AT_EVALUATION):
+                schedule.step()
         failures = 0 if math.isfinite(metrics["grad_norm"]) else failures + 1
         parts = describe(number - 1, not_finite) if failures else ""
         if failures == PATIENCE:

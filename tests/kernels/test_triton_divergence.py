@@ -39,9 +39,9 @@ def four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(divergence_passes, f"{prefix}COLUMNS", 64)
     allocate = passes.allocate_kept
 
-    def allocate_one_span(*arguments: Any, heads: int) -> Tensor:
-        *others, keep_bytes, _ = arguments
-        return allocate(*others, 2 * (63 * 64 * 4 + 1) if keep_bytes is None else keep_bytes, 0, heads=heads)
+    def allocate_one_span(*arguments: Any) -> Tensor:
+        *others, keep_bytes, _, heads = arguments
+        return allocate(*others, 2 * (63 * 64 * 4 + 1) if keep_bytes is None else keep_bytes, 0, heads)
 
     monkeypatch.setattr(passes, "allocate_kept", allocate_one_span)
 
