@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...data import Example
 from .rotary import rotate_by_sequence
 from .rows import Layout, Rows, arrange
+
+T = TypeVar("T")
 
 
 class Backbone(nn.Module):
@@ -61,9 +63,9 @@ class Backbone(nn.Module):
         rows = arrange(examples, layout, read=self.read, **options)
         return rows if self.columns is None else self.columns.reads(rows)
 
-    def gathered(self, values: Any, rows: Rows) -> Any:
+    def gathered(self, values: T, rows: Rows) -> T:
         """Tensors of the trained tokens that this rank reads, as those of all of them."""
-        return self.columns.gather(values, rows) if self.columns else values
+        return values if self.columns is None else self.columns.gather(values, rows)
 
     def hidden(self, rows: Rows) -> Tensor:
         """[tokens, D], of those that this rank reads"""

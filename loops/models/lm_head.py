@@ -41,7 +41,6 @@ from .sharding import local, whole
 
 log = logging.getLogger(__name__)
 
-
 # Factors that Hugging Face architectures multiply the logits by, by the name in their config; logits_scaling divides.
 # Then some cap them.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -56,10 +55,7 @@ class CannotFuse(Exception):
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """Logit scale and soft cap of an architecture, from its Hugging Face config.
-
-    `Policy` checks the result on a probe.
-    """
+    """Logit scale and soft cap of an architecture, from its Hugging Face config; `Policy` checks them on a probe."""
     scale = math.prod(getattr(config, name, None) or 1.0 for name in _MULTIPLIERS)
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
     caps = [cap for name in _CAPS if (cap := getattr(config, name, None))]

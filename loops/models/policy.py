@@ -103,16 +103,14 @@ class Policy(Backbone):
             temperature = temperature[mine] if isinstance(temperature, Tensor) and temperature.ndim else temperature
         value = None if self.critic is None else self.critic(batch)
         options: Any = {"target": target, "teacher": teacher, "temperature": temperature, "outputs": outputs}
-        computed: Outputs
         if self.fused:
             hidden = super().hidden(rows)  # its shards are gathered here already, and would be let go after it
-            computed = self.head(hidden, **options)
+            computed: Outputs = self.head(hidden, **options)
             if self.value_head is not None:
                 value = self.value_head(hidden)[:, 0].clone()  # FSDP warns of views
         else:
             computed = from_logits(super().model_output(rows), **options)
-        computed = self.gathered(Outputs(**{**computed._asdict(), "value": value}), rows)
-        return computed
+        return self.gathered(Outputs(**{**computed._asdict(), "value": value}), rows)
 
     @torch.no_grad()
     def teacher_outputs(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> TeacherOutputs:
@@ -138,8 +136,7 @@ class Policy(Backbone):
             logits = (self.head(states, exact_logits=True) if self.fused else states)[:, :vocab].float()
             chunks.append((logits / temperature).log_softmax(-1).topk(k))
         top = torch.cat([top.indices for top in chunks]), torch.cat([top.values for top in chunks])
-        gathered: tuple[Tensor, Tensor] = self.gathered(top, rows)
-        return gathered
+        return self.gathered(top, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [tokens, V] of a fused head, in float32, as log-probs use them, without gradients."""

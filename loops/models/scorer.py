@@ -70,8 +70,7 @@ class Scorer(Backbone):
     def forward(self, batch: Batch) -> Tensor:
         """[tokens], one per marked token: the logit of one class, or of the second of two minus the first."""
         rows = self.arranged(batch.examples, self.layout)
-        scores: Tensor = self.gathered(self._score(rows), rows)
-        return scores
+        return self.gathered(self._score(rows), rows)
 
     def _score(self, rows: Rows) -> Tensor:
         hidden = super().hidden(rows)

@@ -56,11 +56,7 @@ _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 
 
 def check(config: Common) -> None:
-    """Make the optimizer and the schedule of a configuration once, for a model of one weight.
-
-    Raises:
-        ValueError: if there is no such optimizer, its package is missing, or an argument is wrong.
-    """
+    """Make the optimizer and the schedule of a configuration once, for a model of one weight, to raise their errors."""
     if config.weights_dtype == "bfloat16" and config.dtype != "bfloat16":
         raise ValueError(f"weights_dtype: bfloat16 weights compute in bfloat16, and dtype is {config.dtype}; set both")
     weight = nn.Linear(1, 1, dtype=getattr(torch, config.weights_dtype))
