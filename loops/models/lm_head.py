@@ -175,7 +175,7 @@ def _forward(
         _warn(str(reason))
         logits = transform(original(hidden, *args))
         return logits if target is None else from_logits(logits, target, teacher, **options)
-    states = local(hidden)
+    states = hidden.to_local() if isinstance(hidden, DTensor) else hidden
     if target is None:
         return linear_logits(states, weights)
     logprob, *others = linear_logprob(states, weights, target, **kernel, **options)
@@ -212,7 +212,7 @@ def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None =
     if hidden is not None and (isinstance(parts.weight, DTensor) or isinstance(hidden, DTensor)):
         shard = _shard(head, parts.weight, hidden)
     factors: Any = parts.weight, parts.bias, *(parts.adapter or ())
-    weight, bias, *adapter = tuple[Any, ...](map(whole if gather else local, factors))
+    weight, bias, *adapter = tree_map_only(DTensor, whole if gather else local, factors)
     return Head(weight, bias, transform.scale, transform.softcap, tuple(adapter) or None, None if gather else shard)
 
 
