@@ -19,7 +19,7 @@ LEVEL = 4
 ROWS, COLUMNS = 1024, 1024  # 4 MB of float32 for each head: two tiles and their temporaries fit into 32 MB of cache
 # On a GPU 64 MB for each head, and dc of half of that: a product of 512 blocks of 128 × 256 is four full waves.
 GPU_ROWS, GPU_COLUMNS = 4096, 4096
-KEEP = 2**26  # bytes of logits, of both heads together, that a pass leaves for the next; of a GPU see keep_by_default
+KEEP = 2**26  # bytes of logits, of both heads together, that a pass leaves for the next; of a GPU see allocate_kept
 T = TypeVar("T")
 
 

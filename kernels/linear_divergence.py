@@ -177,11 +177,9 @@ class DivergenceArguments(NamedTuple):
 
     def allocate_kept(self) -> tuple[Tensor, Tensor]:
         """Memory for the tiles of each head that stay: half of the bytes for either."""
-        keep_bytes = self.keep_bytes
-        if keep_bytes is None:
-            keep_bytes = passes.keep_by_default(self.hidden.device, divergence_passes.KEEP)
-        shape, dtype = (self.vocab, self.columns, keep_bytes // 2), accumulation_dtype(self.hidden.dtype)
-        return passes.allocate_kept(self.hidden, *shape, dtype), passes.allocate_kept(self.hidden, *shape, dtype)
+        dtype, by_default = accumulation_dtype(self.hidden.dtype), divergence_passes.KEEP
+        arguments = self.hidden, self.vocab, self.columns, dtype, self.keep_bytes, by_default, 2
+        return passes.allocate_kept(*arguments), passes.allocate_kept(*arguments)
 
 
 TENSORS = DivergenceArguments._fields.index("scale")  # the tensors before it are saved for backward

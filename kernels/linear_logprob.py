@@ -198,11 +198,8 @@ class LogprobArguments(NamedTuple):
     def allocate(self) -> tuple[Tensor, ...]:
         """Memory for the tiles that are kept and for their tops, of which c itself has none; and for a ``Ranking``."""
         exact, triton, n = accumulation_dtype(self.hidden.dtype), self.backend == "triton", self.hidden.shape[0]
-        keep_bytes = self.keep_bytes
-        if keep_bytes is None:
-            keep_bytes = passes.keep_by_default(self.hidden.device, passes.KEEP)
         dtype = factor_dtype(self.hidden, self.compute) if triton else exact
-        kept = passes.allocate_kept(self.hidden, self.vocab, self.columns, keep_bytes, dtype)
+        kept = passes.allocate_kept(self.hidden, self.vocab, self.columns, dtype, self.keep_bytes, passes.KEEP)
         tops = self.hidden.new_empty(kept.shape[0] if triton else 0, n, dtype=exact)
         ranks, ids = self.target.new_empty(n if self.rank else 0), self.target.new_empty(n, self.top_k)
         return kept, tops, ranks, ids, self.hidden.new_empty(n, self.top_k, dtype=exact)

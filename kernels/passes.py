@@ -80,21 +80,23 @@ def aligned_buffer(like: Tensor, rows: int, columns: int, dtype: torch.dtype) ->
     return like.new_empty(rows, -(-columns // ALIGNED) * ALIGNED, dtype=dtype)
 
 
-def allocate_kept(hidden: Tensor, vocab: int, columns: int, keep_bytes: int, dtype: torch.dtype) -> Tensor:
-    """``[tiles, N, columns]``: as many tiles as fit into ``keep_bytes``, but never all of them."""
+def allocate_kept(
+    hidden: Tensor, vocab: int, columns: int, dtype: torch.dtype, keep_bytes: int | None, on_cpu: int, heads: int = 1
+) -> Tensor:
+    """``[tiles, N, columns]``: as many tiles as fit into ``keep_bytes``, shared by ``heads``, but never all of them.
+
+    By default, ``on_cpu`` bytes; on a GPU a thirty-second of its memory, which a model that fits leaves free, and at
+    most 4 GiB, which are most of the logits of 8192 tokens.
+    """
+    if keep_bytes is None:
+        on_gpu = hidden.device.type == "cuda"
+        total = torch.cuda.get_device_properties(hidden.device).total_memory if on_gpu else 0
+        keep_bytes = min(2**32, total // 32) if on_gpu else on_cpu
     bytes_per_tile = torch.sym_max(hidden.shape[0], 1) * columns * dtype.itemsize  # type: ignore[no-untyped-call]
     tiles = torch.sym_min(  # type: ignore[no-untyped-call]
-        max(vocab - 1, 0) // columns, keep_bytes // bytes_per_tile
+        max(vocab - 1, 0) // columns, keep_bytes // heads // bytes_per_tile
     )
     return hidden.new_empty(tiles, hidden.shape[0], columns, dtype=dtype)
-
-
-def keep_by_default(device: torch.device, on_cpu: int) -> int:
-    """Bytes of logits to keep. On a GPU a thirty-second of its memory, which a model that fits leaves free, and at most
-    4 GiB, which are most of the logits of 8192 tokens."""
-    if device.type != "cuda":
-        return on_cpu
-    return min(2**32, torch.cuda.get_device_properties(device).total_memory // 32)
 
 
 def multiply_out(

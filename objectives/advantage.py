@@ -21,8 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .checks import require, same_shape, within
-from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Share, Stats
+from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Share, Stats, require, same_shape, within
 
 Groups = Int[Tensor, " sequences"]  # the prompt each completion belongs to, as any integer
 

@@ -20,10 +20,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .checks import require, same_shape, within
 from .policy import LOG_RATIO_LIMIT, clip_stats
 from .sequence import sequence_mean, sequence_sum
-from .types import FlatTokens, PerSequence, PerToken, Positive, SequenceIds, Share, Stats
+from .types import FlatTokens, PerSequence, PerToken, Positive, SequenceIds, Share, Stats, require, same_shape, within
 
 
 @torch.no_grad()

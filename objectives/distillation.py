@@ -18,10 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .checks import require, same_shape, within
 from .numerics import log_remainder
 from .sequence import sequence_length
-from .types import FlatTokens, PerToken, SequenceIds, Share, Stats
+from .types import FlatTokens, PerToken, SequenceIds, Share, Stats, require, same_shape, within
 
 Distributions = Float[Tensor, "*tokens vocabulary"]
 

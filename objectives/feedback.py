@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .checks import require, same_shape, within
-from .types import PerSequence, Positive, Stats
+from .types import PerSequence, Positive, Stats, require, same_shape, within
 
 
 def kto(

@@ -32,9 +32,21 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .checks import require, same_shape, within
 from .sequence import sequence_mean, sequence_sum
-from .types import Bound, FlatTokens, PerSequence, PerToken, Positive, Range, SequenceIds, Share, Stats
+from .types import (
+    Bound,
+    FlatTokens,
+    PerSequence,
+    PerToken,
+    Positive,
+    Range,
+    SequenceIds,
+    Share,
+    Stats,
+    require,
+    same_shape,
+    within,
+)
 
 LOG_RATIO_LIMIT = 20.0  # e^20 is half a billion: finite in float32, squared too
 

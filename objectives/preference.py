@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import require, same_shape, within
 from .numerics import power_score
-from .types import Noise, PerPair, Positive, Range, Stats
+from .types import Noise, PerPair, Positive, Range, Stats, require, same_shape, within
 
 
 def dpo(

@@ -13,10 +13,9 @@ from typing import Annotated
 
 import torch.nn.functional as F
 
-from .checks import require, same_shape, within
 from .numerics import log_odds, power_score
 from .preference import logistic, reward_stats
-from .types import Margin, Noise, PerPair, Positive, Range, Stats
+from .types import Margin, Noise, PerPair, Positive, Range, Stats, require, same_shape, within
 
 
 def cpo(chosen: PerPair, rejected: PerPair, *, beta: Positive, label_smoothing: Noise = 0.0) -> tuple[PerPair, Stats]:

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import require, same_shape
 from .sequence import sequence_length, sequence_mean
-from .types import PerPair, PerSequence, Stats
+from .types import PerPair, PerSequence, Stats, require, same_shape
 
 PerCompletion = Float[Tensor, " completions"]
 CompletionIds = Int[Tensor, " completions"]

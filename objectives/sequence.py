@@ -7,8 +7,7 @@ token has sum 0, mean 0 and weight 1, and passes no gradient.
 
 import torch
 
-from .checks import same_shape, within
-from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Share
+from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Share, same_shape, within
 
 
 def sequence_length(sequence: SequenceIds, sequences: int) -> SequenceLengths:

@@ -9,8 +9,7 @@ Every function returns ``(loss, stats)`` with one entry per token: nothing is re
 
 from typing import Annotated
 
-from .checks import same_shape, within
-from .types import PerToken, Range, Stats
+from .types import PerToken, Range, Stats, same_shape, within
 
 Uniform = Annotated[float, Range("in [0, 1)", lambda x, _: 0 <= x < 1)]  # share of the mass
 

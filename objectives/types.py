@@ -1,9 +1,12 @@
-"""The shapes and ranges that signatures of objectives state. At run time they cost nothing: the test suite has
-jaxtyping enforce the shapes, and recipes check hyper-parameters before they load anything."""
+"""The shapes and ranges that signatures of objectives state, and checks that arguments fit together and are in range.
+
+The annotations cost nothing at run time: the test suite has jaxtyping enforce the shapes, and recipes check
+hyper-parameters before they load anything.
+"""
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -31,3 +34,31 @@ Positive = Annotated[float, Range("> 0", lambda x, _: 0 < x < math.inf)]
 Margin = Annotated[float, Range(">= 0", lambda x, _: 0 <= x < math.inf)]
 Bound = Annotated[float, Range(">= 0", lambda x, _: x >= 0)]  # of a clip; infinity is none
 Noise = Annotated[float, Range("in [0, 0.5)", lambda x, _: 0 <= x < 0.5)]  # share of labels that are wrong
+
+
+def same_shape(who: str, **tensors: Tensor) -> None:
+    """Raise ValueError unless all shapes are equal: broadcasting would turn pairs into all pairs of pairs."""
+    (first, expected), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.shape != expected.shape:
+            raise ValueError(
+                f"{who}: {name} must have the shape of {first}, {list(expected.shape)}, got {list(tensor.shape)}"
+            )
+
+
+def within(who: str, kind: Any, **values: float) -> None:
+    """Raise ValueError unless every value is in the `Range` of this type."""
+    (allowed,) = kind.__metadata__
+    for name, value in values.items():
+        if not allowed.holds(value, values):
+            raise ValueError(f"{who}: {name} must be {allowed.words}, got {value}")
+
+
+def require(who: str, condition: bool, complaint: str, *got: object) -> None:
+    """Raise ValueError with the complaint unless the condition holds (a comparison with NaN does not).
+
+    ``got`` fills the braces of the complaint, and only if it is needed: under torch.compile a hyper-parameter becomes
+    a symbol at its second value, and a symbol cannot be printed.
+    """
+    if not condition:
+        raise ValueError(f"{who}: {complaint.format(*got)}")

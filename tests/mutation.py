@@ -206,7 +206,7 @@ def copy_tree(room: str, tree: Path) -> None:
 def _tests(stem: str) -> tuple[list[str], list[str]]:
     """The tests of a file, and those that it shares with others."""
     folder = ROOT / "tests" / "objectives"
-    users = {"numerics": ["preference", "reference_free"], "checks": ["preference", "sequence"]}.get(stem, [])
+    users = {"numerics": ["preference", "reference_free"], "types": ["preference", "sequence"]}.get(stem, [])
     own, shared = ([path for name in names for path in sorted(folder.glob(f"test_{name}*.py"))]
                    for names in ([stem, *users], ["peer"]))  # fmt: skip
     return tuple([f"tests/objectives/{path.name}" for path in paths] for paths in (own, shared))

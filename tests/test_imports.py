@@ -85,7 +85,7 @@ def test_the_walker_can_fail(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("objectives/x.py", "import math\nfrom torch import nn\nfrom .types import Stats\nfrom . import checks"),
+        ("objectives/x.py", "import math\nfrom torch import nn\nfrom .types import Stats\nfrom . import numerics"),
         ("objectives/deep/x.py", "from ..types import Stats"),
         ("kernels/x.py", "import triton\n@triton.jit\ndef kernel(): ..."),
         ("data/x.py", "import datasets, transformers\nfrom .. import __version__"),

@@ -2,16 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...data import Example
-from .columns import Columns
 from .rotary import rotate_by_sequence
 from .rows import Layout, Rows, arrange
+
+T = TypeVar("T")
 
 
 class Backbone(nn.Module):
@@ -20,20 +21,19 @@ class Backbone(nn.Module):
     Attributes:
         model: a `transformers` model, plain or wrapped by peft.
         read: where trained tokens are read: at the position before their own, or at their own.
-        mesh: the ranks that shard its parameters, see `shard`; None if every rank has all of them.
-        param_dtype: dtype that they gather the parameters of layers in; None for their own.
+        mesh, param_dtype: of its shards, see `shard`; None if every rank has all of it.
         same_rotary: see `rotate_by_sequence`.
-        columns: of rows, if other ranks compute the others.
+        columns: those of rows that this rank computes, see `context_parallel`; None for all.
     """
 
     read: Literal["before", "at"] = "before"
-    mesh: DeviceMesh | None = None
-    param_dtype: torch.dtype | None = None
-    columns: Columns | None = None
+    columns: Any = None
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, *, mesh: DeviceMesh | None = None, param_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.mesh, self.param_dtype = model, mesh, param_dtype
         for module in model.modules():
             # On some CPUs bitsandbytes repacks 4-bit weights when it evaluates; then they can't be trained on.
             if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -61,11 +61,11 @@ class Backbone(nn.Module):
         size = self.columns.size if self.columns else 1
         options: Any = {"one_row": one_row, "blocks": blocks, "multiple_of": size, "device": self.device}
         rows = arrange(examples, layout, read=self.read, **options)
-        return self.columns.reads(rows) if self.columns else rows
+        return rows if self.columns is None else self.columns.reads(rows)
 
-    def gathered(self, values: Any, rows: Rows) -> Any:
+    def gathered(self, values: T, rows: Rows) -> T:
         """Tensors of the trained tokens that this rank reads, as those of all of them."""
-        return self.columns.gather(values, rows) if self.columns else values
+        return values if self.columns is None else self.columns.gather(values, rows)
 
     def hidden(self, rows: Rows) -> Tensor:
         """[tokens, D], of those that this rank reads"""

@@ -4,7 +4,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -65,11 +65,6 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(config: Common) -> nn.Module:
-    """The causal language model to train, see `load`."""
-    return load(config, transformers.AutoModelForCausalLM, "CAUSAL_LM")
-
-
 def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
     """The classifier to train, with its own head if there is one, or a new one with ``len(labels)`` outputs.
 
@@ -79,19 +74,21 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
     kind = "Sequence" if task == "SEQ_CLS" else "Token"
     auto: Any = getattr(transformers, f"AutoModelFor{kind}Classification")
     if isinstance(config.model, nn.Module):
-        return load(config, auto, task)
+        return load_model(config, auto, task)
     architecture = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)(config.model)
     if type(architecture) not in auto._model_mapping:
         auto = _classifier_of(architecture, task)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.ERROR)  # no warnings that the head is new
     try:
-        return load(config, auto, task, num_labels=len(labels), id2label=dict(labels))
+        return load_model(config, auto, task, num_labels=len(labels), id2label=dict(labels))
     finally:
         transformers.logging.set_verbosity(verbosity)
 
 
-def load(config: Common, auto: Any, task: str, **options: Any) -> nn.Module:
+def load_model(
+    config: Common, auto: Any = transformers.AutoModelForCausalLM, task: str = "CAUSAL_LM", **options: Any
+) -> nn.Module:
     """A model to train, in the configured precision, without randomness; quantized and with adapters if configured.
 
     A model passed as an object is converted in place to that precision, unless it has adapters or is quantized.
@@ -192,10 +189,10 @@ def save_model(
 ) -> None:
     """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters also on their own.
 
-    Weights are rounded to the dtype in which `load` found them, however they were trained: a bfloat16 model stays one,
-    of the same size, and ``weights_dtype: bfloat16`` makes one. After a run in float64 they stay float64, and those of
-    a model that `load` did not make are not rounded. No file is larger than 5 GB, unless one weight is. The policy
-    itself is not changed.
+    Weights are rounded to the dtype in which `load_model` found them, however they were trained: a bfloat16 model stays
+    one, of the same size, and ``weights_dtype: bfloat16`` makes one. After a run in float64 they stay float64; those of
+    a model that it did not load are not rounded. No file is larger than 5 GB, unless one weight is. The policy itself
+    is not changed.
 
     Args:
         write: true on one rank. All that hold shards of the policy call this; weights are gathered one by one.
@@ -251,18 +248,17 @@ def named_weights(policy: Any, dtype: torch.dtype | None = None, *, tied: bool =
     plain = policy.plain if isinstance(policy, Backbone) else policy
     for name, weight in weights:
         if name not in left_out:
-            yield from _gathered([(name, weight)], None if _stays(plain, name, dtype) else dtype)
+            yield name, _gathered(weight, None if _stays(plain, name, dtype) else dtype)
 
 
 def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy's adapter alone, under peft's names; see `named_weights`."""
-    yield from _gathered(get_peft_model_state_dict(policy.model).items(), dtype)
+    for name, weight in get_peft_model_state_dict(policy.model).items():
+        yield name, _gathered(weight, dtype)
 
 
-def _gathered(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        saved_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        yield name, whole(tensor.detach().to(saved_as))
+def _gathered(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return whole(tensor.detach().to(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype))
 
 
 def is_sharded(module: nn.Module) -> bool:

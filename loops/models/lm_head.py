@@ -1,9 +1,9 @@
 """The fused output head: hidden states in, log-probs of the targets out, no logits in between.
 
-`fuse` adds calls to a model's output embedding: ``head(hidden, target=...)``, ``head(hidden, teacher=...)`` and, for
-sampling, ``head(hidden, exact_logits=True)``. All of them round the same factors (`burnish.kernels`). It stays the same
-module with the same parameters under the same names, so hooks of DDP and FSDP fire, tied weights stay tied, and the
-model saves, loads and generates as before.
+`fuse` adds calls to a model's output embedding: ``head(hidden, target=...)`` and, for sampling, ``head(hidden,
+exact_logits=True)``. Both round the same factors (`burnish.kernels`). It stays the same module with the same parameters
+under the same names, so hooks of DDP and FSDP fire, tied weights stay tied, and the model saves, loads and generates as
+before.
 
 Weights are looked up at every call: peft switches, disables and merges adapters, and FSDP's weights are whole only
 within the call.
@@ -29,17 +29,17 @@ from ...kernels import (
     Extra,
     Head,
     LogitTransform,
-    Logprobs,
     Shard,
+    TopK,
     linear_divergence,
     linear_logits,
     linear_logprob,
     logits_logprob,
 )
 from ...objectives import generalized_jsd, with_tail
+from .sharding import local, whole
 
 log = logging.getLogger(__name__)
-
 
 # Factors that Hugging Face architectures multiply the logits by, by the name in their config; logits_scaling divides.
 # Then some cap them.
@@ -55,10 +55,7 @@ class CannotFuse(Exception):
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """Logit scale and soft cap of an architecture, from its Hugging Face config.
-
-    `Policy` checks the result on a probe.
-    """
+    """Logit scale and soft cap of an architecture, from its Hugging Face config; `Policy` checks them on a probe."""
     scale = math.prod(getattr(config, name, None) or 1.0 for name in _MULTIPLIERS)
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
     caps = [cap for name in _CAPS if (cap := getattr(config, name, None))]
@@ -107,20 +104,35 @@ class TeacherOutputs:
         return (logits.to(precision) / self.temperature).log_softmax(-1)
 
 
-class Divergence(NamedTuple):
-    """From a teacher, [tokens]."""
+class Outputs(NamedTuple):
+    """Result of one forward pass: `burnish.kernels.Logprobs` of the trained tokens and two more, each [tokens]."""
 
-    divergence: Tensor
+    logprob: Tensor
+    entropy: Tensor
+    logsumexp: Tensor
+    mean_logprob: Tensor | None = None
+    log_sum_squares: Tensor | None = None
+    top1: Tensor | None = None
+    rank: Tensor | None = None
+    top_k: TopK | None = None
+    divergence: Tensor | None = None  # from the teacher's distribution
+    value: Tensor | None = None  # of the state that the token is chosen in, by the value head or the critic
 
 
 # With the parts of DTensor that torch's `ColwiseParallel` applies to a head's output, which leave it unchanged.
 _AS_DTENSOR = {"placements": None, "redistribute": lambda self, **layout: self, "to_local": lambda self: self}
-_REPLICATED = {kind: type(kind.__name__, (kind,), _AS_DTENSOR) for kind in (Logprobs, Divergence)}
+_Replicated = type("_Replicated", (Outputs,), _AS_DTENSOR)
+
+
+def from_logits(logits: Tensor, target: Tensor, teacher: TeacherOutputs | None, **options: Any) -> Outputs:
+    """The outputs of a head that is no linear map, with the ``options`` of `burnish.kernels.logits_logprob`."""
+    divergence = None if teacher is None else teacher.divergence(logits)
+    return Outputs(*logits_logprob(logits, target, **options), divergence=divergence)
 
 
 def fuse(head: nn.Module, transform: LogitTransform, backend: Backend, keep_bytes: int | None = None) -> None:
-    """Make ``head(hidden, target=..., temperature=...)`` return `Logprobs`, ``head(hidden, teacher=...)`` the
-    `Divergence` from a teacher, and ``head(hidden, exact_logits=True)`` logits [N, V] in float32.
+    """Make ``head(hidden, target=..., temperature=..., teacher=...)`` return `Outputs`, and ``head(hidden,
+    exact_logits=True)`` logits [N, V] in float32.
 
     If its vocabulary is split over ranks, by torch's `ColwiseParallel` or the tensor parallelism of transformers, every
     rank gets the result for the whole vocabulary.
@@ -154,39 +166,30 @@ def _forward(
     teacher: TeacherOutputs | None = None,
     exact_logits: bool = False,
 ) -> Any:
-    if target is None and teacher is None and not exact_logits:
+    if target is None and not exact_logits:
         return original(hidden, *args)
     options: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
     try:
-        whole = exact_logits or (teacher is not None and teacher.top_k is None)
-        weights = operands(head, transform, hidden, whole=whole)
+        weights = operands(head, transform, hidden, gather=target is None)
     except CannotFuse as reason:  # peft has switched to another adapter since the head was fused
         _warn(str(reason))
         logits = transform(original(hidden, *args))
-        if exact_logits:
-            return logits
-        if teacher is not None:
-            return Divergence(teacher.divergence(logits))
-        assert target is not None
-        return logits_logprob(logits, target, **options)
+        return logits if target is None else from_logits(logits, target, teacher, **options)
     states = hidden.to_local() if isinstance(hidden, DTensor) else hidden
-    if exact_logits:
+    if target is None:
         return linear_logits(states, weights)
-    result: Divergence | Logprobs
-    if teacher is None:
-        assert target is not None
-        values: tuple[Any, ...] = linear_logprob(states, weights, target, **kernel, **options)
-        # The log-prob is a view, which FSDP warns about; and torch 2.11 can't compile `_replace`.
-        result = Logprobs(values[0].clone(), *values[1:])
-    elif teacher.top_k is not None:
-        temperature, backend = teacher.temperature, kernel["backend"]
-        logp = linear_logprob(states, weights, teacher.top_k[0], temperature=temperature, backend=backend).logprob
-        result = Divergence(teacher.from_top_k(logp))
-    else:
-        assert teacher.hidden is not None and teacher.head is not None
-        options = {"beta": teacher.beta, "temperature": teacher.temperature, **kernel}
-        result = Divergence(linear_divergence(states, weights, teacher.hidden, teacher.head, **options))
-    return result if states is hidden else _REPLICATED[type(result)](*result)
+    logprob, *others = linear_logprob(states, weights, target, **kernel, **options)
+    divergence = None
+    if teacher is not None and teacher.top_k is not None:
+        ids, options = teacher.top_k[0], {"temperature": teacher.temperature, "backend": kernel["backend"]}
+        divergence = teacher.from_top_k(linear_logprob(states, weights, ids, **options).logprob)
+    elif teacher is not None and teacher.hidden is not None and teacher.head is not None:
+        weights, options = operands(head, transform, hidden), {"temperature": teacher.temperature, **kernel}
+        divergence = linear_divergence(states, weights, teacher.hidden, teacher.head, beta=teacher.beta, **options)
+    elif teacher is not None:  # its head is no linear map: only logits can be compared
+        divergence = teacher.divergence(transform(whole(original(hidden, *args))))
+    # The log-prob is a view, which FSDP warns about; and torch 2.11 can't compile `_replace`.
+    return (Outputs if states is hidden else _Replicated)(logprob.clone(), *others, divergence)
 
 
 @functools.cache
@@ -194,12 +197,12 @@ def _warn(reason: str) -> None:
     log.warning("log-probs are taken from full logits: %s", reason)
 
 
-def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None = None, *, whole: bool = True) -> Head:
+def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None = None, *, gather: bool = True) -> Head:
     """The head as the kernels take it.
 
     Args:
         hidden: the states that the head is applied to; checked to match how the head is split over ranks.
-        whole: gather a split head from all ranks, or take this rank's part.
+        gather: a split head from all ranks, or take this rank's part.
 
     Raises:
         CannotFuse: if the head is not a linear map now.
@@ -208,12 +211,9 @@ def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None =
     parts, shard = _parts(head), None
     if hidden is not None and (isinstance(parts.weight, DTensor) or isinstance(hidden, DTensor)):
         shard = _shard(head, parts.weight, hidden)
-    factors: list[Any] = [
-        (tensor.full_tensor() if whole else tensor.to_local()) if isinstance(tensor, DTensor) else tensor
-        for tensor in (parts.weight, parts.bias, *(parts.adapter or ()))
-    ]
-    weight, bias, adapter = *factors[:2], tuple(factors[2:]) or None
-    return Head(weight, bias, transform.scale, transform.softcap, adapter, None if whole else shard)
+    factors: Any = parts.weight, parts.bias, *(parts.adapter or ())
+    weight, bias, *adapter = tree_map_only(DTensor, whole if gather else local, factors)
+    return Head(weight, bias, transform.scale, transform.softcap, tuple(adapter) or None, None if gather else shard)
 
 
 def _shard(head: nn.Module, weight: Tensor, hidden: Tensor) -> Shard | None:

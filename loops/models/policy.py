@@ -4,17 +4,17 @@ A probe tests at creation whether its head can be fused; if not, it falls back t
 """
 
 import logging
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...kernels import Backend, Extra, LogitTransform, TopK, logits_logprob
+from ...kernels import Backend, Extra, LogitTransform
 from ..batch import Batch
 from .backbone import Backbone
 from .context_parallel import split_columns
-from .lm_head import CannotFuse, TeacherOutputs, fuse, logit_transform, operands
+from .lm_head import CannotFuse, Outputs, TeacherOutputs, from_logits, fuse, logit_transform, operands
 from .probe import PROBE, choose_layout, objection
 from .rows import Layout
 from .scorer import Scorer
@@ -23,21 +23,6 @@ from .sharding import shard
 log = logging.getLogger(__name__)
 
 _CHUNK = 256  # tokens whose logits are held at once where all of them are needed
-
-
-class Outputs(NamedTuple):
-    """Result of one forward pass: `burnish.kernels.Logprobs` of the trained tokens and two more, each [tokens]."""
-
-    logprob: Tensor
-    entropy: Tensor
-    logsumexp: Tensor
-    mean_logprob: Tensor | None = None
-    log_sum_squares: Tensor | None = None
-    top1: Tensor | None = None
-    rank: Tensor | None = None
-    top_k: TopK | None = None
-    value: Tensor | None = None  # of the state that the token is chosen in, by the value head or the critic
-    divergence: Tensor | None = None  # from the teacher's distribution
 
 
 class Policy(Backbone):
@@ -50,9 +35,8 @@ class Policy(Backbone):
         backend, keep_bytes: of `burnish.kernels.linear_logprob`.
         value_head: a module from hidden states [tokens, D] to values [tokens, 1], trained along with the model.
         critic: a model of its own for the values instead, trained along with this one.
-        mesh: the ranks that shard all of this, see `shard`. All of them make the policy, and call together
-            what computes with it: forward, ``hidden``, ``model_output``, ``logits``, ``top_k`` and ``teacher_outputs``.
-        param_dtype: dtype that they gather the parameters of layers in; their own by default.
+        mesh, param_dtype: see `shard`. All ranks of the mesh make the policy, and call together what computes with
+            it: forward, ``hidden``, ``model_output``, ``logits``, ``top_k`` and ``teacher_outputs``.
 
     Raises:
         ValueError: if sequences see each other in a layout that was named, or if there is a value head and the model's
@@ -71,8 +55,8 @@ class Policy(Backbone):
         mesh: DeviceMesh | None = None,
         param_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model)
-        self.value_head, self.critic, self.mesh, self.param_dtype = value_head, critic, mesh, param_dtype
+        super().__init__(model, mesh=mesh, param_dtype=param_dtype)
+        self.value_head, self.critic = value_head, critic
         if mesh is not None:
             methods = ("hidden", "model_output", "logits", "top_k", "_try_fusing")
             shard(self, mesh, methods, param_dtype=param_dtype)
@@ -117,23 +101,16 @@ class Policy(Backbone):
         if (mine := rows.mine) is not None:
             target, teacher = target[mine], teacher and teacher.at(mine)
             temperature = temperature[mine] if isinstance(temperature, Tensor) and temperature.ndim else temperature
-        value = None if self.critic is None else self.critic(batch).score
-        divergence = None
+        value = None if self.critic is None else self.critic(batch)
+        options: Any = {"target": target, "teacher": teacher, "temperature": temperature, "outputs": outputs}
         if self.fused:
             hidden = super().hidden(rows)  # its shards are gathered here already, and would be let go after it
-            logprobs = self.head(hidden, target=target, temperature=temperature, outputs=outputs)
+            computed: Outputs = self.head(hidden, **options)
             if self.value_head is not None:
                 value = self.value_head(hidden)[:, 0].clone()  # FSDP warns of views
-            if teacher is not None and teacher.logits is None:
-                divergence = self.head(hidden, teacher=teacher).divergence
-            elif teacher is not None:  # the teacher's head is no linear map: only logits can be compared
-                divergence = teacher.divergence(self.transform(self.head(hidden)))
         else:
-            logits = super().model_output(rows)
-            logprobs = logits_logprob(logits, target, temperature=temperature, outputs=outputs)
-            divergence = None if teacher is None else teacher.divergence(logits)
-        computed: Outputs = self.gathered(Outputs(**logprobs._asdict(), value=value, divergence=divergence), rows)
-        return computed
+            computed = from_logits(super().model_output(rows), **options)
+        return self.gathered(Outputs(**{**computed._asdict(), "value": value}), rows)
 
     @torch.no_grad()
     def teacher_outputs(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> TeacherOutputs:
@@ -159,14 +136,10 @@ class Policy(Backbone):
             logits = (self.head(states, exact_logits=True) if self.fused else states)[:, :vocab].float()
             chunks.append((logits / temperature).log_softmax(-1).topk(k))
         top = torch.cat([top.indices for top in chunks]), torch.cat([top.values for top in chunks])
-        gathered: tuple[Tensor, Tensor] = self.gathered(top, rows)
-        return gathered
+        return self.gathered(top, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [tokens, V] from hidden states [tokens, D], in float32, as log-probs use them, without gradients.
-
-        Only for a fused head.
-        """
+        """Logits [tokens, V] of a fused head, in float32, as log-probs use them, without gradients."""
         logits: Tensor = self.head(hidden, exact_logits=True)
         return logits
 

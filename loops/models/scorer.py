@@ -6,7 +6,7 @@ token classifier, and computes the same scores.
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,6 @@ from .rows import Layout, Rows
 from .sharding import shard
 
 
-class Scores(NamedTuple):
-    """Result of one forward pass."""
-
-    score: Tensor  # [tokens], one per marked token: the logit of one class, or of the second of two minus the first
-
-
 class Scorer(Backbone):
     """A classifier with one output, or with two of which the second means "right", and the layout of its input.
 
@@ -34,8 +28,7 @@ class Scorer(Backbone):
         model: a `transformers` model for sequence or token classification, plain or wrapped by peft.
         layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps sequences apart.
         read: where each marked token is read; "before", in the state it is chosen in, makes a value function.
-        mesh: the ranks that hold it in shards, see `shard`. All of them make the scorer and call it together.
-        param_dtype: dtype that they gather the parameters of layers in; their own by default.
+        mesh, param_dtype: see `shard`. All ranks of the mesh make the scorer and call it together.
 
     Raises:
         ValueError: if the model has no linear head of one or two outputs on its last hidden states, or if sequences see
@@ -53,8 +46,7 @@ class Scorer(Backbone):
         mesh: DeviceMesh | None = None,
         param_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(model)
-        self.mesh, self.param_dtype = mesh, param_dtype
+        super().__init__(model, mesh=mesh, param_dtype=param_dtype)
         if mesh is not None:
             shard(self, mesh, ("hidden", "_check_head"), param_dtype=param_dtype)
         self._check_head()
@@ -75,9 +67,10 @@ class Scorer(Backbone):
         head: nn.Module = heads[0]
         return head
 
-    def forward(self, batch: Batch) -> Scores:
+    def forward(self, batch: Batch) -> Tensor:
+        """[tokens], one per marked token: the logit of one class, or of the second of two minus the first."""
         rows = self.arranged(batch.examples, self.layout)
-        return Scores(self.gathered(self._score(rows), rows))
+        return self.gathered(self._score(rows), rows)
 
     def _score(self, rows: Rows) -> Tensor:
         hidden = super().hidden(rows)
@@ -117,4 +110,4 @@ def ends_marked(example: Example, pad: int | None) -> Example:
 def scores(scorer: Scorer, batches: Sequence[Batch]) -> Tensor:
     """The score of every marked token of the batches, [tokens], without training."""
     with evaluating(scorer.model):
-        return torch.cat([scorer(batch).score for batch in batches])
+        return torch.cat([scorer(batch) for batch in batches])

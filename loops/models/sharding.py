@@ -175,9 +175,8 @@ def _read_shards(unit: nn.Module, mesh: DeviceMesh, *, all_rows: bool) -> None:
 
 def ranks_together(policy: nn.Module) -> int:
     """The number of ranks that compute the same rows together."""
-    mesh: DeviceMesh | None = getattr(policy, "mesh", None)
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    return math.prod(mesh[name].size() for name in ("tp", "cp") if mesh is not None and name in names)
+    mesh: Any = getattr(policy, "mesh", None)
+    return math.prod(mesh[name].size() for name in ("tp", "cp") if mesh and name in (mesh.mesh_dim_names or ()))
 
 
 def _plan(model: nn.Module, layers: Sequence[nn.Module], size: int) -> dict[nn.Module, str]:
@@ -248,3 +247,8 @@ def _compute_locally(module: Any, gradient: Placement) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor, gathered if it is sharded: then all ranks of its mesh must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded; it shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

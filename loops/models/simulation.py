@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .sharding import local
+
 aten = torch.ops.aten
 
 _FACTORIES = (aten.empty, aten.ones, aten.zeros, aten.full)
@@ -68,8 +70,7 @@ class Simulation(TorchDispatchMode):
 
     def relabel(self, tensor: Tensor, label: str) -> None:
         """Count a tensor that exists already under another label."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if (address := local.untyped_storage()._cdata) in self._storages:
+        if (address := local(tensor).untyped_storage()._cdata) in self._storages:
             self._set(address, label)
 
     def rename(self, before: str, label: str) -> None:

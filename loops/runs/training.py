@@ -225,8 +225,8 @@ class Training:
         """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
         held_out, schedule = self.evaluate(), self.state["parts"]["schedule"]
         self.metrics |= held_out
-        if self.step > 0 and isinstance(schedule, optimizers.AtEvaluation):
-            schedule.observe(held_out)
+        if self.step > 0 and isinstance(schedule, optimizers.AT_EVALUATION):
+            schedule.step(held_out["eval/loss"])
         return self._is_best(self.step, held_out)
 
     def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:

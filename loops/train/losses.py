@@ -196,7 +196,7 @@ def policy_tensors(
 
 def score_tensors(policy: nn.Module, batch: Batch) -> Tensors:
     """A scorer's tensors per step, per completion and per pair, under the names of the objectives."""
-    score = policy(batch).score
+    score = policy(batch)
     tensors: Tensors = {("tokens", "logit"): score}
     if len(score) == batch.sequences:  # one marked token per completion
         tensors |= {("sequences", "score"): score, ("sequences", "group"): batch.example, **pair_tensors(score, batch)}

@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from ..config import Common
 from ..models.backbone import Backbone
+from ..models.sharding import local
 from ..registry import build, find, nearest
 
 _OPTIMIZERS = {
@@ -55,11 +56,7 @@ _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 
 
 def check(config: Common) -> None:
-    """Make the optimizer and the schedule of a configuration once, for a model of one weight.
-
-    Raises:
-        ValueError: if there is no such optimizer, its package is missing, or an argument is wrong.
-    """
+    """Make the optimizer and the schedule of a configuration once, for a model of one weight, to raise their errors."""
     if config.weights_dtype == "bfloat16" and config.dtype != "bfloat16":
         raise ValueError(f"weights_dtype: bfloat16 weights compute in bfloat16, and dtype is {config.dtype}; set both")
     weight = nn.Linear(1, 1, dtype=getattr(torch, config.weights_dtype))
@@ -250,11 +247,6 @@ class InFloat32(Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, copy=True)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded; it shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _shard(parameter: Tensor) -> int:
     """The number of this rank's part of a parameter: the same on replicas of it."""
     if not isinstance(parameter, DTensor):
@@ -315,17 +307,10 @@ def evaluated_weights(optimizer: Any, model: nn.Module) -> Iterator[None]:
                 parameter.copy_(weight)
 
 
-class AtEvaluation:
-    """Mixed into the class of a schedule, which then follows the loss of evaluations instead of steps."""
-
-    def step(self, epoch: Any = None) -> None: ...
-
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        super().step(metrics["eval/loss"])  # type: ignore[misc]
-
-
-# Classes, which name their parameters, in place of functions of transformers that take any keywords.
+# Schedules that follow the loss of evaluations instead of steps: classes, which name their parameters, in place of
+# functions of transformers that take any keywords.
 _BY_EVALUATION = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": getattr(optimization, "GreedyLR", None)}
+AT_EVALUATION = tuple(filter(None, _BY_EVALUATION.values()))
 
 
 def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRScheduler:
@@ -339,11 +324,9 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
         raise ValueError(f"optimizer {config.optimizer}: takes the place of a schedule; add --schedule constant")
     warmup = math.ceil(steps * config.warmup) if config.warmup < 1 else int(config.warmup)
     functions: dict[str, Any] = {
-        kind.value: function for kind, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
+        kind.value: _BY_EVALUATION.get(kind.value, function)
+        for kind, function in optimization.TYPE_TO_SCHEDULER_FUNCTION.items()
     }
-    for by_evaluation in functions.keys() & _BY_EVALUATION.keys():
-        kind: Any = _BY_EVALUATION[by_evaluation]
-        functions[by_evaluation] = type(kind.__name__, (AtEvaluation, kind), {})
     if name not in functions:
         raise ValueError(nearest("schedule: this version of transformers has no", name, functions))
     if name == "constant" and warmup:

@@ -20,13 +20,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ...objectives import Stats
 from ..batch import Batch, collate
 from ..models.backbone import Backbone, evaluating
 from ..models.probe import PROBE
-from ..models.sharding import ranks_together
+from ..models.sharding import ranks_together, whole
+from .optimizers import AT_EVALUATION
 from .weighting import Weightings
 
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
@@ -115,16 +116,11 @@ def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.
 def _unused(accelerator: Accelerator, policy: Backbone) -> list[str]:
     """The names of trained parameters that the outputs for a probe do not depend on."""
     with evaluating(policy), torch.enable_grad(), accelerator.autocast():  # draws nothing at random
-        outputs = policy(collate(PROBE, device=accelerator.device))
-    nodes = [each.grad_fn for each in outputs if isinstance(each, Tensor) and each.requires_grad]
-    seen, reached = set(nodes), set[Any]()
-    while nodes:
-        node: Any = nodes.pop()
-        reached.add(getattr(node, "variable", None))  # of the node that accumulates a parameter's gradient
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
-        nodes += following
-    return [name for name, weight in policy.named_parameters() if weight.requires_grad and weight not in reached]
+        outputs = tree_leaves(policy(collate(PROBE, device=accelerator.device)))
+    sums = [each.sum() for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+    trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+    gradients = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
+    return [name for name, gradient in zip(trained, gradients, strict=True) if gradient is None]
 
 
 def train_step(
@@ -166,7 +162,7 @@ def train_step(
             accelerator.backward(total * scale)
         totals.append(total.detach())
     norm: Any = accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm)
-    grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    grad_norm = float(whole(norm))
     taken = math.isfinite(grad_norm) and grad_norm > 0  # at 0, momentum alone would move the weights
     if taken:
         optimizer.step()
@@ -220,7 +216,8 @@ def optimize(
         with warnings.catch_warnings():
             # When the first step is skipped, torch complains about the order of the two calls.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            schedule.step()
+            if not isinstance(schedule, AT_EVALUATION):
+                schedule.step()
         failures = 0 if math.isfinite(metrics["grad_norm"]) else failures + 1
         parts = describe(number - 1, not_finite) if failures else ""
         if failures == PATIENCE:

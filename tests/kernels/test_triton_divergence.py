@@ -37,7 +37,13 @@ def four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("", "GPU_"):
         monkeypatch.setattr(divergence_passes, f"{prefix}ROWS", 40)
         monkeypatch.setattr(divergence_passes, f"{prefix}COLUMNS", 64)
-    monkeypatch.setattr(passes, "keep_by_default", lambda device, on_cpu: 2 * (63 * 64 * 4 + 1))
+    allocate = passes.allocate_kept
+
+    def allocate_one_span(*arguments: Any) -> Tensor:
+        *others, keep_bytes, _, heads = arguments
+        return allocate(*others, 2 * (63 * 64 * 4 + 1) if keep_bytes is None else keep_bytes, 0, heads)
+
+    monkeypatch.setattr(passes, "allocate_kept", allocate_one_span)
 
 
 def on_device(case: Any) -> Any:

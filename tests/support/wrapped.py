@@ -250,7 +250,8 @@ def ask(head, hidden):
     hidden.requires_grad_()
     answer = head(hidden, target=torch.tensor(TARGET), temperature=TEMPERATURE, outputs=("mean_logprob",))
     values = [answer.logprob, answer.entropy, answer.logsumexp, answer.mean_logprob]
-    values += [head(hidden, teacher=teacher_outputs).divergence for teacher_outputs in teachers()]
+    target = torch.tensor(TARGET)
+    values += [head(hidden, target=target, teacher=teacher_outputs).divergence for teacher_outputs in teachers()]
     torch.stack(values).mul(torch.arange(1.0, 7.0)[:, None]).sum().backward()
     grads = {"hidden": hidden.grad, **gradients(head)}
     layouts = {name: getattr(grad, "placements", None) for name, grad in grads.items()}

@@ -60,7 +60,7 @@ def test_autocast_rounds_hidden_states_and_not_the_scores(task):
     states = []
     scorer.head.register_forward_pre_hook(lambda head, args: states.append(args[0]))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        score = scorer(batch).score
+        score = scorer(batch)
     output = states[0].double() @ scorer.head.weight.double().T
     expected = output[:, 0] if task == "SEQ_CLS" else output[:, 1] - output[:, 0]
     torch.testing.assert_close(score.double(), expected, rtol=1e-5, atol=1e-6)

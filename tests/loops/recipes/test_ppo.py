@@ -121,7 +121,7 @@ def test_a_critic_reads_the_state_that_a_token_is_chosen_in(common):
     critic = open_critic(PPO(**common, output="", value_model=common["model"], dtype="float64"))
     torch.nn.init.normal_(critic.head.weight)
     example = Example([5, 6], [[7, 8, 9]], [[True, False, True]])
-    said = critic(collate([example])).score
+    said = critic(collate([example]))
     hidden = critic.plain.base_model(torch.tensor([[5, 6, 7, 8, 9]])).last_hidden_state[0]
     torch.testing.assert_close(said, (hidden @ critic.head.weight[0])[[1, 3]])  # before the first and the third token
 

@@ -235,8 +235,7 @@ def test_a_schedule_that_follows_evaluations_falls_when_the_loss_does_not():
     schedule = optimizers.make_schedule(settings, optimizer, 10)
     rates = []
     for loss in (3.0, 2.0, 2.0, 2.0, 2.0, 2.0):
-        schedule.step()
-        schedule.observe({"eval/loss": loss})
+        schedule.step(loss)
         rates.append(schedule.get_last_lr()[0])
     assert rates == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25]
 
