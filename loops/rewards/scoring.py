@@ -53,10 +53,6 @@ ADVICE = {
 }
 
 
-class RewardError(ValueError):
-    """A reward function that can't work as it is."""
-
-
 class OutOfTime(Exception):
     """A call took longer than its time limit."""
 
@@ -66,6 +62,7 @@ class RewardFunction:
     """A reward function with the name that it is logged by.
 
     Attributes:
+        function: in one of our forms, or of text or TRL, see `adapted`.
         weight: weight of its score in the sum; at 0 it is only measured.
         timeout: seconds that one call may take; a batched function has one call for all its completions.
         reported: the first failure of each kind, as logged.
@@ -85,6 +82,7 @@ class RewardFunction:
             raise ValueError(f"reward {self.name}: its weight must be finite, got {self.weight}")
         if not self.timeout > 0:
             raise ValueError(f"reward {self.name}: its timeout must be > 0 seconds, got {self.timeout}")
+        self.function = adapted(self.function)
 
 
 def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step") -> Callable[..., Any]:
@@ -94,13 +92,42 @@ def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step
     return marked(partial(function), function, over=over)
 
 
-def from_text(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a reward function of text, ``f(completion, ...)``, which is called by the names of its parameters.
+def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function as one of ours: the names of its parameters tell whether it was written for TRL or for text.
 
-    ``completion`` is the text of the completion, ``row`` the whole row, others are its columns, such as ``prompt``.
+    A function of text, ``f(completion, ...)``, is called by the names of its parameters: ``completion`` is the text,
+    ``row`` the whole row, others are its columns, such as ``prompt``. One of TRL, ``f(prompts, completions,
+    **columns) -> list[float]``, gets what it would get there: prompts as the rows have them, completions as messages if
+    the prompts are messages and as text otherwise, ``completion_ids``, and all other columns by their names. What it
+    logs by ``log_extra`` and ``log_metric`` is kept in ``sample.info``.
+
+    Raises:
+        ValueError: if it has other parameters, or can't do without TRL's trainer.
     """
-    columns = [name for name in required(function) if name not in ("completion", "row", "sample")]
-    return marked(partial(_call_by_names, function), function, columns=columns)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built-in functions have none that can be read
+        return function
+    parameters = signature.parameters
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (2, 4)]  # *args, **kwargs
+    if parameters.keys() & {"prompts", "completions", "completion_ids"}:
+        if needs := {"trainer_state", "environments"}.intersection(required):
+            raise ValueError(
+                f"reward {name_of(function)}: needs {min(needs)}, which only TRL's trainer has; give that parameter a "
+                "default"
+            )
+        ours = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
+        columns = ["prompt", *(name for name in required if name not in ours)]
+        return marked(partial(_call_trl, function), function, over="step", columns=columns)
+    if "completion" in parameters:
+        columns = [name for name in required if name not in ("completion", "row", "sample")]
+        return marked(partial(_call_by_names, function), function, columns=columns)
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        wanted = "wanted the parameters (completion, and columns of the data), or (row, sample)"
+        raise ValueError(f"reward {name_of(function)}: {wanted}, got {signature}") from error
+    return function
 
 
 def marked(reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any) -> Callable[..., Any]:
@@ -112,12 +139,6 @@ def marked(reward: Callable[..., Any], function: Callable[..., Any], **attribute
 
 def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def required(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that have no default value."""
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
@@ -154,10 +175,10 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
 
 
 def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
-    """Raise RewardError, with the first traceback, if a function raised in each of its calls for these samples."""
+    """Raise ValueError, with the first traceback, if a function raised in each of its calls for these samples."""
     for reward in rewards:
         if samples and all(sample.rewards[reward.name] == "error" for sample in samples):
-            raise RewardError(
+            raise ValueError(
                 f"reward {reward.name}: it raised in every one of its calls, for all {len(samples)} completions of the "
                 "first rollout, so nothing can be learned from it; fix it or leave it out. The first error:\n"
                 + reward.reported.get("error", "(in the log of the process that called it)")
@@ -237,6 +258,31 @@ async def _call_by_names(function: Callable[..., Any], row: Row, sample: Sample)
     known = {**row, "row": row, "sample": sample, "completion": sample.text}
     names = inspect.signature(function).parameters
     return await call(function, **{name: known[name] for name in names if name in known})
+
+
+async def _call_trl(function: Callable[..., Any], rows: Sequence[Row], samples: Sequence[Sample]) -> Any:
+    def log_extra(name: str, values: Sequence[Any]) -> None:
+        for sample, value in zip(samples, values, strict=True):
+            sample.info[name] = plain(value, f"reward {name_of(function)}, which logs {name!r}")
+
+    columns = {name for row in rows for name in row} - {"prompt", "completion", "completion_ids"}
+    named: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
+    named |= {
+        "prompts": [row["prompt"] for row in rows],
+        "completions": [
+            sample.text
+            if isinstance(row["prompt"], str)
+            else sample.info.get("messages", [{"role": "assistant", "content": sample.text}])
+            for row, sample in zip(rows, samples, strict=True)
+        ],
+        "completion_ids": [sample.tokens for sample in samples],
+        "log_extra": log_extra,
+        "log_metric": lambda name, value: log_extra(name, [value] * len(samples)),
+    }
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        named = {name: value for name, value in named.items() if name in parameters}
+    return await call(function, **named)
 
 
 async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample], single: bool) -> None:

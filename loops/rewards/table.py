@@ -15,7 +15,6 @@ from ...objectives import group_stats, weighted_reward
 from ..rollouts.event_loops import run
 from ..rollouts.sample import Row, Sample
 from .scoring import RewardFunction, name_of, score_samples
-from .trl import adapted
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +52,13 @@ def score(
     """Score every sample by every function that has not scored it yet, and return the table of all scores.
 
     Args:
-        rewards: ``f(row, sample)``; ``f(completion, ...)``, see `scoring.from_text`; functions written for TRL,
-            ``f(prompts, completions, ...)``; or any of them in a `RewardFunction`, with a weight.
+        rewards: functions as `scoring.adapted` takes them, or any of them in a `RewardFunction`, with a weight.
         rows: for each sample, the row that its prompt came from; by default ``sample.row``.
 
     Raises:
         ValueError: if a function needs a column that a row does not have, or two functions have the same name.
     """
     functions = [f if isinstance(f, RewardFunction) else RewardFunction(name_of(f), f) for f in rewards]
-    for each in functions:
-        each.function = adapted(each.function)
     rows = [sample.row or {} for sample in samples] if rows is None else rows
     pending = [i for i, sample in enumerate(samples) if any(f.name not in sample.rewards for f in functions)]
     if pending:

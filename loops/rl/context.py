@@ -16,14 +16,14 @@ from ...data import Records, concatenated, encode_prompts, load_data
 from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
-from ..rewards.resolve import SHIPPED, resolve_names, resolve_rewards
+from ..rewards.resolve import SHIPPED, resolve_rewards
 from ..rewards.scoring import RewardFunction, check_columns, score_samples
 from ..rewards.table import RewardMonitor, reward_metrics, reward_table
 from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
-from ..runs.ranks import from_main, on_main
+from ..runs.ranks import from_main
 from ..runs.training import Training
 from ..train.losses import TensorReader, Term
 from .buffer import RolloutBuffer
@@ -167,20 +167,26 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
 
 
 def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Accelerator) -> Sequence[RewardFunction]:
-    """On the main process, the configured functions, their models on the device; on the others, their names.
+    """On the main process, the configured functions, their models on the device; on the others, names and weights.
 
     Raises:
         ValueError: if a part of the data lacks a column that one of them reads.
     """
-    spec = config.rewards or {"environment": 1.0}
+    rewards: list[RewardFunction] = []
 
-    def open_there() -> Sequence[RewardFunction]:
-        rewards = resolve_rewards(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
+    def open_there() -> dict[str, float]:
+        given = {"tokenizer": load_tokenizer(config), "device": str(accelerator.device)}
+        rewards.extend(resolve_rewards(config.rewards or {"environment": 1.0}, **given))
         for part in parts:
             check_columns(rewards, part.dataset.column_names, part.source)
-        return rewards
+        return {reward.name: reward.weight for reward in rewards}
 
-    return on_main(accelerator, open_there) or resolve_names(spec)
+    weights = from_main(accelerator, open_there)
+    return rewards or [RewardFunction(name, _scored_elsewhere, weight) for name, weight in weights.items()]
+
+
+def _scored_elsewhere(row: Row, sample: Sample) -> float:
+    raise AssertionError("rewards are given on the main process alone")
 
 
 def check_online(config: OnlineConfig) -> None:

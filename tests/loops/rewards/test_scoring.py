@@ -12,7 +12,6 @@ import pytest
 import torch
 from burnish.loops.rewards import RewardFunction, batched, check_columns
 from burnish.loops.rewards.scoring import as_score, score_samples
-from burnish.loops.rewards.trl import adapted
 
 
 def test_each_function_scores_each_sample(groups, judging):
@@ -162,7 +161,7 @@ def test_a_function_keeps_its_concurrency_whatever_it_is_written_for(kind, group
 
     function = {"text": of_text, "trl": of_trl, "batched": of_groups}[kind]
     function.concurrency = 1
-    function = batched(function, "group") if kind == "batched" else adapted(function)
+    function = batched(function, "group") if kind == "batched" else function
     reward = RewardFunction("r", function)
 
     async def twice():

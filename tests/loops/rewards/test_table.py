@@ -10,7 +10,6 @@ from burnish.loops.rewards import (
     RewardFunction,
     RewardMonitor,
     batched,
-    from_trl,
     reward_metrics,
     reward_table,
     score,
@@ -59,7 +58,7 @@ def test_a_marked_function_keeps_its_name(samples):
     def of_trl(prompts, completions):
         return [0.0] * len(prompts)
 
-    assert score([longest, from_trl(of_trl)], samples).names == ["longest", "of_trl"]
+    assert score([longest, of_trl], samples).names == ["longest", "of_trl"]
 
 
 def test_a_completion_is_scored_once_by_each_function(samples):
