@@ -29,8 +29,8 @@ SHIPPED = {
     "cosine": ".length:CosineLength",
     "reasoning_gym": ".reasoning_gym:ReasoningGym",
     "environment": ".resolve:environment_reward",
-    "reward_model": ".reward_models:load_reward_model",
-    "prm": ".reward_models:load_prm",
+    "reward_model": ".reward_models:RewardModel",
+    "prm": ".reward_models:ProcessRewardModel",
 }
 _ISOLATED = ("math", "cosine")  # sympy may take forever on a policy's expressions
 
@@ -85,7 +85,7 @@ def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> 
         settings["correct"] = adapted(_function(inner, {}, given))
     factory = find("reward", name, SHIPPED, __package__) if isinstance(name, str) else name
     name = name if isinstance(name, str) else name_of(name)
-    function = build(f"reward {name}", factory, settings, factory=name in ("reward_model", "prm"), **given)
+    function = build(f"reward {name}", factory, settings, **given)
     if not callable(function):
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
     return function
