@@ -8,7 +8,6 @@ call, which the policy can correct, and which is counted.
 
 import ast
 import asyncio
-import difflib
 import inspect
 import json
 import math
@@ -20,6 +19,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
+from ..registry import nearest
 from ..rewards.scoring import OutOfTime, call, within
 from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
@@ -77,9 +77,7 @@ class Tools:
     async def _make(self, name: str, arguments: dict[str, Any], problem: str) -> tuple[bool, str]:
         """Make a call; returns (True, its result) or (False, its error)."""
         if not problem and name not in self.tools:
-            near = difflib.get_close_matches(name, self.tools, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.tools)}"
-            problem = f"no tool {name!r}, {hint}"
+            problem = nearest("no tool", name, self.tools)
         if problem:
             return False, f"error: {problem}"
         schema = self.schemas[list(self.tools).index(name)]["function"]["parameters"]["properties"]

@@ -20,7 +20,6 @@ reason, and are never 0. A function that raises in all its calls of the first ro
 """
 
 import asyncio
-import difflib
 import inspect
 import logging
 import math
@@ -32,6 +31,7 @@ from numbers import Real
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
+from ..registry import nearest
 from ..rollouts.event_loops import off_loop
 from ..rollouts.sample import Row, Sample, plain
 
@@ -187,16 +187,12 @@ def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
 
 def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], source: str = "the data") -> None:
     """Raise ValueError, before anything is sampled, if a column that a function reads is missing."""
-    there = [str(column) for column in columns]
+    there = set(columns)
     for reward in rewards:
         for wanted in getattr(reward.function, "columns", ()):
             if wanted not in there:
-                near = difflib.get_close_matches(wanted, there, n=1)
-                raise ValueError(
-                    f"reward {reward.name}: needs the column '{wanted}', and {source} has ({', '.join(there)}); "
-                    + (f"should '{near[0]}' be '{wanted}'? Rename" if near else "rename")
-                    + " the column, or tell the reward which one to read"
-                )
+                advice = "rename a column, or tell the reward which one to read"
+                raise ValueError(nearest(f"reward {reward.name}: {advice}; {source} has no column", wanted, there))
 
 
 def as_score(value: Any) -> float | str | None:

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,6 @@ class RewardTable:
         total: float64 [samples], the weighted sums; NaN where there is none. Those of a group that differ by rounding
             alone are equal.
         measured_total: as ``total``, with the scores of aborted completions: what metrics count.
-        names: names of the reward functions.
         scores: [samples][rewards], as the functions gave them, failures included.
         numbers: by name, float64 [scored], all scores that are numbers, even if another function failed.
     """
@@ -41,7 +40,6 @@ class RewardTable:
     weight: Tensor
     total: Tensor
     measured_total: Tensor
-    names: Sequence[str]
     scores: Sequence[Sequence[float | str | None]]
     numbers: Mapping[str, Tensor]
 
@@ -91,7 +89,6 @@ def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -
         weight,
         _without_rounding(weighted_reward(compared, weight), group),
         _without_rounding(weighted_reward(measured, weight), group),
-        names,
         scores,
         {name: column[~column.isnan()] for name, column in zip(names, given.unbind(1), strict=True)},
     )
@@ -146,17 +143,16 @@ class RewardMonitor:
     factor: float = 100.0
     patience: int = 3
     reported: set[str] = field(default_factory=set)
-    _largest: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _spread: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _lasting: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _past: dict[tuple[str, str], deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=100)))
 
     def __call__(self, table: RewardTable, samples: Sequence[Sample]) -> list[str]:
         """Log the new problems of this step, and return them."""
         problems: dict[str, str] = {}  # by kind
+        spread: dict[str, float] = {}
 
         def lasting(problem: str, now: bool, advice: str) -> None:
-            self._lasting[problem] = self._lasting[problem] + 1 if now else 0
-            if self._lasting[problem] >= self.patience:
+            self._past["lasting", problem].append(now)
+            if sum(list(self._past["lasting", problem])[-self.patience :]) == self.patience:
                 problems[problem] = f"{problem} in {self.patience} steps in a row, {advice}"
 
         lasting(
@@ -179,23 +175,21 @@ class RewardMonitor:
             silent = len(numbers) == 0 < len(samples)
             lasting(f"reward {name}: gave no score", silent, f"so it teaches nothing; {why}")
             if len(numbers):
-                largest, before = numbers.abs().max().item(), self._largest[name][-100:]
+                largest, before = numbers.abs().max().item(), self._past["largest", name]
                 usual = statistics.median(before) if len(before) >= self.patience else 0.0
-                self._largest[name].append(largest)
+                before.append(largest)
                 if usual and largest > self.factor * usual:
                     problems[f"explosion {name}"] = (
                         f"reward {name}: a score of size {largest:g}, where {usual:g} was usual; clip it, or take its "
                         "logarithm, because one such completion decides the whole step"
                     )
             if len(numbers) > 1:
-                self._spread[name].append(abs(weight) * numbers.std().item())
-        spread = {
-            name: statistics.fmean(past[-100:])
-            for name, past in self._spread.items()
-            if len(past) >= self.patience and any(past)
-        }
-        loud, quiet = max(spread, key=spread.__getitem__, default=""), min(spread, key=spread.__getitem__, default="")
-        if len(spread) > 1 and spread[loud] > self.factor * spread[quiet]:
+                self._past["spread", name].append(abs(weight) * numbers.std().item())
+            past = self._past["spread", name]
+            if len(past) >= self.patience and any(past):
+                spread[name] = statistics.fmean(past)
+        ranked = sorted(spread, key=spread.__getitem__)
+        if ranked and spread[loud := ranked[-1]] > self.factor * spread[quiet := ranked[0]]:
             problems[f"drowned {quiet}"] = (
                 f"reward {quiet}: varies by {spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights "
                 f"included, so that {loud} decides alone; change the weights, or normalize each reward before summing "

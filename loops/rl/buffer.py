@@ -81,12 +81,6 @@ class RolloutBuffer:
             )
         self.columns[name] = column.to(self.dtype) if column.is_floating_point() else column
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.columns
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
     @property
     def lengths(self) -> Tensor:
         """int64 [completions], the number of their trained tokens."""
@@ -109,9 +103,7 @@ class RolloutBuffer:
         kept = ~torch.tensor(masked, dtype=torch.bool)[self.sequence]
         self.columns = {name: column[kept] for name, column in self.columns.items()}
         self.sequence = self.sequence[kept]
-        for i, sample in enumerate(self.samples):
-            if masked[i]:
-                self.trained[i] = [False] * len(sample.tokens)
+        self.trained = [[False] * len(part) if off else part for part, off in zip(self.trained, masked, strict=True)]
 
     def sum(self, column: Tensor) -> Tensor:
         """[completions], the sum of a column [tokens] over each of them."""
