@@ -11,21 +11,19 @@ are trained and have log-probs. Nothing that was sampled is tokenized again.
 
 import asyncio
 import logging
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from ...data.columns import Message
 from ..config import Limits
 from ..rewards.scoring import OutOfTime, as_score, call, is_async, within
 from ..rollouts.event_loops import gather_or_cancel, run
 from ..rollouts.sample import Request, Row, Sample, VersionSpan, plain
-from ..rollouts.source import RolloutSource, check_completions
+from ..rollouts.source import NamedWeights, RolloutSource, check_completions
 from .chat_turns import ChatTurns
 
 log = logging.getLogger(__name__)
@@ -47,22 +45,6 @@ class Step(NamedTuple):
     done: bool = False
     reward: float | None = None
     counts: Mapping[str, float] = {}
-
-
-class Environment(Protocol):
-    """The other side of one conversation. All of its functions may be async.
-
-    One that has a function ``close()`` is closed exactly once, however the conversation ends. A plain ``reset`` or
-    ``step`` that took too long goes on in its thread, and the environment is closed when it returns.
-    """
-
-    def reset(self, row: Row) -> str | Sequence[Message] | Sequence[int] | Awaitable[Any]:
-        """The prompt, as messages, a text (a user's) or token ids. It depends on the row alone: a group shares it."""
-        ...
-
-    def step(self, completion: Sample) -> Step | Awaitable[Step]:
-        """``completion`` is the latest turn: its tokens, its text, how it ended."""
-        ...
 
 
 async def close(environment: Any) -> None:
@@ -88,16 +70,15 @@ class MultiTurnSource:
     """
 
     source: RolloutSource
-    make: Callable[[], Environment]
+    make: Callable[[], Any]
     row: Callable[[int], Row]
     turns: ChatTurns | None = None
     limits: Limits = field(default_factory=Limits)
     failures: Counter[str] = field(default_factory=Counter)
-    _closing: "set[asyncio.Task[None]]" = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        places = self.limits.concurrency
-        self._places: AbstractAsyncContextManager[Any] = asyncio.Semaphore(places) if places else nullcontext()
+        self._places = asyncio.Semaphore(self.limits.concurrency or sys.maxsize)
+        self._closing: set[asyncio.Task[None]] = set()
         self.overlaps, self.stored = self.source.overlaps, self.source.stored
 
     async def sample(self, request: Request) -> list[Sample]:
@@ -115,7 +96,7 @@ class MultiTurnSource:
             )
         return samples
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         await self.source.publish(weights, version)
 
     async def version(self) -> int | None:
@@ -261,7 +242,7 @@ class _Played:
     """An environment that is closed once none of its functions runs: a plain one that timed out continues in a
     thread."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Any) -> None:
         self.environment = environment
         self.latest: Future[None] = Future()  # call of a plain function
 

@@ -16,14 +16,14 @@ from ...data.chat import Encoder
 from ..registry import build, find
 from ..rollouts.event_loops import run
 from .chat_turns import ChatTurns
-from .multi_turn import Environment, close
+from .multi_turn import close
 from .tools import check_tool_tags
 
 SHIPPED = {"guess_number": ".games:GuessNumber", "reasoning_gym": ".games:reasoning_gym", "tools": ".tools:Tools"}
 TOOLS = {"calculator": ".tools:calculator"}
 
 
-def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable[[], Environment]:
+def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable[[], Any]:
     """Return a function that makes an environment for each conversation.
 
     Raises:
@@ -45,7 +45,7 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
 
 
 def turns_for(
-    make: Callable[[], Environment],
+    make: Callable[[], Any],
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTurns:

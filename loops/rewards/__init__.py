@@ -34,6 +34,6 @@ if TYPE_CHECKING:
     from .scoring import RewardFunction as RewardFunction, batched as batched
     from .scoring import check_columns as check_columns, refuse_broken as refuse_broken, score_samples as score_samples
     from .table import RewardMonitor as RewardMonitor, RewardTable as RewardTable, reward_metrics as reward_metrics
-    from .table import reward_table as reward_table, score as score
+    from .table import score as score
 
 __getattr__ = lazy_exports(__name__)

@@ -15,8 +15,7 @@ completions, ``(rows, samples) -> list``, is marked by `batched`. Attributes may
                    other functions give
 
 A masked completion is not trained on, and is in no mean and no standard deviation of its group; so is one that no
-function applies to. A function of weight 0 is only measured, and masks nothing. Missing scores are counted by their
-reason, and are never 0. A function that raises in all its calls of the first rollout ends the run.
+function applies to. A function of weight 0 masks nothing. Missing scores are counted by their reason, and are never 0.
 """
 
 import asyncio
@@ -86,7 +85,7 @@ class RewardFunction:
 
 
 def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step") -> Callable[..., Any]:
-    """Mark a function ``(rows, samples) -> list`` of all completions of a prompt, or of all completions of a call."""
+    """Mark a function of several completions, all of a prompt or all of a call."""
     if over not in ("group", "step"):
         raise ValueError(f"batched: over must be group or step, got {over!r}")
     return marked(partial(function), function, over=over)
@@ -150,16 +149,13 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
         rows: for each sample, the row of the data that its prompt came from.
 
     Raises:
-        ValueError: if a function needs a column that a row does not have, if two have the same name, or if a function
-            stored a value in ``sample.info`` that can't be saved.
+        ValueError: if two functions have the same name, or one stored a value in ``sample.info`` that can't be saved.
     """
     names = [reward.name for reward in rewards]
     if len(set(names)) < len(names):
         raise ValueError(f"score: rewards must have different names, got {', '.join(names)}")
     if len(rows) != len(samples):
         raise ValueError(f"score: wanted one row per sample, {len(samples)}, got {len(rows)}")
-    for columns in {tuple(row) for row in rows}:
-        check_columns(rewards, columns)
     calls = []
     for reward in rewards:
         over = getattr(reward.function, "over", "sample")

@@ -1,6 +1,5 @@
 """One table of scores per rollout, read by advantages, metrics and the monitor of degenerate rewards alike."""
 
-import itertools
 import logging
 import statistics
 from collections import Counter, defaultdict, deque
@@ -14,14 +13,14 @@ from torch import Tensor
 from ...objectives import group_stats, weighted_reward
 from ..rollouts.event_loops import run
 from ..rollouts.sample import Row, Sample
-from .scoring import RewardFunction, name_of, score_samples
+from .scoring import RewardFunction, check_columns, name_of, score_samples
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RewardTable:
-    """The scores of samples by every reward function. `reward_table` makes one.
+    """The scores of samples by every reward function. `score` makes one.
 
     Attributes:
         reward: float64 [samples, rewards], NaN where a function does not apply. The whole row is NaN where a function
@@ -59,29 +58,18 @@ def score(
     functions = [f if isinstance(f, RewardFunction) else RewardFunction(name_of(f), f) for f in rewards]
     rows = [sample.row or {} for sample in samples] if rows is None else rows
     pending = [i for i, sample in enumerate(samples) if any(f.name not in sample.rewards for f in functions)]
+    for columns in {tuple(rows[i]) for i in pending}:
+        check_columns(functions, columns)
     if pending:
         run(score_samples(functions, [rows[i] for i in pending], [samples[i] for i in pending]))
-    return reward_table(functions, samples)
-
-
-def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> RewardTable:
-    """The table of the scores written by `score_samples`.
-
-    Raises:
-        ValueError: if a sample was not scored by one of these functions.
-    """
-    for sample, reward in itertools.product(samples, rewards):
-        if reward.name not in sample.rewards:
-            raise ValueError(f"reward {reward.name}: completion {sample.index} of task {sample.task} was not scored")
-    names = [reward.name for reward in rewards]
-    scores: list[list[Any]] = [[sample.rewards[name] for name in names] for sample in samples]
+    scores: list[list[Any]] = [[sample.rewards[f.name] for f in functions] for sample in samples]
     values = [[torch.nan if isinstance(score, str | None) else score for score in row] for row in scores]
-    given = torch.tensor(values, dtype=torch.float64).reshape(len(samples), len(rewards))
-    failed = [any(isinstance(row[i], str) and rewards[i].weight for i in range(len(rewards))) for row in scores]
+    given = torch.tensor(values, dtype=torch.float64).reshape(len(samples), len(functions))
+    failed = [any(isinstance(row[i], str) and f.weight for i, f in enumerate(functions)) for row in scores]
     aborted = [sample.finish == "aborted" for sample in samples]
     measured = given.masked_fill(torch.tensor(failed, dtype=torch.bool)[:, None], torch.nan)
     compared = measured.masked_fill(torch.tensor(aborted, dtype=torch.bool)[:, None], torch.nan)
-    weight = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
+    weight = torch.tensor([f.weight for f in functions], dtype=torch.float64)
     group = torch.tensor([sample.task for sample in samples], dtype=torch.int64)
     return RewardTable(
         compared,
@@ -90,7 +78,7 @@ def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -
         _without_rounding(weighted_reward(compared, weight), group),
         _without_rounding(weighted_reward(measured, weight), group),
         scores,
-        {name: column[~column.isnan()] for name, column in zip(names, given.unbind(1), strict=True)},
+        {f.name: column[~column.isnan()] for f, column in zip(functions, given.unbind(1), strict=True)},
     )
 
 

@@ -18,7 +18,7 @@ from ...data import Example, balanced
 from ...objectives import sequence_sum
 from ..batch import Batch, collate
 from ..models.rows import Layout
-from ..rewards.table import RewardTable, reward_table, score
+from ..rewards.table import RewardTable, score
 from ..rollouts.sample import Row, Sample
 
 
@@ -54,7 +54,7 @@ class RolloutBuffer:
         self.unfinished = torch.tensor([sample.finish != "stop" for sample in self.samples], dtype=torch.float64)
         self.trained = [sample.trained for sample in self.samples]
         self.sequence = torch.tensor([i for i, trained in enumerate(self.trained) for t in trained if t]).long()
-        self.scores: RewardTable = reward_table([], self.samples)
+        self.scores: RewardTable = score([], self.samples)
         self.columns: dict[str, Tensor] = {}
         if version is None:
             version = max((span.version for sample in self.samples for span in sample.spans), default=0)

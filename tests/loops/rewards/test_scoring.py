@@ -218,19 +218,10 @@ def test_no_column_that_a_function_asks_for_may_be_missing():
     function.columns = ("answer",)
     rewards = [RewardFunction("math", function)]
     check_columns(rewards, ["prompt", "answer"])
-    with pytest.raises(ValueError, match="reward math: .*; the data has no column 'answer', did you mean 'answers'"):
+    with pytest.raises(ValueError, match=r"reward math: .*; the data has no column 'answer', did you mean 'answers'"):
         check_columns(rewards, ["prompt", "answers"])
-    with pytest.raises(ValueError, match="rename a column, .*; held_out.jsonl has no column 'answer'; there are prompt"):
+    with pytest.raises(ValueError, match=r"rename .*; held_out.jsonl has no column 'answer'; there are prompt"):
         check_columns(rewards, ["prompt"], "held_out.jsonl")
-
-
-def test_judging_checks_the_columns(answer, judging):
-    def function(row, sample):
-        return 1.0
-
-    function.columns = ("answer",)
-    with pytest.raises(ValueError, match="has no column 'answer'"):
-        judging([RewardFunction("r", function)], [{"prompt": "?"}], [answer()])
 
 
 def test_rows_and_samples_come_in_pairs(groups, judging):

@@ -77,7 +77,7 @@ def test_a_column_in_its_signature_must_be_there():
     def function(completions, solution, hint="", **columns):
         return [1.0]
 
-    with pytest.raises(ValueError, match="reward r: .* no column 'solution'; there are answer, prompt"):
+    with pytest.raises(ValueError, match=r"reward r: .* no column 'solution'; there are answer, prompt"):
         check_columns([RewardFunction("r", function)], ["prompt", "answer"])
 
 
