@@ -12,7 +12,6 @@ are trained and have log-probs. Nothing that was sampled is tokenized again.
 import asyncio
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -59,8 +58,8 @@ class MultiTurnSource:
 
     ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards, None where there was none, or in a word
     how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (for TRL's rewards and for people) and
-    the environment's counts. A conversation in which the environment fails or is too slow is aborted and counted in
-    ``failures``; its turns until then are kept. So is one whose environment can't be closed, but its reward counts.
+    the environment's counts. A conversation in which the environment fails or is too slow is aborted; its turns until
+    then are kept. The first failure of each kind is logged.
 
     Args:
         source: where completions come from.
@@ -74,11 +73,11 @@ class MultiTurnSource:
     row: Callable[[int], Row]
     turns: ChatTurns | None = None
     limits: Limits = field(default_factory=Limits)
-    failures: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._places = asyncio.Semaphore(self.limits.concurrency or sys.maxsize)
         self._closing: set[asyncio.Task[None]] = set()
+        self._reported: set[str] = set()
         self.overlaps, self.stored = self.source.overlaps, self.source.stored
 
     async def sample(self, request: Request) -> list[Sample]:
@@ -197,16 +196,13 @@ class MultiTurnSource:
             self._failed("close", "failed; what the environment holds may be left over, as where it fails again", error)
 
     def _failed(self, kind: str, what: str, error: Exception) -> None:
-        if kind not in self.failures:
+        if kind not in self._reported:
             log.warning("environment: %s %s", kind, what, exc_info=error)
-        self.failures[kind] += 1
+        self._reported.add(kind)
 
     def _note(self, info: dict[str, Any], step: Step) -> None:
         """Add the reward and the counts of a turn."""
-        reward = as_score(step.reward)
-        if isinstance(reward, str):
-            self.failures[reward] += 1
-        info["turn_rewards"].append(reward)
+        info["turn_rewards"].append(as_score(step.reward))
         rewards = [reward for reward in info["turn_rewards"] if reward is not None]
         failed = [reward for reward in rewards if isinstance(reward, str)]
         info["environment_reward"] = failed[0] if failed else sum(rewards) if rewards else None

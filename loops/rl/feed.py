@@ -55,16 +55,17 @@ class RolloutFeed:
         context = self.context
         self.config, self.scheduler = context.config, context.scheduler
         self.batching: dict[str, Any] = {"layout": context.model.layout, "accelerator": context.accelerator}
+        self.steps_per_rollout: int = self.config.steps_per_rollout
         rollouts = -(-len(context.data) * self.config.epochs // self.config.prompts_per_rollout)
-        self.steps: int = self.config.steps or rollouts * self.config.steps_per_rollout
+        self.steps: int = self.config.steps or rollouts * self.steps_per_rollout
         self.step = -1  # latest requested step
         self.rollout: RolloutBuffer | None = None
         self.metrics: dict[str, float] = {}  # of the current rollout, the same in each of its steps
 
     def __call__(self, step: int) -> list[Batch]:
         config = self.config
-        number, step_of_rollout = divmod(step, config.steps_per_rollout)
-        if self.rollout is None or number != self.step // config.steps_per_rollout:
+        number, step_of_rollout = divmod(step, self.steps_per_rollout)
+        if self.rollout is None or number != self.step // self.steps_per_rollout:
             self.rollout = self._collect(number)
         self.step, rollout, select = step, self.rollout, self.select
         units = select(rollout) if select else rollout.split_groups(config.micro_tokens, self.batching["layout"])
@@ -84,12 +85,12 @@ class RolloutFeed:
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of a step over all ranks; nothing of them is stored here."""
-        if self.step % self.config.steps_per_rollout == 0:
+        if self.step % self.steps_per_rollout == 0:
             self.first_step(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         kept = None
-        if self.rollout is not None and (self.step + 1) % self.config.steps_per_rollout:  # it has further steps
+        if self.rollout is not None and (self.step + 1) % self.steps_per_rollout:  # it has further steps
             kept = {"samples": list(map(to_record, self.rollout.samples)), "columns": self.rollout.columns}
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {"step": self.step, "rollout": kept, "metrics": self.metrics, "scheduler": scheduler}
@@ -100,7 +101,7 @@ class RolloutFeed:
         self.step, self.metrics, kept = state["step"], state["metrics"], state["rollout"]
         if kept is not None:
             samples = list(map(from_record, kept["samples"]))
-            self.rollout = self._buffer([samples], self.step // self.config.steps_per_rollout)
+            self.rollout = self._buffer([samples], self.step // self.steps_per_rollout)
             self.rollout.columns = kept["columns"]
 
     def close(self) -> None:
