@@ -39,6 +39,6 @@ if TYPE_CHECKING:
     from .chat_turns import ChatTurns as ChatTurns
     from .multi_turn import MultiTurnSource as MultiTurnSource, Step as Step
     from .resolve import resolve_environment as resolve_environment, turns_for as turns_for
-    from .tools import Tools as Tools, check_tool_tags as check_tool_tags, tool_metrics as tool_metrics
+    from .tools import Tools as Tools, tool_metrics as tool_metrics
 
 __getattr__ = lazy_exports(__name__)

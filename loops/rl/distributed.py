@@ -189,7 +189,7 @@ class Follower:
         self._replies: asyncio.Queue[tuple[int | None, Any]] = asyncio.Queue()
         if self.source is not None:
             self._loop = EventLoop(background=True)
-            self._loop.run(self._start())
+            self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop.loop)
 
     def __call__(self, version: int) -> None:
         """Read all of the weights, as rank 0 publishes them at this moment, and sample from them."""
@@ -203,13 +203,10 @@ class Follower:
         if self.source is not None and self._loop.thread is not None:
             self._loop.thread.join(_PARTING)
 
-    async def _start(self) -> None:
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.set_device(self.accelerator.device)  # of this thread
-        self._serving = asyncio.create_task(self._serve())
-
     async def _serve(self) -> None:
         assert self.source is not None
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.set_device(self.accelerator.device)  # of this thread
         under_way: set[asyncio.Task[None]] = set()
         replying = asyncio.create_task(self._reply())
         last: int | None = None

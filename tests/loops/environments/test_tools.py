@@ -9,7 +9,6 @@ import pytest
 from burnish.loops.environments import (
     MultiTurnSource,
     Tools,
-    check_tool_tags,
     resolve_environment,
     tool_metrics,
     turns_for,
@@ -246,15 +245,15 @@ def test_a_function_that_cannot_be_described_is_refused():
 def test_tags_that_decoding_would_drop_are_refused(byte_tokenizer):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<tool_call>"])
-    check_tool_tags(tokenizer)
+    turns_for(lambda: Tools([calculator], role="user"), tokenizer)
     hidden = byte_tokenizer()
     hidden.add_tokens(["<tool_call>"], special_tokens=True)
     with pytest.raises(ValueError, match="tools: <tool_call> is a special token of this tokenizer"):
-        check_tool_tags(hidden)
+        turns_for(lambda: Tools([calculator]), hidden)
     hidden = byte_tokenizer()
     hidden.add_tokens(['<|"|>'], special_tokens=True)
     with pytest.raises(ValueError, match=r'tools: <\|"\|> is a special token of this tokenizer'):
-        check_tool_tags(hidden)
+        turns_for(lambda: Tools([calculator]), hidden)
 
 
 @pytest.mark.parametrize(
