@@ -243,7 +243,7 @@ def test_a_function_that_cannot_be_described_is_refused():
 
 
 def test_tags_that_decoding_would_drop_are_refused(byte_tokenizer):
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer("{{ tools | tojson if tools }}" + byte_tokenizer().chat_template)
     tokenizer.add_tokens(["<tool_call>"])
     turns_for(lambda: Tools([calculator], role="user"), tokenizer)
     hidden = byte_tokenizer()
