@@ -17,10 +17,11 @@ the working directory, my_games.py:
             return Step(f"And {self.wanted}?", done=not right or not self.left, reward=float(right))
 
 and in the configuration: ``environment: {my_games:Doubling: {turns: 2}}``. Each conversation has an environment of its
-own. ``reset(row)`` gives the prompt of a row of the data; ``step(completion)`` the reply to the policy's latest turn,
-whether the conversation is over, and a reward, summed over the turns. Prompt and reply are text, messages or token ids.
-Both may be async, and ``close()`` is called at the end if there is one. A conversation whose ``step`` raises, or takes
-longer than ``limits.seconds``, ends and is masked. See `Environment`, `Step`, `Limits`.
+own. ``reset(row)`` gives the prompt, which depends on the row alone: a group shares it; ``step(completion)`` the reply
+to the policy's latest turn, whether the conversation is over, and a reward, summed over the turns. Prompt and reply are
+text (a user's), messages or token ids. All may be async. ``close()``, if there is one, is called exactly once, however
+the conversation ends. One whose ``step`` raises, or takes longer than ``limits.seconds``, ends and is masked; a plain
+function goes on in its thread, and the environment is closed when it returns. See `Step`, `Limits`.
 
 multi_turn, chat_turns    one loop, tokens in, tokens out; the tokens between turns under a chat template
 tools                     functions that the policy calls; a calculator
@@ -36,8 +37,8 @@ from ...lazy import lazy_exports
 if TYPE_CHECKING:
     from ..config import Limits as Limits
     from .chat_turns import ChatTurns as ChatTurns
-    from .multi_turn import Environment as Environment, MultiTurnSource as MultiTurnSource, Step as Step
+    from .multi_turn import MultiTurnSource as MultiTurnSource, Step as Step
     from .resolve import resolve_environment as resolve_environment, turns_for as turns_for
-    from .tools import Tools as Tools, check_tool_tags as check_tool_tags, tool_metrics as tool_metrics
+    from .tools import Tools as Tools, tool_metrics as tool_metrics
 
 __getattr__ = lazy_exports(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 from ..rewards.reasoning_gym import ReasoningGym
 from ..rewards.scoring import call
 from ..rollouts.sample import Row, Sample
-from .multi_turn import Environment, Step
+from .multi_turn import Step
 
 
 class SingleTurn:
@@ -26,7 +26,7 @@ class SingleTurn:
         return Step(done=True, reward=await call(self.reward, self.row, completion))
 
 
-def reasoning_gym(tag: str = "answer") -> Environment:
+def reasoning_gym(tag: str = "answer") -> SingleTurn:
     return SingleTurn(ReasoningGym(tag))
 
 

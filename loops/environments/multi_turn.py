@@ -11,21 +11,18 @@ are trained and have log-probs. Nothing that was sampled is tokenized again.
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from ...data.columns import Message
 from ..config import Limits
 from ..rewards.scoring import OutOfTime, as_score, call, is_async, within
 from ..rollouts.event_loops import gather_or_cancel, run
 from ..rollouts.sample import Request, Row, Sample, VersionSpan, plain
-from ..rollouts.source import RolloutSource, check_completions
+from ..rollouts.source import NamedWeights, RolloutSource, check_completions
 from .chat_turns import ChatTurns
 
 log = logging.getLogger(__name__)
@@ -49,22 +46,6 @@ class Step(NamedTuple):
     counts: Mapping[str, float] = {}
 
 
-class Environment(Protocol):
-    """The other side of one conversation. All of its functions may be async.
-
-    One that has a function ``close()`` is closed exactly once, however the conversation ends. A plain ``reset`` or
-    ``step`` that took too long goes on in its thread, and the environment is closed when it returns.
-    """
-
-    def reset(self, row: Row) -> str | Sequence[Message] | Sequence[int] | Awaitable[Any]:
-        """The prompt, as messages, a text (a user's) or token ids. It depends on the row alone: a group shares it."""
-        ...
-
-    def step(self, completion: Sample) -> Step | Awaitable[Step]:
-        """``completion`` is the latest turn: its tokens, its text, how it ended."""
-        ...
-
-
 async def close(environment: Any) -> None:
     """Close an environment, if it has a function for that, plain or async."""
     if callable(function := getattr(environment, "close", None)):
@@ -77,8 +58,8 @@ class MultiTurnSource:
 
     ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards, None where there was none, or in a word
     how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (for TRL's rewards and for people) and
-    the environment's counts. A conversation in which the environment fails or is too slow is aborted and counted in
-    ``failures``; its turns until then are kept. So is one whose environment can't be closed, but its reward counts.
+    the environment's counts. A conversation in which the environment fails or is too slow is aborted; its turns until
+    then are kept. The first failure of each kind is logged.
 
     Args:
         source: where completions come from.
@@ -88,16 +69,15 @@ class MultiTurnSource:
     """
 
     source: RolloutSource
-    make: Callable[[], Environment]
+    make: Callable[[], Any]
     row: Callable[[int], Row]
     turns: ChatTurns | None = None
     limits: Limits = field(default_factory=Limits)
-    failures: Counter[str] = field(default_factory=Counter)
-    _closing: "set[asyncio.Task[None]]" = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        places = self.limits.concurrency
-        self._places: AbstractAsyncContextManager[Any] = asyncio.Semaphore(places) if places else nullcontext()
+        self._places = asyncio.Semaphore(self.limits.concurrency or sys.maxsize)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._reported: set[str] = set()
         self.overlaps, self.stored = self.source.overlaps, self.source.stored
 
     async def sample(self, request: Request) -> list[Sample]:
@@ -115,7 +95,7 @@ class MultiTurnSource:
             )
         return samples
 
-    async def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    async def publish(self, weights: NamedWeights, version: int) -> None:
         await self.source.publish(weights, version)
 
     async def version(self) -> int | None:
@@ -216,16 +196,13 @@ class MultiTurnSource:
             self._failed("close", "failed; what the environment holds may be left over, as where it fails again", error)
 
     def _failed(self, kind: str, what: str, error: Exception) -> None:
-        if kind not in self.failures:
+        if kind not in self._reported:
             log.warning("environment: %s %s", kind, what, exc_info=error)
-        self.failures[kind] += 1
+        self._reported.add(kind)
 
     def _note(self, info: dict[str, Any], step: Step) -> None:
         """Add the reward and the counts of a turn."""
-        reward = as_score(step.reward)
-        if isinstance(reward, str):
-            self.failures[reward] += 1
-        info["turn_rewards"].append(reward)
+        info["turn_rewards"].append(as_score(step.reward))
         rewards = [reward for reward in info["turn_rewards"] if reward is not None]
         failed = [reward for reward in rewards if isinstance(reward, str)]
         info["environment_reward"] = failed[0] if failed else sum(rewards) if rewards else None
@@ -261,7 +238,7 @@ class _Played:
     """An environment that is closed once none of its functions runs: a plain one that timed out continues in a
     thread."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Any) -> None:
         self.environment = environment
         self.latest: Future[None] = Future()  # call of a plain function
 

@@ -16,14 +16,15 @@ from ...data.chat import Encoder
 from ..registry import build, find
 from ..rollouts.event_loops import run
 from .chat_turns import ChatTurns
-from .multi_turn import Environment, close
-from .tools import check_tool_tags
+from .multi_turn import close
+from .tool_formats import GEMMA_QUOTE
+from .tools import CLOSE, OPEN
 
 SHIPPED = {"guess_number": ".games:GuessNumber", "reasoning_gym": ".games:reasoning_gym", "tools": ".tools:Tools"}
 TOOLS = {"calculator": ".tools:calculator"}
 
 
-def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable[[], Environment]:
+def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable[[], Any]:
     """Return a function that makes an environment for each conversation.
 
     Raises:
@@ -45,7 +46,7 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
 
 
 def turns_for(
-    make: Callable[[], Environment],
+    make: Callable[[], Any],
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTurns:
@@ -57,8 +58,13 @@ def turns_for(
     environment = make()
     schemas = getattr(environment, "schemas", None)
     run(close(environment))
-    if schemas:
-        check_tool_tags(tokenizer)
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    hidden = sorted({OPEN, CLOSE, GEMMA_QUOTE} & (special | set(tokenizer.all_special_tokens)))
+    if schemas and hidden:  # completions are decoded without special tokens
+        raise ValueError(
+            f"tools: {hidden[0]} is a special token of this tokenizer, so it is missing from the text of "
+            "completions and no call would be seen as it is; add it as a token that is not special"
+        )
     turns = ChatTurns(Encoder(tokenizer, None, chat_template_kwargs or {}), {"tools": schemas} if schemas else {})
     if schemas:
         turns.suffix([{"role": getattr(environment, "role", "tool"), "content": "a result"}])

@@ -8,7 +8,6 @@ call, which the policy can correct, and which is counted.
 
 import ast
 import asyncio
-import difflib
 import inspect
 import json
 import math
@@ -17,13 +16,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
+from ..registry import nearest
 from ..rewards.scoring import OutOfTime, call, within
 from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
-from .tool_formats import GEMMA_QUOTE, ParsedCall, parse_arguments, parse_keyed, parse_untagged
+from .tool_formats import ParsedCall, parse_arguments, parse_keyed, parse_untagged
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -77,9 +76,7 @@ class Tools:
     async def _make(self, name: str, arguments: dict[str, Any], problem: str) -> tuple[bool, str]:
         """Make a call; returns (True, its result) or (False, its error)."""
         if not problem and name not in self.tools:
-            near = difflib.get_close_matches(name, self.tools, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.tools)}"
-            problem = f"no tool {name!r}, {hint}"
+            problem = nearest("no tool", name, self.tools)
         if problem:
             return False, f"error: {problem}"
         schema = self.schemas[list(self.tools).index(name)]["function"]["parameters"]["properties"]
@@ -103,17 +100,6 @@ def parse_calls(text: str) -> list[ParsedCall]:
     text = text.split("</think>", 1)[-1]
     pieces = re.findall(f"{OPEN}(.*?)(?={OPEN}|$)", text, re.DOTALL)
     return [_parse(piece) for piece in pieces] if pieces else parse_untagged(text)
-
-
-def check_tool_tags(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if a tag is a special token: completions are decoded without them, so calls would be hidden."""
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    hidden = sorted({OPEN, CLOSE, GEMMA_QUOTE} & (special | set(tokenizer.all_special_tokens)))
-    if hidden:
-        raise ValueError(
-            f"tools: {hidden[0]} is a special token of this tokenizer, so it is missing from the text of "
-            "completions and no call would be seen as it is; add it as a token that is not special"
-        )
 
 
 def tool_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -19,7 +19,7 @@ score is a number, the higher the better; None where the function does not apply
 scoring      many functions at once, and their failures
 table        the scores of a rollout, what a step logs of them, and warnings about degenerate ones
 resolve      the names in a configuration
-sandbox, trl                                       a process of its own; functions written for TRL
+sandbox      a process of its own
 math, text, length, reasoning_gym, reward_models   the rewards that are shipped
 """
 
@@ -29,12 +29,11 @@ from typing import TYPE_CHECKING
 from ...lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from .resolve import resolve_names as resolve_names, resolve_rewards as resolve_rewards
+    from .resolve import resolve_rewards as resolve_rewards
     from .sandbox import isolated as isolated
-    from .scoring import RewardError as RewardError, RewardFunction as RewardFunction, batched as batched
+    from .scoring import RewardFunction as RewardFunction, batched as batched
     from .scoring import check_columns as check_columns, refuse_broken as refuse_broken, score_samples as score_samples
     from .table import RewardMonitor as RewardMonitor, RewardTable as RewardTable, reward_metrics as reward_metrics
-    from .table import reward_table as reward_table, score as score
-    from .trl import from_trl as from_trl
+    from .table import score as score
 
 __getattr__ = lazy_exports(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..registry import nearest
+from ..registry import build, nearest
 from ..rollouts.sample import Row, Sample
 
 INSTRUCTION = "Give your final answer between <answer> and </answer>."
@@ -50,10 +50,7 @@ def reasoning_gym_rows(
         ValueError: if there is no such task, or it has no such option; names the nearest.
     """
     gym = _gym(task)
-    known = gym.factory.DATASETS[task][1].__dataclass_fields__
-    for option in options:
-        if option not in known:
-            raise ValueError(nearest(f"reasoning_gym {task}: no option", option, known))
+    build(f"reasoning_gym {task}", gym.factory.DATASETS[task][1], options)
     data = gym.create_dataset(task, seed=seed, size=count, **options)
     rows: list[dict[str, Any]] = []
     for entry in map(data.__getitem__, range(count)):

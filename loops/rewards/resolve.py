@@ -9,7 +9,6 @@ rewards:
 In Python, a function may take the place of its name, and one or a list of them that of a mapping with weights of 1.
 """
 
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,8 +17,7 @@ from ..config import RewardMix
 from ..registry import build, find
 from ..rollouts.sample import Row, Sample
 from .sandbox import isolated
-from .scoring import RewardFunction, name_of
-from .trl import adapted
+from .scoring import RewardFunction, adapted, name_of
 
 SHIPPED = {
     "math": ".math:MathEquivalence",
@@ -31,8 +29,8 @@ SHIPPED = {
     "cosine": ".length:CosineLength",
     "reasoning_gym": ".reasoning_gym:ReasoningGym",
     "environment": ".resolve:environment_reward",
-    "reward_model": ".reward_models:load_reward_model",
-    "prm": ".reward_models:load_prm",
+    "reward_model": ".reward_models:RewardModel",
+    "prm": ".reward_models:ProcessRewardModel",
 }
 _ISOLATED = ("math", "cosine")  # sympy may take forever on a policy's expressions
 
@@ -50,23 +48,6 @@ def resolve_rewards(spec: RewardMix, **given: Any) -> list[RewardFunction]:
     Raises:
         ValueError: lists the available names if one is not found.
     """
-    return _resolved(spec, given)
-
-
-def resolve_names(spec: RewardMix) -> list[RewardFunction]:
-    """Names and weights for ranks that call no reward; nothing is loaded. See `resolve_rewards`."""
-    return _resolved(spec, None)
-
-
-def environment_reward(row: Row, sample: Sample) -> float | None:
-    """The environment's rewards summed over the turns of a conversation; NaN if it failed in one of them."""
-    if "environment_reward" not in sample.info:
-        raise ValueError("environment: this completion comes from no environment; name one, or leave this reward out")
-    reward: float | str | None = sample.info["environment_reward"]
-    return math.nan if isinstance(reward, str) else reward
-
-
-def _resolved(spec: RewardMix, given: Mapping[str, Any] | None) -> list[RewardFunction]:
     if not spec:
         raise ValueError(f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function")
     rewards: dict[str, RewardFunction] = {}
@@ -80,35 +61,31 @@ def _resolved(spec: RewardMix, given: Mapping[str, Any] | None) -> list[RewardFu
         what = settings.pop("function", key)
         name = key.rpartition(":")[2] if isinstance(key, str) else name_of(key)
         isolate = settings.pop("isolate", what in _ISOLATED)
-        function = _not_here if given is None else _function(what, settings, given)
-        function = isolated(function) if isolate and given is not None else function
+        reward = RewardFunction(name, _function(what, settings, given), weight, timeout)
+        reward.function = isolated(reward.function) if isolate else reward.function
         if name in rewards:
             raise ValueError(f"rewards: two are called {name}; rename one, as in {{other: {{function: {name}}}}}")
-        rewards[name] = RewardFunction(name, function, weight, timeout)
+        rewards[name] = reward
     if not any(reward.weight for reward in rewards.values()):
         raise ValueError("rewards: every weight is 0, so nothing would be learned; give one above 0")
     return list(rewards.values())
 
 
-def _not_here(row: Row, sample: Sample) -> float:
-    raise AssertionError("rewards are given on the main process alone")
+def environment_reward(row: Row, sample: Sample) -> float | None:
+    """The environment's rewards summed over the turns of a conversation; NaN if it failed in one of them."""
+    if "environment_reward" not in sample.info:
+        raise ValueError("environment: this completion comes from no environment; name one, or leave this reward out")
+    reward: float | str | None = sample.info["environment_reward"]
+    return math.nan if isinstance(reward, str) else reward
 
 
 def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> Any:
     inner = settings.get("correct")
     if isinstance(inner, str):  # the reward that another one calls
-        settings["correct"] = _function(inner, {}, given)
+        settings["correct"] = adapted(_function(inner, {}, given))
     factory = find("reward", name, SHIPPED, __package__) if isinstance(name, str) else name
     name = name if isinstance(name, str) else name_of(name)
-    function = build(f"reward {name}", factory, settings, factory=name in ("reward_model", "prm"), **given)
+    function = build(f"reward {name}", factory, settings, **given)
     if not callable(function):
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
-    function = adapted(function)
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        wanted = "wanted the parameters (completion, and columns of the data), or (row, sample)"
-        raise ValueError(f"reward {name}: {wanted}, got {inspect.signature(function)}") from error
-    except ValueError:  # a built-in function has no signature that can be read
-        pass
     return function

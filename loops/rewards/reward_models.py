@@ -4,8 +4,7 @@ They read the policy's sampled tokens, because tokenizing text again may give ot
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
@@ -22,7 +21,6 @@ Tokenizer = Any  # of transformers
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@dataclass(frozen=True)
 class RewardModel:
     """The score that a reward model gives to prompt and completion, where the completion ends (`loops.recipes.reward`).
 
@@ -30,20 +28,19 @@ class RewardModel:
     are equal completions, whose scores would differ by rounding.
 
     Args:
+        model: directory, or name on the Hub.
         tokenizer: the policy's.
-        model_tokenizer: the reward model's.
         micro_tokens: tokens that one forward pass computes at most, unless one completion alone has more.
+
+    Raises:
+        ValueError: if its tokens are not the policy's, or it has no head of one output.
     """
 
-    scorer: Scorer
-    tokenizer: Tokenizer
-    model_tokenizer: Tokenizer
-    micro_tokens: int = 8192
-    over: ClassVar[str] = "group"
-    concurrency: ClassVar[int] = 1
+    over, concurrency = "group", 1
 
-    def __post_init__(self) -> None:
-        check_same_tokens("reward_model", self.tokenizer, self.model_tokenizer)
+    def __init__(self, model: str, tokenizer: Tokenizer, *, device: str = DEVICE, micro_tokens: int = 8192) -> None:
+        self.scorer, _ = load_scorer("reward_model", AutoModelForSequenceClassification, model, tokenizer, device)
+        self.micro_tokens = micro_tokens
 
     def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> list[float | None]:
         texts = [(tuple(sample.prompt), tuple(sample.tokens)) for sample in samples]
@@ -63,7 +60,6 @@ class RewardModel:
         return [values.get(text) for text in texts]
 
 
-@dataclass(frozen=True)
 class ProcessRewardModel:
     """A process reward model's scores of a completion's steps as one number; see `loops.recipes.prm`.
 
@@ -71,19 +67,23 @@ class ProcessRewardModel:
     added, because the model was trained to score there. Runs of separators end one step.
 
     Args:
-        tokenizer: the policy's.
-        model_tokenizer: the model's.
+        model, tokenizer: see `RewardModel`.
         how: the weakest step, the product, the last one or the mean, see `objectives.step_aggregate`.
     """
 
-    scorer: Scorer
-    tokenizer: Tokenizer
-    model_tokenizer: Tokenizer
-    how: Literal["min", "prod", "last", "mean"] = "min"
-    concurrency: ClassVar[int] = 1
+    concurrency = 1
 
-    def __post_init__(self) -> None:
-        check_same_tokens("prm", self.tokenizer, self.model_tokenizer)
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        device: str = DEVICE,
+        how: Literal["min", "prod", "last", "mean"] = "min",
+    ) -> None:
+        loaded = load_scorer("prm", AutoModelForTokenClassification, model, tokenizer, device)
+        self.scorer, self.model_tokenizer = loaded
+        self.tokenizer, self.how = tokenizer, how
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
         completion, ends = self._steps(sample)
@@ -113,38 +113,18 @@ class ProcessRewardModel:
         return completion, ends
 
 
-def load_reward_model(
-    model: str, tokenizer: Tokenizer, *, device: str = DEVICE, micro_tokens: int = 8192
-) -> RewardModel:
-    """A reward model from a directory or the Hub, to score the completions of the policy with this tokenizer.
-
-    Raises:
-        ValueError: if its tokens are not the policy's, or it has no head of one output.
-    """
-    return RewardModel(*_loaded(AutoModelForSequenceClassification, model, tokenizer, device), micro_tokens)
-
-
-def load_prm(
-    model: str, tokenizer: Tokenizer, *, device: str = DEVICE, how: Literal["min", "prod", "last", "mean"] = "min"
-) -> ProcessRewardModel:
-    """A process reward model from a directory or the Hub; see `load_reward_model`."""
-    return ProcessRewardModel(*_loaded(AutoModelForTokenClassification, model, tokenizer, device), how)
-
-
-def check_same_tokens(who: str, policy: Tokenizer, model: Tokenizer) -> None:
-    """Raise ValueError at the first token of the policy that the model reads as another one, or does not know."""
-    for index, token, other in vocabulary_differences(policy, model):
+def load_scorer(who: str, kind: Any, model: str, tokenizer: Tokenizer, device: str) -> tuple[Scorer, Tokenizer]:
+    """The model and its tokenizer; ValueError at the first token of the policy that it reads as another one, or does
+    not know."""
+    with blaming(f"reward model {model}"):
+        loaded, model_tokenizer = kind.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    for index, token, other in vocabulary_differences(tokenizer, model_tokenizer):
         there = "does not exist" if other is None else f"is {other!r}"
         raise ValueError(
             f"{who}: token {index} is {token!r} for the policy, and {there} for the reward model, so it would read "
             "another text; choose one that was trained with the policy's tokenizer"
         )
-
-
-def _loaded(kind: Any, model: str, tokenizer: Tokenizer, device: str) -> tuple[Scorer, Tokenizer, Tokenizer]:
-    with blaming(f"reward model {model}"):
-        loaded, model_tokenizer = kind.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     scorer = Scorer(loaded.requires_grad_(False).eval().to(device))
     # In bfloat16 the scores of a group are often equal.
     scorer.head.to(torch.promote_types(next(scorer.head.parameters()).dtype, torch.float32))
-    return scorer, tokenizer, model_tokenizer
+    return scorer, model_tokenizer

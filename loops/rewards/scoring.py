@@ -15,12 +15,10 @@ completions, ``(rows, samples) -> list``, is marked by `batched`. Attributes may
                    other functions give
 
 A masked completion is not trained on, and is in no mean and no standard deviation of its group; so is one that no
-function applies to. A function of weight 0 is only measured, and masks nothing. Missing scores are counted by their
-reason, and are never 0. A function that raises in all its calls of the first rollout ends the run.
+function applies to. A function of weight 0 masks nothing. Missing scores are counted by their reason, and are never 0.
 """
 
 import asyncio
-import difflib
 import inspect
 import logging
 import math
@@ -32,6 +30,7 @@ from numbers import Real
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
+from ..registry import nearest
 from ..rollouts.event_loops import off_loop
 from ..rollouts.sample import Row, Sample, plain
 
@@ -53,10 +52,6 @@ ADVICE = {
 }
 
 
-class RewardError(ValueError):
-    """A reward function that can't work as it is."""
-
-
 class OutOfTime(Exception):
     """A call took longer than its time limit."""
 
@@ -66,6 +61,7 @@ class RewardFunction:
     """A reward function with the name that it is logged by.
 
     Attributes:
+        function: in one of our forms, or of text or TRL, see `adapted`.
         weight: weight of its score in the sum; at 0 it is only measured.
         timeout: seconds that one call may take; a batched function has one call for all its completions.
         reported: the first failure of each kind, as logged.
@@ -85,22 +81,52 @@ class RewardFunction:
             raise ValueError(f"reward {self.name}: its weight must be finite, got {self.weight}")
         if not self.timeout > 0:
             raise ValueError(f"reward {self.name}: its timeout must be > 0 seconds, got {self.timeout}")
+        self.function = adapted(self.function)
 
 
 def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step") -> Callable[..., Any]:
-    """Mark a function ``(rows, samples) -> list`` of all completions of a prompt, or of all completions of a call."""
+    """Mark a function of several completions, all of a prompt or all of a call."""
     if over not in ("group", "step"):
         raise ValueError(f"batched: over must be group or step, got {over!r}")
     return marked(partial(function), function, over=over)
 
 
-def from_text(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a reward function of text, ``f(completion, ...)``, which is called by the names of its parameters.
+def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function as one of ours: the names of its parameters tell whether it was written for TRL or for text.
 
-    ``completion`` is the text of the completion, ``row`` the whole row, others are its columns, such as ``prompt``.
+    A function of text, ``f(completion, ...)``, is called by the names of its parameters: ``completion`` is the text,
+    ``row`` the whole row, others are its columns, such as ``prompt``. One of TRL, ``f(prompts, completions,
+    **columns) -> list[float]``, gets what it would get there: prompts as the rows have them, completions as messages if
+    the prompts are messages and as text otherwise, ``completion_ids``, and all other columns by their names. What it
+    logs by ``log_extra`` and ``log_metric`` is kept in ``sample.info``.
+
+    Raises:
+        ValueError: if it has other parameters, or can't do without TRL's trainer.
     """
-    columns = [name for name in required(function) if name not in ("completion", "row", "sample")]
-    return marked(partial(_call_by_names, function), function, columns=columns)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built-in functions have none that can be read
+        return function
+    parameters = signature.parameters
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (2, 4)]  # *args, **kwargs
+    if parameters.keys() & {"prompts", "completions", "completion_ids"}:
+        if needs := {"trainer_state", "environments"}.intersection(required):
+            raise ValueError(
+                f"reward {name_of(function)}: needs {min(needs)}, which only TRL's trainer has; give that parameter a "
+                "default"
+            )
+        ours = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
+        columns = ["prompt", *(name for name in required if name not in ours)]
+        return marked(partial(_call_trl, function), function, over="step", columns=columns)
+    if "completion" in parameters:
+        columns = [name for name in required if name not in ("completion", "row", "sample")]
+        return marked(partial(_call_by_names, function), function, columns=columns)
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        wanted = "wanted the parameters (completion, and columns of the data), or (row, sample)"
+        raise ValueError(f"reward {name_of(function)}: {wanted}, got {signature}") from error
+    return function
 
 
 def marked(reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any) -> Callable[..., Any]:
@@ -114,12 +140,6 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def required(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that have no default value."""
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
 async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
     """Score every sample by every function, and write ``sample.rewards[name]``.
 
@@ -129,16 +149,13 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
         rows: for each sample, the row of the data that its prompt came from.
 
     Raises:
-        ValueError: if a function needs a column that a row does not have, if two have the same name, or if a function
-            stored a value in ``sample.info`` that can't be saved.
+        ValueError: if two functions have the same name, or one stored a value in ``sample.info`` that can't be saved.
     """
     names = [reward.name for reward in rewards]
     if len(set(names)) < len(names):
         raise ValueError(f"score: rewards must have different names, got {', '.join(names)}")
     if len(rows) != len(samples):
         raise ValueError(f"score: wanted one row per sample, {len(samples)}, got {len(rows)}")
-    for columns in {tuple(row) for row in rows}:
-        check_columns(rewards, columns)
     calls = []
     for reward in rewards:
         over = getattr(reward.function, "over", "sample")
@@ -154,10 +171,10 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
 
 
 def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
-    """Raise RewardError, with the first traceback, if a function raised in each of its calls for these samples."""
+    """Raise ValueError, with the first traceback, if a function raised in each of its calls for these samples."""
     for reward in rewards:
         if samples and all(sample.rewards[reward.name] == "error" for sample in samples):
-            raise RewardError(
+            raise ValueError(
                 f"reward {reward.name}: it raised in every one of its calls, for all {len(samples)} completions of the "
                 "first rollout, so nothing can be learned from it; fix it or leave it out. The first error:\n"
                 + reward.reported.get("error", "(in the log of the process that called it)")
@@ -166,16 +183,12 @@ def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
 
 def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], source: str = "the data") -> None:
     """Raise ValueError, before anything is sampled, if a column that a function reads is missing."""
-    there = [str(column) for column in columns]
+    there = set(columns)
     for reward in rewards:
         for wanted in getattr(reward.function, "columns", ()):
             if wanted not in there:
-                near = difflib.get_close_matches(wanted, there, n=1)
-                raise ValueError(
-                    f"reward {reward.name}: needs the column '{wanted}', and {source} has ({', '.join(there)}); "
-                    + (f"should '{near[0]}' be '{wanted}'? Rename" if near else "rename")
-                    + " the column, or tell the reward which one to read"
-                )
+                advice = "rename a column, or tell the reward which one to read"
+                raise ValueError(nearest(f"reward {reward.name}: {advice}; {source} has no column", wanted, there))
 
 
 def as_score(value: Any) -> float | str | None:
@@ -237,6 +250,31 @@ async def _call_by_names(function: Callable[..., Any], row: Row, sample: Sample)
     known = {**row, "row": row, "sample": sample, "completion": sample.text}
     names = inspect.signature(function).parameters
     return await call(function, **{name: known[name] for name in names if name in known})
+
+
+async def _call_trl(function: Callable[..., Any], rows: Sequence[Row], samples: Sequence[Sample]) -> Any:
+    def log_extra(name: str, values: Sequence[Any]) -> None:
+        for sample, value in zip(samples, values, strict=True):
+            sample.info[name] = plain(value, f"reward {name_of(function)}, which logs {name!r}")
+
+    columns = {name for row in rows for name in row} - {"prompt", "completion", "completion_ids"}
+    named: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
+    named |= {
+        "prompts": [row["prompt"] for row in rows],
+        "completions": [
+            sample.text
+            if isinstance(row["prompt"], str)
+            else sample.info.get("messages", [{"role": "assistant", "content": sample.text}])
+            for row, sample in zip(rows, samples, strict=True)
+        ],
+        "completion_ids": [sample.tokens for sample in samples],
+        "log_extra": log_extra,
+        "log_metric": lambda name, value: log_extra(name, [value] * len(samples)),
+    }
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        named = {name: value for name, value in named.items() if name in parameters}
+    return await call(function, **named)
 
 
 async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample], single: bool) -> None:

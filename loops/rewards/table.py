@@ -1,9 +1,8 @@
 """One table of scores per rollout, read by advantages, metrics and the monitor of degenerate rewards alike."""
 
-import itertools
 import logging
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,15 +13,14 @@ from torch import Tensor
 from ...objectives import group_stats, weighted_reward
 from ..rollouts.event_loops import run
 from ..rollouts.sample import Row, Sample
-from .scoring import RewardFunction, name_of, score_samples
-from .trl import adapted
+from .scoring import RewardFunction, check_columns, name_of, score_samples
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RewardTable:
-    """The scores of samples by every reward function. `reward_table` makes one.
+    """The scores of samples by every reward function. `score` makes one.
 
     Attributes:
         reward: float64 [samples, rewards], NaN where a function does not apply. The whole row is NaN where a function
@@ -32,7 +30,6 @@ class RewardTable:
         total: float64 [samples], the weighted sums; NaN where there is none. Those of a group that differ by rounding
             alone are equal.
         measured_total: as ``total``, with the scores of aborted completions: what metrics count.
-        names: names of the reward functions.
         scores: [samples][rewards], as the functions gave them, failures included.
         numbers: by name, float64 [scored], all scores that are numbers, even if another function failed.
     """
@@ -42,7 +39,6 @@ class RewardTable:
     weight: Tensor
     total: Tensor
     measured_total: Tensor
-    names: Sequence[str]
     scores: Sequence[Sequence[float | str | None]]
     numbers: Mapping[str, Tensor]
 
@@ -53,41 +49,27 @@ def score(
     """Score every sample by every function that has not scored it yet, and return the table of all scores.
 
     Args:
-        rewards: ``f(row, sample)``; ``f(completion, ...)``, see `scoring.from_text`; functions written for TRL,
-            ``f(prompts, completions, ...)``; or any of them in a `RewardFunction`, with a weight.
+        rewards: functions as `scoring.adapted` takes them, or any of them in a `RewardFunction`, with a weight.
         rows: for each sample, the row that its prompt came from; by default ``sample.row``.
 
     Raises:
         ValueError: if a function needs a column that a row does not have, or two functions have the same name.
     """
     functions = [f if isinstance(f, RewardFunction) else RewardFunction(name_of(f), f) for f in rewards]
-    for each in functions:
-        each.function = adapted(each.function)
     rows = [sample.row or {} for sample in samples] if rows is None else rows
     pending = [i for i, sample in enumerate(samples) if any(f.name not in sample.rewards for f in functions)]
+    for columns in {tuple(rows[i]) for i in pending}:
+        check_columns(functions, columns)
     if pending:
         run(score_samples(functions, [rows[i] for i in pending], [samples[i] for i in pending]))
-    return reward_table(functions, samples)
-
-
-def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> RewardTable:
-    """The table of the scores written by `score_samples`.
-
-    Raises:
-        ValueError: if a sample was not scored by one of these functions.
-    """
-    for sample, reward in itertools.product(samples, rewards):
-        if reward.name not in sample.rewards:
-            raise ValueError(f"reward {reward.name}: completion {sample.index} of task {sample.task} was not scored")
-    names = [reward.name for reward in rewards]
-    scores: list[list[Any]] = [[sample.rewards[name] for name in names] for sample in samples]
+    scores: list[list[Any]] = [[sample.rewards[f.name] for f in functions] for sample in samples]
     values = [[torch.nan if isinstance(score, str | None) else score for score in row] for row in scores]
-    given = torch.tensor(values, dtype=torch.float64).reshape(len(samples), len(rewards))
-    failed = [any(isinstance(row[i], str) and rewards[i].weight for i in range(len(rewards))) for row in scores]
+    given = torch.tensor(values, dtype=torch.float64).reshape(len(samples), len(functions))
+    failed = [any(isinstance(row[i], str) and f.weight for i, f in enumerate(functions)) for row in scores]
     aborted = [sample.finish == "aborted" for sample in samples]
     measured = given.masked_fill(torch.tensor(failed, dtype=torch.bool)[:, None], torch.nan)
     compared = measured.masked_fill(torch.tensor(aborted, dtype=torch.bool)[:, None], torch.nan)
-    weight = torch.tensor([reward.weight for reward in rewards], dtype=torch.float64)
+    weight = torch.tensor([f.weight for f in functions], dtype=torch.float64)
     group = torch.tensor([sample.task for sample in samples], dtype=torch.int64)
     return RewardTable(
         compared,
@@ -95,9 +77,8 @@ def reward_table(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -
         weight,
         _without_rounding(weighted_reward(compared, weight), group),
         _without_rounding(weighted_reward(measured, weight), group),
-        names,
         scores,
-        {name: column[~column.isnan()] for name, column in zip(names, given.unbind(1), strict=True)},
+        {f.name: column[~column.isnan()] for f, column in zip(functions, given.unbind(1), strict=True)},
     )
 
 
@@ -150,17 +131,16 @@ class RewardMonitor:
     factor: float = 100.0
     patience: int = 3
     reported: set[str] = field(default_factory=set)
-    _largest: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _spread: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _lasting: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _past: dict[tuple[str, str], deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=100)))
 
     def __call__(self, table: RewardTable, samples: Sequence[Sample]) -> list[str]:
         """Log the new problems of this step, and return them."""
         problems: dict[str, str] = {}  # by kind
+        spread: dict[str, float] = {}
 
         def lasting(problem: str, now: bool, advice: str) -> None:
-            self._lasting[problem] = self._lasting[problem] + 1 if now else 0
-            if self._lasting[problem] >= self.patience:
+            self._past["lasting", problem].append(now)
+            if sum(list(self._past["lasting", problem])[-self.patience :]) == self.patience:
                 problems[problem] = f"{problem} in {self.patience} steps in a row, {advice}"
 
         lasting(
@@ -183,23 +163,21 @@ class RewardMonitor:
             silent = len(numbers) == 0 < len(samples)
             lasting(f"reward {name}: gave no score", silent, f"so it teaches nothing; {why}")
             if len(numbers):
-                largest, before = numbers.abs().max().item(), self._largest[name][-100:]
+                largest, before = numbers.abs().max().item(), self._past["largest", name]
                 usual = statistics.median(before) if len(before) >= self.patience else 0.0
-                self._largest[name].append(largest)
+                before.append(largest)
                 if usual and largest > self.factor * usual:
                     problems[f"explosion {name}"] = (
                         f"reward {name}: a score of size {largest:g}, where {usual:g} was usual; clip it, or take its "
                         "logarithm, because one such completion decides the whole step"
                     )
             if len(numbers) > 1:
-                self._spread[name].append(abs(weight) * numbers.std().item())
-        spread = {
-            name: statistics.fmean(past[-100:])
-            for name, past in self._spread.items()
-            if len(past) >= self.patience and any(past)
-        }
-        loud, quiet = max(spread, key=spread.__getitem__, default=""), min(spread, key=spread.__getitem__, default="")
-        if len(spread) > 1 and spread[loud] > self.factor * spread[quiet]:
+                self._past["spread", name].append(abs(weight) * numbers.std().item())
+            past = self._past["spread", name]
+            if len(past) >= self.patience and any(past):
+                spread[name] = statistics.fmean(past)
+        ranked = sorted(spread, key=spread.__getitem__)
+        if ranked and spread[loud := ranked[-1]] > self.factor * spread[quiet := ranked[0]]:
             problems[f"drowned {quiet}"] = (
                 f"reward {quiet}: varies by {spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights "
                 f"included, so that {loud} decides alone; change the weights, or normalize each reward before summing "

@@ -18,7 +18,7 @@ from ...data import Example, balanced
 from ...objectives import sequence_sum
 from ..batch import Batch, collate
 from ..models.rows import Layout
-from ..rewards.table import RewardTable, reward_table, score
+from ..rewards.table import RewardTable, score
 from ..rollouts.sample import Row, Sample
 
 
@@ -54,7 +54,7 @@ class RolloutBuffer:
         self.unfinished = torch.tensor([sample.finish != "stop" for sample in self.samples], dtype=torch.float64)
         self.trained = [sample.trained for sample in self.samples]
         self.sequence = torch.tensor([i for i, trained in enumerate(self.trained) for t in trained if t]).long()
-        self.scores: RewardTable = reward_table([], self.samples)
+        self.scores: RewardTable = score([], self.samples)
         self.columns: dict[str, Tensor] = {}
         if version is None:
             version = max((span.version for sample in self.samples for span in sample.spans), default=0)
@@ -81,12 +81,6 @@ class RolloutBuffer:
             )
         self.columns[name] = column.to(self.dtype) if column.is_floating_point() else column
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.columns
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
     @property
     def lengths(self) -> Tensor:
         """int64 [completions], the number of their trained tokens."""
@@ -109,9 +103,7 @@ class RolloutBuffer:
         kept = ~torch.tensor(masked, dtype=torch.bool)[self.sequence]
         self.columns = {name: column[kept] for name, column in self.columns.items()}
         self.sequence = self.sequence[kept]
-        for i, sample in enumerate(self.samples):
-            if masked[i]:
-                self.trained[i] = [False] * len(sample.tokens)
+        self.trained = [[False] * len(part) if off else part for part, off in zip(self.trained, masked, strict=True)]
 
     def sum(self, column: Tensor) -> Tensor:
         """[completions], the sum of a column [tokens] over each of them."""

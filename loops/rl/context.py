@@ -16,14 +16,14 @@ from ...data import Records, concatenated, encode_prompts, load_data
 from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
-from ..rewards.resolve import SHIPPED, resolve_names, resolve_rewards
+from ..rewards.resolve import SHIPPED, resolve_rewards
 from ..rewards.scoring import RewardFunction, check_columns, score_samples
-from ..rewards.table import RewardMonitor, reward_metrics, reward_table
+from ..rewards.table import RewardMonitor, reward_metrics, score
 from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
-from ..runs.ranks import from_main, on_main
+from ..runs.ranks import from_main
 from ..runs.training import Training
 from ..train.losses import TensorReader, Term
 from .buffer import RolloutBuffer
@@ -43,7 +43,6 @@ class RLContext(RunContext[Policy]):
         sample_log: ``sample_log(samples)`` keeps those of a rollout, also groups that were passed over.
         converse: ``converse(source, row=...)`` makes a source of conversations, given the row of each task.
         order: which prompt of the data each task completes.
-        eval_rows: the rows that held-out prompts come from.
         monitor: warns of degenerate rewards.
     """
 
@@ -53,7 +52,6 @@ class RLContext(RunContext[Policy]):
     sample_log: Callable[[Sequence[Sample]], None] | None = None
     converse: Callable[..., RolloutSource] | None = None
     order: Callable[[int], int] = lambda task: task
-    eval_rows: Sequence[Row] = ()
     monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
     def train(self, losses: Mapping[str, Term], read: TensorReader, feed: Any = None, **options: Any) -> Training:
@@ -109,7 +107,8 @@ class RLContext(RunContext[Policy]):
     async def _evaluate(self, source: RolloutSource) -> dict[str, float]:
         config = self.config
         assert self.scheduler is not None and self.eval_data is not None
-        rows = [self.eval_rows[row] for row in self.eval_data["row"]]
+        held_out = concatenated(self.eval_records)
+        rows = [held_out[row] for row in self.eval_data["row"]]
         source = self.converse(source, row=rows.__getitem__) if self.converse else source
         sampling = replace(self.scheduler.sampling, temperature=config.eval_temperature)
         # Other seeds than the run's, so that no held-out completion shares a seed with a trained one.
@@ -120,7 +119,7 @@ class RLContext(RunContext[Policy]):
         finally:
             await source.close()
         await score_samples(self.rewards, rows, samples)
-        metrics = reward_metrics(reward_table(self.rewards, samples))
+        metrics = reward_metrics(score(self.rewards, samples))
         return {name: value for name, value in metrics.items() if "zero_std" not in name and name != "reward_std"}
 
 
@@ -137,7 +136,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     make = None if config.environment is None else resolve_environment(config.environment)
     accelerator = open_accelerator(config)
     records = load_data(config.data, config.eval_data, seed=config.seed)
-    rows, eval_rows = (concatenated(parts) for parts in records)
+    rows = concatenated(records[0])
     rewards = open_rewards(config, [*records[0], *records[1]], accelerator)
     run = open_run(config, encode_prompts, make_policy, records=records, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
@@ -151,36 +150,39 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         row: Row = rows[run.data[order(task)]["row"]]
         return row
 
-    async def score_group(group: list[Sample]) -> None:
-        await score_samples(rewards, [row_of(group[0].task)] * len(group), group)
-
     scheduler, follow = open_scheduler(
         config,
         run,
         lambda task: run.data[order(task)]["prompt"],
         converse=partial(converse, row=row_of) if converse else None,
-        score=score_group,
+        score=lambda group: score_samples(rewards, [row_of(group[0].task)] * len(group), group),
     )
     log = open_sample_log(run.file("samples.jsonl"), config.show_every, run.tokenizer.decode, accelerator.trackers)
     return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, follow=follow, sample_log=log,
-                     converse=converse, order=order, eval_rows=eval_rows)  # fmt: skip
+                     converse=converse, order=order)  # fmt: skip
 
 
 def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Accelerator) -> Sequence[RewardFunction]:
-    """On the main process, the configured functions, their models on the device; on the others, their names.
+    """On the main process, the configured functions, their models on the device; on the others, names and weights.
 
     Raises:
         ValueError: if a part of the data lacks a column that one of them reads.
     """
-    spec = config.rewards or {"environment": 1.0}
+    rewards: list[RewardFunction] = []
 
-    def open_there() -> Sequence[RewardFunction]:
-        rewards = resolve_rewards(spec, tokenizer=load_tokenizer(config), device=str(accelerator.device))
+    def open_there() -> dict[str, float]:
+        given = {"tokenizer": load_tokenizer(config), "device": str(accelerator.device)}
+        rewards.extend(resolve_rewards(config.rewards or {"environment": 1.0}, **given))
         for part in parts:
             check_columns(rewards, part.dataset.column_names, part.source)
-        return rewards
+        return {reward.name: reward.weight for reward in rewards}
 
-    return on_main(accelerator, open_there) or resolve_names(spec)
+    weights = from_main(accelerator, open_there)
+    return rewards or [RewardFunction(name, _scored_elsewhere, weight) for name, weight in weights.items()]
+
+
+def _scored_elsewhere(row: Row, sample: Sample) -> float:
+    raise AssertionError("rewards are given on the main process alone")
 
 
 def check_online(config: OnlineConfig) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -77,10 +78,10 @@ class DistributedSource:
         self.overlaps, self.stored = self.source.overlaps, self.source.stored
         self.context: int | None = getattr(self.source, "context", None)  # the longest prompt and completion together
         self.parts = min(self.group_size, -(-self.ranks // self.groups))  # of a group
-        self._unsent: list[list[tuple[int, Request]]] = [[] for _ in range(self.ranks)]
-        self._awaited: list[dict[int | None, asyncio.Future[Any]]] = [{} for _ in range(self.ranks)]
+        self._unsent: list[list[tuple[int, Request | None]]] = [[] for _ in range(self.ranks)]
+        self._awaited: list[dict[int, asyncio.Future[Any]]] = [{} for _ in range(self.ranks)]
         self._talks: dict[tuple[int, Any], asyncio.Task[None]] = {}  # by rank and direction
-        self._requests, self._closed = 0, False
+        self._numbers, self._closed = count(), False
 
     async def sample(self, request: Request) -> list[Sample]:
         refuse_closed(self._closed, "distributed")
@@ -111,39 +112,32 @@ class DistributedSource:
         if self._closed:
             return
         self._closed = True
-        goodbyes = []
-        for rank in range(1, self.ranks):
+        others = range(1, self.ranks)
+        for rank in others:
             self._fail(rank, SourceError("distributed: the source was closed"))
-            goodbye: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._unsent[rank], self._awaited[rank] = [], {None: goodbye}
-            goodbyes.append(self._part(rank, goodbye))
-        await asyncio.gather(*goodbyes)
-        await self.source.close()
-
-    async def _part(self, rank: int, goodbye: "asyncio.Future[Any]") -> None:
-        """Stop the rank and wait until it has stopped, so that no message is left in transit."""
-        with suppress(RankLost, TimeoutError):
+            self._unsent[rank].clear()
+        with suppress(TimeoutError):
             async with asyncio.timeout(_PARTING):
-                if (sending := self._talks.get((rank, self._send))) is not None:
-                    await asyncio.wait([sending])
-                await off_loop(partial(send, None, rank, self.group))
-                self._talk(rank, self._receive)
-                await goodbye
+                await asyncio.gather(*(self._outcome(rank, None) for rank in others), return_exceptions=True)
+        await self.source.close()
 
     async def _sample(self, rank: int, request: Request) -> list[Sample]:
         if rank == 0:
             return await self.source.sample(request)
-        self._requests += 1
-        number, completed = self._requests, asyncio.get_running_loop().create_future()
-        self._unsent[rank].append((number, request))
-        self._awaited[rank][number] = completed
-        self._talk(rank, self._send)
-        self._talk(rank, self._receive)
         samples: list[Sample]
-        samples, problem = await completed
+        samples, problem = await self._outcome(rank, request)
         if problem is not None:
             raise SourceError(f"rank {rank}: {problem}")
         return samples
+
+    async def _outcome(self, rank: int, request: Request | None) -> Any:
+        """A rank's reply to a request. None stops it, and is its last one, so that no message is left in transit."""
+        number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._unsent[rank].append((number, request))
+        self._awaited[rank][number] = outcome
+        self._talk(rank, self._send)
+        self._talk(rank, self._receive)
+        return await outcome
 
     def _talk(self, rank: int, what: Callable[[int], Awaitable[None]]) -> None:
         """Send to a rank, or receive from it, unless that is under way already."""
@@ -165,14 +159,14 @@ class DistributedSource:
     async def _receive(self, rank: int) -> None:
         while self._awaited[rank]:
             number, outcome = await off_loop(partial(receive, rank, self.group))
-            completed = self._awaited[rank].pop(number, None)
-            if completed is not None and not completed.done():  # and was not given up
-                completed.set_result(outcome)
+            awaited = self._awaited[rank].pop(number, None)
+            if awaited is not None and not awaited.done():  # and was not given up
+                awaited.set_result(outcome)
 
     def _fail(self, rank: int, error: Exception) -> None:
-        for completed in self._awaited[rank].values():
-            if not completed.done():
-                completed.set_exception(error)
+        for awaited in self._awaited[rank].values():
+            if not awaited.done():
+                awaited.set_exception(error)
         self._awaited[rank].clear()
 
 
@@ -194,7 +188,7 @@ class Follower:
         self._replies: asyncio.Queue[tuple[int | None, Any]] = asyncio.Queue()
         if self.source is not None:
             self._loop = EventLoop(background=True)
-            self._loop.run(self._start())
+            self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop.loop)
 
     def __call__(self, version: int) -> None:
         """Read all of the weights, as rank 0 publishes them at this moment, and sample from them."""
@@ -208,24 +202,25 @@ class Follower:
         if self.source is not None and self._loop.thread is not None:
             self._loop.thread.join(_PARTING)
 
-    async def _start(self) -> None:
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.set_device(self.accelerator.device)  # of this thread
-        self._serving = asyncio.create_task(self._serve())
-
     async def _serve(self) -> None:
         assert self.source is not None
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.set_device(self.accelerator.device)  # of this thread
         under_way: set[asyncio.Task[None]] = set()
         replying = asyncio.create_task(self._reply())
+        last: int | None = None
         with suppress(RankLost):
-            while (requests := await off_loop(partial(receive, 0, self.group))) is not None:
-                for number, request in requests:
-                    task = asyncio.create_task(self._complete(number, request))
-                    under_way.add(task)
-                    task.add_done_callback(under_way.discard)
+            while last is None:
+                for number, request in await off_loop(partial(receive, 0, self.group)):
+                    if request is None:
+                        last = number
+                    else:
+                        task = asyncio.create_task(self._complete(number, request))
+                        under_way.add(task)
+                        task.add_done_callback(under_way.discard)
         for task in under_way:
             task.cancel()
-        self._replies.put_nowait((None, None))
+        self._replies.put_nowait((last, None))
         await replying
         await self.source.close()
         self._loop.stopped.set()
@@ -240,8 +235,8 @@ class Follower:
         self._replies.put_nowait((number, outcome))
 
     async def _reply(self) -> None:
-        number: int | None = 0
+        outcome: Any = ()
         with suppress(RankLost):
-            while number is not None:
+            while outcome is not None:
                 number, outcome = await self._replies.get()
                 await off_loop(partial(send, (number, outcome), 0, self.group))

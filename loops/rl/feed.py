@@ -15,7 +15,7 @@ from torch import Tensor
 from ..batch import Batch
 from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken
-from ..rewards.table import reward_table
+from ..rewards.table import score
 from ..rollouts.sample import Sample, from_record, to_record
 from ..runs.ranks import from_main
 from .buffer import RolloutBuffer
@@ -156,11 +156,11 @@ class RolloutFeed:
             return kept, {}
         metrics = {"groups_passed_over": float(len(sampled) - len(kept))}
         # The mean of all samples: that of the groups that vary stays near the middle and shows no learning.
-        reward = float(reward_table(rewards, samples).measured_total.nanmean())
+        reward = float(score(rewards, samples).measured_total.nanmean())
         return kept, metrics if math.isnan(reward) else {**metrics, "reward/sampled": reward}
 
     def _varies(self, group: list[Sample]) -> bool:
-        reward = reward_table(self.context.rewards, group).total
+        reward = score(self.context.rewards, group).total
         return len(set(reward[~reward.isnan()].tolist())) > 1
 
     def _measure(self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]) -> None:

@@ -5,7 +5,6 @@
 π        the trainer's now
 
 From a rollout to its loss:
-columns_at_start    log π_ref, log π_old and the values of all tokens, where they are needed before the first step
 advantages          the recipe's, over the whole rollout
 rollout_tensors     all that losses take of a micro-batch, from one pass of π
 policy_losses       the losses of these tensors, and their weights: total = Σ coefficient · correction · w · loss / Z
@@ -24,8 +23,6 @@ from torch import Tensor, nn
 from ...objectives import PerSequence, PerToken, Stats, correction, kl_estimate, policy, sampler_mismatch, sequence_sum
 from ...objectives.types import Bound
 from ..batch import Batch
-from ..models.policy import Policy
-from ..runs.reference import Reference
 from ..runs.training import Training
 from ..train.losses import ENTROPY, TensorReader, Tensors, Term, outputs_for, policy_tensors, tensors_needed, units_of
 from ..train.mix import TOKEN_LOSSES, losses_of, parse_losses
@@ -152,9 +149,16 @@ def train_policy(
     # π_old, and values, before the first step. For a rollout that is trained on once, the training pass gives π_old.
     recomputed = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
     old_needed = recomputed or context.model.has_values or (kl_in_reward and reference is not None)
+
+    def measure(batch: Batch) -> dict[str, Tensor]:
+        columns = {} if ref_at_start is None else {"ref_logp": ref_at_start(batch)}
+        if old_needed:
+            outputs = context.model(batch, temperature=config.temperature)
+            columns |= {"old_logp": outputs.logprob} | ({} if outputs.value is None else {"old_value": outputs.value})
+        return columns
+
     if old_needed or ref_at_start is not None:
-        model = context.model if old_needed else None
-        options["measure"] = partial(columns_at_start, model, ref_at_start, config.temperature)
+        options["measure"] = measure
     mismatch = SamplerMismatch(context.accelerator, config.old_logprobs)
     feed = RolloutFeed(context, advantages, first_step=mismatch.warn_of_clipping, **options)
 
@@ -165,17 +169,6 @@ def train_policy(
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
     read = partial(rollout_tensors, forward, config)
     return context.train(logged, read, feed, report=lambda: {**feed.metrics, **mismatch.report()}, save=save)
-
-
-def columns_at_start(
-    model: Policy | None, reference: Reference | None, temperature: float, batch: Batch
-) -> dict[str, Tensor]:
-    """Columns [tokens] of a rollout before anything is learned from it: log π_ref, log π_old, and the values."""
-    columns = {} if reference is None else {"ref_logp": reference(batch)}
-    if model is not None:
-        outputs = model(batch, temperature=temperature)
-        columns |= {"old_logp": outputs.logprob} | ({} if outputs.value is None else {"old_value": outputs.value})
-    return columns
 
 
 def rollout_tensors(forward: TensorReader, config: PolicyGradientConfig, model: nn.Module, batch: Batch) -> Tensors:

@@ -9,7 +9,6 @@ import pytest
 from burnish.loops.environments import (
     MultiTurnSource,
     Tools,
-    check_tool_tags,
     resolve_environment,
     tool_metrics,
     turns_for,
@@ -101,8 +100,8 @@ def test_several_calls_are_made_at_once_and_answered_in_order(said):
         ('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>', 'error: "arguments" must be an object'),
         ('<tool_call>{"name": "calculator", "arguments": "{"}</tool_call>', "error: the arguments are not JSON"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: the call is not JSON"),
-        (call("calculater", expression="1"), "error: no tool 'calculater', did you mean calculator?"),
-        (call("xyz"), "error: no tool 'xyz', there are calculator, wait, sleep"),
+        (call("calculater", expression="1"), "error: no tool 'calculater', did you mean 'calculator'?"),
+        (call("xyz"), "error: no tool 'xyz'; there are calculator, sleep, wait"),
         (call("calculator"), "error: calculator: missing a required argument: 'expression'"),
         (call("calculator", expression="1", precision=2), "error: calculator: got an unexpected keyword argument"),
         (call("wait", seconds=60), "error: wait took longer than 0.3 s"),
@@ -244,17 +243,17 @@ def test_a_function_that_cannot_be_described_is_refused():
 
 
 def test_tags_that_decoding_would_drop_are_refused(byte_tokenizer):
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer("{{ tools | tojson if tools }}" + byte_tokenizer().chat_template)
     tokenizer.add_tokens(["<tool_call>"])
-    check_tool_tags(tokenizer)
+    turns_for(lambda: Tools([calculator], role="user"), tokenizer)
     hidden = byte_tokenizer()
     hidden.add_tokens(["<tool_call>"], special_tokens=True)
     with pytest.raises(ValueError, match="tools: <tool_call> is a special token of this tokenizer"):
-        check_tool_tags(hidden)
+        turns_for(lambda: Tools([calculator]), hidden)
     hidden = byte_tokenizer()
     hidden.add_tokens(['<|"|>'], special_tokens=True)
     with pytest.raises(ValueError, match=r'tools: <\|"\|> is a special token of this tokenizer'):
-        check_tool_tags(hidden)
+        turns_for(lambda: Tools([calculator]), hidden)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_rows_are_prompts_in_our_layout():
 def test_no_such_task_or_option_names_the_nearest():
     with pytest.raises(ValueError, match="no task 'chain_sums', did you mean 'chain_sum'"):
         reasoning_gym_rows("chain_sums", 1, seed=0)
-    with pytest.raises(ValueError, match="reasoning_gym chain_sum: no option 'min_term', did you mean 'min_terms'"):
+    with pytest.raises(ValueError, match="reasoning_gym chain_sum: no setting 'min_term', did you mean 'min_terms'"):
         reasoning_gym_rows("chain_sum", 1, seed=0, min_term=2)
 
 

@@ -1,7 +1,7 @@
 """Names in a configuration: shipped rewards, people's own, and what was probably meant."""
 
 import pytest
-from burnish.loops.rewards import isolated, resolve_names, resolve_rewards
+from burnish.loops.rewards import isolated, resolve_rewards
 from burnish.loops.rewards.length import CosineLength, LengthTarget, SoftOverlong
 from burnish.loops.rewards.resolve import SHIPPED
 from burnish.loops.rewards.text import ExactMatch, Format
@@ -110,7 +110,7 @@ def test_own_functions_classes_and_those_written_for_trl(own, answer, judging):
         ({"my_rewards_here:number": 1}, "wanted a function or a class with __call__, got int"),
         ({"my_rewards_here:shorter": {"by": 3}}, "a function has no settings, got by; make it a class"),
         ({"my_rewards_here:Scaled": 1}, r"needs factor, such as \{my_rewards_here:Scaled: \{factor: ...\}\}"),
-        ({"my_rewards_here:of_text": 1}, r"reward my_rewards_here:of_text: wanted .*\(row, sample\), got \(text\)"),
+        ({"my_rewards_here:of_text": 1}, r"reward of_text: wanted .*\(row, sample\), got \(text\)"),
         ({"format": 1, "other:format": 1}, "no module 'other'"),
     ],
 )
@@ -157,13 +157,3 @@ def test_every_shipped_name_stands_for_something():
 
     for name in SHIPPED:
         assert callable(find("reward", name, SHIPPED, "burnish.loops.rewards"))
-
-
-def test_ranks_that_do_not_score_know_names_and_weights_and_load_nothing():
-    spec = {"reward_model": {"model": "/no/such/model", "weight": 0.3}, "math": 1, "brief": {"function": "length"}}
-    names = resolve_names(spec)
-    assert [(reward.name, reward.weight) for reward in names] == [("reward_model", 0.3), ("math", 1), ("brief", 1)]
-    with pytest.raises(AssertionError, match="main process alone"):
-        names[1].function({}, None)
-    with pytest.raises(ValueError, match="wanted its weight"):
-        resolve_names({"math": "much"})

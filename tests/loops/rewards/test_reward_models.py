@@ -7,10 +7,15 @@ import torch
 from burnish.loops.models.scorer import Scorer
 from burnish.loops.rewards import RewardFunction, resolve_rewards
 from burnish.loops.rewards import reward_models as models
-from burnish.loops.rewards.reward_models import ProcessRewardModel, RewardModel, check_same_tokens
+from burnish.loops.rewards.reward_models import ProcessRewardModel, RewardModel
 from burnish.objectives import step_aggregate
 from tiny import make_classifier, save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForTokenClassification,
+)
 
 EXACT = 1e-5  # transformers computes norms in float32
 
@@ -36,13 +41,18 @@ def judge_of_steps(directory, tmp_path_factory):
     return target
 
 
-def reward_model(tokenizer, **options):
-    return RewardModel(Scorer(make_classifier("SEQ_CLS")), tokenizer, tokenizer, **options)
+@pytest.fixture(scope="module")
+def judge(directory, tmp_path_factory):
+    """A sequence classifier over the policy's tokens, on disk."""
+    target = tmp_path_factory.mktemp("judge")
+    make_classifier("SEQ_CLS").save_pretrained(target)
+    AutoTokenizer.from_pretrained(directory).save_pretrained(target)
+    return str(target)
 
 
 @pytest.mark.parametrize("micro_tokens", [1, 12, 8192])
-def test_the_score_is_the_models_of_prompt_and_answer(micro_tokens, tokenizer, answer, judging):
-    reward = reward_model(tokenizer, micro_tokens=micro_tokens)
+def test_the_score_is_the_models_of_prompt_and_answer(micro_tokens, judge, tokenizer, answer, judging):
+    reward = RewardModel(judge, tokenizer, device="cpu", micro_tokens=micro_tokens)
     answers = [[5, 6, 7, 2], [8], [9, 10, 11, 12, 13], []]
     samples = [answer(tokens=tokens, prompt=[3, 4], index=i) for i, tokens in enumerate(answers)]
     samples.append(answer(tokens=[5, 6], prompt=[30, 31, 32], task=1))
@@ -54,10 +64,11 @@ def test_the_score_is_the_models_of_prompt_and_answer(micro_tokens, tokenizer, a
         assert sample.rewards["rm"] == pytest.approx(expected, abs=EXACT)
 
 
-def test_equal_completions_have_equal_scores(tokenizer, answer):
+def test_equal_completions_have_equal_scores(judge, tokenizer, answer):
     """Their rows are rounded apart, and a standard deviation of rounding makes advantages of it."""
     answers = [list(range(5, 16)), list(range(20, 27)), list(range(5, 16))]
-    reward = RewardModel(Scorer(make_classifier("SEQ_CLS").float()), tokenizer, tokenizer)
+    reward = RewardModel(judge, tokenizer, device="cpu")
+    reward.scorer.float()
     for task in range(4):
         prompt = list(range(3 + task, 20 + task))
         samples = [answer(tokens=tokens, prompt=prompt, index=i) for i, tokens in enumerate(answers)]
@@ -65,25 +76,23 @@ def test_equal_completions_have_equal_scores(tokenizer, answer):
         assert first == again != other
 
 
-def test_a_model_of_another_vocabulary_is_refused_by_its_first_token(tokenizer):
+def test_a_model_of_another_vocabulary_is_refused_by_its_first_token(judge, judge_of_steps, tokenizer):
     other = copy.deepcopy(tokenizer)
     vocabulary = tokenizer.get_vocab()
     swapped = {**vocabulary, "a": vocabulary["b"], "b": vocabulary["a"]}
     other.get_vocab = lambda: swapped
     first = min(vocabulary["a"], vocabulary["b"])
     with pytest.raises(ValueError, match=rf"reward_model: token {first} is '[ab]' for the policy, and is '[ab]' for"):
-        check_same_tokens("reward_model", tokenizer, other)
-    with pytest.raises(ValueError, match="reward_model: token"):
-        RewardModel(Scorer(make_classifier("SEQ_CLS")), tokenizer, other)
-    other.get_vocab = lambda: {token: index for token, index in vocabulary.items() if index != 7}
-    with pytest.raises(ValueError, match=r"prm: token 7 is .* and does not exist for the reward model"):
-        check_same_tokens("prm", tokenizer, other)
+        RewardModel(judge, other)
+    other.get_vocab = lambda: {**vocabulary, "extra": 9999}
+    with pytest.raises(ValueError, match=r"prm: token 9999 is .* and does not exist for the reward model"):
+        ProcessRewardModel(str(judge_of_steps), other)
 
 
-def test_a_model_that_knows_more_tokens_is_accepted(tokenizer):
-    other = copy.deepcopy(tokenizer)
-    other.get_vocab = lambda: {**tokenizer.get_vocab(), "extra": 9999}
-    check_same_tokens("reward_model", tokenizer, other)
+def test_a_model_that_knows_more_tokens_is_accepted(judge, tokenizer):
+    fewer, vocabulary = copy.deepcopy(tokenizer), tokenizer.get_vocab()
+    fewer.get_vocab = lambda: {token: index for token, index in vocabulary.items() if index != 7}
+    RewardModel(judge, fewer, device="cpu")
 
 
 @pytest.mark.parametrize("how", ["min", "prod", "last", "mean"])
@@ -112,8 +121,7 @@ def test_an_answer_without_steps_has_no_score(judge_of_steps, tokenizer, answer,
 
 
 def test_steps_of_others_are_not_judged(judge_of_steps, tokenizer):
-    model = LlamaForTokenClassification.from_pretrained(judge_of_steps)
-    reward = ProcessRewardModel(Scorer(model), tokenizer, tokenizer)
+    reward = ProcessRewardModel(str(judge_of_steps), tokenizer, device="cpu")
     from burnish.loops.rollouts.sample import Sample
 
     tokens = tokenizer("a\nb\nc\n")["input_ids"]
@@ -124,9 +132,8 @@ def test_steps_of_others_are_not_judged(judge_of_steps, tokenizer):
 
 def test_a_separator_of_several_tokens_ends_a_step(judge_of_steps, tokenizer, answer):
     """None of these tokens is a character by itself."""
-    model = LlamaForTokenClassification.from_pretrained(judge_of_steps)
-    model.config.step_separator = "ки"
-    reward = ProcessRewardModel(Scorer(model), tokenizer, tokenizer)
+    reward = ProcessRewardModel(str(judge_of_steps), tokenizer, device="cpu")
+    reward.scorer.plain.config.step_separator = "ки"
     first, second = (tokenizer(text)["input_ids"] for text in ("äки", "ки1ки"))
     ends = [place in (len(first) - 1, len(first) + len(second) - 1) for place in range(len(first) + len(second))]
     assert len(first) == 6
@@ -156,7 +163,7 @@ def test_scores_of_a_model_in_bfloat16_are_not_rounded_until_they_are_equal(dire
     torch.nn.init.constant_(model.score.weight, 1.0)
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    reward = models.load_reward_model(str(tmp_path), tokenizer, device="cpu")
+    reward = RewardModel(str(tmp_path), tokenizer, device="cpu")
     samples = [answer(tokens=[5, 6, last], prompt=[8], index=last) for last in range(10, 60)]
     numbers = reward([{}] * 50, samples)
     assert len(set(numbers)) == 50
@@ -164,8 +171,8 @@ def test_scores_of_a_model_in_bfloat16_are_not_rounded_until_they_are_equal(dire
 
 
 def test_a_judge_is_loaded_on_the_device_that_is_given_unless_it_names_its_own(judge_of_steps, tokenizer, monkeypatch):
-    asked, load = [], models._loaded
-    monkeypatch.setattr(models, "_loaded", lambda *inputs: asked.append(inputs[-1]) or load(*inputs[:-1], "cpu"))
+    asked, load = [], models.load_scorer
+    monkeypatch.setattr(models, "load_scorer", lambda *inputs: asked.append(inputs[-1]) or load(*inputs[:-1], "cpu"))
     for settings in ({}, {"device": "cpu"}):
         resolve_rewards({"prm": {"model": str(judge_of_steps), **settings}}, tokenizer=tokenizer, device="cuda:1")
     assert asked == ["cuda:1", "cpu"]

@@ -10,9 +10,7 @@ from burnish.loops.rewards import (
     RewardFunction,
     RewardMonitor,
     batched,
-    from_trl,
     reward_metrics,
-    reward_table,
     score,
     score_samples,
 )
@@ -45,7 +43,7 @@ def test_functions_of_every_form_are_columns_of_one_table(samples):
     table = score(
         [RewardFunction("right", of_text, 3.0), RewardFunction("rows", of_rows, 0.5), of_trl, of_prompt], samples
     )
-    assert table.names == ["right", "rows", "of_trl", "of_prompt"]
+    assert list(table.numbers) == ["right", "rows", "of_trl", "of_prompt"]
     assert table.reward.tolist() == [[1, 1, 1, 2], [0, 0, 4, 0]]
     assert table.weight.tolist() == [3, 0.5, 1, 1]
     assert table.total.tolist() == [3 + 0.5 + 1 + 2, 4]
@@ -59,7 +57,7 @@ def test_a_marked_function_keeps_its_name(samples):
     def of_trl(prompts, completions):
         return [0.0] * len(prompts)
 
-    assert score([longest, from_trl(of_trl)], samples).names == ["longest", "of_trl"]
+    assert list(score([longest, of_trl], samples).numbers) == ["longest", "of_trl"]
 
 
 def test_a_completion_is_scored_once_by_each_function(samples):
@@ -78,7 +76,7 @@ def test_a_column_that_a_function_of_text_reads_must_be_there(samples):
     def grade(completion, solution):
         return 1.0
 
-    with pytest.raises(ValueError, match="reward grade: needs the column 'solution', and the data has"):
+    with pytest.raises(ValueError, match=r"reward grade: .* the data has no column 'solution'; there are"):
         score([grade], samples)
     assert score([lambda row, sample: row["given"]], samples, [{"given": 1.0}, {"given": 2.0}]).total.tolist() == [1, 2]
 
@@ -93,7 +91,7 @@ def test_a_function_that_fails_leaves_its_completion_without_a_total(samples):
 
 class Watching(RewardMonitor):
     def __call__(self, rewards, samples):
-        return super().__call__(reward_table(rewards, samples), samples)
+        return super().__call__(score(rewards, samples), samples)
 
 
 @pytest.fixture
@@ -111,7 +109,7 @@ def scored(answer):
 
 
 def test_the_matrix_is_what_objectives_take(scored):
-    table = reward_table([A, B], scored((1, 2), (None, 4)))
+    table = score([A, B], scored((1, 2), (None, 4)))
     torch.testing.assert_close(
         table.reward, torch.tensor([[1, 2], [torch.nan, 4]], dtype=torch.float64), equal_nan=True
     )
@@ -119,15 +117,10 @@ def test_the_matrix_is_what_objectives_take(scored):
     assert table.total.tolist() == [2.0, 2.0]
 
 
-def test_a_sample_that_was_not_judged_is_an_error(answer):
-    with pytest.raises(ValueError, match="reward a: completion 0 of task 0 was not scored"):
-        reward_table([A], [answer()])
-
-
 def test_an_aborted_completion_is_compared_with_no_other_and_counts_in_metrics(scored):
     samples = scored((1, 2), (3, 4))
     samples[1].finish = "aborted"
-    table = reward_table([A, B], samples)
+    table = score([A, B], samples)
     assert table.total.isnan().tolist() == [False, True]
     assert reward_metrics(table)["reward"] == (2 + 5) / 2
 
@@ -136,14 +129,14 @@ def test_an_answer_that_a_reward_has_failed_at_is_unknown_to_all_of_them(scored)
     samples = scored(("timeout", 2), (None, 4), (3, None))
     nan = torch.nan
     expected = torch.tensor([[nan, nan], [nan, 4], [3, nan]], dtype=torch.float64)
-    torch.testing.assert_close(reward_table([A, B], samples).reward, expected, equal_nan=True)
+    torch.testing.assert_close(score([A, B], samples).reward, expected, equal_nan=True)
     measured = RewardFunction("a", A.function, weight=0.0)  # decides nothing, so its failure is no reason to mask
-    assert reward_table([measured, B], samples).reward[:2, 1].tolist() == [2, 4]
+    assert score([measured, B], samples).reward[:2, 1].tolist() == [2, 4]
 
 
 def test_metrics_tell_failures_from_what_does_not_apply(scored):
     samples = scored(("timeout", 2), (None, 4), (3, 0), ("error", 1), tasks=[0] * 4)
-    metrics = reward_metrics(reward_table([A, B], samples))
+    metrics = reward_metrics(score([A, B], samples))
     assert {name: value for name, value in metrics.items() if "unscored" in name} == {
         "rewards/a/unscored": 3,
         "rewards/a/unscored/error": 1,
@@ -158,7 +151,7 @@ def test_metrics_tell_failures_from_what_does_not_apply(scored):
 
 def test_metrics_have_the_names_and_values_of_the_peer(scored):
     samples = scored((1, 2), (0, None), (3, 0), (3, 0))
-    metrics = reward_metrics(reward_table([A, B], samples))
+    metrics = reward_metrics(score([A, B], samples))
     total = [2.0, 0.0, 3.0, 3.0]
     expected = {
         "rewards/a/mean": 7 / 4,
@@ -181,14 +174,14 @@ def test_reasons_are_counted_by_name(answer):
     reward = RewardFunction("r", batched(lambda rows, samples: [None, float("nan"), None, 1.0]))
     samples = [answer(index=i) for i in range(4)]
     asyncio.run(score_samples([reward], [{}] * 4, samples))
-    metrics = reward_metrics(reward_table([reward], samples))
+    metrics = reward_metrics(score([reward], samples))
     assert metrics["rewards/r/unscored"] == 3
     assert metrics["rewards/r/unscored/none"] == 2 and metrics["rewards/r/unscored/nan"] == 1
     assert metrics["rewards/r/mean"] == 1.0 and metrics["rewards/r/std"] == 0.0
 
 
 def test_what_nobody_scored_is_left_out_and_nothing_is_nan(scored):
-    metrics = reward_metrics(reward_table([A], scored((None,), (None,))))
+    metrics = reward_metrics(score([A], scored((None,), (None,))))
     assert metrics == {
         "rewards/a/unscored": 2,
         "rewards/a/unscored/none": 2,
@@ -197,7 +190,7 @@ def test_what_nobody_scored_is_left_out_and_nothing_is_nan(scored):
         "frac_unscored": 1,
         "zero_std_groups": 0,
     }
-    assert reward_metrics(reward_table([A], [])) == {"rewards/a/unscored": 0}
+    assert reward_metrics(score([A], [])) == {"rewards/a/unscored": 0}
 
 
 def test_an_exploding_score_is_reported_once_with_what_to_do(scored, caplog):

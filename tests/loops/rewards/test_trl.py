@@ -6,8 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from burnish.loops.rewards import RewardFunction, check_columns, from_trl
-from burnish.loops.rewards.trl import adapted
+from burnish.loops.rewards import RewardFunction, check_columns
 
 CHAT = [{"role": "user", "content": "?"}]
 
@@ -21,7 +20,7 @@ def test_it_gets_the_arguments_that_it_would_get_there(answer, judging):
 
     rows = [{"prompt": "1+1?", "solution": "2", "difficulty": 3, "source": "a"}] * 2
     samples = [answer("two", tokens=[7, 8]), answer("three", tokens=[9], index=1)]
-    unscored = judging([RewardFunction("r", from_trl(function))], rows, samples)
+    unscored = judging([RewardFunction("r", function)], rows, samples)
     assert [sample.rewards["r"] for sample in samples] == [0.5, None] and unscored == {("r", "none"): 1}
     assert seen["prompts"] == ["1+1?"] * 2 and seen["completions"] == ["two", "three"]
     assert seen["completion_ids"] == [[7, 8], [9]]
@@ -35,7 +34,7 @@ def test_completions_are_messages_where_the_prompt_is(answer, judging):
 
     said = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
     samples = [answer("abc"), answer("a", messages=said)]
-    judging([RewardFunction("r", from_trl(function))], [{"prompt": CHAT}] * 2, samples)
+    judging([RewardFunction("r", function)], [{"prompt": CHAT}] * 2, samples)
     assert [sample.rewards["r"] for sample in samples] == [103, 201]
 
 
@@ -44,7 +43,7 @@ def test_an_async_one_is_awaited_and_one_without_keywords_gets_what_it_names(ans
         return [1.0] * len(completions)
 
     sample = answer()
-    judging([RewardFunction("r", from_trl(function))], [{"prompt": "?", "source": "a"}], [sample])
+    judging([RewardFunction("r", function)], [{"prompt": "?", "source": "a"}], [sample])
     assert sample.rewards == {"r": 1.0}
 
 
@@ -55,7 +54,7 @@ def test_what_it_logs_is_kept_with_the_sample(answer, judging):
         return [1.0]
 
     sample = answer()
-    assert judging([RewardFunction("r", from_trl(function))], [{"prompt": "?"}], [sample]) == {}
+    assert judging([RewardFunction("r", function)], [{"prompt": "?"}], [sample]) == {}
     assert sample.info == {"parsed": 7, "parse_rate": 0.5}
 
 
@@ -67,7 +66,7 @@ def test_what_it_logs_becomes_plain_data_or_is_refused_by_name(answer, judging, 
         return [1.0]
 
     sample = answer()
-    assert judging([RewardFunction("r", from_trl(function))], [{"prompt": "?"}], [sample]) == {("r", "error"): 1}
+    assert judging([RewardFunction("r", function)], [{"prompt": "?"}], [sample]) == {("r", "error"): 1}
     assert sample.info == {"parsed": 0.5, "rate": 2}
     assert [type(value) for value in sample.info.values()] == [float, int]
     assert "reward function, which logs 'tree': wanted numbers" in caplog.text
@@ -78,23 +77,23 @@ def test_a_column_in_its_signature_must_be_there():
     def function(completions, solution, hint="", **columns):
         return [1.0]
 
-    with pytest.raises(ValueError, match=r"reward r: needs the column 'solution', and .* \(prompt, answer\)"):
-        check_columns([RewardFunction("r", from_trl(function))], ["prompt", "answer"])
+    with pytest.raises(ValueError, match=r"reward r: .* no column 'solution'; there are answer, prompt"):
+        check_columns([RewardFunction("r", function)], ["prompt", "answer"])
 
 
 def test_one_that_needs_the_trainer_is_refused():
     def function(completions, trainer_state):
         return [1.0]
 
-    with pytest.raises(ValueError, match="function needs trainer_state, which only TRL's trainer has"):
-        from_trl(function)
+    with pytest.raises(ValueError, match="reward function: needs trainer_state, which only TRL's trainer has"):
+        RewardFunction("r", function)
 
 
 def test_it_is_known_by_its_parameters():
     for written in (lambda completions, **columns: [], lambda prompts: []):
-        assert (adapted(written).func, adapted(written).args) == (from_trl(written).func, (written,))
+        assert RewardFunction("r", written).function.over == "step"
     for other in (lambda row, sample: 1.0, lambda rows, samples: [], max):
-        assert adapted(other) is other
+        assert RewardFunction("r", other).function is other
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="the package trl is not installed")
@@ -114,7 +113,7 @@ def test_its_own_rewards_run_and_agree_with_ours(answer, judging):
         "soft_overlong": (SoftOverlong(limit=8, buffer=4), get_soft_overlong_punishment(8, 4)),
     }
     rewards = [
-        RewardFunction(f"{whose} {name}", function if whose == "ours" else from_trl(function))
+        RewardFunction(f"{whose} {name}", function)
         for name, both in pairs.items()
         for whose, function in zip(("ours", "theirs"), both, strict=True)
     ]

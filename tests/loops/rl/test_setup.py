@@ -60,8 +60,8 @@ def test_a_prompt_that_leaves_no_room_for_its_answer_is_named_before_the_first_s
 def test_data_without_what_a_reward_reads_is_named(refused, tmp_path):
     held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "1?"}])
     said = refused("grpo", ROWS, eval_data=held_out)
-    assert "exact_match: needs the column 'answer', and " in said
-    assert "held_out.jsonl has (prompt)" in said
+    assert "reward exact_match: rename a column, " in said
+    assert "held_out.jsonl has no column 'answer'; there are prompt" in said
 
 
 def test_a_schedule_that_follows_the_loss_of_evaluations_is_refused(refused):

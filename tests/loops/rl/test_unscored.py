@@ -148,7 +148,7 @@ def test_every_rank_is_told_why_the_run_ends(common, tmp_path):
     for text in said:
         last = text[text.rindex("Error: reward broken: it raised in every one of its calls") :]
         assert "KeyError: 'solution'" in last
-    assert "MainProcessError: rank 1: the main process failed: RewardError: reward broken" in said[1]
+    assert "MainProcessError: rank 1: the main process failed: ValueError: reward broken" in said[1]
 
 
 def test_the_counts_of_a_rollout_are_its_own_while_others_are_drawn_and_judged(burnish, tmp_path):
