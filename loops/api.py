@@ -13,11 +13,10 @@ optimizer, a teacher or a tracker may hold the object itself:
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from functools import update_wrapper
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from .recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, RLOO, SFT, Distill, OnlineDPO, Reward
 from .registry import build
@@ -31,13 +30,9 @@ P = ParamSpec("P")
 def _recipe(name: str, settings: Callable[P, Any], opened_by: str) -> "Callable[P, Training]":
     """The recipe opened by ``module:open_...``, as a function with the signature of its settings."""
     module, _, function = opened_by.partition(":")
-    kinds: Any = {each.name: each.default_factory for each in fields(cast(Any, settings))}
 
     def recipe(*args: P.args, **kwargs: P.kwargs) -> "Training":
         values = inspect.signature(settings).bind_partial(*args).arguments | kwargs
-        for field, value in values.items():
-            if is_dataclass(kinds.get(field)) and isinstance(value, Mapping):
-                values[field] = build(f"{name}: {field}", kinds[field], value)
         config = build(name, settings, values)
         opened: Training = getattr(import_module(f".recipes.{module}", __package__), function)(config)
         return opened

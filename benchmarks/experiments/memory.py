@@ -80,11 +80,8 @@ def varied(row: Any, sample: Any) -> float:
 def configured(recipe: str, values: dict[str, Any]) -> tuple[Callable[[Any], Any], Any]:
     """The function of a recipe and its configuration."""
     from ...loops.cli import _RECIPES, _load
-    from ...loops.config import Lora, Parallel
 
     settings, path = _RECIPES[recipe]
-    groups = {"lora": Lora, "parallel": Parallel}
-    values = values | {name: kind(**values[name]) for name, kind in groups.items() if name in values}
     return _load(*path.split(":")), _load("settings", settings)(**values)
 
 
