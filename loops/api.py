@@ -15,9 +15,9 @@ optimizer, a teacher or a tracker may hold the object itself:
 import inspect
 from collections.abc import Callable
 from functools import update_wrapper
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from .recipes import opener
 from .recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, RLOO, SFT, Distill, OnlineDPO, Reward
 from .registry import build
 
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
-def _recipe(name: str, settings: Callable[P, Any], opened_by: str) -> "Callable[P, Training]":
-    """The recipe opened by ``module:open_...``, as a function with the signature of its settings."""
-    module, _, function = opened_by.partition(":")
+def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
+    """A recipe as a function with the signature of its settings."""
 
     def recipe(*args: P.args, **kwargs: P.kwargs) -> "Training":
         values = inspect.signature(settings).bind_partial(*args).arguments | kwargs
-        config = build(name, settings, values)
-        opened: Training = getattr(import_module(f".recipes.{module}", __package__), function)(config)
+        opened: Training = opener(name)(build(name, settings, values))
         return opened
 
     update_wrapper(recipe, settings, assigned=("__doc__",), updated=())
@@ -43,15 +41,15 @@ def _recipe(name: str, settings: Callable[P, Any], opened_by: str) -> "Callable[
     return recipe
 
 
-sft = _recipe("sft", SFT, "sft:open_sft")
-dpo = _recipe("dpo", DPO, "preference:open_dpo")
-cpo = _recipe("cpo", CPO, "preference:open_cpo")
-orpo = _recipe("orpo", ORPO, "preference:open_orpo")
-kto = _recipe("kto", KTO, "kto:open_kto")
-reward = _recipe("reward", Reward, "reward:open_reward")
-prm = _recipe("prm", PRM, "prm:open_prm")
-distill = _recipe("distill", Distill, "distill:open_distill")
-grpo = _recipe("grpo", GRPO, "grpo:open_grpo")
-rloo = _recipe("rloo", RLOO, "grpo:open_grpo")
-ppo = _recipe("ppo", PPO, "ppo:open_ppo")
-online_dpo = _recipe("online_dpo", OnlineDPO, "online_dpo:open_online_dpo")
+sft = _recipe("sft", SFT)
+dpo = _recipe("dpo", DPO)
+cpo = _recipe("cpo", CPO)
+orpo = _recipe("orpo", ORPO)
+kto = _recipe("kto", KTO)
+reward = _recipe("reward", Reward)
+prm = _recipe("prm", PRM)
+distill = _recipe("distill", Distill)
+grpo = _recipe("grpo", GRPO)
+rloo = _recipe("rloo", RLOO)
+ppo = _recipe("ppo", PPO)
+online_dpo = _recipe("online_dpo", OnlineDPO)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from .registry import build
-
 if TYPE_CHECKING:  # for a type checker, ranges are plain numbers, and a name may be the object itself
     Named = Any
     Source = Any
@@ -54,8 +52,7 @@ Schedule = Literal["constant", "linear", "cosine", "constant_with_warmup", "cosi
 
 @dataclass(frozen=True)
 class Settings:
-    """A dataclass whose values are checked against the ranges and choices of their types. A mapping makes the settings
-    that it holds the fields of.
+    """A dataclass whose values are checked against the ranges and choices of their types.
 
     Raises:
         ValueError: names the field, what it wants, and what it got.
@@ -67,10 +64,6 @@ class Settings:
         settings: Any = type(self)
         for name, hint in _hints(settings).items():
             value = getattr(self, name)
-            for kind in filter(is_dataclass, kinds(hint)):
-                if isinstance(value, Mapping):
-                    value = build(f"{self.prefix}{name}", kind, value)
-                    object.__setattr__(self, name, value)
             if complaint := range_complaint(value, hint):
                 raise ValueError(f"{self.prefix}{name}: {complaint}")
             if hasattr(value, "_expression"):  # from the command line; YAML and checkpoints hold plain numbers

@@ -8,8 +8,9 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from burnish.loops.cli import _RECIPES, _load
 from burnish.loops.cli.trl import entries, from_command, read, table, translate
+from burnish.loops.recipes import RECIPES as OURS
+from burnish.loops.recipes import settings_of
 from burnish.loops.recipes.grpo import grpo_losses
 from burnish.loops.recipes.preference import dpo_losses
 from burnish.loops.recipes.settings import DPO, GRPO
@@ -46,10 +47,6 @@ IMPORTANCE = {
     "correction_low": 0.0,
     "correction_high": 3.0,
 }
-
-
-def settings_of(recipe):
-    return _load("settings", _RECIPES[recipe][0])
 
 
 def fields_of(recipe):
@@ -187,7 +184,7 @@ def test_the_defaults_of_the_installed_trl_change_nothing_silently(recipe):
 
 
 def test_every_field_that_the_table_names_exists():
-    everywhere = set().union(*(fields_of(recipe) for recipe in _RECIPES if recipe != "demo"))
+    everywhere = set().union(*(fields_of(recipe) for recipe in OURS if recipe != "demo"))
     for recipe in (*table()["recipes"], "reward"):
         for kind, entry in entries(recipe).values():
             field = {"renamed": lambda e: e, "values": lambda e: e["field"]}.get(kind, lambda e: "model")(entry)
@@ -200,7 +197,7 @@ def test_every_field_that_the_table_names_exists():
     assert shipped <= SHIPPED.keys()
 
 
-@pytest.mark.parametrize("recipe", [name for name in _RECIPES if name != "demo"])
+@pytest.mark.parametrize("recipe", [name for name in OURS if name != "demo"])
 def test_a_field_of_ours_is_never_refused_as_a_name_of_trl(recipe):
     shared = {name: entry for name, entry in entries(recipe).items() if name in fields_of(recipe)}
     assert {"learning_rate", "seed", "dtype", "report_to"} <= shared.keys()
