@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import get_loader
 
 from ..registry import nearest
 
-# Fields of a part of the data: TRL's are ours, the handbook's have two other names.
-_PART = ("path", "name", "split", "revision", "data_files", "data_dir", "columns", "weight", "fraction")
-_HANDBOOK = {"id": "path", "config": "name"}
+_HANDBOOK = {"id": "path", "config": "name"}  # other names of the fields of a part of the data; TRL's are ours
 
 
 @cache
@@ -148,7 +147,7 @@ def optimizer(trl: Translation) -> dict[str, Any]:
     if "optim" in trl.given:
         fields["optimizer"] = optimizers[name]
     pairs = [pair.partition("=") for pair in str(trl["optim_args"] or "").replace(" ", "").split(",") if pair]
-    kwargs: dict[str, Any] = {key: yaml.safe_load(value) for key, _, value in pairs}
+    kwargs: dict[str, Any] = {key: get_loader("yaml")(value) for key, _, value in pairs}
     betas, eps = [float(trl["adam_beta1"]), float(trl["adam_beta2"])], float(trl["adam_epsilon"])
     if "adam" in name and eps != 1e-8:
         kwargs["eps"] = eps
@@ -188,13 +187,6 @@ def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str
     if every < 1 and steps < 1:
         return trl.refuse(name, f"{every} is a share of the steps, whose number max_steps does not say", instead=field)
     return {field: math.ceil(every * steps) if every < 1 else int(every)}
-
-
-def trackers(trl: Translation) -> dict[str, Any]:
-    names = as_list(trl["report_to"])
-    if "all" in names:
-        return trl.refuse("report_to", "'all' names none; name them", instead="report_to")
-    return {"report_to": [name for name in names if name != "none"] or None}
 
 
 def supervised_loss(trl: Translation) -> dict[str, Any]:
@@ -333,9 +325,8 @@ def divergence(trl: Translation) -> dict[str, Any]:
 
 
 def prompts(trl: Translation) -> dict[str, Any]:
-    if (limit := trl["max_prompt_length"]) is None:
-        return {"max_prompt_length": None}
-    return {"max_prompt_length": int(limit), "truncation": "keep_end"}
+    limit = trl["max_prompt_length"]
+    return {"max_prompt_length": limit} if limit is None else {"max_prompt_length": limit, "truncation": "keep_end"}
 
 
 def data(trl: Translation) -> dict[str, Any]:
@@ -343,9 +334,6 @@ def data(trl: Translation) -> dict[str, Any]:
     held_out: Any = mixture.get("test_split_size")
     if mixture.get("datasets"):
         parts = [{_HANDBOOK.get(name, name): value for name, value in part.items()} for part in mixture["datasets"]]
-        if unknown := sorted({name for part in parts for name in part} - {*_PART}):
-            name = "dataset_mixture" if trl["dataset_mixture"] else "datasets"
-            trl.refuse(name, f"a part has {', '.join(unknown)}; there are {', '.join(_PART)}", instead="data")
         held_out = held_out if not held_out or held_out < 1 else int(held_out)
     elif trl["dataset_mixer"]:
         configs = trl["dataset_configs"] or [None] * len(trl["dataset_mixer"])
