@@ -37,7 +37,6 @@ def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
 
     update_wrapper(recipe, settings, assigned=("__doc__",), updated=())
     recipe.__name__ = recipe.__qualname__ = name
-    vars(recipe)["__signature__"] = inspect.signature(settings)
     return recipe
 
 

@@ -338,19 +338,21 @@ def data(trl: Translation) -> dict[str, Any]:
     elif trl["dataset_mixer"]:
         configs = trl["dataset_configs"] or [None] * len(trl["dataset_mixer"])
         parts = [
-            {"path": path, "name": config, "split": split, "weight": weight}
+            {"path": path, "split": split, "weight": weight, **({"name": config} if config else {})}
             for (path, weight), config in zip(trl["dataset_mixer"].items(), configs, strict=True)
             for split in trl["dataset_splits"] or ["train"]
         ]
-        held_out = [_shortest({**part, "weight": 1}) for part in parts if "test" in part["split"]]
+        held_out = [{**part, "weight": 1} for part in parts if "test" in part["split"]]
         parts = [part for part in parts if "test" not in part["split"]]
     elif trl["dataset_name"]:
         parts = [{"path": trl["dataset_name"], "name": trl["dataset_config"], "split": trl["dataset_train_split"]}]
         held_out = None
     else:
         return {}
-    read = [_shortest({**part, **_reading(trl)}) for part in parts]
-    fields = {"data": read[0] if len(read) == 1 else read}
+    parts = [{**part, **_reading(trl)} for part in parts]
+    parts = [{name: value for name, value in part.items() if value is not None} for part in parts]
+    one = parts[0] if len(parts[0]) > 1 else parts[0]["path"]
+    fields = {"data": one if len(parts) == 1 else parts}
     return {**fields, "eval_data": held_out} if held_out and "data" not in trl.elsewhere else fields
 
 
@@ -362,16 +364,6 @@ def _reading(trl: Translation) -> dict[str, Any]:
     if trl["system_prompt"] or trl["dataset_prompt_column"]:
         reading["system_prompt"] = trl["system_prompt"] or ""
     return reading
-
-
-def _shortest(part: Mapping[str, Any]) -> Any:
-    """A part without what is so by default; only text, if that says it all."""
-    usual = {"split": "train", "weight": 1}
-    part = {name: value for name, value in part.items() if value is not None and value != usual.get(name)}
-    if part.keys() <= {"path", "name", "split"}:
-        name, split = part.get("name"), part.get("split")
-        return part["path"] + f":{name}" * bool(name) + f"#{split}" * bool(split)
-    return part
 
 
 def as_list(value: Any) -> list[Any]:

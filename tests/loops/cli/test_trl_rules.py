@@ -269,12 +269,12 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             {**LORA, "lora.target_parameters": ["experts.w"]},
         ),
         ("sft", {"lr_scheduler_type": "constant_with_warmup"}, {"schedule": "constant"}),
-        ("sft", {"dataset_name": "a/b", "dataset_config": "c"}, {"data": "a/b:c"}),
-        ("sft", {"dataset_name": "a/b", "dataset_train_split": "train"}, {"data": "a/b"}),
+        ("sft", {"dataset_name": "a/b", "dataset_config": "c"}, {"data": {"path": "a/b", "name": "c"}}),
+        ("sft", {"dataset_name": "a/b", "dataset_train_split": "train"}, {"data": {"path": "a/b", "split": "train"}}),
         (
             "sft",
             {"dataset_name": "a", "dataset_config": "c", "dataset_train_split": "train_sft"},
-            {"data": "a:c#train_sft"},
+            {"data": {"path": "a", "name": "c", "split": "train_sft"}},
         ),
         (
             "sft",
@@ -323,14 +323,26 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
                     "test_split_size": 1000.0,
                 }
             },
-            {"data": ["a:c#s", {"path": "b", "weight": 0.02}], "eval_data": 1000},
+            {
+                "data": [
+                    {"path": "a", "name": "c", "split": "s", "weight": 1.0},
+                    {"path": "b", "weight": 0.02},
+                ],
+                "eval_data": 1000,
+            },
         ),
         (
             "dpo",
             {"dataset_mixer": {"a": 1.0, "b": 0.5}, "dataset_splits": ["train_prefs", "test_prefs"]},
             {
-                "data": ["a#train_prefs", {"path": "b", "split": "train_prefs", "weight": 0.5}],
-                "eval_data": ["a#test_prefs", "b#test_prefs"],
+                "data": [
+                    {"path": "a", "split": "train_prefs", "weight": 1.0},
+                    {"path": "b", "split": "train_prefs", "weight": 0.5},
+                ],
+                "eval_data": [
+                    {"path": "a", "split": "test_prefs", "weight": 1},
+                    {"path": "b", "split": "test_prefs", "weight": 1},
+                ],
             },
         ),
         ("sft", {"eval_strategy": "steps", "eval_steps": 7}, {"eval_every": 7}),
