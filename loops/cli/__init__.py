@@ -130,12 +130,12 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "bench": (lambda words: int(import_module(f"{_PACKAGE}.benchmarks.__main__").main(words)), _BENCH),
     "completion": (_completion, 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'),
     "data": (
-        partial(_examine, "data", "rows", {"metavar": "3", "type": int, "default": 3}),
+        partial(_examine, "data", "rows", {"metavar": "3", "type": int, "default": 3, "help": "of each part"}),
         "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3.",
     ),
     "env": (_env, "Print versions and devices for a bug report: burnish env config.yaml."),
     "plan": (
-        partial(_examine, "plan", "gpus", {"metavar": "8x80GB"}),
+        partial(_examine, "plan", "gpus", {"metavar": "8x80GB", "help": "those there are, unless given"}),
         "Check a run and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB.",
     ),
     "translate": (
