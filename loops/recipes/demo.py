@@ -23,6 +23,7 @@ from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..runs.report import read_curves
 from .grpo import run_grpo
 from .preference import run_dpo
 from .settings import DPO, GRPO, SFT, Demo
@@ -174,8 +175,7 @@ def _draw(directory: Path, accuracy: dict[str, float]) -> None:
         (margins, "dpo", "rewards/accuracies", "DPO: pairs told apart"),
         (reward, "grpo", "reward", "GRPO: answers that are right"),
     ):
-        lines = [json.loads(line) for line in (directory / stage / "metrics.jsonl").read_text().splitlines()]
-        axis.plot([line["step"] for line in lines], [line[metric] for line in lines])
+        axis.plot(*zip(*read_curves(directory / stage / "metrics.jsonl")[metric]["training"], strict=True))
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

@@ -206,7 +206,7 @@ def setup(name, accelerator, mesh=None):
         }
         rewards = RunningMean()
         rewards.observe({"rewards": 0.4})
-        prepare = prepare_feedback(terms, rewards, policy, reference, accelerator)
+        prepare = partial(prepare_feedback, terms, rewards, policy, reference, accelerator, None)
         labels = {"desirable": [draw.random() < 0.5 for _ in range(EXAMPLES)]}
         return policy, single, labels, terms, policy_tensors(reference=reference), {"prepare": prepare}
     assert name == "ppo"

@@ -156,7 +156,7 @@ def test_the_head_computes_in_its_own_precision():
         ({"value_clip": -1.0}, "value_clip: must be >= 0"),
         ({"value_coefficient": -1.0}, "value_coefficient: must be >= 0"),
         ({"value_head": "a", "value_model": "b"}, "give one of the two"),
-        ({"value_head": "nowhere"}, "nowhere: no such file; a run of ppo leaves one"),
+        ({"value_head": "nowhere"}, "nowhere: no such file; a run leaves one, value_head.safetensors"),
         (
             {"loss": "gspo", "loss_kwargs": {"clip_low": 0.1, "clip_high": 0.1}},
             "gspo takes one advantage per completion",
@@ -176,8 +176,8 @@ def test_a_value_head_of_another_model_is_refused(common, tmp_path):
     save_file({"score.weight": torch.ones(1)}, tmp_path / "score.safetensors")
     (tmp_path / "text.safetensors").write_text("no tensors")
     for name, message in (
-        ("other", "reads hidden states of 8, this model's have 32"),
-        ("score", "score.safetensors holds score.weight, wanted weight and bias; take value_head.safetensors of a run"),
+        ("other", r"of a run of ppo with this model: .*size mismatch for weight: .*\[1, 8\].*\[1, 32\]"),
+        ("score", r'score.safetensors: wanted value_head.* Missing key\(s\) .*"weight", "bias".*: "score.weight"'),
         ("text", "value_head: .*text.safetensors: .*header"),
     ):
         with pytest.raises(ValueError, match=message):
