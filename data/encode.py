@@ -10,7 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -171,10 +171,7 @@ def _encode(
     **kwargs: Any,
 ) -> tuple[Dataset, Accounting]:
     """Encode each part by its own layout, and concatenate them."""
-    if isinstance(records, list) and records and all(isinstance(part, Records) for part in records):
-        parts = cast(list[Records], records)
-    else:
-        parts = [records] if isinstance(records, Records) else load_data(records)[0]
+    parts, _ = load_data(records)
     starts = accumulate((len(part.dataset) for part in parts[:-1]), initial=0)  # of the rows, one part after another
     encoded = [
         _encode_part(part, tokenizer, options, layouts, start, *args, **kwargs)
@@ -212,14 +209,13 @@ def _encode_part(
     features = Features({**numeric, **made})
     encoder = Encoder(tokenizer, options.chat_template, options.chat_template_kwargs)
     truncation = options.truncation or ("error" if prompts_only else "keep_start")
-    encode = partial(encode, limit=replace(options, truncation=truncation, processes=None))
+    encode = partial(encode, limit=replace(options, truncation=truncation, processes=None, chat_template=None))
     read = {name: kind for name, kind in source.features.items() if name in {*layout, *columns.OPTION_COLUMNS}}
     settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
     settings |= {"structures": read, "annotation": next(iter(annotation or ()), "")}
     arguments: dict[str, Any] = {**settings, "encoder": encoder, "schema": features.arrow_schema}
     try:
         if options.cached:
-            fingerprint = _fingerprint(source, encoder, settings)
             encoded = source.map(
                 _encode_rows,
                 batched=True,
@@ -228,8 +224,7 @@ def _encode_part(
                 remove_columns=source.column_names,
                 features=features,
                 num_proc=options.processes,
-                new_fingerprint=fingerprint or generate_random_fingerprint(),
-                load_from_cache_file=fingerprint is not None,
+                new_fingerprint=_fingerprint(source, encoder, settings),
                 desc=f"Tokenizing {records.source}",
             )
         else:
@@ -314,18 +309,17 @@ def _numeric_columns(
 _DECISIVE = ("chat", "columns", "encode", "examples", "turns")  # the files of this folder that determine tokens
 
 
-def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str | None:
-    """Fingerprint of everything that the result depends on, code included; None for a tokenizer in pure Python."""
+def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str:
+    """Fingerprint of everything that the result depends on, code included; a new one for a tokenizer in pure Python."""
     backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return None
+        return str(generate_random_fingerprint())
     parts = (
         source._fingerprint,
         backend.to_str(),
         type(encoder.tokenizer).__qualname__,
         sorted(encoder.tokenizer.special_tokens_map.items()),
         encoder.chat_template or encoder.tokenizer.chat_template,
-        sorted(encoder.chat_template_kwargs.items()),
         settings["encode"].func.__qualname__,
         sorted(settings["encode"].keywords.items()),
         sorted((name, value) for name, value in settings.items() if name != "encode"),
