@@ -210,8 +210,10 @@ def _renamed(dataset: Dataset, names: Mapping[str, str]) -> Dataset:
     dataset = dataset.remove_columns([new for new in sources if new in dataset.column_names and new not in names])
     for new, several in sources.items():
         if len(several) > 1:
-            names: dict[str, Any] = {"new": new, "several": several}
-            dataset = dataset.map(_joined, batched=True, fn_kwargs=names, remove_columns=several, desc=f"Joining {new}")
+            joined: dict[str, Any] = {"new": new, "several": several}
+            dataset = dataset.map(
+                _joined, batched=True, fn_kwargs=joined, remove_columns=several, desc=f"Joining {new}"
+            )
     return dataset.rename_columns({old[0]: new for new, old in sources.items() if len(old) == 1 and old[0] != new})
 
 
