@@ -25,7 +25,7 @@ from ..rl.sources import check_sampling, open_sample_log, open_scheduler
 from ..runs.context import RunContext, open_run
 from ..runs.reference import Reference, frozen
 from ..runs.teacher import load_teacher, open_teacher
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import ENTROPY, TensorReader, Tensors, Term, columns_of, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, loss_name, parse_losses
 from .settings import Distill
@@ -55,9 +55,6 @@ def open_distill(config: Distill) -> Training:
     return context.train(
         losses, read, feed, evaluation=evaluation, memory=rollouts, report=feed.report, resources=closing(rollouts)
     )
-
-
-run_distill = to_the_end(open_distill)
 
 
 def distill_losses(config: Distill) -> dict[str, Term]:

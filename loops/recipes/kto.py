@@ -18,7 +18,7 @@ from ..runs.context import open_run
 from ..runs.feed import Feed
 from ..runs.reference import Reference
 from ..runs.teacher import open_teacher
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import ENTROPY, Term, columns_of, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import TOKEN_LOSSES, distillation, losses_of, parse_losses
 from ..train.step import sum_over_ranks
@@ -45,9 +45,6 @@ def open_kto(config: KTO) -> Training:
         ),
         memory=rewards if "bco" in losses else None,
     )
-
-
-run_kto = to_the_end(open_kto)
 
 
 def kto_losses(config: KTO) -> dict[str, Term]:

@@ -30,7 +30,7 @@ from ..registry import blaming
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import Term, tensors_needed, units_of
 from .settings import PPO
 
@@ -65,9 +65,6 @@ def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
         save=partial(save_values, context),
         report=partial(objective_metrics, config=config),
     )
-
-
-run_ppo = to_the_end(open_ppo)
 
 
 def save_values(context: RLContext) -> None:
