@@ -78,12 +78,12 @@ def _completion(arguments: list[str]) -> int:
     return 0
 
 
-def _examine(command: str, flag: str, options: dict[str, Any], arguments: list[str]) -> int:
+def _examine(command: str, flag: str, argument: dict[str, Any], arguments: list[str]) -> int:
     """``data`` or ``plan``: print a run instead of training; ``flag`` is the command's own."""
-    usage = f"burnish {command} <recipe> [--config] recipe.yaml [--any.field value] [--{flag} {options['metavar']}]"
+    usage = f"burnish {command} <recipe> [--config] recipe.yaml [--any.field value] [--{flag} {argument['metavar']}]"
     parser = argparse.ArgumentParser(f"burnish {command}", usage, _COMMANDS[command][1], allow_abbrev=False)
-    parser.add_argument(f"--{flag}", **options)
-    option, words = parser.parse_known_args(arguments)
+    parser.add_argument(f"--{flag}", **argument)
+    options, words = parser.parse_known_args(arguments)
     recipe, *words = words or [""]
     if recipe not in RECIPES or recipe == "demo":
         print(nearest(f"burnish {command}: no recipe", recipe, RECIPES.keys() - {"demo"}), file=sys.stderr)
@@ -91,7 +91,7 @@ def _examine(command: str, flag: str, options: dict[str, Any], arguments: list[s
         return 2
 
     def show(recipe: str, config: Any) -> Any:
-        return import_module(f".{command}", __package__).show(recipe, config, vars(option)[flag])
+        return import_module(f".{command}", __package__).show(recipe, config, getattr(options, flag))
 
     # A configuration must name a run directory; that of `data` is not used.
     return _run(recipe, [*["--output", "none"] * (command == "data"), *_with_file(words)], show)
