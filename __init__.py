@@ -7,20 +7,16 @@ command, ``burnish dpo --help`` lists them:
         print(step.number, step.metrics["loss"])
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+# ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a statement of its own
+from typing import TYPE_CHECKING
+
+from .lazy import lazy_exports
 
 __version__ = "0.1.0"
-__all__ = ["cpo", "distill", "dpo", "grpo", "kto", "online_dpo", "orpo", "ppo", "prm", "reward", "rloo", "sft"]
 
 if TYPE_CHECKING:
-    from .loops.api import cpo, distill, dpo, grpo, kto, online_dpo, orpo, ppo, prm, reward, rloo, sft
-else:
+    from .loops.api import cpo as cpo, distill as distill, dpo as dpo, grpo as grpo, kto as kto
+    from .loops.api import online_dpo as online_dpo, orpo as orpo, ppo as ppo, prm as prm, reward as reward
+    from .loops.api import rloo as rloo, sft as sft
 
-    def __getattr__(name: str) -> Any:  # imported on first use: objectives alone need no more than torch
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(".loops.api", __name__), name)
-
-    def __dir__() -> list[str]:  # what a notebook completes
-        return [*__all__, "__version__", "data", "kernels", "loops", "objectives"]
+__getattr__ = lazy_exports(__name__)  # objectives alone need no more than torch

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
 
@@ -65,9 +65,6 @@ class Accounting:
     unused: tuple[str, ...] = ()
     available: int | None = None
     parts: tuple["Accounting", ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         examples = f" as {self.examples:,} examples" if self.examples != self.kept else ""

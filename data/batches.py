@@ -63,10 +63,6 @@ class Batches:
     def __len__(self) -> int:
         return -(-self.end // self.batch_size)
 
-    def epoch(self, step: int) -> float:
-        """Number of passes over the data that are complete when ``step`` begins."""
-        return step * self.batch_size / len(self.lengths)
-
     def indices(self, step: int) -> list[int]:
         """The examples of a step, in the order of the stream."""
         if not 0 <= step < len(self):

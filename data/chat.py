@@ -6,7 +6,7 @@ Two ways to find what is trained:
                  plain completions end with the EOS token. Token ids are those of TRL.
     assistant    of every turn the tokens that the model generates after the generation prompt, up to its end token: not
                  the role header before them, nor the newline after, nor what others say. Templates with
-                 {% generation %} mark them; with others, `turns.find_turn` finds and proves them by rendering.
+                 {% generation %} mark them; with others, `turns` finds and proves them by rendering.
 
 A template may render a turn in another way once others follow: Qwen3 leaves out its reasoning, gpt-oss ends it with
 another token. Then a conversation is several examples, each of which ends with a turn as the model generates it, after
@@ -16,9 +16,9 @@ what the template makes of the turns before: each turn is trained once, in the c
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from jinja2 import TemplateError
 
 from .columns import ASSISTANT, BadRow, Message, ParsedRow, PlainOrChat
 from .records import DataError
-from .turns import ADVICE, check_roles, find_turn, full_text
+from .turns import ADVICE, check_roles, find_begin, full_text, through_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,6 @@ class Encoder:
     tokenizer: "PreTrainedTokenizerBase"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    _pieces: dict[str, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.chat_template is not None:
@@ -90,7 +89,8 @@ class Encoder:
     ) -> tuple[list[int], list[bool]]:
         messages = [*prompt, *completion]
         if len(completion) == 1 and completion[0].get("train", True):
-            ids = self.bare(full_text(partial(self._render, options=options), messages))
+            render = partial(self.render, options=options)
+            ids = self.bare(full_text(render, messages, render(messages)))
             return ids, [True] * len(ids)
         (ids, trained, _), *others = self.assistant(messages, options, start=len(prompt))
         if others:
@@ -109,15 +109,20 @@ class Encoder:
         turns = [number for number in every if number >= start and messages[number].get("train", True)]
         if not turns:
             raise BadRow("empty", "all messages of the assistant's say train: false; remove the row")
-        render = partial(self._render, options=options)
+        render = partial(self.render, options=options)
         heads = {n: messages[: n + 1] for n in turns}
-        full = render(heads[turns[-1]])
+        rendered = {n: render(head) for n, head in heads.items()}
+        full = rendered[turns[-1]]
         check_roles(render, heads[turns[-1]], full)
-        if self._has_markers:
-            found = {n: (full_text(render, head).rstrip(), 0, False) for n, head in heads.items()}
-        else:
-            more = self._modes, self._special_tokens, full
-            found = {n: find_turn(render, head, *more) for n, head in heads.items()}
+        found = {}
+        for n, head in heads.items():
+            text, begin, shortened = full_text(render, head, rendered[n]), 0, False
+            if self._has_markers:
+                text = text.rstrip()
+            else:
+                begin, shortened = find_begin(render, head, text, self._modes)
+                text = through_end(render, head, text, begin, self._special_tokens, full)
+            found[n] = text, begin, shortened
         examples: list[tuple[list[int], list[bool], bool]] = []
         while turns:
             text = found[turns[-1]][0]
@@ -163,14 +168,11 @@ class Encoder:
             raise ValueError(f"separator: wanted text that the tokenizer has a token for, got {separator!r}")
         return before, [self.bare(step) + end for step in steps]
 
-    def chat(
-        self, messages: list[Message], options: Mapping[str, Any], generation_prompt: bool = False, check: bool = True
-    ) -> list[int]:
-        """Token ids of messages; ``check`` refuses a template that leaves some out."""
-        render = partial(self._render, generation_prompt=generation_prompt, options=options)
+    def chat(self, messages: list[Message], options: Mapping[str, Any], generation_prompt: bool = False) -> list[int]:
+        """Token ids of messages; BadRow if the template leaves some out."""
+        render = partial(self.render, generation_prompt=generation_prompt, options=options)
         text = render(messages)
-        if check:
-            check_roles(render, messages, text)
+        check_roles(render, messages, text)
         return self.bare(text)
 
     def bare(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -180,7 +182,7 @@ class Encoder:
         settings: dict[str, Any] = {"add_special_tokens": add_special_tokens, "return_attention_mask": False}
         return list(self.tokenizer(text, verbose=False, **settings)["input_ids"])
 
-    def _render(
+    def render(
         self, messages: list[Message], generation_prompt: bool = False, *, options: Mapping[str, Any], **mode: Any
     ) -> str:
         options = {**mode, **self.chat_template_kwargs, **options}
@@ -209,14 +211,11 @@ class Encoder:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise BadRow("template", f"the chat template refuses the conversation: {error}") from error
 
-    def _piece(self, text: str) -> list[int]:
+    @cached_property
+    def _piece(self) -> Callable[[str], list[int]]:
         """The tokens of a text between two cuts; pieces come several times: a prompt before each of its completions."""
-        ids = self._pieces.get(text)
-        if ids is None:
-            if len(self._pieces) >= 64 or len(text) > 2**16:  # keep few, which take little memory
-                self._pieces.clear()
-            ids = self._pieces[text] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        encode = self.tokenizer.backend_tokenizer.encode
+        return lru_cache(64)(lambda text: encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _cuts(self) -> re.Pattern[str] | None:
@@ -257,13 +256,13 @@ class Encoder:
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
 
     @cached_property
-    def _special(self) -> frozenset[int]:
+    def special(self) -> frozenset[int]:
         added = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return frozenset(added | set(self.tokenizer.all_special_ids))
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:
-        names = map(str, self.tokenizer.convert_ids_to_tokens(sorted(self._special)))
+        names = map(str, self.tokenizer.convert_ids_to_tokens(sorted(self.special)))
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
     def names_special_token(self, row: ParsedRow) -> bool:
@@ -306,10 +305,10 @@ class Encoder:
     def _end_token(self, ids: list[int], begin: int, stop: int, number: int) -> int:
         """The end of a turn in ``ids[begin:stop]``: after its end token, which only white space may follow."""
         end = stop
-        while end > begin and ids[end - 1] not in self._special and not self._decoded(ids[end - 1]):
+        while end > begin and ids[end - 1] not in self.special and not self._decoded(ids[end - 1]):
             end -= 1
         name = f"message {number + 1}, the assistant's,"
-        if end == begin or ids[end - 1] not in self._special:
+        if end == begin or ids[end - 1] not in self.special:
             raise BadRow(
                 "template",
                 f"the chat template ends {name} without an end token, so the model would not learn to stop; use a "

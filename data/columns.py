@@ -1,13 +1,5 @@
 """Column layouts: the columns that hold the prompt and its completions, and the checks of a row of each.
 
-    supervised   prompt, completion | messages | conversations | text
-    preference   prompt, chosen, rejected | chosen, rejected (they share their beginning, which is the prompt)
-    unpaired     prompt, completion, label (true or false, or 1 or 0) | those of preference
-    stepwise     prompt, completions (the steps of one solution), labels (of each step)
-    scores       prompt, completion, score
-    ranking      prompt, completions, ranks (of each completion, 0 the best)
-    prompts      prompt, which the policy completes; all other columns are for rewards
-
 Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list of {role, content},
 where the content may be a list of {type: text, text}; ShareGPT's {from, value}; or JSON); a step is plain. Beside any
 of them a conversation may have columns `tools`, `chat_template_kwargs`, and `system_prompt`, its first message.
@@ -23,14 +15,14 @@ from typing import Any
 Message = dict[str, Any]
 PlainOrChat = str | list[Message]
 
-SUPERVISED: tuple[tuple[str, ...], ...] = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
-PREFERENCE: tuple[tuple[str, ...], ...] = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-UNPAIRED: tuple[tuple[str, ...], ...] = (("prompt", "completion", "label"), *PREFERENCE)
-STEPWISE: tuple[tuple[str, ...], ...] = (("prompt", "completions", "labels"),)
-SCORES: tuple[tuple[str, ...], ...] = (("prompt", "completion", "score"),)
-RANKING: tuple[tuple[str, ...], ...] = (("prompt", "completions", "ranks"),)
-PROMPTS: tuple[tuple[str, ...], ...] = (("prompt",),)
-SOLUTION: tuple[str, ...] = ("prompt", "completions")  # steps without labels
+SUPERVISED = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
+PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # the two share their beginning, the prompt
+UNPAIRED = (("prompt", "completion", "label"), *PREFERENCE)  # true or false, or 1 or 0
+STEPWISE = (("prompt", "completions", "labels"),)  # the steps of one solution, and the label of each
+SCORES = (("prompt", "completion", "score"),)
+RANKING = (("prompt", "completions", "ranks"),)  # of each completion, 0 the best
+PROMPTS = (("prompt",),)  # which the policy completes; all other columns are for rewards
+SOLUTION = ("prompt", "completions")  # steps without labels
 
 ANNOTATIONS = ("label", "labels", "score", "ranks")
 RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -43,8 +35,7 @@ RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
 OPTION_COLUMNS = ("tools", "chat_template_kwargs", "system_prompt")
-LAYOUTS = (*SUPERVISED, *PREFERENCE, *UNPAIRED, *STEPWISE, *SCORES, *RANKING, *PROMPTS)
-LAYOUT_COLUMNS = frozenset({name for layout in LAYOUTS for name in layout} | {*OPTION_COLUMNS})
+LAYOUT_COLUMNS = frozenset(OPTION_COLUMNS).union(*SUPERVISED, *UNPAIRED, *STEPWISE, *SCORES, *RANKING)
 ALIASES = {  # of a column, by what many datasets call it; Alpaca's two are joined, and Dolly's
     "prompt": (
         *(("instruction", "input"), ("instruction", "context"), ("instruction",)),

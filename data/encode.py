@@ -5,12 +5,12 @@ A row that can't be trained on as given is an error, or is counted and left out.
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,7 @@ from . import columns, examples
 from .accounting import NOTES, Accounting, combine, summarize
 from .chat import Encoder
 from .columns import BadRow, Message, read_number, read_row
-from .examples import EncodedExample, Example, LengthLimit, TrainOn, Truncation
+from .examples import EncodedExample, Example, Tokenization, TrainOn
 from .mixture import load_data
 from .records import Data, DataError, Records
 
@@ -39,40 +39,6 @@ COLUMNS = {
     "completions": List(List(Value("int32"))),
     "trained": List(List(Value("bool"))),
 }
-
-
-@dataclass(frozen=True)
-class Tokenization:
-    """Options that all ``encode_*`` functions share.
-
-    Attributes:
-        max_length: tokens of prompt and completion together, of `encode_prompts` those of the prompt; None for no
-            limit.
-        truncation: keep the start of a longer one (TRL's default) or its end, or treat it as a bad row. In pairs, and
-            with labels, scores or ranks, "keep_end" cuts the beginning of the prompt until the longest completion fits.
-            None is "keep_start", but "error" for prompts alone: one that was cut would ask something else.
-        on_bad_row: raise at a row that can't be trained on, or count it and leave it out.
-        chat_template: text or file of a template to use instead of the tokenizer's own.
-        chat_template_kwargs: arguments of the template, such as ``enable_thinking``; those of a row come first.
-        processes: how many tokenize at once.
-        cached: look for the result on the disk, and leave it there; false for rows that are encoded in memory.
-    """
-
-    max_length: int | None = None
-    truncation: Truncation | None = None
-    on_bad_row: Literal["error", "skip"] = "error"
-    chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    processes: int | None = None
-    cached: bool = True
-
-    def __post_init__(self) -> None:
-        self.limit("keep_start")
-        if self.on_bad_row not in ("error", "skip"):
-            raise ValueError(f"on_bad_row: wanted error or skip, got {self.on_bad_row!r}")
-
-    def limit(self, default: Truncation) -> LengthLimit:
-        return LengthLimit(self.max_length, default if self.truncation is None else self.truncation)
 
 
 DEFAULT = Tokenization()
@@ -205,10 +171,7 @@ def _encode(
     **kwargs: Any,
 ) -> tuple[Dataset, Accounting]:
     """Encode each part by its own layout, and concatenate them."""
-    if isinstance(records, list) and records and all(isinstance(part, Records) for part in records):
-        parts = cast(list[Records], records)
-    else:
-        parts = [records] if isinstance(records, Records) else load_data(records)[0]
+    parts, _ = load_data(records)
     starts = accumulate((len(part.dataset) for part in parts[:-1]), initial=0)  # of the rows, one part after another
     encoded = [
         _encode_part(part, tokenizer, options, layouts, start, *args, **kwargs)
@@ -245,14 +208,14 @@ def _encode_part(
     numeric = {} if prompts_only else _numeric_columns(records, layout, required, made)
     features = Features({**numeric, **made})
     encoder = Encoder(tokenizer, options.chat_template, options.chat_template_kwargs)
-    encode = partial(encode, limit=options.limit("error" if prompts_only else "keep_start"))
+    truncation = options.truncation or ("error" if prompts_only else "keep_start")
+    encode = partial(encode, limit=replace(options, truncation=truncation, processes=None, chat_template=None))
     read = {name: kind for name, kind in source.features.items() if name in {*layout, *columns.OPTION_COLUMNS}}
     settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
     settings |= {"structures": read, "annotation": next(iter(annotation or ()), "")}
     arguments: dict[str, Any] = {**settings, "encoder": encoder, "schema": features.arrow_schema}
     try:
         if options.cached:
-            fingerprint = _fingerprint(source, encoder, settings)
             encoded = source.map(
                 _encode_rows,
                 batched=True,
@@ -261,8 +224,7 @@ def _encode_part(
                 remove_columns=source.column_names,
                 features=features,
                 num_proc=options.processes,
-                new_fingerprint=fingerprint or generate_random_fingerprint(),
-                load_from_cache_file=fingerprint is not None,
+                new_fingerprint=_fingerprint(source, encoder, settings),
                 desc=f"Tokenizing {records.source}",
             )
         else:
@@ -347,18 +309,17 @@ def _numeric_columns(
 _DECISIVE = ("chat", "columns", "encode", "examples", "turns")  # the files of this folder that determine tokens
 
 
-def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str | None:
-    """Fingerprint of everything that the result depends on, code included; None for a tokenizer in pure Python."""
+def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str:
+    """Fingerprint of everything that the result depends on, code included; a new one for a tokenizer in pure Python."""
     backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return None
+        return str(generate_random_fingerprint())
     parts = (
         source._fingerprint,
         backend.to_str(),
         type(encoder.tokenizer).__qualname__,
         sorted(encoder.tokenizer.special_tokens_map.items()),
         encoder.chat_template or encoder.tokenizer.chat_template,
-        sorted(encoder.chat_template_kwargs.items()),
         settings["encode"].func.__qualname__,
         sorted(settings["encode"].keywords.items()),
         sorted((name, value) for name, value in settings.items() if name != "encode"),

@@ -2,8 +2,8 @@
 
 import hashlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -29,17 +29,37 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LengthLimit:
-    """The most tokens of prompt and completion together (None: no limit), and the truncation of a longer example."""
+class Tokenization:
+    """Options that all ``encode_*`` functions share.
 
-    max_length: int | None
-    truncation: Truncation
+    Attributes:
+        max_length: tokens of prompt and completion together, of `encode_prompts` those of the prompt; None for no
+            limit.
+        truncation: keep the start of a longer one (TRL's default) or its end, or treat it as a bad row. In pairs, and
+            with labels, scores or ranks, "keep_end" cuts the beginning of the prompt until the longest completion fits.
+            None is "keep_start", but "error" for prompts alone: one that was cut would ask something else.
+        on_bad_row: raise at a row that can't be trained on, or count it and leave it out.
+        chat_template: text or file of a template to use instead of the tokenizer's own.
+        chat_template_kwargs: arguments of the template, such as ``enable_thinking``; those of a row come first.
+        processes: how many tokenize at once.
+        cached: look for the result on the disk, and leave it there; false for rows that are encoded in memory.
+    """
+
+    max_length: int | None = None
+    truncation: Truncation | None = None
+    on_bad_row: Literal["error", "skip"] = "error"
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    processes: int | None = None
+    cached: bool = True
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length: wanted at least 2, for a prompt and a completion, got {self.max_length}")
-        if self.truncation not in ("keep_start", "keep_end", "error"):
+        if self.truncation not in (None, "keep_start", "keep_end", "error"):
             raise ValueError(f"truncation: wanted keep_start, keep_end or error, got {self.truncation!r}")
+        if self.on_bad_row not in ("error", "skip"):
+            raise ValueError(f"on_bad_row: wanted error or skip, got {self.on_bad_row!r}")
 
     def excess(self, example: Example) -> int:
         """The number of tokens beyond the limit; BadRow if there are some and nothing may be cut."""
@@ -70,7 +90,7 @@ class EncodedExample(NamedTuple):
     digests: tuple[int, ...] = ()
 
 
-def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: LengthLimit) -> list[EncodedExample]:
+def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: Tokenization) -> list[EncodedExample]:
     """One completion of one prompt, as `encode_supervised` describes it, in one or more examples."""
     encoded, beyond = [], 0
     for tokens, mask, shortened in _supervised_tokens(row, encoder, train_on):
@@ -91,7 +111,7 @@ def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit:
     return encoded
 
 
-def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> EncodedExample:
+def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
     """A prompt that the policy will complete."""
     assert row.prompt is not None
     if isinstance(row.prompt, str):
@@ -109,7 +129,7 @@ def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> Enco
     return EncodedExample(Example(prompt, [], []), truncated=excess > 0)
 
 
-def completed(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> EncodedExample:
+def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
     """One or more completions of one prompt; no two may be the same. Only the assistant's tokens are trained."""
     assert row.prompt is not None
     prompt, completions, masks, shortened = encoder.continuations(row.prompt, row.completions, row.template_options)
@@ -131,14 +151,14 @@ def completed(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> Encode
     return EncodedExample(cut, truncated=excess > 0, shortened=shortened, annotation=row.annotation)
 
 
-def pair(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> EncodedExample:
+def pair(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
     """Two completions of one prompt, the chosen one first, as `encode_preference` describes it."""
     encoded = completed(row, encoder, limit=limit)
     prompt, (chosen, rejected), _ = encoded.example
     return encoded._replace(digests=(_digest(prompt, chosen, rejected), _digest(prompt, rejected, chosen)))
 
 
-def unpaired(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> list[EncodedExample]:
+def unpaired(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> list[EncodedExample]:
     """Each completion an example, desirable or not, as `encode_unpaired` describes it."""
     desirable = [row.annotation] if len(row.completions) == 1 else [True, False]
     examples = []
@@ -153,7 +173,7 @@ def unpaired(row: ParsedRow, encoder: Encoder, *, limit: LengthLimit) -> list[En
 
 
 def stepwise(
-    row: ParsedRow, encoder: Encoder, *, separator: str, train_on_last_step_only: bool, limit: LengthLimit
+    row: ParsedRow, encoder: Encoder, *, separator: str, train_on_last_step_only: bool, limit: Tokenization
 ) -> EncodedExample:
     """The steps of one solution as one completion, and a label for each trained token."""
     full, labels = solution(row, encoder, separator=separator), list(row.annotation)
@@ -217,7 +237,7 @@ def _sequence(ids: list[int], trained: list[bool]) -> Example | None:
     return Example(ids[:first], [ids[first:end]], [trained[first:end]])
 
 
-def _cut(full: Example, excess: int, limit: LengthLimit) -> Example:
+def _cut(full: Example, excess: int, limit: Tokenization) -> Example:
     """Without the ends of the completions, or without the beginning of the prompt."""
     if not excess:
         return full
@@ -233,7 +253,7 @@ def _cut(full: Example, excess: int, limit: LengthLimit) -> Example:
     return full._replace(prompt=full.prompt[excess:])
 
 
-def _identical_after_truncation(limit: LengthLimit) -> BadRow:
+def _identical_after_truncation(limit: Tokenization) -> BadRow:
     problem = f"two answers differ only beyond max_length={limit.max_length}, so neither is preferred"
     return BadRow("identical after truncation", f"{problem}; raise max_length or remove the row")
 

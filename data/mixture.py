@@ -17,7 +17,7 @@ from typing import Any
 import datasets
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict
 
 from .batches import permutation
 from .columns import ASSISTANT, LAYOUT_COLUMNS, Message
@@ -52,15 +52,10 @@ class Part:
 
     def load(self) -> Records:
         """All rows, under the requested names of columns."""
-        return self.reshaped(self._read())
+        return self.reshaped(self.read())
 
-    def open(self) -> tuple[str, IterableDataset]:
-        """Name and rows as they are stored, to be read one after another; see `reshaped`."""
-        records = self._read(streaming=True)
-        dataset: Any = records.dataset
-        return records.source, dataset if isinstance(dataset, IterableDataset) else dataset.to_iterable_dataset()
-
-    def _read(self, **options: Any) -> Records:
+    def read(self, **options: Any) -> Records:
+        """All rows as they are stored; see `reshaped`."""
         options |= {name: getattr(self, name) for name in ("name", "split", "revision", "data_files", "data_dir")}
         records = load(self.path, **{name: value for name, value in options.items() if value is not None})
         is_text = isinstance(self.path, str)
@@ -141,7 +136,7 @@ _FIELDS = [field.name for field in fields(Part)]
 
 def named_parts(data: Data | Mapping[str, Any]) -> list[Part]:
     """The parts that `data` names, not read yet."""
-    if isinstance(data, list | tuple) and data and all(isinstance(p, str) or "path" in p for p in data):
+    if isinstance(data, list | tuple) and data and all(isinstance(p, str | Records) or "path" in p for p in data):
         return [_part(part) for part in data]
     if isinstance(data, Mapping) and data and all(isinstance(weight, int | float) for weight in data.values()):
         return [_part({"path": path, "weight": weight}) for path, weight in data.items()]
@@ -215,15 +210,16 @@ def _renamed(dataset: Dataset, names: Mapping[str, str]) -> Dataset:
     dataset = dataset.remove_columns([new for new in sources if new in dataset.column_names and new not in names])
     for new, several in sources.items():
         if len(several) > 1:
-
-            def joined(
-                rows: Mapping[str, list[Any]], new: str = new, several: Sequence[str] = several
-            ) -> dict[str, list[str]]:
-                texts = zip(*(rows[name] for name in several), strict=True)
-                return {new: ["\n\n".join(str(text) for text in row if text) for row in texts]}
-
-            dataset = dataset.map(joined, batched=True, remove_columns=several, desc=f"Joining {new}")
+            joined: dict[str, Any] = {"new": new, "several": several}
+            dataset = dataset.map(
+                _joined, batched=True, fn_kwargs=joined, remove_columns=several, desc=f"Joining {new}"
+            )
     return dataset.rename_columns({old[0]: new for new, old in sources.items() if len(old) == 1 and old[0] != new})
+
+
+def _joined(rows: Mapping[str, list[Any]], new: str, several: Sequence[str]) -> dict[str, list[str]]:
+    texts = zip(*(rows[name] for name in several), strict=True)
+    return {new: ["\n\n".join(str(text) for text in row if text) for row in texts]}
 
 
 def _conversational(dataset: Dataset, system_prompt: str, source: str) -> Dataset:

@@ -68,7 +68,7 @@ class Records:
         return replace(self, dataset=self.dataset.select(rows), picked=picked, available=available)
 
 
-def load(data: Data, *, split: str = "train", name: str | None = None, **options: Any) -> Records:
+def load(data: Data | Records, *, split: str = "train", **options: Any) -> Records:
     """Read records from files, the Hub or memory.
 
     Args:
@@ -77,19 +77,20 @@ def load(data: Data, *, split: str = "train", name: str | None = None, **options
             of a dataset on the Hub; or the rows themselves. Text may name more than the path:
             ``path:config@revision#split``, where each of the three may be left out.
         split: of a dataset that has several; ``train[:1000]`` takes a part.
-        name: of the configuration of a dataset on the Hub.
-        options: others of `datasets.load_dataset`: revision, data_files, data_dir; streaming gives an IterableDataset.
+        options: others of `datasets.load_dataset`: name (of the configuration), revision, data_files, data_dir;
+            streaming gives an IterableDataset.
 
     Raises:
         DataError: if there is no such data, it can't be read, or it holds no rows.
     """
+    if isinstance(data, Records):
+        return data
     if isinstance(data, IterableDataset):
-        return Records(data, "records")
-    if isinstance(data, Dataset | DatasetDict):
+        records = Records(data, "records")
+    elif isinstance(data, Dataset | DatasetDict):
         records = Records(_split_of(data, split, "records"), "records")
     elif isinstance(data, str | os.PathLike):
-        named = parse_name(os.fspath(data))
-        options = {"split": split, "name": name, **options, **named}
+        options = {"split": split, **options, **parse_name(os.fspath(data))}
         options = {key: value for key, value in options.items() if value is not None}
         records = _from_path(source=os.fspath(data), **options)
     elif isinstance(data, list | tuple):

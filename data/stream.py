@@ -119,7 +119,8 @@ class _Reader:
 
     def __init__(self, part: Part, size: int, seed: tuple[int, ...] | None) -> None:
         self.part, self.size, self.seed = part, size, seed
-        self.source, self.dataset = part.open()
+        records = part.read(streaming=True)
+        self.source, self.dataset = records.source, records.dataset
         self.length: int | None = None  # known once the part has been read to its end
         self.position, self.iterator = 0, iter(self.dataset)
         self.at, self.rows = (-1, -1), list[tuple[int, dict[str, Any]]]()

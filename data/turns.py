@@ -31,18 +31,16 @@ ADVICE = (
 )
 
 
-def find_turn(
-    render: Callable[..., str], messages: list[Message], modes: list[dict[str, Any]], stops: re.Pattern[str], full: str
-) -> tuple[str, int, bool]:
-    """The text up to the end token of the last message, the assistant's; BadRow if it can't be proved.
+def find_begin(
+    render: Callable[..., str], messages: list[Message], text: str, modes: list[dict[str, Any]]
+) -> tuple[int, bool]:
+    """The index in ``text`` where the last message, the assistant's, begins, and whether the generation prompt goes on
+    there; BadRow if it can't be proved.
 
-    ``render(messages, generation_prompt=False, **mode)`` is the chat template, ``modes`` are other arguments of it to
-    try for the generation prompt, ``stops`` matches a token that may end a turn, and ``full`` is the text of these and
-    all later messages. Beside its text, returns the index of the character where the turn begins, and whether the
-    generation prompt goes on there.
+    ``render(messages, generation_prompt=False, **mode)`` is the chat template, ``text`` the `full_text` of messages,
+    and ``modes`` are other arguments of the template to try for the generation prompt.
     """
     history, message = messages[:-1], messages[-1]
-    text = full_text(render, messages)
     prompts = (render(history, generation_prompt=True, **mode) for mode in ({}, *modes))
     begin = next((len(prompt) for prompt in prompts if text.startswith(prompt)), -1)
     shortened = begin < 0
@@ -52,13 +50,13 @@ def find_turn(
             name = f"message {len(messages)}, the assistant's,"
             problem = f"the chat template renders {name} in another way than the model would generate it"
             raise BadRow("template", f"{problem}, so its tokens can't be told from the rest; {ADVICE}")
-    return _through_end(render, messages, text, begin, stops, full), begin, shortened
+    return begin, shortened
 
 
-def full_text(render: Callable[..., str], messages: list[Message]) -> str:
-    """Render messages with all that the last one says; BadRow if its reasoning or a tool call makes no difference."""
+def full_text(render: Callable[..., str], messages: list[Message], text: str) -> str:
+    """The ``text`` of messages with all that the last one says; BadRow if its reasoning or a tool call is left out."""
     history, message = messages[:-1], messages[-1]
-    text, content, calls = render(messages), message.get("content") or "", message.get("tool_calls") or []
+    content, calls = message.get("content") or "", message.get("tool_calls") or []
     parts = {f"tool call {i + 1}": {"tool_calls": calls[:i] + calls[i + 1 :]} for i in range(len(calls))}
     if any(message.get(name) for name in REASONING):
         parts["the reasoning"] = dict.fromkeys(REASONING)
@@ -90,10 +88,13 @@ def check_roles(render: Callable[..., str], messages: list[Message], text: str) 
             raise BadRow("template", f"the chat template leaves out messages of the role {role}; use another")
 
 
-def _through_end(
+def through_end(
     render: Callable[..., str], messages: list[Message], text: str, begin: int, stops: re.Pattern[str], full: str
 ) -> str:
-    """The text without what follows the end token of the last turn; all of it if there is none."""
+    """The text without what follows the end token of the last turn; all of it if there is none.
+
+    ``stops`` matches a token that may end a turn; ``full`` is the text of these and all later messages.
+    """
     turn, message, content = text.rstrip(), messages[-1], (messages[-1].get("content") or "").strip()
     ends = list(stops.finditer(turn, begin))
     is_ended = bool(ends) and ends[-1].end() == len(turn)

@@ -13,12 +13,11 @@ optimizer, a teacher or a tracker may hold the object itself:
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from functools import update_wrapper
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, ParamSpec
 
+from .recipes import opener
 from .recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, RLOO, SFT, Distill, OnlineDPO, Reward
 from .registry import build
 
@@ -28,35 +27,28 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
-def _recipe(name: str, settings: Callable[P, Any], opened_by: str) -> "Callable[P, Training]":
-    """The recipe opened by ``module:open_...``, as a function with the signature of its settings."""
-    module, _, function = opened_by.partition(":")
-    kinds: Any = {each.name: each.default_factory for each in fields(cast(Any, settings))}
+def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
+    """A recipe as a function with the signature of its settings."""
 
     def recipe(*args: P.args, **kwargs: P.kwargs) -> "Training":
         values = inspect.signature(settings).bind_partial(*args).arguments | kwargs
-        for field, value in values.items():
-            if is_dataclass(kinds.get(field)) and isinstance(value, Mapping):
-                values[field] = build(f"{name}: {field}", kinds[field], value)
-        config = build(name, settings, values)
-        opened: Training = getattr(import_module(f".recipes.{module}", __package__), function)(config)
+        opened: Training = opener(name)(build(name, settings, values))
         return opened
 
     update_wrapper(recipe, settings, assigned=("__doc__",), updated=())
     recipe.__name__ = recipe.__qualname__ = name
-    vars(recipe)["__signature__"] = inspect.signature(settings)
     return recipe
 
 
-sft = _recipe("sft", SFT, "sft:open_sft")
-dpo = _recipe("dpo", DPO, "preference:open_dpo")
-cpo = _recipe("cpo", CPO, "preference:open_cpo")
-orpo = _recipe("orpo", ORPO, "preference:open_orpo")
-kto = _recipe("kto", KTO, "kto:open_kto")
-reward = _recipe("reward", Reward, "reward:open_reward")
-prm = _recipe("prm", PRM, "prm:open_prm")
-distill = _recipe("distill", Distill, "distill:open_distill")
-grpo = _recipe("grpo", GRPO, "grpo:open_grpo")
-rloo = _recipe("rloo", RLOO, "grpo:open_grpo")
-ppo = _recipe("ppo", PPO, "ppo:open_ppo")
-online_dpo = _recipe("online_dpo", OnlineDPO, "online_dpo:open_online_dpo")
+sft = _recipe("sft", SFT)
+dpo = _recipe("dpo", DPO)
+cpo = _recipe("cpo", CPO)
+orpo = _recipe("orpo", ORPO)
+kto = _recipe("kto", KTO)
+reward = _recipe("reward", Reward)
+prm = _recipe("prm", PRM)
+distill = _recipe("distill", Distill)
+grpo = _recipe("grpo", GRPO)
+rloo = _recipe("rloo", RLOO)
+ppo = _recipe("ppo", PPO)
+online_dpo = _recipe("online_dpo", OnlineDPO)

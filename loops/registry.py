@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 
 # Errors by which libraries refuse a value.
@@ -87,7 +88,8 @@ def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
 
 
 def build(who: str, found: Any, settings: Mapping[str, Any], *, factory: bool = False, **given: Any) -> Any:
-    """The object itself; for a class, or another ``factory``, its result for these settings.
+    """The object itself; for a class, or another ``factory``, its result for these settings, in which a mapping may
+    stand for a dataclass.
 
     Args:
         given: further values, passed to parameters of the same name, such as the tokenizer.
@@ -107,6 +109,9 @@ def build(who: str, found: Any, settings: Mapping[str, Any], *, factory: bool = 
         if name not in parameters:
             raise ValueError(nearest(f"{who}: no setting", name, parameters))
     values = {**{name: value for name, value in given.items() if name in parameters}, **settings}
+    for name, value in settings.items():
+        if is_dataclass(kind := parameters[name].annotation) and isinstance(value, Mapping):
+            values[name] = build(f"{who}: {name}", kind, value)
     needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     missing = [name for name in needed if name not in values and parameters[name].kind not in (2, 4)]  # *args, **kwargs
     if missing:

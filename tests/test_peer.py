@@ -13,9 +13,9 @@ import pytest
 import torch
 from burnish.benchmarks.peer.sampled import replay, vowels
 from burnish.benchmarks.peer.trainers import completions
-from burnish.loops.cli import _RECIPES, _load
 from burnish.loops.cli.trl import translate
 from burnish.loops.config import Teacher
+from burnish.loops.recipes import settings_of
 from datasets import Dataset
 from peer import replayed
 from tiny import save_model, sums
@@ -102,7 +102,7 @@ def distinct(completions, **columns):
 
 
 def translated(recipe, theirs):
-    known = {field.name for field in dataclasses.fields(_load("settings", _RECIPES[recipe][0]))}
+    known = {field.name for field in dataclasses.fields(settings_of(recipe))}
     translation = translate(recipe, known, theirs)
     assert translation.refused == {}
     return translation.ours

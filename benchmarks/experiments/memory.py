@@ -78,14 +78,11 @@ def varied(row: Any, sample: Any) -> float:
 
 
 def configured(recipe: str, values: dict[str, Any]) -> tuple[Callable[[Any], Any], Any]:
-    """The function of a recipe and its configuration."""
-    from ...loops.cli import _RECIPES, _load
-    from ...loops.config import Lora, Parallel
+    """The function that opens a recipe, and its configuration."""
+    from ...loops.recipes import opener, settings_of
+    from ...loops.registry import build
 
-    settings, path = _RECIPES[recipe]
-    groups = {"lora": Lora, "parallel": Parallel}
-    values = values | {name: kind(**values[name]) for name, kind in groups.items() if name in values}
-    return _load(*path.split(":")), _load("settings", settings)(**values)
+    return opener(recipe), build(recipe, settings_of(recipe), values)
 
 
 def allocated() -> int:
@@ -95,10 +92,10 @@ def allocated() -> int:
     return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def measured_peak(recipe: Any, config: Any) -> int:
+def measured_peak(open_recipe: Any, config: Any) -> int:
     """Bytes at the peak of a run, from where it begins to train."""
     before = allocated()
-    training = recipe.__wrapped__(config)  # a recipe opens a run, and takes its steps
+    training = open_recipe(config)
     at_start = allocated() - before
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         training.train()
@@ -112,11 +109,11 @@ def measured_peak(recipe: Any, config: Any) -> int:
 
 def compare(recipe: str, values: dict[str, Any]) -> dict[str, float]:
     """Predicted and measured bytes of one run, and the relative error of the prediction."""
-    from ...loops.cli.plan import plan
+    from ...loops.cli.rehearsal import rehearse
 
-    function, config = configured(recipe, values)
-    planned = plan(function, config)
-    measured = measured_peak(function, config)
+    run = configured(recipe, values)
+    planned = rehearse(*run)
+    measured = measured_peak(*run)
     parts = {f"predicted {label}": float(size) for label, size in planned.memory.most_common()}
     trained, frozen, state = (planned.memory[label] for label in ("weights, trained", "weights, frozen", "optimizer"))
     # Adapters are no parameters of the model.

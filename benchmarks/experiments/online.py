@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...loops.config import Teacher
 from ...loops.recipes import demo
-from ...loops.recipes.distill import run_distill
-from ...loops.recipes.grpo import run_grpo
-from ...loops.recipes.ppo import run_ppo
+from ...loops.recipes.distill import open_distill
+from ...loops.recipes.grpo import open_grpo
+from ...loops.recipes.ppo import open_ppo
 from ...loops.recipes.settings import GRPO, PPO, RLOO, Distill
 from ..report import figure
 from . import common
@@ -53,9 +53,9 @@ LEARNED: dict[str, Any] = {
     "eval_every": 25,
 }
 RECIPES: dict[str, tuple[type, Callable[[Any], Any], dict[str, Any]]] = {
-    "grpo": (GRPO, run_grpo, LEARNED),
-    "rloo": (RLOO, run_grpo, LEARNED),
-    "ppo": (PPO, run_ppo, {**LEARNED, "lam": 1.0}),
+    "grpo": (GRPO, open_grpo, LEARNED),
+    "rloo": (RLOO, open_grpo, LEARNED),
+    "ppo": (PPO, open_ppo, {**LEARNED, "lam": 1.0}),
 }
 DISTILLED: dict[str, Any] = {**SHORT, "batch_size": 128, "steps": 100, "learning_rate": 5e-4, "warmup": 10}
 SHARES = (0.0, 0.5, 1.0)  # of the steps of distillation that learn from the student's own answers
@@ -86,7 +86,7 @@ def start(directory: Path) -> Path:
 
 def learn(recipe: str, seed: int, directory: Path) -> dict[str, Any]:
     """Accuracy on the held-out questions as the run goes on, by step, and the seconds that it took."""
-    make, run, settings = RECIPES[recipe]
+    make, open_recipe, settings = RECIPES[recipe]
     model, out = start(directory), directory / f"{recipe}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     asked, held_out = (
@@ -94,7 +94,7 @@ def learn(recipe: str, seed: int, directory: Path) -> dict[str, Any]:
         for name, some in ((f"asked-{seed}", trained_on(seed)), ("held_out", questions()[0]))
     )
     seconds, cpu = time.perf_counter(), time.process_time()
-    run(make(str(model), asked, str(out), eval_data=held_out, seed=seed, **settings))
+    open_recipe(make(str(model), asked, str(out), eval_data=held_out, seed=seed, **settings)).train()
     curve = {line["step"]: line["eval/reward"] for line in common.read_metrics(out) if "eval/reward" in line}
     before, *_, after = curve.values()
     took = {"seconds": time.perf_counter() - seconds, "cpu_seconds": time.process_time() - cpu}
@@ -112,7 +112,7 @@ def distill(share: float, seed: int, directory: Path) -> dict[str, Any]:
     taught = [{"prompt": q, "completion": demo.solve(q)} for q in questions()[1] if q in chosen]
     data = demo.write(directory / f"taught-{seed}.jsonl", taught)
     settings = {**DISTILLED, "teacher": Teacher(model=str(teacher))}
-    run_distill(Distill(str(student), str(data), str(out), on_policy=share, seed=seed, **settings))
+    open_distill(Distill(str(student), str(data), str(out), on_policy=share, seed=seed, **settings)).train()
     return nearness(out / "model", teacher, questions()[0])
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...loops.recipes.grpo import run_grpo
+from ...loops.recipes.grpo import open_grpo
 from ...loops.recipes.settings import GRPO
 from ...loops.rewards.reasoning_gym import reasoning_gym_rows
 from ...loops.rollouts.replay import read_samples
@@ -88,7 +88,7 @@ def train(directory: Path) -> dict[str, Any]:
         **SETTINGS,
     )
     before, began = load(), (time.perf_counter(), time.process_time())
-    run_grpo(config)
+    open_grpo(config).train()
     minutes = {"wall": (time.perf_counter() - began[0]) / 60, "processor": (time.process_time() - began[1]) / 60}
     steps = read_steps(directory / "run")
     settings = dataclasses.asdict(config)

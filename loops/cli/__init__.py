@@ -1,5 +1,6 @@
 """``burnish <recipe> [--config file.yaml] [--any.field value]``"""
 
+import argparse
 import io
 import logging
 import os
@@ -8,14 +9,16 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from ... import __version__
+from ..recipes import RECIPES, opener, settings_of
 from ..registry import nearest
 from .arguments import completion, parse
-from .trl import from_command, read, split_flags, to_yaml
+from .trl import from_command, read, to_yaml
 from .trl_rules import table
 
 
@@ -27,8 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
-    if name in _RECIPES:
-        return _plan([name, *words]) if "--dry_run" in words else _run(name, words)
+    if name in RECIPES:
+        flags = [word for word in words if word != "--dry_run"]
+        return _run(name, words) if flags == words else _COMMANDS["plan"][0]([name, *flags])
     if name in _COMMANDS:
         return _COMMANDS[name][0](words)
     if name in ("", "-h", "--help"):
@@ -37,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"burnish {__version__}")
         return 0
-    kind, known = ("flag", ["--help", "--version"]) if name[0] == "-" else ("recipe", [*_RECIPES, *_COMMANDS])
+    kind, known = ("flag", ["--help", "--version"]) if name[0] == "-" else ("recipe", [*RECIPES, *_COMMANDS])
     print(f"{nearest(f'burnish: no {kind}', name, known)}\n\n{_usage()}", file=sys.stderr)
     return 2
 
@@ -57,27 +61,9 @@ class _Output(io.FileIO):
 
 _PACKAGE = __package__.partition(".")[0]
 
-# The class in `recipes.settings`, whose docstring is the purpose, and the function in `recipes`.
-# Nothing is imported before it is used.
-_RECIPES = {
-    "sft": ("SFT", "sft:run_sft"),
-    "dpo": ("DPO", "preference:run_dpo"),
-    "kto": ("KTO", "kto:run_kto"),
-    "orpo": ("ORPO", "preference:run_orpo"),
-    "cpo": ("CPO", "preference:run_cpo"),
-    "reward": ("Reward", "reward:run_reward"),
-    "prm": ("PRM", "prm:run_prm"),
-    "distill": ("Distill", "distill:run_distill"),
-    "grpo": ("GRPO", "grpo:run_grpo"),
-    "rloo": ("RLOO", "grpo:run_grpo"),
-    "ppo": ("PPO", "ppo:run_ppo"),
-    "online_dpo": ("OnlineDPO", "online_dpo:run_online_dpo"),
-    "demo": ("Demo", "demo:demo"),
-}
-
 
 def _usage() -> str:
-    purposes = {name: _settings(name).__doc__.partition("\n")[0] for name in _RECIPES}
+    purposes = {name: settings_of(name).__doc__.partition("\n")[0] for name in RECIPES}
     purposes |= {name: purpose for name, (_, purpose) in _COMMANDS.items()}
     lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in purposes.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
@@ -88,27 +74,27 @@ def _completion(arguments: list[str]) -> int:
     if arguments not in (["bash"], ["zsh"]):
         print("usage: burnish completion bash, or zsh", file=sys.stderr)
         return 2
-    print(completion(arguments[0], {name: _settings(name) for name in _RECIPES}))
+    print(completion(arguments[0], {name: settings_of(name) for name in RECIPES}))
     return 0
 
 
-def _data(arguments: list[str]) -> int:
-    recipe, *words = arguments or [""]
-    if recipe not in _RECIPES or recipe == "demo" or not words:
-        print("usage: burnish data <recipe> recipe.yaml [--rows 3] [--any.field value]", file=sys.stderr)
-        return 2
-    flags = split_flags(words)
-    rows = next((" ".join(values) for name, values, _ in flags if name == "rows"), "3")
-    words = [token for name, _, tokens in flags if name != "rows" for token in tokens]
-    if not rows.isdecimal():
-        print(f"burnish data: rows: wanted a number, got {rows}", file=sys.stderr)
+def _examine(command: str, flag: str, argument: dict[str, Any], arguments: list[str]) -> int:
+    """``data`` or ``plan``: print a run instead of training; ``flag`` is the command's own."""
+    usage = f"burnish {command} <recipe> [--config] recipe.yaml [--any.field value] [--{flag} {argument['metavar']}]"
+    parser = argparse.ArgumentParser(f"burnish {command}", usage, _COMMANDS[command][1], allow_abbrev=False)
+    parser.add_argument(f"--{flag}", **argument)
+    options, words = parser.parse_known_args(arguments)
+    recipe, *words = words or [""]
+    if recipe not in RECIPES or recipe == "demo":
+        print(nearest(f"burnish {command}: no recipe", recipe, RECIPES.keys() - {"demo"}), file=sys.stderr)
+        parser.print_usage(sys.stderr)
         return 2
 
-    def show(_: Any, config: Any) -> None:
-        import_module(".data", __package__).print_data(recipe, config, int(rows))
+    def show(recipe: str, config: Any) -> Any:
+        return import_module(f".{command}", __package__).show(recipe, config, getattr(options, flag))
 
-    # A configuration must name a run directory; this one is not used.
-    return _run(recipe, ["--output", "none", *_with_file(words)], show)
+    # A configuration must name a run directory; that of `data` is not used.
+    return _run(recipe, [*["--output", "none"] * (command == "data"), *_with_file(words)], show)
 
 
 def _env(arguments: list[str]) -> int:
@@ -122,27 +108,15 @@ def _env(arguments: list[str]) -> int:
     return 0
 
 
-def _plan(arguments: list[str]) -> int:
-    from .plan import options_of, print_plan
-
-    options, words = options_of(arguments)
-    recipe, *words = words or [""]
-    if recipe not in _RECIPES or recipe == "demo":
-        print(nearest("burnish plan: no recipe", recipe, _RECIPES.keys() - {"demo"}), file=sys.stderr)
-        return 2
-    words = _with_file(words) if words else words
-    return _run(recipe, words, lambda opened, config: print_plan(opened, config, options))
-
-
 def _translate(arguments: list[str]) -> int:
-    named = bool(arguments) and arguments[0] in _RECIPES
+    named = bool(arguments) and arguments[0] in RECIPES
     recipe, *words = arguments if named else from_command(arguments or [""])
-    if recipe not in _RECIPES or not words:
-        print(nearest("burnish translate: no recipe for", recipe, [*_RECIPES, *table()["scripts"]]), file=sys.stderr)
+    if recipe not in RECIPES or not words:
+        print(nearest("burnish translate: no recipe for", recipe, [*RECIPES, *table()["scripts"]]), file=sys.stderr)
         print("usage: burnish translate <recipe> trl.yaml [--flags of TRL]", file=sys.stderr)
         print("    or a command: burnish translate accelerate launch dpo.py --beta 0.2", file=sys.stderr)
         return 2
-    ours, left, translation = read(recipe, _settings(recipe), _with_file(words))
+    ours, left, translation = read(recipe, settings_of(recipe), _with_file(words))
     if not ours and translation.refused.keys() <= {"config"}:
         problem = translation.refused.get("config", f"{words[0]}: no name of TRL's")
         print(f"burnish translate: {problem}", file=sys.stderr)
@@ -155,9 +129,15 @@ _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "bench": (lambda words: int(import_module(f"{_PACKAGE}.benchmarks.__main__").main(words)), _BENCH),
     "completion": (_completion, 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'),
-    "data": (_data, "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3."),
+    "data": (
+        partial(_examine, "data", "rows", {"metavar": "3", "type": int, "default": 3, "help": "of each part"}),
+        "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3.",
+    ),
     "env": (_env, "Print versions and devices for a bug report: burnish env config.yaml."),
-    "plan": (_plan, "Check a run and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB."),
+    "plan": (
+        partial(_examine, "plan", "gpus", {"metavar": "8x80GB", "help": "those there are, unless given"}),
+        "Check a run and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB.",
+    ),
     "translate": (
         _translate,
         "Print a file or command of TRL as a file of burnish: burnish translate trl dpo --beta 0.2.",
@@ -167,23 +147,26 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 
 def _with_file(words: list[str]) -> list[str]:
     """Flags, in which a file may come first without its flag."""
-    return words if words[0].startswith("--") else ["--config", *words]
+    return ["--config", *words] if words and not words[0].startswith("--") else words
 
 
-def _run(
-    name: str, arguments: list[str], perform: Callable[[Any, Any], Any] = lambda recipe, config: recipe(config)
-) -> int:
+def _train(name: str, config: Any) -> None:
+    opened = opener(name)(config)
+    if name != "demo":
+        opened.train()
+
+
+def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _train) -> int:
     traceback = "--traceback" in arguments or bool(os.environ.get("BURNISH_TRACEBACK"))
     arguments = [word for word in arguments if word != "--traceback"]
     try:
-        config = parse(name, _settings(name), arguments)
+        config = parse(name, settings_of(name), arguments)
         # Threads that spin while they wait take each other's cores; this is read when torch is first imported.
         if name == "demo":
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft's use of transformers
         if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
             logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-        recipe = _load(*_RECIPES[name][1].split(":"))
         _go_offline(config)
         models: Any = import_module("transformers.dynamic_module_utils")
         models.TIME_OUT_REMOTE_CODE = 0  # a model's own code is refused without asking the user
@@ -193,7 +176,7 @@ def _run(
 
             datasets.disable_progress_bars()
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        done = perform(recipe, config)
+        done = perform(name, config)
     except KeyboardInterrupt:
         print(f"burnish {name}: interrupted; --resume true continues from the last checkpoint, if any", file=sys.stderr)
         return 130
@@ -224,14 +207,6 @@ def _go_offline(config: Any) -> None:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
         except OSError:
             constants.HF_HUB_OFFLINE = True
-
-
-def _settings(recipe: str) -> Any:
-    return _load("settings", _RECIPES[recipe][0])
-
-
-def _load(module: str, name: str) -> Any:
-    return getattr(import_module(f"..recipes.{module}", __package__), name)
 
 
 def _message(error: Exception) -> str | None:

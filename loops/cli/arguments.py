@@ -68,7 +68,7 @@ def completion(shell: str, recipes: Mapping[str, Any]) -> str:
         parser = ArgumentParser(prog="burnish")
         commands = parser.add_subcommands()
         for name, config_class in recipes.items():
-            commands.add_subcommand(name, _parser(name, config_class, ArgumentParser))
+            commands.add_subcommand(name, _parser(name, config_class))
         with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
             parser.parse_args([f"--print_completion=shtab-{shell}"])
     finally:
@@ -76,11 +76,9 @@ def completion(shell: str, recipes: Mapping[str, Any]) -> str:
     return script.getvalue()
 
 
-def _parser(name: str, config_class: Any, kind: Any = None) -> Any:
+def _parser(name: str, config_class: Any) -> Any:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = (kind or _Parser)(
-        prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False, exit_on_error=False
-    )
+    parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False, exit_on_error=False)
     parser.add_argument(
         "--config",
         action="config",

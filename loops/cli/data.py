@@ -14,7 +14,7 @@ from ..recipes.reward import encoder
 from ..runs.context import tokenization
 
 
-def print_data(recipe: str, config: Any, rows: int) -> None:
+def show(recipe: str, config: Any, rows: int) -> None:
     """Print the first examples of each part of the data, and the account. No model is loaded.
 
     Raises:

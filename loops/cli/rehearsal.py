@@ -61,17 +61,22 @@ class Rehearsal:
         return self.memory.total()
 
 
-def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = None) -> Rehearsal:
+def rehearse(
+    open_recipe: Callable[[Any], Training], config: Any, ranks: int | None = None, capacity: int | None = None
+) -> Rehearsal:
     """Open a run without reading weights, and simulate the largest of its first steps.
 
     Args:
-        recipe: such as `run_dpo`, with its configuration.
-        ranks: number of them to plan for.
+        open_recipe: such as `open_dpo`.
+        ranks: number of them to plan for; without it, those that were started, or that hold one copy of the model.
         capacity: bytes of each rank's GPU; without it, ranks are on the CPU.
 
     Raises:
         ValueError: what the recipe raises before its first step.
     """
+    ranks = ranks or int(os.environ.get("WORLD_SIZE") or config.parallel.copy_size)
+    if capacity is not None and config.keep_bytes is None:
+        config = replace(config, keep_bytes=min(2**32, capacity // 32))  # as the head does on such a GPU
     fewer, share = config, 1.0
     if hasattr(config, "prompts_per_rollout") and config.micro_tokens is not None:
         # As many prompts as fill two micro-batches of every rank: more of the same follow.
@@ -80,7 +85,7 @@ def rehearse(recipe: Any, config: Any, *, ranks: int, capacity: int | None = Non
         fewer, share = replace(config, prompts_per_rollout=prompts), prompts / config.prompts_per_rollout
     gpu = capacity is not None
     with _ranks(ranks), simulate(gpu=gpu) as simulation, _stand_ins(simulation, capacity):
-        training: Training = recipe.__wrapped__(fewer)  # a recipe opens a run, and takes its steps
+        training = open_recipe(fewer)
         with training.resources:
             context, feed, model = training.context, training.feed, training.context.model
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

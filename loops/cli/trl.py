@@ -1,18 +1,19 @@
 """Read configuration files and flags of TRL; both vocabularies may be mixed."""
 
 import dataclasses
-import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import get_loader
 
 from ..registry import nearest
 from . import trl_rules
 from .trl_rules import Translation, as_list, table
 
+_load = get_loader("yaml")  # in which 1e-4 is a number, as it is not in YAML 1.1
 _OURS = ("config", "defaults", "help", "h", "print_config")  # names of the command line itself
 
 
@@ -112,8 +113,9 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     except ValueError as error:
         out.refused["config"] = str(error)
         return {}, list(arguments), out
-    defaults = [file.pop("defaults", None), *(" ".join(values) for name, values, _ in flags if name == "defaults")][-1]
-    words = dict.fromkeys([*file, *(name for name, *_ in flags)])
+    flagged = {name: _value(name, values) for name, values, _ in flags if name != "config"}
+    defaults = flagged.pop("defaults", file.pop("defaults", None))
+    words = {**file, **flagged}
     foreign = [name for name in words if name.rstrip("+").partition(".")[0] not in {*own, *_OURS}]
     if defaults is None and not any(_name(recipe, name) not in {"", *own} for name in foreign):
         return {}, list(arguments), out
@@ -123,19 +125,17 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     if defaults not in (None, "trl"):
         unknown["defaults"] = f"defaults: wanted trl, or nothing for burnish's own, got {defaults}"
 
-    from_file = {names[name]: _number(value) for name, value in file.items() if names[name]}
-    from_flags = {names[name]: _value(name, values) for name, values, _ in flags if names[name]}
     in_file = flattened({name: value for name, value in file.items() if not names[name] and name not in unknown})
-    left = [(name, tokens) for name, _, tokens in flags if not names[name] and name not in ("config", "defaults")]
-    by_flag = {name for name, _ in left}
-    elsewhere = {**in_file, **flattened({name: _value(name, values) for name, values, _ in flags if name in by_flag})}
-    out = translate(recipe, own, {**from_file, **from_flags}, elsewhere)
+    by_flag = {name: value for name, value in flagged.items() if not names[name]}
+    given = {names[name]: value for name, value in words.items() if names[name]}
+    elsewhere = {**in_file, **flattened(by_flag)}
+    out = translate(recipe, own, given, elsewhere)
     out.refused = {**unknown, **out.refused}
     for field, sources in out.sources.items():
-        if _has(by_flag if from_flags.keys() & {*sources} else in_file, field):
+        if _has(by_flag if {names[name] for name in flagged} & {*sources} else in_file, field):
             out.refused[field] = f"{field}: given twice, here and as {', '.join(sources)}; leave one of them out"
     ours = {**in_file, **{field: value for field, value in out.ours.items() if not _has(by_flag, field)}}
-    theirs = translate(recipe, own, {**trl_defaults(recipe), **out.given}, elsewhere).ours
+    theirs = translate(recipe, own, {**trl_defaults(recipe), **given}, elsewhere).ours
     theirs = {name: value for name, value in theirs.items() if not _has({*ours, *by_flag}, name)}
     if defaults is not None:
         ours, theirs = {**theirs, **ours}, {}
@@ -148,7 +148,7 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     for field, value in ours.items():
         group, _, inner = field.rpartition(".")
         (merged.setdefault(group, {}) if group else merged)[inner] = value
-    return merged, [token for _, tokens in left for token in tokens], out
+    return merged, [token for name, _, tokens in flags if name in by_flag for token in tokens], out
 
 
 def from_command(words: Sequence[str]) -> list[str]:
@@ -199,7 +199,7 @@ def read_files(paths: Sequence[str]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for path in paths:
         try:
-            keys |= {str(name): value for name, value in yaml.safe_load(Path(path).read_text("utf-8")).items()}
+            keys |= {str(name): value for name, value in _load(Path(path).read_text("utf-8")).items()}
         except yaml.MarkedYAMLError as error:
             line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
             raise ValueError(f"config: {path}{line}: not YAML: {error.problem}") from error
@@ -228,14 +228,9 @@ def _value(name: str, values: Sequence[str]) -> Any:
 def loaded(text: str) -> Any:
     """The value of a flag in YAML; the text itself if it is none, such as that of a template."""
     try:
-        return _number(yaml.safe_load(text))
+        return _load(text)
     except yaml.YAMLError:
         return text
-
-
-def _number(value: Any) -> Any:
-    """1e-4 is text in YAML 1.1."""
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value) else value
 
 
 def flattened(ours: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import get_loader
 
 from ..registry import nearest
 
-# Fields of a part of the data: TRL's are ours, the handbook's have two other names.
-_PART = ("path", "name", "split", "revision", "data_files", "data_dir", "columns", "weight", "fraction")
-_HANDBOOK = {"id": "path", "config": "name"}
+_HANDBOOK = {"id": "path", "config": "name"}  # other names of the fields of a part of the data; TRL's are ours
 
 
 @cache
@@ -148,7 +147,7 @@ def optimizer(trl: Translation) -> dict[str, Any]:
     if "optim" in trl.given:
         fields["optimizer"] = optimizers[name]
     pairs = [pair.partition("=") for pair in str(trl["optim_args"] or "").replace(" ", "").split(",") if pair]
-    kwargs: dict[str, Any] = {key: yaml.safe_load(value) for key, _, value in pairs}
+    kwargs: dict[str, Any] = {key: get_loader("yaml")(value) for key, _, value in pairs}
     betas, eps = [float(trl["adam_beta1"]), float(trl["adam_beta2"])], float(trl["adam_epsilon"])
     if "adam" in name and eps != 1e-8:
         kwargs["eps"] = eps
@@ -188,13 +187,6 @@ def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str
     if every < 1 and steps < 1:
         return trl.refuse(name, f"{every} is a share of the steps, whose number max_steps does not say", instead=field)
     return {field: math.ceil(every * steps) if every < 1 else int(every)}
-
-
-def trackers(trl: Translation) -> dict[str, Any]:
-    names = as_list(trl["report_to"])
-    if "all" in names:
-        return trl.refuse("report_to", "'all' names none; name them", instead="report_to")
-    return {"report_to": [name for name in names if name != "none"] or None}
 
 
 def supervised_loss(trl: Translation) -> dict[str, Any]:
@@ -333,9 +325,8 @@ def divergence(trl: Translation) -> dict[str, Any]:
 
 
 def prompts(trl: Translation) -> dict[str, Any]:
-    if (limit := trl["max_prompt_length"]) is None:
-        return {"max_prompt_length": None}
-    return {"max_prompt_length": int(limit), "truncation": "keep_end"}
+    limit = trl["max_prompt_length"]
+    return {"max_prompt_length": limit} if limit is None else {"max_prompt_length": limit, "truncation": "keep_end"}
 
 
 def data(trl: Translation) -> dict[str, Any]:
@@ -343,26 +334,25 @@ def data(trl: Translation) -> dict[str, Any]:
     held_out: Any = mixture.get("test_split_size")
     if mixture.get("datasets"):
         parts = [{_HANDBOOK.get(name, name): value for name, value in part.items()} for part in mixture["datasets"]]
-        if unknown := sorted({name for part in parts for name in part} - {*_PART}):
-            name = "dataset_mixture" if trl["dataset_mixture"] else "datasets"
-            trl.refuse(name, f"a part has {', '.join(unknown)}; there are {', '.join(_PART)}", instead="data")
         held_out = held_out if not held_out or held_out < 1 else int(held_out)
     elif trl["dataset_mixer"]:
         configs = trl["dataset_configs"] or [None] * len(trl["dataset_mixer"])
         parts = [
-            {"path": path, "name": config, "split": split, "weight": weight}
+            {"path": path, "split": split, "weight": weight, **({"name": config} if config else {})}
             for (path, weight), config in zip(trl["dataset_mixer"].items(), configs, strict=True)
             for split in trl["dataset_splits"] or ["train"]
         ]
-        held_out = [_shortest({**part, "weight": 1}) for part in parts if "test" in part["split"]]
+        held_out = [{**part, "weight": 1} for part in parts if "test" in part["split"]]
         parts = [part for part in parts if "test" not in part["split"]]
     elif trl["dataset_name"]:
         parts = [{"path": trl["dataset_name"], "name": trl["dataset_config"], "split": trl["dataset_train_split"]}]
         held_out = None
     else:
         return {}
-    read = [_shortest({**part, **_reading(trl)}) for part in parts]
-    fields = {"data": read[0] if len(read) == 1 else read}
+    parts = [{**part, **_reading(trl)} for part in parts]
+    parts = [{name: value for name, value in part.items() if value is not None} for part in parts]
+    one = parts[0] if len(parts[0]) > 1 else parts[0]["path"]
+    fields = {"data": one if len(parts) == 1 else parts}
     return {**fields, "eval_data": held_out} if held_out and "data" not in trl.elsewhere else fields
 
 
@@ -374,16 +364,6 @@ def _reading(trl: Translation) -> dict[str, Any]:
     if trl["system_prompt"] or trl["dataset_prompt_column"]:
         reading["system_prompt"] = trl["system_prompt"] or ""
     return reading
-
-
-def _shortest(part: Mapping[str, Any]) -> Any:
-    """A part without what is so by default; only text, if that says it all."""
-    usual = {"split": "train", "weight": 1}
-    part = {name: value for name, value in part.items() if value is not None and value != usual.get(name)}
-    if part.keys() <= {"path", "name", "split"}:
-        name, split = part.get("name"), part.get("split")
-        return part["path"] + f":{name}" * bool(name) + f"#{split}" * bool(split)
-    return part
 
 
 def as_list(value: Any) -> list[Any]:

@@ -31,14 +31,11 @@ class ChatTurns:
     def __init__(self, encoder: Encoder, options: Mapping[str, Any] | None = None) -> None:
         self.encoder, self.options = encoder, options or {}
         self._opening = self.prompt([_OPENING])
-        tokenizer = encoder.tokenizer
-        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self._special = added | set(tokenizer.all_special_ids)
         self._checked_roles: set[str] = set()
         self.end = self.suffix([{"role": "user", "content": "Go on."}])[0]  # the token that ends the assistant's turn
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        return self.encoder.chat(list(messages), self.options, generation_prompt=True, check=False)
+        return self.encoder.bare(self.encoder.render(list(messages), generation_prompt=True, options=self.options))
 
     def suffix(self, messages: Sequence[Message]) -> list[int]:
         """From the assistant's end token to where the next completion begins.
@@ -70,7 +67,7 @@ class ChatTurns:
                 "what was sampled would stand where the model has never seen it; use a template whose generation "
                 "prompt is what it renders before a completion, or end the conversation after one turn"
             )
-        end = next((i for i, token in enumerate(suffix) if token in self._special), None)
+        end = next((i for i, token in enumerate(suffix) if token in self.encoder.special), None)
         if end is None or str(self.encoder.tokenizer.decode(suffix[:end])).strip():
             raise ValueError(
                 "turns: the chat template ends the assistant's message without an end token, so nothing says where a "

@@ -23,10 +23,11 @@ from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .grpo import run_grpo
-from .preference import run_dpo
+from ..runs.report import read_curves
+from .grpo import open_grpo
+from .preference import open_dpo
 from .settings import DPO, GRPO, SFT, Demo
-from .sft import run_sft
+from .sft import open_sft
 
 ALPHABET = "0123456789+="
 TERM = 2  # digits of each number
@@ -51,7 +52,8 @@ def demo(config: Demo) -> dict[str, float]:
     console.rule("DPO + NLL: its own right and wrong answers")
     answers = sample(directory / "sft/model", asked, count=4, temperature=1.0)
     stage = _stage(directory, "dpo", "sft/model", pairs(asked, answers), seed=config.seed, steps=config.dpo_steps)
-    run_dpo(DPO(**stage, batch_size=96, learning_rate=1e-3, warmup=0.1, loss={"dpo": 1.0, "nll": 1.0}, beta=0.1))
+    mix = {"dpo": 1.0, "nll": 1.0}
+    open_dpo(DPO(**stage, batch_size=96, learning_rate=1e-3, warmup=0.1, loss=mix, beta=0.1)).train()
     accuracy["after DPO"] = score(directory / "dpo/model", held_out)
 
     console.rule("GRPO: a reward for right answers")
@@ -60,7 +62,7 @@ def demo(config: Demo) -> dict[str, float]:
     stage |= {"rewards": {"exact_match": {"ignore": ["whitespace"]}}, "max_tokens": TERM + 3, "show_every": 20}
     stage |= {"prompts_per_rollout": 128, "group_size": 8, "epochs_per_rollout": 3}
     clip = {"clip_low": 0.02, "clip_high": 0.3}  # wrong answers are pushed down no further than necessary
-    run_grpo(GRPO(**stage, learning_rate=2.5e-4, schedule="linear", warmup=0.15, loss_kwargs=clip))
+    open_grpo(GRPO(**stage, learning_rate=2.5e-4, schedule="linear", warmup=0.15, loss_kwargs=clip)).train()
     accuracy["after GRPO"] = score(directory / "grpo/model", held_out)
 
     title = f"sums of two {TERM}-digit numbers, {HELD_OUT} never seen"
@@ -92,7 +94,7 @@ def teach(directory: Path, questions: Iterable[str], *, steps: int, seed: int, b
     """SFT of the model in ``directory/start`` on the answers to these questions, into ``directory/sft``."""
     rows = ({"prompt": q, "completion": solve(q)} for q in questions)
     stage = _stage(directory, "sft", "start", rows, seed=seed, steps=steps)
-    run_sft(SFT(**stage, batch_size=batch_size, learning_rate=2e-3, schedule="cosine", warmup=0.05))
+    open_sft(SFT(**stage, batch_size=batch_size, learning_rate=2e-3, schedule="cosine", warmup=0.05)).train()
 
 
 def _stage(directory: Path, name: str, start: str, rows: Iterable[dict[str, str]], **settings: Any) -> dict[str, Any]:
@@ -174,8 +176,7 @@ def _draw(directory: Path, accuracy: dict[str, float]) -> None:
         (margins, "dpo", "rewards/accuracies", "DPO: pairs told apart"),
         (reward, "grpo", "reward", "GRPO: answers that are right"),
     ):
-        lines = [json.loads(line) for line in (directory / stage / "metrics.jsonl").read_text().splitlines()]
-        axis.plot([line["step"] for line in lines], [line[metric] for line in lines])
+        axis.plot(*zip(*read_curves(directory / stage / "metrics.jsonl")[metric]["training"], strict=True))
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

@@ -12,7 +12,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from ...data import encode_supervised
@@ -24,8 +23,9 @@ from ..rl.feed import RolloutFeed
 from ..rl.settings import OnlineConfig, SamplingConfig
 from ..rl.sources import check_sampling, open_sample_log, open_scheduler
 from ..runs.context import RunContext, open_run
+from ..runs.reference import Reference, frozen
 from ..runs.teacher import load_teacher, open_teacher
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import ENTROPY, TensorReader, Tensors, Term, columns_of, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, loss_name, parse_losses
 from .settings import Distill
@@ -46,8 +46,8 @@ def open_distill(config: Distill) -> Training:
     if not config.on_policy:
         return context.train(losses, read, columns=columns_of(losses), per_token=(stored,))
     if on_samples:
-        teacher_model = load_teacher(context, config.teacher)
-        read = partial(with_teacher, read, teacher_model, context.accelerator, temperature)
+        teacher_logp = frozen(load_teacher(context, config.teacher), temperature=temperature)
+        read = partial(with_teacher, read, context.accelerator.autocast()(teacher_logp))
     feed, evaluation = MixedFeed(context), None
     if context.eval_data is not None:
         evaluation = context.feed(context.eval_data, whole=True, prepare=lambda *step: marked(step[2], False))
@@ -55,9 +55,6 @@ def open_distill(config: Distill) -> Training:
     return context.train(
         losses, read, feed, evaluation=evaluation, memory=rollouts, report=feed.report, resources=closing(rollouts)
     )
-
-
-run_distill = to_the_end(open_distill)
 
 
 def distill_losses(config: Distill) -> dict[str, Term]:
@@ -88,13 +85,9 @@ def distill_losses(config: Distill) -> dict[str, Term]:
     return {**losses, **ENTROPY}
 
 
-def with_teacher(
-    read: TensorReader, teacher: Policy, accelerator: Accelerator, temperature: float, policy: nn.Module, batch: Batch
-) -> Tensors:
+def with_teacher(read: TensorReader, teacher_logp: Reference, policy: nn.Module, batch: Batch) -> Tensors:
     """The student's tensors, and the teacher's log-probs of the same tokens."""
-    with torch.no_grad(), accelerator.autocast():
-        logp = teacher(batch, temperature=temperature).logprob
-    return {**read(policy, batch), ("tokens", "teacher_logp"): logp}
+    return {("tokens", "teacher_logp"): teacher_logp(batch), **read(policy, batch)}
 
 
 class MixedFeed:

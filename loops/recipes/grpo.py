@@ -17,7 +17,7 @@ from ...objectives import corrected_kl_estimate, gdpo_advantage, group_advantage
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import Term
 from ..train.mix import WEIGHTINGS, loss_name
 from .settings import GRPO, VariantName
@@ -50,9 +50,6 @@ def open_grpo(config: GRPO, context: RLContext | None = None) -> Training:
         kl_in_reward=config.kl_as == "reward",
         dynamic_sampling=variant_of(config)["dynamic_sampling"],
     )
-
-
-run_grpo = to_the_end(open_grpo)
 
 
 def variant_of(config: GRPO) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Training on single completions, each marked desirable or undesirable: KTO and its relatives."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from ..runs.context import open_run
 from ..runs.feed import Feed
 from ..runs.reference import Reference
 from ..runs.teacher import open_teacher
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import ENTROPY, Term, columns_of, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import TOKEN_LOSSES, distillation, losses_of, parse_losses
 from ..train.step import sum_over_ranks
@@ -40,12 +40,11 @@ def open_kto(config: KTO) -> Training:
         policy_tensors(reference=reference, teacher=teacher, outputs=outputs_for(losses)),
         columns=sorted({"desirable", *columns_of(losses)} - {"undesirable"}),
         per_token=(precomputed, stored),
-        prepare=prepare_feedback(losses, rewards, context.model, reference, context.accelerator, config.max_length),
+        prepare=partial(
+            prepare_feedback, losses, rewards, context.model, reference, context.accelerator, config.max_length
+        ),
         memory=rewards if "bco" in losses else None,
     )
-
-
-run_kto = to_the_end(open_kto)
 
 
 def kto_losses(config: KTO) -> dict[str, Term]:
@@ -88,21 +87,20 @@ def prepare_feedback(
     policy: Policy,
     reference: Reference,
     accelerator: Accelerator,
-    max_length: int | None = None,
-) -> Callable[[Feed, int, list[Batch]], list[Batch]]:
+    max_length: int | None,
+    feed: Feed,
+    step: int,
+    micro_batches: list[Batch],
+) -> list[Batch]:
     """Add what losses compare a completion with, measured over a whole step before its first forward pass: the columns
     ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
-
-    def prepare(feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
-        added = {"delta": torch.tensor(rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype())}
-        if "kl" in tensors_needed(losses):
-            added["kl"] = kl_of_mismatched(feed, step, policy, reference, accelerator, max_length)
-        return [
-            replace(batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], **added})
-            for batch in micro_batches
-        ]
-
-    return prepare
+    added = {"delta": torch.tensor(rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype())}
+    if "kl" in tensors_needed(losses):
+        added["kl"] = kl_of_mismatched(feed, step, policy, reference, accelerator, max_length)
+    return [
+        replace(batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], **added})
+        for batch in micro_batches
+    ]
 
 
 @torch.no_grad()

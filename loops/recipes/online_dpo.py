@@ -8,7 +8,7 @@ from functools import partial
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import CHOSEN, PAIR_METRICS, Term, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import PAIR_LOSSES, parse_losses
 from .settings import OnlineDPO
@@ -26,9 +26,6 @@ def open_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> Trai
     outputs = outputs_for(losses)
     read = policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
     return context.train({**losses, **PAIR_METRICS}, read, feed, report=lambda: feed.metrics)
-
-
-run_online_dpo = to_the_end(open_online_dpo)
 
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from ..registry import blaming
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import Term, tensors_needed, units_of
 from .settings import PPO
 
@@ -68,9 +67,6 @@ def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
     )
 
 
-run_ppo = to_the_end(open_ppo)
-
-
 def save_values(context: RLContext) -> None:
     policy, main = context.model, context.accelerator.is_main_process
     if policy.critic is not None:
@@ -82,11 +78,7 @@ def save_values(context: RLContext) -> None:
 
 
 def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
-    """A policy with a value head, or with a critic.
-
-    Raises:
-        ValueError: if the value head that is to be loaded belongs to a model of another width.
-    """
+    """A policy with a value head, or with a critic; ValueError if the head belongs to a model of another width."""
     device = next(model.parameters()).device
     if config.value_model is not None:
         if sharding:
@@ -96,19 +88,9 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
     width = plain.config.get_text_config().hidden_size
     head = ValueHead(width, torch.promote_types(plain.dtype, torch.float32)).to(device)
     if config.value_head is not None:
-        with blaming(f"value_head: {config.value_head}", SafetensorError, OSError):
-            state = load_file(config.value_head)
-        if state.keys() != head.state_dict().keys():
-            raise ValueError(
-                f"value_head: {config.value_head} holds {', '.join(sorted(state))}, wanted weight and bias; take "
-                "value_head.safetensors of a run of ppo"
-            )
-        if state["weight"].shape != head.weight.shape:
-            raise ValueError(
-                f"value_head: {config.value_head} reads hidden states of {state['weight'].shape[1]}, this model's have "
-                f"{width}; take one that was trained with this model"
-            )
-        head.load_state_dict(state)
+        wanted = "wanted value_head.safetensors of a run of ppo with this model"
+        with blaming(f"value_head: {config.value_head}: {wanted}", SafetensorError, OSError, RuntimeError):
+            head.load_state_dict(load_file(config.value_head))
     return Policy(model, **config.kernel, **sharding, value_head=head)
 
 
@@ -133,8 +115,6 @@ def ppo_losses(config: PPO) -> dict[str, Term]:
     """The losses of this configuration; ValueError if settings contradict each other."""
     if config.value_head is not None and config.value_model is not None:
         raise ValueError("value_head: value_model has a head of its own; give one of the two")
-    if config.value_head is not None and not Path(config.value_head).exists():
-        raise ValueError(f"value_head: {config.value_head}: no such file; a run of ppo leaves one in its directory")
     losses = policy_losses(config, "clipped_surrogate", {})
     if wrong := [name for name in losses if units_of(losses[name].function).get("advantage") == "sequences"]:
         raise ValueError(

@@ -15,7 +15,7 @@ from ...objectives import f_divergence_score, length_desensitized_sum, nll, orpo
 from ..batch import Batch
 from ..runs.context import open_run
 from ..runs.teacher import open_teacher
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import CHOSEN, PAIR_METRICS, REJECTED, Term, columns_of, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import PAIR_LOSSES, STEP_COUPLED, parse_losses
 from .settings import CPO, DPO, ORPO
@@ -50,9 +50,6 @@ def open_orpo(config: ORPO) -> Training:
 def _open(config: CPO | ORPO, losses: dict[str, Term]) -> Training:
     context = open_run(config, encode_preference)
     return context.train({**losses, **PAIR_METRICS}, policy_tensors(pairs=True))
-
-
-run_dpo, run_cpo, run_orpo = to_the_end(open_dpo), to_the_end(open_cpo), to_the_end(open_orpo)
 
 
 def dpo_losses(config: DPO) -> dict[str, Term]:

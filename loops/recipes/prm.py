@@ -13,7 +13,7 @@ from ..batch import collate
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, scores
 from ..runs.context import open_run
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import Term, score_tensors
 from .settings import PRM
 
@@ -27,9 +27,6 @@ def open_prm(config: PRM) -> Training:
     context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
     context.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
     return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))
-
-
-run_prm = to_the_end(open_prm)
 
 
 def step_scores(

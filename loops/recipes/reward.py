@@ -16,7 +16,7 @@ from ..batch import Batch, collate
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, ends_marked, scores
 from ..runs.context import open_run
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import Tensors, Term, score_tensors
 from ..train.weighting import Weights
 from .settings import Reward
@@ -33,9 +33,6 @@ def open_reward(config: Reward) -> Training:
         saved.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     mark = partial(ends_marked, pad=saved.pad_token_id)
     return context.train(losses, read_scores, columns=columns, mark=mark)
-
-
-run_reward = to_the_end(open_reward)
 
 
 def reward_losses(config: Reward) -> dict[str, Term]:

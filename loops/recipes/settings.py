@@ -157,7 +157,6 @@ class Distill(SFT, SamplingConfig):
     on_policy: ClosedUnitInterval = 0.0
     """Share of the steps on completions that the student samples itself, λ of GKD; 1 is all of them."""
     group_size: PositiveInt = 1
-    """Completions that the student samples per prompt."""
 
 
 @dataclass(frozen=True)

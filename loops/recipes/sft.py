@@ -2,7 +2,7 @@
 
 from ...data import encode_supervised
 from ..runs.context import open_run
-from ..runs.training import Training, to_the_end
+from ..runs.training import Training
 from ..train.losses import ENTROPY, columns_of, outputs_for, policy_tensors
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, parse_losses
 from .settings import SFT
@@ -13,6 +13,3 @@ def open_sft(config: SFT) -> Training:
     losses = {**parse_losses(config.loss, {}, TOKEN_LOSSES, weighting=WEIGHTINGS[config.weighting]), **ENTROPY}
     context = open_run(config, encode_supervised, train_on=config.train_on)
     return context.train(losses, policy_tensors(outputs=outputs_for(losses)), columns=columns_of(losses))
-
-
-run_sft = to_the_end(open_sft)

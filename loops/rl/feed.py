@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from ...data import permutation
 from ..batch import Batch
 from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken
@@ -71,8 +71,7 @@ class RolloutFeed:
         units = select(rollout) if select else rollout.split_groups(config.micro_tokens, self.batching["layout"])
         if config.minibatches > 1:  # each unit is in one of them, drawn anew in each epoch
             epoch, minibatch = divmod(step_of_rollout, config.minibatches)
-            bits = np.random.Philox(np.random.SeedSequence([config.seed, number, epoch])).random_raw(len(units))
-            drawn = np.argsort(bits, kind="stable")[minibatch :: config.minibatches]
+            drawn = permutation(len(units), config.seed, number, epoch)[minibatch :: config.minibatches]
             units = [units[i] for i in sorted(drawn)]
         examples = [example for unit in units for example in unit]
         return rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)

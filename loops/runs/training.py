@@ -7,10 +7,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from time import monotonic
-from typing import Any, ParamSpec
+from typing import Any
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
@@ -27,8 +26,6 @@ from .feed import Feed, digest
 from .ranks import from_main, meet, watching
 from .report import draw_curves, journal, written
 from .storage import sync
-
-P = ParamSpec("P")
 
 _RESULTS = [f"{kind}{path}" for kind in ("model", "adapter", "critic") for path in ("", "/**/*")] + ["*.safetensors"]
 
@@ -260,13 +257,3 @@ class Training:
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
             finished = "no steps were left; " if self.start >= self.feed.steps else ""
             print(f"{finished}the model is in {self.directory / 'model'}")
-
-
-def to_the_end(open_recipe: Callable[P, Training]) -> Callable[P, dict[str, float]]:
-    """The function that opens a run, takes all of its steps, and returns the metrics of the last one."""
-
-    @wraps(open_recipe)
-    def run(*args: P.args, **kwargs: P.kwargs) -> dict[str, float]:
-        return open_recipe(*args, **kwargs).train()
-
-    return run

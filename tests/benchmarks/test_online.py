@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ def runs(monkeypatch, tmp_path):
         lines = [{"step": 0, "eval/reward": 0.5}, {"step": 1}, {"step": 25, "eval/reward": 0.6}]
         lines.append({"step": 50, "eval/reward": 0.75})
         (Path(config.output) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return SimpleNamespace(train=dict)
 
     recipes = {name: (make, run, settings) for name, (make, _, settings) in online.RECIPES.items()}
     monkeypatch.setattr(online, "RECIPES", recipes)
-    monkeypatch.setattr(online, "run_distill", run)
+    monkeypatch.setattr(online, "open_distill", run)
     monkeypatch.setattr(online, "nearness", lambda *models: {"accuracy": 0.5, "own: KL": 0.25})
     monkeypatch.setattr(online.demo, "teach", lambda directory, *_, **__: (directory / "sft/model").mkdir(parents=True))
     monkeypatch.setattr(online, "TRAINED", 300)

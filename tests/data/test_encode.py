@@ -207,7 +207,6 @@ def test_skipped_rows_are_counted_by_kind_and_none_is_lost(bad_file, byte_tokeni
     assert accounting.truncated == 1  # "other" + "aaaa<eos>" is 10 tokens
     assert accounting.total_tokens == 2 + 5 + 3 + 5 + 3 + 3
     assert accounting.trained_tokens == 5 + 3 + 3 + 3
-    json.dumps(accounting.to_dict())
     text = str(accounting)
     assert text.startswith("pairs.jsonl: 8 rows read, 2 kept; 21 tokens, 14 of them trained\n  1 skipped, missing; the")
     assert "1 truncated to max_length=8" in text

@@ -1,11 +1,11 @@
 import pytest
 from burnish.data.chat import Encoder
 from burnish.data.columns import BadRow, ParsedRow
-from burnish.data.examples import LengthLimit, completed, demonstration, pair, solution, stepwise, unpaired
+from burnish.data.examples import Tokenization, completed, demonstration, pair, solution, stepwise, unpaired
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "aaaa"}
-ANYTHING = LengthLimit(None, "keep_start")
+ANYTHING = Tokenization(None, "keep_start")
 
 
 @pytest.fixture
@@ -89,12 +89,12 @@ def test_without_a_prompt_the_first_token_is_not_trained(encoder) -> None:
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (LengthLimit(11, "keep_start"), (False, "pppp", "aaaaaa<eos>")),
-        (LengthLimit(6, "keep_start"), (True, "pppp", "aa")),
-        (LengthLimit(5, "keep_start"), (True, "pppp", "a")),
-        (LengthLimit(8, "keep_end"), (True, "p", "aaaaaa<eos>")),
+        (Tokenization(11, "keep_start"), (False, "pppp", "aaaaaa<eos>")),
+        (Tokenization(6, "keep_start"), (True, "pppp", "aa")),
+        (Tokenization(5, "keep_start"), (True, "pppp", "a")),
+        (Tokenization(8, "keep_end"), (True, "p", "aaaaaa<eos>")),
         # As in TRL: the sequence that is left begins within the answer, and nothing predicts its first token.
-        (LengthLimit(6, "keep_end"), (True, "a", "aaaa<eos>")),
+        (Tokenization(6, "keep_end"), (True, "a", "aaaa<eos>")),
     ],
 )
 def test_truncation_of_an_answer(encoder, limit, expected) -> None:
@@ -106,10 +106,10 @@ def test_truncation_of_an_answer(encoder, limit, expected) -> None:
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (LengthLimit(9, "keep_start"), (False, "pppp", "aaaa<eos>", "b<eos>")),
-        (LengthLimit(6, "keep_start"), (True, "pppp", "aa", "b<eos>")),
-        (LengthLimit(7, "keep_end"), (True, "pp", "aaaa<eos>", "b<eos>")),
-        (LengthLimit(6, "keep_end"), (True, "p", "aaaa<eos>", "b<eos>")),
+        (Tokenization(9, "keep_start"), (False, "pppp", "aaaa<eos>", "b<eos>")),
+        (Tokenization(6, "keep_start"), (True, "pppp", "aa", "b<eos>")),
+        (Tokenization(7, "keep_end"), (True, "pp", "aaaa<eos>", "b<eos>")),
+        (Tokenization(6, "keep_end"), (True, "p", "aaaa<eos>", "b<eos>")),
     ],
 )
 def test_truncation_of_a_pair(encoder, limit, expected) -> None:
@@ -122,10 +122,12 @@ def test_truncation_of_a_pair(encoder, limit, expected) -> None:
 def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encoder) -> None:
     whole = supervised(encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],))).example
     length = len(whole.prompt) + len(whole.completions[0])
-    found = supervised(encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],)), LengthLimit(length - 1, "keep_start"))
+    found = supervised(
+        encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],)), Tokenization(length - 1, "keep_start")
+    )
     assert text(encoder, found.example)[1][0][0] == "aaaa<|im_end|>aaaa"
     found = supervised(
-        encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],)), LengthLimit(length - 20, "keep_start")
+        encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],)), Tokenization(length - 20, "keep_start")
     )
     assert text(encoder, found.example)[1] == [("aaaa<|im_end|>", "aaaa<|im_end|>")]
 
@@ -135,38 +137,38 @@ def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encod
     [
         (
             ParsedRow("pppp", ("a",)),
-            LengthLimit(4, "keep_start"),
+            Tokenization(4, "keep_start"),
             "prompt too long",
             "4 tokens precede the first trained one and max_",
         ),
         (
             ParsedRow(None, ([USER, ANSWER],)),
-            LengthLimit(9, "keep_start"),
+            Tokenization(9, "keep_start"),
             "fully masked",
             "so nothing is left to train on; raise max",
         ),
         (
             ParsedRow("pppp", ("a",)),
-            LengthLimit(5, "error"),
+            Tokenization(5, "error"),
             "too long",
             "6 tokens and max_length is 5; raise max_length, choose the",
         ),
-        (ParsedRow("pppp", ("a", "b")), LengthLimit(5, "error"), "too long", "6 tokens and max_length is 5"),
+        (ParsedRow("pppp", ("a", "b")), Tokenization(5, "error"), "too long", "6 tokens and max_length is 5"),
         (
             ParsedRow("pppp", ("a", "b")),
-            LengthLimit(4, "keep_start"),
+            Tokenization(4, "keep_start"),
             "prompt too long",
             "the prompt has 4 tokens and max_length is 4",
         ),
         (
             ParsedRow("pp", ("aaaa", "b")),
-            LengthLimit(5, "keep_end"),
+            Tokenization(5, "keep_end"),
             "answer too long",
             "an answer has 5 tokens and max_length is 5",
         ),
         (
             ParsedRow("pp", ("aaab", "aaac")),
-            LengthLimit(5, "keep_start"),
+            Tokenization(5, "keep_start"),
             "identical after truncation",
             "two answers differ only beyond max_length=5, so neither is preferred; raise max_length",
         ),
@@ -207,12 +209,12 @@ def test_an_answer_that_the_template_leaves_out_is_empty(byte_tokenizer, field) 
 )
 def test_impossible_limits_are_refused(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
-        LengthLimit(*arguments)
+        Tokenization(*arguments)
 
 
 def test_every_answer_of_a_ranking_continues_the_prompt_and_is_trained(encoder) -> None:
     found = completed(
-        ParsedRow("pp", ("a", "bb", "c"), annotation=[2, 0, 1]), encoder, limit=LengthLimit(4, "keep_start")
+        ParsedRow("pp", ("a", "bb", "c"), annotation=[2, 0, 1]), encoder, limit=Tokenization(4, "keep_start")
     )
     assert text(encoder, found.example) == ("pp", [("a<eos>", "a<eos>"), ("bb", "bb"), ("c<eos>", "c<eos>")])
     assert (found.truncated, found.annotation) == (True, [2, 0, 1])
@@ -220,12 +222,12 @@ def test_every_answer_of_a_ranking_continues_the_prompt_and_is_trained(encoder) 
         completed(ParsedRow("pp", ("a", "b", "a"), annotation=[2, 0, 1]), encoder, limit=ANYTHING)
     with pytest.raises(BadRow, match="two answers differ only beyond max_length=4"):
         completed(
-            ParsedRow("pp", ("a", "bbc", "bbd"), annotation=[2, 0, 1]), encoder, limit=LengthLimit(4, "keep_start")
+            ParsedRow("pp", ("a", "bbc", "bbd"), annotation=[2, 0, 1]), encoder, limit=Tokenization(4, "keep_start")
         )
 
 
 def test_a_pair_is_a_desirable_and_an_undesirable_answer(encoder) -> None:
-    found = unpaired(ParsedRow("pppp", ("aaaa", "c")), encoder, limit=LengthLimit(7, "keep_end"))
+    found = unpaired(ParsedRow("pppp", ("aaaa", "c")), encoder, limit=Tokenization(7, "keep_end"))
     assert [encoded.annotation for encoded in found] == [True, False]
     # Each on its own: the shorter answer keeps the whole prompt.
     assert [text(encoder, encoded.example) for encoded in found] == [
@@ -233,7 +235,7 @@ def test_a_pair_is_a_desirable_and_an_undesirable_answer(encoder) -> None:
         ("pppp", [("c<eos>", "c<eos>")]),
     ]
     with pytest.raises(BadRow, match="two answers differ only beyond max_length=5") as caught:
-        unpaired(ParsedRow("pp", ("aaab", "aaac")), encoder, limit=LengthLimit(5, "keep_start"))
+        unpaired(ParsedRow("pp", ("aaab", "aaac")), encoder, limit=Tokenization(5, "keep_start"))
     assert caught.value.kind == "identical after truncation"
 
 
@@ -298,14 +300,14 @@ def test_steps_may_answer_a_conversation(encoder) -> None:
 
 @pytest.mark.parametrize(("max_length", "kept"), [(11, 3), (10, 2), (9, 2), (8, 1), (7, 1), (6, 1)])
 def test_steps_beyond_max_length_are_left_out_with_their_labels(encoder, max_length, kept) -> None:
-    found = steps(encoder, LengthLimit(max_length, "keep_start"))
+    found = steps(encoder, Tokenization(max_length, "keep_start"))
     assert judged(encoder, found) == judged(encoder, steps(encoder))[:kept]
     assert found.example.trained[0][-1]  # nothing follows the last label
     assert found.truncated == (kept < 3)
 
 
 def test_the_end_of_a_solution_is_kept_at_the_cost_of_its_prompt(encoder) -> None:
-    found = steps(encoder, LengthLimit(9, "keep_end"))
+    found = steps(encoder, Tokenization(9, "keep_end"))
     assert text(encoder, found.example)[0] == "p"
     assert judged(encoder, found) == judged(encoder, steps(encoder))
 
@@ -313,19 +315,19 @@ def test_the_end_of_a_solution_is_kept_at_the_cost_of_its_prompt(encoder) -> Non
 def test_the_last_step_alone_can_be_trained(encoder) -> None:
     assert judged(encoder, steps(encoder, last=True)) == judged(encoder, steps(encoder))[-1:]
     assert (
-        judged(encoder, steps(encoder, LengthLimit(9, "keep_end"), last=True)) == judged(encoder, steps(encoder))[-1:]
+        judged(encoder, steps(encoder, Tokenization(9, "keep_end"), last=True)) == judged(encoder, steps(encoder))[-1:]
     )
 
 
 @pytest.mark.parametrize(
     ("limit", "settings", "kind", "problem"),
     [
-        (LengthLimit(5, "keep_start"), {}, "no step left", "the first step ends at token 6 and max_length is 5"),
-        (LengthLimit(3, "keep_start"), {}, "prompt too long", "the prompt has 3 tokens and max_length is 3"),
-        (LengthLimit(8, "keep_end"), {}, "answer too long", "an answer has 8 tokens and max_length is 8"),
-        (LengthLimit(10, "error"), {}, "too long", "11 tokens and max_length is 10"),
+        (Tokenization(5, "keep_start"), {}, "no step left", "the first step ends at token 6 and max_length is 5"),
+        (Tokenization(3, "keep_start"), {}, "prompt too long", "the prompt has 3 tokens and max_length is 3"),
+        (Tokenization(8, "keep_end"), {}, "answer too long", "an answer has 8 tokens and max_length is 8"),
+        (Tokenization(10, "error"), {}, "too long", "11 tokens and max_length is 10"),
         (
-            LengthLimit(10, "keep_start"),
+            Tokenization(10, "keep_start"),
             {"last": True},
             "last step too far",
             "the last step, the only one to train on, ends",

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from burnish.loops import Files, LocalSource, RolloutBuffer, VLLMServer
-from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rollouts.sample import Sample, VersionSpan
 from burnish.objectives import group_advantage
@@ -53,7 +53,7 @@ def test_the_loop_gives_the_numbers_of_the_recipe(directory, dtype, tmp_path, mo
         show_every=0,
         dtype=dtype,
     )
-    run_grpo(config)
+    open_grpo(config).train()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     assert [s["tokens"] for s in samples] == [s.tokens for step in metrics for s in step["samples"]]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from burnish import loops
-from burnish.loops.cli import _RECIPES
+from burnish.loops.recipes import RECIPES
 
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "peft", "matplotlib", "numpy", "triton", "vllm"}
 RUN = """
@@ -52,7 +52,7 @@ def test_a_question_is_answered_without_heavy_imports(arguments, status, message
 def test_the_settings_of_every_recipe_are_read_without_heavy_imports():
     from burnish.loops.recipes import settings
 
-    assert {name for name, _ in _RECIPES.values()} <= vars(settings).keys()
+    assert {name for name, _ in RECIPES.values()} <= vars(settings).keys()
     code = "import sys, burnish.loops.recipes.settings; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert not set(done.stdout.split()) & HEAVY

@@ -19,15 +19,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from burnish.loops.recipes.grpo import run_grpo
-from burnish.loops.recipes.ppo import run_ppo
-from burnish.loops.recipes.preference import run_dpo
+from burnish.loops.recipes.grpo import open_grpo
+from burnish.loops.recipes.ppo import open_ppo
+from burnish.loops.recipes.preference import open_dpo
 from burnish.loops.recipes.settings import DPO, GRPO, PPO, SFT
-from burnish.loops.recipes.sft import run_sft
+from burnish.loops.recipes.sft import open_sft
 from burnish.loops.runs import checkpoint, stop, storage
 from forked import run_forked
 
-RECIPES = {"dpo": (DPO, run_dpo), "sft": (SFT, run_sft), "grpo": (GRPO, run_grpo), "ppo": (PPO, run_ppo)}
+RECIPES = {"dpo": (DPO, open_dpo), "sft": (SFT, open_sft), "grpo": (GRPO, open_grpo), "ppo": (PPO, open_ppo)}
 
 ANY = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
 
@@ -95,9 +95,9 @@ def train(recipe, config, before=lambda: None):
     status = 1
     try:
         before()
-        kind, run = RECIPES[recipe]
+        kind, open_recipe = RECIPES[recipe]
         with patch("burnish.loops.runs.training.draw_curves"):  # the picture takes longer than the run
-            run(build(kind, config))
+            open_recipe(build(kind, config)).train()
         status = 0
     except stop.Stopped as stopped:
         status = stopped.code

@@ -17,9 +17,9 @@ from burnish.data import Batches, Example
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer, ends_marked
 from burnish.loops.models.sharding import whole
-from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.kto import FEEDBACK_LOSSES, RunningMean, feedback_metrics, prepare_feedback
-from burnish.loops.recipes.ppo import run_ppo
+from burnish.loops.recipes.ppo import open_ppo
 from burnish.loops.recipes.reward import LOSSES as REWARD_LOSSES
 from burnish.loops.recipes.reward import read_scores
 from burnish.loops.recipes.settings import GRPO, PPO, RLOO
@@ -206,7 +206,7 @@ def setup(name, accelerator, mesh=None):
         }
         rewards = RunningMean()
         rewards.observe({"rewards": 0.4})
-        prepare = prepare_feedback(terms, rewards, policy, reference, accelerator)
+        prepare = partial(prepare_feedback, terms, rewards, policy, reference, accelerator, None)
         labels = {"desirable": [draw.random() < 0.5 for _ in range(EXAMPLES)]}
         return policy, single, labels, terms, policy_tensors(reference=reference), {"prepare": prepare}
     assert name == "ppo"
@@ -284,10 +284,10 @@ class OneStep(RLContext):
 
 def one_step_of(config, policy, reference, samples, accelerator, **options):
     """The result of the recipe itself, see `stepped`, where samples, reference and policy are these."""
-    run = run_ppo if isinstance(config, PPO) else run_grpo
+    open_recipe = open_ppo if isinstance(config, PPO) else open_grpo
     with tempfile.TemporaryDirectory() as directory:
         config = replace(config, output=directory)
-        return run(config, OneStep(config, policy, reference, samples, accelerator, **options))
+        return open_recipe(config, OneStep(config, policy, reference, samples, accelerator, **options)).train()
 
 
 def online_step(config, layout, accelerator, samples, mesh=None):

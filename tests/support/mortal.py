@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
-from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rollouts.local import source
 from burnish.loops.runs import checkpoint, context, ranks, training
@@ -61,7 +61,7 @@ def be_rank(fields, moment, mortal, stuck):
             patches.enter_context(interrupted_at(moment, die if rank == mortal else wait))
             patches.enter_context(patch.object(ranks, "GRACE", 1.0))
         try:
-            run_grpo(GRPO(**fields))
+            open_grpo(GRPO(**fields)).train()
         except BaseException as error:
             note.write_text(f"{type(error).__name__}: {error}")
             raise

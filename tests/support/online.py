@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from accelerate.state import AcceleratorState
 from burnish.loops.environments import Step
-from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl.settings import VLLM
 from tiny import save_model, sums, write_rows
@@ -118,7 +118,7 @@ def be_rank(fields):
     fields["vllm"] = VLLM(**fields.pop("vllm", {}))
     try:
         with patch("burnish.loops.runs.training.draw_curves"):
-            run_grpo(GRPO(**fields))
+            open_grpo(GRPO(**fields)).train()
     except Exception as error:
         Path(f"{fields['output']}-rank{os.environ['RANK']}.txt").write_text(str(error))
         raise

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
-from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl.settings import VLLM
 from burnish.loops.rollouts.source import SourceError
@@ -55,7 +55,7 @@ def train(fields, failure=None, number=0, **changes):
     server.failure, server.number = failure, number
     vllm = VLLM(url=server.url, timeout=TIMEOUT, patience=PATIENCE)
     try:
-        run_grpo(GRPO(**{**fields, **changes, "source": "vllm", "vllm": vllm}))
+        open_grpo(GRPO(**{**fields, **changes, "source": "vllm", "vllm": vllm})).train()
     finally:
         server.close()
     return server.paths_asked

@@ -15,16 +15,16 @@ import torch
 import transformers
 from accelerate import Accelerator
 from burnish.loops.config import Lora, Parallel, Teacher
-from burnish.loops.recipes.distill import run_distill
-from burnish.loops.recipes.grpo import run_grpo
-from burnish.loops.recipes.kto import run_kto
-from burnish.loops.recipes.online_dpo import run_online_dpo
-from burnish.loops.recipes.ppo import run_ppo
-from burnish.loops.recipes.preference import run_cpo, run_dpo, run_orpo
-from burnish.loops.recipes.prm import run_prm
-from burnish.loops.recipes.reward import run_reward
+from burnish.loops.recipes.distill import open_distill
+from burnish.loops.recipes.grpo import open_grpo
+from burnish.loops.recipes.kto import open_kto
+from burnish.loops.recipes.online_dpo import open_online_dpo
+from burnish.loops.recipes.ppo import open_ppo
+from burnish.loops.recipes.preference import open_cpo, open_dpo, open_orpo
+from burnish.loops.recipes.prm import open_prm
+from burnish.loops.recipes.reward import open_reward
 from burnish.loops.recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, SFT, Distill, OnlineDPO, Reward
-from burnish.loops.recipes.sft import run_sft
+from burnish.loops.recipes.sft import open_sft
 from burnish.loops.runs import ranks
 from forked import run_forked
 from safetensors.torch import load_file
@@ -43,28 +43,28 @@ _ONLINE |= {"epochs_per_rollout": 2, "minibatches": 2, "beta": 0.1}
 
 # By name: recipe, its settings, which data, and what differs from the settings that all share.
 RUNS = {
-    "sft": (run_sft, SFT, "messages", {"gradient_checkpointing": True}),
-    "dpo": (run_dpo, DPO, "pairs", {}),
-    "dpo_precomputed": (run_dpo, DPO, "pairs", {"reference": "precompute"}),
-    "dpo_adapters": (run_dpo, DPO, "pairs", {"lora": Lora(r=4)}),
-    "dpo_adapters_copy": (run_dpo, DPO, "pairs", {"lora": Lora(r=4), "reference": "copy"}),
-    "dpo_tied": (run_dpo, DPO, "pairs", {"model": "tied"}),
-    "kto": (run_kto, KTO, "feedback", {}),
-    "orpo": (run_orpo, ORPO, "pairs", {}),
-    "cpo": (run_cpo, CPO, "pairs", {"loss": "alpha_po"}),
-    "reward": (run_reward, Reward, "pairs", {}),
-    "reward_adapters": (run_reward, Reward, "pairs", {"lora": Lora(r=4)}),
-    "prm": (run_prm, PRM, "steps", {}),
-    "distill": (run_distill, Distill, "messages", {"teacher": Teacher(model="teacher")}),
-    "sft_bfloat16": (run_sft, SFT, "messages", {"model": "bfloat16", "dtype": "bfloat16"}),
-    "dpo_bfloat16": (run_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "bfloat16"}),
-    "sft_float32": (run_sft, SFT, "messages", {"model": "bfloat16", "dtype": "float32"}),
-    "dpo_float32": (run_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "float32"}),
-    "distill_top_k": (run_distill, Distill, "messages", {"teacher": Teacher(model="teacher", top_k=5)}),
-    "grpo": (run_grpo, GRPO, "prompts", {**_ONLINE, "old_logprobs": "recomputed"}),
-    "ppo": (run_ppo, PPO, "prompts", {**_ONLINE, "lam": 0.9, "max_tokens": 8}),
-    "ppo_critic": (run_ppo, PPO, "prompts", {**_ONLINE, "value_model": "judge"}),
-    "online_dpo": (run_online_dpo, OnlineDPO, "prompts", {**_ONLINE, "rewards": {"reward_model": {"model": "judge"}}}),
+    "sft": (open_sft, SFT, "messages", {"gradient_checkpointing": True}),
+    "dpo": (open_dpo, DPO, "pairs", {}),
+    "dpo_precomputed": (open_dpo, DPO, "pairs", {"reference": "precompute"}),
+    "dpo_adapters": (open_dpo, DPO, "pairs", {"lora": Lora(r=4)}),
+    "dpo_adapters_copy": (open_dpo, DPO, "pairs", {"lora": Lora(r=4), "reference": "copy"}),
+    "dpo_tied": (open_dpo, DPO, "pairs", {"model": "tied"}),
+    "kto": (open_kto, KTO, "feedback", {}),
+    "orpo": (open_orpo, ORPO, "pairs", {}),
+    "cpo": (open_cpo, CPO, "pairs", {"loss": "alpha_po"}),
+    "reward": (open_reward, Reward, "pairs", {}),
+    "reward_adapters": (open_reward, Reward, "pairs", {"lora": Lora(r=4)}),
+    "prm": (open_prm, PRM, "steps", {}),
+    "distill": (open_distill, Distill, "messages", {"teacher": Teacher(model="teacher")}),
+    "sft_bfloat16": (open_sft, SFT, "messages", {"model": "bfloat16", "dtype": "bfloat16"}),
+    "dpo_bfloat16": (open_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "bfloat16"}),
+    "sft_float32": (open_sft, SFT, "messages", {"model": "bfloat16", "dtype": "float32"}),
+    "dpo_float32": (open_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "float32"}),
+    "distill_top_k": (open_distill, Distill, "messages", {"teacher": Teacher(model="teacher", top_k=5)}),
+    "grpo": (open_grpo, GRPO, "prompts", {**_ONLINE, "old_logprobs": "recomputed"}),
+    "ppo": (open_ppo, PPO, "prompts", {**_ONLINE, "lam": 0.9, "max_tokens": 8}),
+    "ppo_critic": (open_ppo, PPO, "prompts", {**_ONLINE, "value_model": "judge"}),
+    "online_dpo": (open_online_dpo, OnlineDPO, "prompts", {**_ONLINE, "rewards": {"reward_model": {"model": "judge"}}}),
 }
 SAMPLING = tuple(name for name, (*_, data, _) in RUNS.items() if data == "prompts")
 
@@ -156,7 +156,7 @@ def train(start, shards, name, output, mortal=None, together=(1, 1), **fields):
         patches.enter_context(patch.object(ranks, "GRACE", 1.0))
         if mortal is not None and mortal[0] == int(os.environ.get("RANK", 0)):
             patches.enter_context(in_step(mortal[1], lambda: os.kill(os.getpid(), signal.SIGKILL)))
-        recipe(settings(**fields))
+        recipe(settings(**fields)).train()
 
 
 @contextmanager

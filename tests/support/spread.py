@@ -12,10 +12,10 @@ import torch
 from burnish.loops.config import Lora, Parallel, Teacher
 from burnish.loops.environments import Limits, Step
 from burnish.loops.models import io
-from burnish.loops.recipes.distill import run_distill
-from burnish.loops.recipes.grpo import run_grpo
-from burnish.loops.recipes.online_dpo import run_online_dpo
-from burnish.loops.recipes.ppo import run_ppo
+from burnish.loops.recipes.distill import open_distill
+from burnish.loops.recipes.grpo import open_grpo
+from burnish.loops.recipes.online_dpo import open_online_dpo
+from burnish.loops.recipes.ppo import open_ppo
 from burnish.loops.recipes.settings import GRPO, PPO, Distill, OnlineDPO
 from burnish.loops.rl.settings import VLLM
 from burnish.loops.rollouts.scheduler import RolloutScheduler
@@ -24,10 +24,10 @@ from online import even
 
 GROUPS = {"limits": Limits, "lora": Lora, "vllm": VLLM, "teacher": Teacher}
 RECIPES = {
-    "grpo": (run_grpo, GRPO),
-    "ppo": (run_ppo, PPO),
-    "online_dpo": (run_online_dpo, OnlineDPO),
-    "distill": (run_distill, Distill),
+    "grpo": (open_grpo, GRPO),
+    "ppo": (open_ppo, PPO),
+    "online_dpo": (open_online_dpo, OnlineDPO),
+    "distill": (open_distill, Distill),
 }
 
 
@@ -102,8 +102,8 @@ def be_rank(runs):
         for fields in runs:
             sharded = fields.pop("sharded", False)
             fields["parallel"] = Parallel(int(os.environ["WORLD_SIZE"]) if sharded else 1)
-            run, settings = RECIPES[fields.pop("recipe", "grpo")]
+            open_recipe, settings = RECIPES[fields.pop("recipe", "grpo")]
             config = settings(**{name: GROUPS[name](**x) if name in GROUPS else x for name, x in fields.items()})
             with Held(config.output) if sharded else nullcontext():
-                run(config)
+                open_recipe(config).train()
             assert torch.get_default_dtype() == torch.float32

@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 
 import yaml
-from burnish.loops.cli import _RECIPES, _load
 from burnish.loops.cli.trl import table, translate
+from burnish.loops.recipes import settings_of
 
 PAGE = Path(__file__).parents[2] / "loops/cli/FROM_TRL.md"
 RECIPES = yaml.safe_load(Path(__file__).with_name("trl_recipes.yaml").read_text())
@@ -50,7 +50,7 @@ def code(names):
 def defaults():
     """The fields whose defaults differ: recipe, field, ours, TRL's."""
     for recipe in ("sft", "dpo", "kto", "cpo", "orpo", "reward", "grpo", "rloo", "online_dpo"):
-        config = {field.name: field for field in dataclasses.fields(_load("settings", _RECIPES[recipe][0]))}
+        config = {field.name: field for field in dataclasses.fields(settings_of(recipe))}
         given = {**table()["defaults"]["all"], **table()["defaults"].get(recipe, {})}
         for field, value in translate(recipe, config, given).ours.items():
             default = config[field].default

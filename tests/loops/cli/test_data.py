@@ -93,12 +93,20 @@ def test_what_a_run_would_refuse_is_refused_in_a_line(shown):
     assert err.startswith("burnish dpo: ") and "data.jsonl line 1: 'chosen' and 'rejected' are identical" in err
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["sft"], ["demo", "x"]])
-def test_without_a_recipe_and_data_the_usage_is_told(words, capsys):
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["demo", "x"]])
+def test_without_a_recipe_the_usage_is_told(words, capsys):
     assert main(["data", *words]) == 2
     assert "usage: burnish data <recipe>" in capsys.readouterr().err
 
 
-def test_the_number_of_rows_is_a_number(capsys):
-    assert main(["data", "sft", "--rows", "many", "--model", "m"]) == 2
-    assert "rows: wanted a number, got many" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--rows", "many", "--model", "m"], "--rows: invalid int value: 'many'"),
+        ([], "needed as well: --model, --data"),
+    ],
+)
+def test_a_mistake_in_the_words_is_told(words, told, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["data", "sft", *words])
+    assert told in capsys.readouterr().err

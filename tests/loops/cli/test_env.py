@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 import torch
-from burnish.loops.cli import _RECIPES, main
+from burnish.loops.cli import main
+from burnish.loops.recipes import RECIPES
 
 
 def test_env_says_versions_devices_and_the_digest_of_a_configuration(tmp_path, capsys):
@@ -65,5 +66,5 @@ def test_help_after_a_completion_is_as_before(capsys):
 def test_the_usage_has_a_line_for_each_command(capsys):
     assert main([]) == 2
     shown = capsys.readouterr().out
-    for command in (*_RECIPES, "bench", "completion", "env", "translate"):
+    for command in (*RECIPES, "bench", "completion", "env", "translate"):
         assert sum(line.startswith(f"  {command} ") for line in shown.splitlines()) == 1

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -303,7 +304,7 @@ def test_a_mistake_in_the_command_costs_two_seconds_at_most(tmp_path, words, wan
 def test_bitsandbytes_is_quiet_unless_something_is_quantized(burnish, quantize, monkeypatch):
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
-    monkeypatch.setattr("burnish.loops.recipes.sft.run_sft", lambda config: None)
+    monkeypatch.setattr("burnish.loops.recipes.sft.open_sft", lambda config: SimpleNamespace(train=dict))
     flags = ["--lora.r", "2", "--quantize", "4bit"] if quantize else []
     assert burnish("sft", flags)[0] == 0
     assert logger.level == (logging.NOTSET if quantize else logging.ERROR)

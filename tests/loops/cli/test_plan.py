@@ -7,7 +7,8 @@ import pytest
 import torch
 from burnish.benchmarks.experiments.memory import configured, measured_peak
 from burnish.loops.cli import main
-from burnish.loops.cli.plan import Gpus, alternatives, plan
+from burnish.loops.cli.plan import alternatives, gpus_of
+from burnish.loops.cli.rehearsal import rehearse
 from burnish.loops.models.simulation import simulate
 from forked import run_forked
 from tiny import save_model, sums, write_rows
@@ -84,7 +85,7 @@ def values(model, tmp_path):
 
 @pytest.fixture
 def settings(values):
-    """``settings(recipe, kind of rows, **values)`` returns the function of a recipe and its configuration."""
+    """``settings(recipe, kind of rows, **values)`` returns the function that opens a recipe and its configuration."""
     return lambda recipe, kind, **fields: configured(recipe, values(kind, **fields))
 
 
@@ -101,7 +102,7 @@ def flags(settings):
 
 def within_15_percent(recipe, kind, fields, settings):
     function, config = settings(recipe, kind, **fields)
-    predicted = plan(function, config).total
+    predicted = rehearse(function, config).total
     return predicted == pytest.approx(measured_peak(function, config), rel=0.15)
 
 
@@ -125,7 +126,7 @@ def test_the_predicted_peak_is_within_15_percent_of_what_the_allocator_counts(ru
 def test_the_predicted_peak_of_a_rank_is_within_15_percent_where_the_model_is_in_shards(run, setting, values):
     recipe, kind, fields = SHARDED[run]
     fields = values(kind, **fields, parallel={setting: 2})
-    predicted = plan(*configured(recipe, fields)).total
+    predicted = rehearse(*configured(recipe, fields)).total
     for status, printed in run_forked(2, "measured", recipe, fields):
         assert status == 0, printed
         measured = int(printed.rpartition("measured ")[2].split()[0])
@@ -140,7 +141,7 @@ def test_a_plan_reads_no_weights_and_leaves_nothing_behind(settings, model, tmp_
     environment = dict(os.environ)
     weights.write_bytes(b"")
     try:
-        assert plan(function, config).steps == 2
+        assert rehearse(function, config).steps == 2
     finally:
         weights.write_bytes(held)
     assert sorted(tmp_path.rglob("*")) == before
@@ -149,13 +150,13 @@ def test_a_plan_reads_no_weights_and_leaves_nothing_behind(settings, model, tmp_
 
 
 def test_memory_is_what_the_settings_make_it(settings):
-    whole = plan(*settings("dpo", "pairs"))
+    whole = rehearse(*settings("dpo", "pairs"))
     weights = 4 * whole.parameters
     assert whole.memory["weights, trained"] == pytest.approx(weights, rel=0.01)
     assert whole.memory["reference"] == pytest.approx(weights, rel=0.01)
     assert whole.memory["optimizer"] == pytest.approx(2 * weights, rel=0.01)
-    assert plan(*settings("dpo", "pairs", reference="precompute")).memory["reference"] < 0.01 * weights
-    adapters = plan(*settings("dpo", "pairs", lora={"r": 4}))
+    assert rehearse(*settings("dpo", "pairs", reference="precompute")).memory["reference"] < 0.01 * weights
+    adapters = rehearse(*settings("dpo", "pairs", lora={"r": 4}))
     assert adapters.memory["weights, frozen"] == pytest.approx(weights, rel=0.01)
     assert adapters.memory["optimizer"] == pytest.approx(8 * adapters.trained, rel=0.01)
     assert adapters.memory["reference"] < 0.01 * weights
@@ -166,9 +167,9 @@ def test_weights_to_be_saved_are_held_in_the_dtype_of_the_checkpoint_but_not_on_
     fields = {**BFLOAT16, "lora": {"r": 8}, "quantize": "4bit", "gradient_checkpointing": True, "micro_tokens": 100}
     run = settings("sft", "texts", **fields)
     on_cpu, on_gpu, unsaved = (
-        plan(*run),
-        plan(*run, Gpus.parse("80GB")),
-        plan(run[0], dataclasses.replace(run[1], output=None)),
+        rehearse(*run),
+        rehearse(*run, *gpus_of("80GB")),
+        rehearse(run[0], dataclasses.replace(run[1], output=None)),
     )
     held = 4 * (on_cpu.parameters - on_cpu.trained)
     assert held < on_cpu.memory["weights, to be saved"] < 1.1 * held
@@ -178,7 +179,7 @@ def test_weights_to_be_saved_are_held_in_the_dtype_of_the_checkpoint_but_not_on_
 
 def test_shards_divide_what_a_rank_keeps_and_the_layer_at_hand_is_gathered(settings):
     function, config = settings("dpo", "pairs", parallel={"dp_shard_size": 8})
-    whole, sharded = plan(*settings("dpo", "pairs")), plan(function, config, Gpus.parse("8x80GB"))
+    whole, sharded = rehearse(*settings("dpo", "pairs")), rehearse(function, config, *gpus_of("8x80GB"))
     for label in ("weights, trained", "reference", "optimizer"):
         assert sharded.memory[label] == pytest.approx(whole.memory[label] / 8, rel=0.02)
     layer = 4 * (whole.parameters - 258 * 256 * 2) / 3
@@ -188,7 +189,7 @@ def test_shards_divide_what_a_rank_keeps_and_the_layer_at_hand_is_gathered(setti
 def test_layers_are_gathered_in_the_precision_of_the_computation_and_trained_in_float32(settings):
     fields = {"parallel": {"dp_shard_size": 8}, "reference": "precompute"}
     float32, bfloat16 = (
-        plan(*settings("dpo", "pairs", **fields, **dtype), Gpus.parse("8x80GB")).memory for dtype in ({}, BFLOAT16)
+        rehearse(*settings("dpo", "pairs", **fields, **dtype), *gpus_of("8x80GB")).memory for dtype in ({}, BFLOAT16)
     )
     assert bfloat16["gathered weights"] < 0.65 * float32["gathered weights"]
     assert bfloat16["weights, trained"] == float32["weights, trained"]
@@ -197,7 +198,7 @@ def test_layers_are_gathered_in_the_precision_of_the_computation_and_trained_in_
 def test_two_ranks_that_split_a_long_row_by_columns_hold_half_of_its_activations(values):
     fields = values("long", batch_size=1, micro_tokens=None)
     alone, halves = (
-        plan(*configured("sft", {**fields, "parallel": {name: 2}})) for name in ("dp_shard_size", "cp_size")
+        rehearse(*configured("sft", {**fields, "parallel": {name: 2}})) for name in ("dp_shard_size", "cp_size")
     )
     assert halves.tokens == alone.tokens and halves.largest == alone.largest > 450
     assert 0.5 < halves.memory["activations"] / alone.memory["activations"] < 0.6
@@ -205,7 +206,7 @@ def test_two_ranks_that_split_a_long_row_by_columns_hold_half_of_its_activations
 
 def test_ranks_share_a_step_and_each_has_buckets_for_the_gradient(settings):
     function, config = settings("sft", "texts", batch_size=24, micro_tokens=200)
-    one, four = plan(function, config, Gpus.parse("1x80GB")), plan(function, config, Gpus.parse("4x80GB"))
+    one, four = rehearse(function, config, *gpus_of("1x80GB")), rehearse(function, config, *gpus_of("4x80GB"))
     assert four.ranks == 4 and four.tokens == one.tokens
     assert four.micro_batches < one.micro_batches
     assert four.memory["DDP buckets"] == 4 * four.trained and "DDP buckets" not in one.memory
@@ -214,7 +215,7 @@ def test_ranks_share_a_step_and_each_has_buckets_for_the_gradient(settings):
 def test_sampling_counts_keys_and_values_of_all_that_are_read_together(settings):
     fields = {**ONLINE, "prompts_per_rollout": 40, "max_tokens": 300, "group_size": 4, "lora": {"r": 1}}
     few, many = (
-        plan(*settings("grpo", "prompts", **fields, micro_tokens=400, cache_bytes=size))
+        rehearse(*settings("grpo", "prompts", **fields, micro_tokens=400, cache_bytes=size))
         for size in (10_000_000, 100_000_000)
     )
     assert 80e6 < many.total - few.total < 120e6
@@ -232,13 +233,12 @@ def test_a_run_that_does_not_fit_is_told_what_would_make_it_smaller(flags, capsy
 
 
 def test_alternatives_are_settings_of_the_recipe_that_are_not_set_already(settings):
-    gpus = Gpus.parse("8x80GB")
     fields = {"lora": {"r": 8}, "gradient_checkpointing": True, "micro_tokens": 512, "quantize": "4bit", **BFLOAT16}
-    assert list(alternatives(settings("sft", "texts", **fields, parallel={"dp_shard_size": 8})[1], gpus)) == []
+    assert list(alternatives(settings("sft", "texts", **fields, parallel={"dp_shard_size": 8})[1], 8)) == []
     _, config = settings("sft", "texts")
-    assert all(changed != config for _, changed in alternatives(config, gpus))
-    assert "reference precompute" not in dict(alternatives(config, gpus))
-    assert "parallel.dp_shard_size 8" in dict(alternatives(config, gpus))
+    assert all(changed != config for _, changed in alternatives(config, 8))
+    assert "reference precompute" not in dict(alternatives(config, 8))
+    assert "parallel.dp_shard_size 8" in dict(alternatives(config, 8))
 
 
 @pytest.mark.parametrize("words", [["plan", "grpo"], ["grpo", "--dry_run", "--gpus", "80GB"]])
@@ -267,11 +267,11 @@ def test_a_dry_run_finds_the_mistake_that_would_end_the_run(more, message, flags
 
 
 def test_gpus_are_read_with_their_number_and_kind():
-    assert Gpus.parse("8x80GB") == Gpus(8, 80 * 10**9)
-    assert Gpus.parse("24GiB") == Gpus(1, 24 << 30)
+    assert gpus_of("8x80GB") == (8, 80 * 10**9)
+    assert gpus_of("24GiB") == (1, 24 << 30)
     for wrong in ("8x", "0x80GB", "x80GB", "8xT1000", "80", "0GB"):
         with pytest.raises(ValueError, match="such as 8x80GB"):
-            Gpus.parse(wrong)
+            gpus_of(wrong)
 
 
 def test_a_simulation_counts_what_lives_and_forgets_what_is_freed():

@@ -72,7 +72,7 @@ def test_a_file_of_trl_trains_a_model_on_messages(trained):
         *("--torch_dtype", "null", "--bf16", "false"),
     )
     expected = {"learning_rate": 4e-5, "max_grad_norm": 0.2, "max_length": 32768, "warmup": 0.03, "seed": 42}
-    expected |= {"schedule": "cosine", "batch_size": 4, "steps": 2, "report_to": None, "dtype": "float32"}
+    expected |= {"schedule": "cosine", "batch_size": 4, "steps": 2, "report_to": "none", "dtype": "float32"}
     assert {name: config[name] for name in expected} == expected
     assert "no effect here: hub_model_id, hub_strategy, push_to_hub: nothing is uploaded" in logged
     assert "train_on: of messages only the assistants' tokens are trained" in logged

@@ -3,7 +3,7 @@
 import pytest
 from burnish.data.records import DataError
 from burnish.loops.recipes.settings import SFT
-from burnish.loops.recipes.sft import run_sft
+from burnish.loops.recipes.sft import open_sft
 from tiny import save_model, sums, write_rows
 
 
@@ -18,7 +18,7 @@ def test_a_template_and_its_arguments_may_stand_in_the_configuration(tmp_path):
     def tokens(name, **settings):
         paths = {"model": str(model), "data": str(data), "output": str(tmp_path / name)}
         config = SFT(**paths, steps=1, batch_size=4, chat_template=template, **settings)
-        return run_sft(config)["tokens"]
+        return open_sft(config).train()["tokens"]
 
     assert tokens("zeros", chat_template_kwargs={"zeros": True}) == tokens("plain") + 4
     with pytest.raises(DataError, match="zero"):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from burnish.loops.recipes import demo
@@ -21,12 +22,13 @@ def stages(monkeypatch):
             shutil.copytree(config.model, f"{config.output}/model")
             lines = [{"step": step, metric: 0.5} for step in (1, 2)]
             (demo.Path(config.output) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            return SimpleNamespace(train=dict)
 
         return run
 
-    monkeypatch.setattr(demo, "run_sft", stage("sft", "loss"))
-    monkeypatch.setattr(demo, "run_dpo", stage("dpo", "rewards/accuracies"))
-    monkeypatch.setattr(demo, "run_grpo", stage("grpo", "reward"))
+    monkeypatch.setattr(demo, "open_sft", stage("sft", "loss"))
+    monkeypatch.setattr(demo, "open_dpo", stage("dpo", "rewards/accuracies"))
+    monkeypatch.setattr(demo, "open_grpo", stage("grpo", "reward"))
     return found
 
 

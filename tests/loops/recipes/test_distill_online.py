@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from burnish.loops.config import Teacher
-from burnish.loops.recipes.distill import on_policy_steps, run_distill
+from burnish.loops.recipes.distill import on_policy_steps, open_distill
 from burnish.loops.recipes.settings import Distill
 from online import Killed, dying_in_step, lines, stored
 from safetensors.torch import load_file
@@ -42,7 +42,7 @@ def common(tmp_path_factory):
 def test_a_share_of_the_steps_learns_from_answers_of_the_student(common, tmp_path):
     """Three epochs of ten rows, four a step: eight steps, of which the last has two rows."""
     config = Distill(**common, output=str(tmp_path / "run"), epochs=3, on_policy=0.5, seed=1, eval_data=common["data"])
-    run_distill(config)
+    open_distill(config).train()
     logged = lines(tmp_path / "run")[1:]
     own = [line["on_policy"] == 1 for line in logged]
     assert [step for step, mine in enumerate(own) if mine] == on_policy_steps(8, 0.5, seed=1)
@@ -56,8 +56,10 @@ def test_a_share_of_the_steps_learns_from_answers_of_the_student(common, tmp_pat
 
 
 def test_the_prompts_of_such_a_step_are_those_that_the_data_has_for_it(common, tmp_path):
-    run_distill(Distill(**common, output=str(tmp_path / "data"), steps=2, shuffle=False))
-    run_distill(Distill(**common, output=str(tmp_path / "own"), steps=2, shuffle=False, on_policy=1.0, group_size=2))
+    open_distill(Distill(**common, output=str(tmp_path / "data"), steps=2, shuffle=False)).train()
+    open_distill(
+        Distill(**common, output=str(tmp_path / "own"), steps=2, shuffle=False, on_policy=1.0, group_size=2)
+    ).train()
     prompts = [sample["prompt"] for sample in stored(tmp_path / "own")]
     rows = [json.loads(line)["prompt"] for line in Path(common["data"]).read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(common["model"])
@@ -68,8 +70,8 @@ def test_the_prompts_of_such_a_step_are_those_that_the_data_has_for_it(common, t
 
 def test_other_losses_learn_from_the_answers_of_the_data_alone(common, tmp_path):
     mix = {"distillation": 1.0, "nll": 0.5}
-    run_distill(Distill(**common, output=str(tmp_path / "run"), steps=1, on_policy=1.0, loss=mix))
-    run_distill(Distill(**common, output=str(tmp_path / "alone"), steps=1, on_policy=1.0))
+    open_distill(Distill(**common, output=str(tmp_path / "run"), steps=1, on_policy=1.0, loss=mix)).train()
+    open_distill(Distill(**common, output=str(tmp_path / "alone"), steps=1, on_policy=1.0)).train()
     (mixed,), (alone,) = lines(tmp_path / "run"), lines(tmp_path / "alone")
     assert mixed["nll"] == 0
     assert mixed["loss"] == alone["loss"] > 0
@@ -79,7 +81,7 @@ def test_reverse_kl_as_a_cost_of_sampled_tokens_brings_the_student_nearer(common
     teacher = replace(common["teacher"], divergence="reverse_kl")
     fields = {**common, "teacher": teacher, "learning_rate": 1e-2, "group_size": 32}
     loss = {"sampled_reverse_kl": 1.0, "distillation": 1e-9}  # the second only measures
-    run_distill(Distill(**fields, output=str(tmp_path / "run"), steps=20, on_policy=1.0, loss=loss))
+    open_distill(Distill(**fields, output=str(tmp_path / "run"), steps=20, on_policy=1.0, loss=loss)).train()
     logged = lines(tmp_path / "run")
     for line in logged[:2]:  # an unbiased estimate
         assert line["reverse_kl"] == pytest.approx(line["distillation"], rel=0.3)
@@ -89,11 +91,11 @@ def test_reverse_kl_as_a_cost_of_sampled_tokens_brings_the_student_nearer(common
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
 def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp_path):
     config = Distill(**common, output=str(tmp_path / "undisturbed"), steps=6, on_policy=0.5, save_every=2, seed=1)
-    run_distill(config)
+    open_distill(config).train()
     disturbed = replace(config, output=str(tmp_path / "disturbed"), resume=True)
     with pytest.raises(Killed), dying_in_step(6):
-        run_distill(disturbed)
-    run_distill(disturbed)
+        open_distill(disturbed).train()
+    open_distill(disturbed).train()
     one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("undisturbed", "disturbed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert stored(tmp_path / "undisturbed") == stored(tmp_path / "disturbed")
@@ -115,4 +117,4 @@ def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
-        run_distill(Distill(**{**common, "output": str(tmp_path / "run"), **config}))
+        open_distill(Distill(**{**common, "output": str(tmp_path / "run"), **config})).train()

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.cli import main
-from burnish.loops.recipes.grpo import VARIANTS, advantages, grpo_losses, run_grpo
+from burnish.loops.recipes.grpo import VARIANTS, advantages, grpo_losses, open_grpo
 from burnish.loops.recipes.settings import GRPO, RLOO
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
@@ -40,7 +40,7 @@ def common(tmp_path_factory):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_takes_two_steps_and_logs_what_it_should(variant, common, tmp_path):
-    run_grpo(GRPO(**common, output=str(tmp_path / "run"), variant=variant))
+    open_grpo(GRPO(**common, output=str(tmp_path / "run"), variant=variant)).train()
     first, last = lines(tmp_path / "run")
     assert first.keys() >= LOGGED
     assert first["grad_norm"] > 0
@@ -104,7 +104,7 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
-        run_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), **config}))
+        open_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), **config})).train()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_reward_that_reads_a_missing_column_is_refused_before_a_model_is_loade
     monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
     rewards = {"exact_match": {"column": "solution"}}
     with pytest.raises(ValueError, match="'solution'"):
-        run_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), "rewards": rewards}))
+        open_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), "rewards": rewards})).train()
 
 
 def weights(directory):
@@ -149,7 +149,7 @@ def weights(directory):
 def test_a_rollout_that_teaches_nothing_takes_no_step(config, alike, masked, common, tmp_path):
     """Skipped and counted, no NaN, and weights as they were, bit for bit."""
     steps = {"steps": 2, "epochs_per_rollout": 2, "old_logprobs": "recomputed"}
-    run_grpo(GRPO(**{**common, **steps, **config, "output": str(tmp_path / "run")}))
+    open_grpo(GRPO(**{**common, **steps, **config, "output": str(tmp_path / "run")})).train()
     for line in lines(tmp_path / "run"):
         assert line["skipped"] == 1
         assert line["grad_norm"] == line["loss"] == 0
@@ -161,15 +161,15 @@ def test_a_rollout_that_teaches_nothing_takes_no_step(config, alike, masked, com
 
 def test_momentum_does_not_move_the_weights_where_no_reward_does(common, tmp_path):
     config = GRPO(**{**common, "output": str(tmp_path / "three"), "rewards": {"online:alike_in_the_end": 1.0}})
-    run_grpo(replace(config, steps=3))
-    run_grpo(replace(config, output=str(tmp_path / "two")))
+    open_grpo(replace(config, steps=3)).train()
+    open_grpo(replace(config, output=str(tmp_path / "two"))).train()
     assert [line["skipped"] for line in lines(tmp_path / "three")] == [0, 0, 1]
     assert weights(tmp_path / "three") == weights(tmp_path / "two")
 
 
 def test_the_reference_pulls_where_no_reward_does(common, tmp_path):
     rewards = {"online:alike_in_the_end": 1.0}
-    run_grpo(GRPO(**{**common, "output": str(tmp_path), "rewards": rewards, "steps": 3, "beta": 0.1}))
+    open_grpo(GRPO(**{**common, "output": str(tmp_path), "rewards": rewards, "steps": 3, "beta": 0.1})).train()
     last = lines(tmp_path)[-1]
     assert last["zero_std_groups"] == 4
     assert last["loss"] == pytest.approx(0.1 * last["kl"]) != 0
@@ -180,7 +180,7 @@ def test_the_reference_pulls_where_no_reward_does(common, tmp_path):
 def test_answers_drawn_from_a_part_of_the_distribution_are_corrected_for(correction, common, tmp_path):
     """What the sampler left out has no log-prob there, and is not drawn: nothing is NaN."""
     part = {"top_k": 5, "top_p": 0.9, "old_logprobs": "recomputed", "epochs_per_rollout": 2, "correction": correction}
-    run_grpo(GRPO(**{**common, **part, "output": str(tmp_path)}))
+    open_grpo(GRPO(**{**common, **part, "output": str(tmp_path)})).train()
     assert all(min(sample["logprobs"]) > -3 for sample in stored(tmp_path))  # of 258 tokens, five remain
     for line in lines(tmp_path):
         assert all(isfinite(value) for value in line.values())
@@ -195,7 +195,7 @@ def test_dynamic_sampling_looks_beyond_groups_without_variance(common, tmp_path)
         "max_tokens": 1,
         "steps": 1,
     }  # two answers of one token are often alike
-    run_grpo(GRPO(**{**common, **config, "output": str(tmp_path / "run")}))
+    open_grpo(GRPO(**{**common, **config, "output": str(tmp_path / "run")})).train()
     (line,) = lines(tmp_path / "run")
     passed_over = line["groups_passed_over"]
     assert passed_over > 0
@@ -206,7 +206,7 @@ def test_dynamic_sampling_looks_beyond_groups_without_variance(common, tmp_path)
 
 def test_dynamic_sampling_gives_up_where_nothing_varies(common, tmp_path, caplog):
     config = {"dynamic_sampling": True, "steps": 1, "rewards": {"online:alike": 1.0}}
-    run_grpo(GRPO(**{**common, **config, "output": str(tmp_path / "run")}))
+    open_grpo(GRPO(**{**common, **config, "output": str(tmp_path / "run")})).train()
     assert "only 0 of 4 groups have completions of different reward, 32 do not" in caplog.text
     assert lines(tmp_path / "run")[0]["skipped"] == 1
 
@@ -223,14 +223,14 @@ def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_r
         "minibatches": 1,
     }
     config = GRPO(**{**common, **several, "output": str(tmp_path / "undisturbed")})
-    run_grpo(config)
+    open_grpo(config).train()
     at = tmp_path / "disturbed"
     disturbed = replace(config, output=str(at), resume=True)
     for _ in range(config.steps - 1):  # each process takes a step, and dies in the next, whose answers are lost
         with pytest.raises(Killed), dying_in_step(2):
-            run_grpo(disturbed)
+            open_grpo(disturbed).train()
         gc.collect()
-    run_grpo(disturbed)
+    open_grpo(disturbed).train()
     assert weights(at) == weights(tmp_path / "undisturbed")
     assert stored(at) == stored(tmp_path / "undisturbed")
     timed = {"seconds": 0, "sampling/seconds": 0}
@@ -295,8 +295,8 @@ def test_a_correction_multiplies_the_loss_of_tokens_and_of_answers(kind):
 
 def test_held_out_answers_are_judged_and_leave_the_run_as_it_is(common, tmp_path):
     config = GRPO(**common, output=str(tmp_path / "plain"), save_every=1)
-    run_grpo(config)
-    run_grpo(replace(config, output=str(tmp_path / "judged"), eval_data=common["data"], eval_every=1))
+    open_grpo(config).train()
+    open_grpo(replace(config, output=str(tmp_path / "judged"), eval_data=common["data"], eval_every=1)).train()
     logged = lines(tmp_path / "judged")
     assert [line["step"] for line in logged] == [0, 1, 2]
     assert all(0 <= line["eval/rewards/even/mean"] <= 1 for line in logged)
@@ -309,16 +309,16 @@ def test_a_run_in_a_notebook_judges_held_out_answers_too(common, tmp_path):
     """Where an event loop runs already."""
 
     async def in_a_notebook():
-        return run_grpo(GRPO(**common, output=str(tmp_path / "inside"), eval_data=common["data"]))
+        return open_grpo(GRPO(**common, output=str(tmp_path / "inside"), eval_data=common["data"])).train()
 
     inside = asyncio.run(in_a_notebook())
-    outside = run_grpo(GRPO(**common, output=str(tmp_path / "outside"), eval_data=common["data"]))
+    outside = open_grpo(GRPO(**common, output=str(tmp_path / "outside"), eval_data=common["data"])).train()
     assert inside["eval/reward"] == outside["eval/reward"]
     assert weights(tmp_path / "inside") == weights(tmp_path / "outside")
 
 
 def test_answers_drawn_while_training_are_of_bounded_age_and_on_record_once(common, tmp_path):
-    run_grpo(GRPO(**{**common, "steps": 4, "max_staleness": 1}, output=str(tmp_path / "run")))
+    open_grpo(GRPO(**{**common, "steps": 4, "max_staleness": 1}, output=str(tmp_path / "run"))).train()
     logged = lines(tmp_path / "run")
     assert logged[0]["age/max"] == 0
     assert max(line["age/max"] for line in logged) == 1
@@ -336,7 +336,7 @@ def test_two_ranks_end_with_the_weights_of_one(common, tmp_path):
         "steps": 4,
     }
     fields |= {"eval_data": common["data"], "micro_tokens": 60}
-    run_grpo(GRPO(**fields, output=str(tmp_path / "one")))
+    open_grpo(GRPO(**fields, output=str(tmp_path / "one"))).train()
     outcomes = run_forked(2, "online", {**fields, "output": str(tmp_path / "two")})
     assert [status for status, _ in outcomes] == [0, 0], outcomes
     one, two = (load_file(tmp_path / name / "model/model.safetensors") for name in ("one", "two"))

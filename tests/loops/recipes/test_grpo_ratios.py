@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from burnish.loops.recipes.grpo import VARIANTS, grpo_losses, run_grpo
-from burnish.loops.recipes.ppo import ppo_losses, run_ppo
+from burnish.loops.recipes.grpo import VARIANTS, grpo_losses, open_grpo
+from burnish.loops.recipes.ppo import open_ppo, ppo_losses
 from burnish.loops.recipes.settings import GRPO, PPO, RLOO
 from burnish.loops.rl.policy_gradient import SamplerMismatch, ratio_denominator
 from burnish.loops.rollouts.replay import ReplaySource, read_samples
@@ -31,7 +31,7 @@ def common(tmp_path_factory):
 def samples(common, tmp_path_factory):
     """Two rollouts."""
     directory = tmp_path_factory.mktemp("sampled")
-    run_grpo(GRPO(**{**common, "steps": 2}, output=str(directory)))
+    open_grpo(GRPO(**{**common, "steps": 2}, output=str(directory))).train()
     return list(read_samples(directory / "samples.jsonl"))
 
 
@@ -63,7 +63,7 @@ def clipped(monkeypatch):
 def test_rounding_alone_clips_nothing(recipe, common, noisy, clipped, tmp_path, caplog):
     """At learning rate 0 a ratio can show nothing but that sampler and trainer round differently."""
     config = {**common, "output": str(tmp_path)}
-    run_grpo(GRPO(**config, variant=recipe, dynamic_sampling=False) if recipe in VARIANTS else RLOO(**config))
+    open_grpo(GRPO(**config, variant=recipe, dynamic_sampling=False) if recipe in VARIANTS else RLOO(**config)).train()
     (line,) = lines(tmp_path)
     assert line["sampling/logp_difference"] == pytest.approx(NOISE * (2 / torch.pi) ** 0.5, rel=0.1)
     units = torch.cat(clipped)
@@ -100,7 +100,7 @@ def test_ratios_of_ppo_are_to_the_policy_that_begins_the_rollout():
 
 def test_what_is_clipped_before_anything_was_learned_is_warned_of_once(common, noisy, tmp_path, caplog):
     config = {**common, "steps": 2, "output": str(tmp_path), "old_logprobs": "sampled", "variant": "gspo"}
-    run_grpo(GRPO(**config))
+    open_grpo(GRPO(**config)).train()
     assert all(line["clip_ratio/region"] > 0.05 for line in lines(tmp_path))
     (warning,) = [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
     assert "50 % clipped" in warning
@@ -109,7 +109,7 @@ def test_what_is_clipped_before_anything_was_learned_is_warned_of_once(common, n
 
 def test_what_is_clipped_because_something_was_learned_is_no_warning(common, tmp_path, caplog):
     several = {"max_tokens": 6, "learning_rate": 1e-3, "steps": 3, "epochs_per_rollout": 3, "variant": "gspo"}
-    run_grpo(GRPO(**{**common, **several}, output=str(tmp_path)))
+    open_grpo(GRPO(**{**common, **several}, output=str(tmp_path))).train()
     first, *later = [line["clip_ratio/region"] for line in lines(tmp_path)]
     assert first == 0
     assert max(later) > 0.05
@@ -148,19 +148,19 @@ def referred(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("run", "config"),
+    ("open_recipe", "config"),
     [
-        (run_ppo, PPO(model="", data="", output="", epochs_per_rollout=3, minibatches=2)),
-        (run_grpo, RLOO(model="", data="", output="")),
-        (run_grpo, RLOO(model="", data="", output="", epochs_per_rollout=3, minibatches=2)),
-        (run_grpo, GRPO(model="", data="", output="", beta=0.1, minibatches=2)),
-        (run_grpo, GRPO(model="", data="", output="", beta=0.1, epochs_per_rollout=3)),
+        (open_ppo, PPO(model="", data="", output="", epochs_per_rollout=3, minibatches=2)),
+        (open_grpo, RLOO(model="", data="", output="")),
+        (open_grpo, RLOO(model="", data="", output="", epochs_per_rollout=3, minibatches=2)),
+        (open_grpo, GRPO(model="", data="", output="", beta=0.1, minibatches=2)),
+        (open_grpo, GRPO(model="", data="", output="", beta=0.1, epochs_per_rollout=3)),
     ],
     ids=["ppo", "rloo", "rloo, several steps", "grpo, one epoch", "grpo, several epochs"],
 )
-def test_the_reference_says_each_token_of_a_rollout_once(run, config, common, referred, tmp_path):
+def test_the_reference_says_each_token_of_a_rollout_once(open_recipe, config, common, referred, tmp_path):
     short = {**common, "max_tokens": 6, "learning_rate": 1e-3, "steps": config.epochs_per_rollout * config.minibatches}
-    run(replace(config, **short, output=str(tmp_path)))
+    open_recipe(replace(config, **short, output=str(tmp_path))).train()
     assert sum(referred) == sum(sum(sample["trained"]) for sample in stored(tmp_path)) > 0
     assert all(line["kl"] >= 0 for line in lines(tmp_path))
     if len(lines(tmp_path)) > 1:

@@ -81,7 +81,7 @@ def test_an_answer_to_another_prompt_ends_where_the_model_does(max_length):
 def test_a_step_of_one_class_trains(policy, reference, desirable):
     terms = {"kto": Term(partial(kto, beta=0.1))}
     accelerator = Accelerator()
-    prepare = prepare_feedback(terms, RunningMean(), policy, reference, accelerator)
+    prepare = partial(prepare_feedback, terms, RunningMean(), policy, reference, accelerator, None)
     feed = feed_of(make_examples(COUNT, 1), [desirable] * COUNT, prepare=prepare)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
     objective = compose(terms, policy_tensors(reference=reference))
@@ -94,7 +94,7 @@ def test_a_step_of_one_class_trains(policy, reference, desirable):
 def test_bco_shifts_by_the_mean_reward_of_the_steps_before(policy, reference):
     terms = {"bco": Term(partial(bco, beta=0.1))}
     rewards = RunningMean()
-    prepare = prepare_feedback(terms, rewards, policy, reference, Accelerator())
+    prepare = partial(prepare_feedback, terms, rewards, policy, reference, Accelerator(), None)
     feed = feed_of(make_examples(COUNT, 1), [True, False] * 3, prepare=prepare)
     assert [float(batch.columns["delta"]) for batch in feed(0)] == [0.0] * len(feed(0))
     for reward in (1.0, 2.0):

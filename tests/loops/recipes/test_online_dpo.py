@@ -1,7 +1,7 @@
 """Online DPO: pairs of the policy's own answers."""
 
 import pytest
-from burnish.loops.recipes.online_dpo import best_and_worst, run_online_dpo
+from burnish.loops.recipes.online_dpo import best_and_worst, open_online_dpo
 from burnish.loops.recipes.settings import OnlineDPO
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rewards.table import reward_metrics
@@ -55,7 +55,7 @@ def test_an_answer_that_does_not_end_is_worth_less():
 
 
 def test_it_logs_what_it_should_and_separates_its_pairs(common, tmp_path):
-    run_online_dpo(OnlineDPO(**{**common, "steps": 4, "epochs_per_rollout": 2}, output=str(tmp_path / "run")))
+    open_online_dpo(OnlineDPO(**{**common, "steps": 4, "epochs_per_rollout": 2}, output=str(tmp_path / "run"))).train()
     logged = lines(tmp_path / "run")
     wanted = {"dpo", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen"}
     wanted |= {"logps/rejected", "reward", "pairs", "ties", "objective/scores_margin", "completions/mean_length"}
@@ -66,14 +66,18 @@ def test_it_logs_what_it_should_and_separates_its_pairs(common, tmp_path):
 
 
 def test_ties_are_counted_and_a_step_of_ties_is_skipped(common, tmp_path):
-    run_online_dpo(OnlineDPO(**{**common, "steps": 1, "rewards": {"online:alike": 1.0}}, output=str(tmp_path / "run")))
+    open_online_dpo(
+        OnlineDPO(**{**common, "steps": 1, "rewards": {"online:alike": 1.0}}, output=str(tmp_path / "run"))
+    ).train()
     (line,) = lines(tmp_path / "run")
     assert (line["pairs"], line["ties"], line["skipped"], line["loss"]) == (0, 4, 1, 0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_policy_and_reference_are_compared_at_the_temperature_of_the_answers(common, tmp_path, temperature):
-    run_online_dpo(OnlineDPO(**{**common, "steps": 1, "temperature": temperature}, output=str(tmp_path / "run")))
+    open_online_dpo(
+        OnlineDPO(**{**common, "steps": 1, "temperature": temperature}, output=str(tmp_path / "run"))
+    ).train()
     (line,) = lines(tmp_path / "run")
     assert line["rewards/chosen"] == pytest.approx(0, abs=1e-5)
     assert line["rewards/rejected"] == pytest.approx(0, abs=1e-5)
@@ -82,7 +86,9 @@ def test_policy_and_reference_are_compared_at_the_temperature_of_the_answers(com
 def test_all_pair_losses_take_a_step(common, tmp_path):
     """In one mix, each with a small coefficient, so that the model is loaded once."""
     losses = {name: {"coefficient": 0.01, **NEED.get(name, {})} for name in PAIR_LOSSES if name != "distillation"}
-    run_online_dpo(OnlineDPO(**{**common, "steps": 1, "micro_tokens": None}, loss=losses, output=str(tmp_path / "run")))
+    open_online_dpo(
+        OnlineDPO(**{**common, "steps": 1, "micro_tokens": None}, loss=losses, output=str(tmp_path / "run"))
+    ).train()
     (line,) = lines(tmp_path / "run")
     assert losses.keys() <= line.keys()
     assert line["skipped"] == 0
@@ -101,4 +107,4 @@ def test_all_pair_losses_take_a_step(common, tmp_path):
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
-        run_online_dpo(OnlineDPO(**{**common, "output": str(tmp_path / "run"), **config}))
+        open_online_dpo(OnlineDPO(**{**common, "output": str(tmp_path / "run"), **config})).train()

@@ -8,7 +8,7 @@ from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.config import Lora
 from burnish.loops.models.io import load_model
-from burnish.loops.recipes.ppo import ValueHead, advantages, objective_metrics, open_critic, run_ppo, with_values
+from burnish.loops.recipes.ppo import ValueHead, advantages, objective_metrics, open_critic, open_ppo, with_values
 from burnish.loops.recipes.settings import PPO
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
@@ -73,7 +73,7 @@ def test_the_objective_is_the_mean_over_the_answers_that_are_trained_on():
 
 def test_it_logs_what_it_should_and_leaves_a_value_head_to_begin_with(common, tmp_path):
     config = PPO(**common, output=str(tmp_path / "first"), minibatches=2)
-    run_ppo(config)
+    open_ppo(config).train()
     logged = lines(tmp_path / "first")
     wanted = {"clipped_surrogate", "value_loss", "value", "clip_ratio/value", "clip_ratio/region", "ratio", "kl"}
     wanted |= {"objective/kl", "objective/scores", "objective/rlhf_reward", "objective/non_score_reward"}
@@ -85,18 +85,20 @@ def test_it_logs_what_it_should_and_leaves_a_value_head_to_begin_with(common, tm
     assert [line["reward"] for line in logged] == [logged[0]["reward"]] * 4  # one rollout, four steps
     head = load_file(tmp_path / "first/value_head.safetensors")
     assert head["weight"].abs().max() > 0
-    run_ppo(replace(config, output=str(tmp_path / "second"), value_head=str(tmp_path / "first/value_head.safetensors")))
+    open_ppo(
+        replace(config, output=str(tmp_path / "second"), value_head=str(tmp_path / "first/value_head.safetensors"))
+    ).train()
     assert lines(tmp_path / "second")[0]["value"] != 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
 def test_checkpoints_hold_the_value_head(common, tmp_path):
     config = PPO(**common, output=str(tmp_path / "undisturbed"), save_every=1)
-    run_ppo(config)
+    open_ppo(config).train()
     disturbed = replace(config, output=str(tmp_path / "disturbed"), resume=True)
     with pytest.raises(Killed), dying_in_step(4):
-        run_ppo(disturbed)
-    run_ppo(disturbed)
+        open_ppo(disturbed).train()
+    open_ppo(disturbed).train()
     for name in ("value_head.safetensors", "model/model.safetensors"):
         assert (tmp_path / "disturbed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
     assert stored(tmp_path / "disturbed") == stored(tmp_path / "undisturbed")
@@ -104,7 +106,7 @@ def test_checkpoints_hold_the_value_head(common, tmp_path):
 
 def test_a_critic_is_a_model_of_its_own_that_is_trained_and_kept(common, tmp_path):
     first = PPO(**common, output=str(tmp_path / "first"), value_model=common["model"])
-    run_ppo(first)
+    open_ppo(first).train()
     logged = lines(tmp_path / "first")
     assert logged[0]["value"] == 0 and logged[0]["kl"] == 0  # its head is new; the reference is the policy
     assert logged[-1]["value"] != 0
@@ -113,7 +115,7 @@ def test_a_critic_is_a_model_of_its_own_that_is_trained_and_kept(common, tmp_pat
     moved = [name for name in critic if name in start and not torch.equal(critic[name], start[name])]
     assert "model.layers.0.mlp.up_proj.weight" in moved and critic["score.weight"].abs().max() > 0
     assert any(not torch.equal(critic[name], policy[name]) for name in moved)  # by the values alone
-    run_ppo(replace(first, output=str(tmp_path / "second"), value_model=str(tmp_path / "first/critic/model")))
+    open_ppo(replace(first, output=str(tmp_path / "second"), value_model=str(tmp_path / "first/critic/model"))).train()
     assert lines(tmp_path / "second")[0]["value"] != 0
 
 
@@ -136,7 +138,7 @@ def test_a_frozen_reference_has_no_critic(common):
 
 
 def test_adapters_and_a_value_head_train_together(common, tmp_path):
-    run_ppo(PPO(**common, output=str(tmp_path / "run"), lora=Lora(r=2)))
+    open_ppo(PPO(**common, output=str(tmp_path / "run"), lora=Lora(r=2))).train()
     assert load_file(tmp_path / "run/value_head.safetensors")["weight"].abs().max() > 0
     assert lines(tmp_path / "run")[-1]["kl"] != 0
 
@@ -156,7 +158,7 @@ def test_the_head_computes_in_its_own_precision():
         ({"value_clip": -1.0}, "value_clip: must be >= 0"),
         ({"value_coefficient": -1.0}, "value_coefficient: must be >= 0"),
         ({"value_head": "a", "value_model": "b"}, "give one of the two"),
-        ({"value_head": "nowhere"}, "nowhere: no such file; a run of ppo leaves one"),
+        ({"value_head": "nowhere"}, "nowhere: no such file; a run leaves one, value_head.safetensors"),
         (
             {"loss": "gspo", "loss_kwargs": {"clip_low": 0.1, "clip_high": 0.1}},
             "gspo takes one advantage per completion",
@@ -168,7 +170,7 @@ def test_the_head_computes_in_its_own_precision():
 def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
     monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
-        run_ppo(PPO(**{**common, "output": str(tmp_path / "run"), **config}))
+        open_ppo(PPO(**{**common, "output": str(tmp_path / "run"), **config})).train()
 
 
 def test_a_value_head_of_another_model_is_refused(common, tmp_path):
@@ -176,9 +178,11 @@ def test_a_value_head_of_another_model_is_refused(common, tmp_path):
     save_file({"score.weight": torch.ones(1)}, tmp_path / "score.safetensors")
     (tmp_path / "text.safetensors").write_text("no tensors")
     for name, message in (
-        ("other", "reads hidden states of 8, this model's have 32"),
-        ("score", "score.safetensors holds score.weight, wanted weight and bias; take value_head.safetensors of a run"),
+        ("other", r"of a run of ppo with this model: .*size mismatch for weight: .*\[1, 8\].*\[1, 32\]"),
+        ("score", r'score.safetensors: wanted value_head.* Missing key\(s\) .*"weight", "bias".*: "score.weight"'),
         ("text", "value_head: .*text.safetensors: .*header"),
     ):
         with pytest.raises(ValueError, match=message):
-            run_ppo(PPO(**common, output=str(tmp_path / name), value_head=str(tmp_path / f"{name}.safetensors")))
+            open_ppo(
+                PPO(**common, output=str(tmp_path / name), value_head=str(tmp_path / f"{name}.safetensors"))
+            ).train()

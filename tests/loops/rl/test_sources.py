@@ -9,7 +9,7 @@ from burnish.data import records
 from burnish.loops.config import Lora
 from burnish.loops.environments import Limits
 from burnish.loops.environments.games import guess_rows
-from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl import sources as sampling
 from burnish.loops.rl.context import open_rl
@@ -53,7 +53,7 @@ def orders(fake, path):
 
 
 def test_a_server_that_runs_is_given_the_weights_of_each_step_and_its_answers_are_trained_on(fake, fields):
-    run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url)))
+    open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url))).train()
     labels = [body["weight_version"].split("@")[0] for body in orders(fake, "/finish_weight_update")]
     samples = stored(Path(fields["output"]))
     assert labels == ["0", "1"]
@@ -68,7 +68,7 @@ def test_several_servers_share_the_requests_and_all_have_the_weights(form, fake,
         other.root, other.config = fake.root, fake.config
         asked, generate = [], other.do_inference_v1_generate
         other.do_inference_v1_generate = lambda body: (asked.append(body), generate(body))[1]
-        run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=form([fake.url, other.url]))))
+        open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=form([fake.url, other.url])))).train()
         for server in (fake, other):
             labels = [body["weight_version"].split("@")[0] for body in orders(server, "/finish_weight_update")]
             assert labels == ["0", "1"]
@@ -86,7 +86,7 @@ def test_adapters_go_to_a_server_under_a_name_for_each_version(fake, fields):
         written.append(load_file(Path(body["lora_path"]) / "adapter_model.safetensors")),
         load(body),
     )[1]
-    run_grpo(GRPO(**fields, lora=Lora(r=2), source="vllm", vllm=VLLM(url=fake.url, updates="adapters")))
+    open_grpo(GRPO(**fields, lora=Lora(r=2), source="vllm", vllm=VLLM(url=fake.url, updates="adapters"))).train()
     first, second = written
     assert all("lora_" in name for name in first)
     assert any(not torch.equal(first[name], second[name]) for name in first)  # the step between them has changed it
@@ -110,7 +110,7 @@ def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(fake
     monkeypatch.setattr(sampling, "ServerProcess", Started)
     options = {"max_model_len": 64, "enforce_eager": True, "enable_prefix_caching": False}
     vllm = VLLM(python="/bin/sh", options=options, environment={"CUDA_VISIBLE_DEVICES": "1"})
-    run_grpo(GRPO(**fields, source="vllm", vllm=vllm))
+    open_grpo(GRPO(**fields, source="vllm", vllm=vllm)).train()
     assert asked["flags"] == ["--max-model-len", "64", "--enforce-eager", "--no-enable-prefix-caching"]
     assert (asked["model"], asked["dtype"], asked["python"]) == (fields["model"], "float32", "/bin/sh")
     assert asked["environment"] == {"CUDA_VISIBLE_DEVICES": "1"}
@@ -134,9 +134,9 @@ def test_a_servers_limits_are_settings(fake, fields, monkeypatch):
 
 
 def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
-    run_grpo(GRPO(**fields | {"steps": 1}, save_every=1, source="vllm", vllm=VLLM(url=fake.url)))
+    open_grpo(GRPO(**fields | {"steps": 1}, save_every=1, source="vllm", vllm=VLLM(url=fake.url))).train()
     moved = VLLM(url=f"http://localhost:{fake.port}", patience=70.0)
-    run_grpo(GRPO(**fields, resume=True, source="vllm", vllm=moved))
+    open_grpo(GRPO(**fields, resume=True, source="vllm", vllm=moved)).train()
     assert [line["step"] for line in lines(Path(fields["output"]))] == [1, 2]
 
 
@@ -154,7 +154,7 @@ def test_flags_are_written_as_vllm_reads_them():
 
 def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fields):
     with pytest.raises(SourceError, match=r"no healthy server at http://127\.0\.0\.1:9 .* start it"):
-        run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url="http://127.0.0.1:9", patience=0.2)))
+        open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url="http://127.0.0.1:9", patience=0.2))).train()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_the_policy_converses_with_an_environment_and_learns_from_what_it_gives(
 
     fake.do_inference_v1_generate = said
     fields |= {"rewards": {}, "environment": "online:Echo", "limits": Limits(turns=3)}
-    run_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url)))
+    open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url))).train()
     samples = stored(Path(fields["output"]))
     for sample in samples:
         assert sample["info"]["turns"] == 3
@@ -247,7 +247,7 @@ def test_held_out_prompts_are_conversations_too(fields, tmp_path):
     held_out = write_rows(tmp_path / "held_out.jsonl", guess_rows(3, high=7))
     rows = write_rows(tmp_path / "games.jsonl", guess_rows(8, high=7))
     games = {"rewards": {}, "environment": "guess_number", "data": str(rows), "eval_data": str(held_out)}
-    run_grpo(GRPO(**fields | games))
+    open_grpo(GRPO(**fields | games)).train()
     assert "eval/rewards/environment/mean" in lines(Path(fields["output"]))[0]
 
 
@@ -261,4 +261,4 @@ def test_each_file_of_data_is_read_once(fields, tmp_path, monkeypatch):
 
 def test_an_environment_that_is_not_there_is_named_before_anything_is_loaded(fields):
     with pytest.raises(ValueError, match="environment: no 'guess', did you mean 'guess_number'"):
-        run_grpo(GRPO(**fields | {"model": "nowhere"}, environment="guess"))
+        open_grpo(GRPO(**fields | {"model": "nowhere"}, environment="guess")).train()

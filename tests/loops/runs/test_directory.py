@@ -13,7 +13,7 @@ import torch
 import yaml
 from burnish.loops.config import Lora
 from burnish.loops.recipes.settings import SFT
-from burnish.loops.recipes.sft import open_sft, run_sft
+from burnish.loops.recipes.sft import open_sft
 from burnish.loops.runs import checkpoint, context
 from forked import run_forked
 from online import prepare
@@ -40,7 +40,7 @@ def stopped_at(step, settings, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "save", then_die)
     with pytest.raises(KeyboardInterrupt):
-        run_sft(SFT(**settings))
+        open_sft(SFT(**settings)).train()
     monkeypatch.undo()
 
 
@@ -53,18 +53,18 @@ def test_a_run_goes_on_with_its_own_data_only(settings, tmp_path, monkeypatch, c
     changed = {"append": [*lines, lines[0]], "edit": [edited, *lines[1:]], "cut": lines[:1]}[change]
     path.write_text("".join(line + "\n" for line in changed))
     with pytest.raises(checkpoint.CheckpointError, match="the data is not what step-00000002 was trained on"):
-        run_sft(SFT(**settings, resume=True))
+        open_sft(SFT(**settings, resume=True)).train()
 
 
 def test_a_run_and_its_data_may_be_moved(settings, tmp_path, monkeypatch):
     whole = {**settings, "output": str(tmp_path / "whole")}
-    run_sft(SFT(**whole))
+    open_sft(SFT(**whole)).train()
     stopped_at(2, settings, monkeypatch)
     (tmp_path / "elsewhere").mkdir()
     moved = {"data": tmp_path / "elsewhere/messages.jsonl", "output": tmp_path / "elsewhere/run"}
     (tmp_path / "messages.jsonl").rename(moved["data"])
     (tmp_path / "run").rename(moved["output"])
-    run_sft(SFT(**{**settings, **{name: str(path) for name, path in moved.items()}}, resume=True))
+    open_sft(SFT(**{**settings, **{name: str(path) for name, path in moved.items()}}, resume=True)).train()
     expected, weights = (load_file(run / "model/model.safetensors") for run in (tmp_path / "whole", moved["output"]))
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
@@ -79,7 +79,7 @@ def test_the_model_is_on_the_disk_before_it_counts_as_written(settings, tmp_path
         in_time.append("the model is in" not in capsys.readouterr().out)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    run_sft(SFT(**settings, steps=1, lora=Lora(r=2)))
+    open_sft(SFT(**settings, steps=1, lora=Lora(r=2))).train()
     run = tmp_path / "run"
     results = [path for name in ("model", "adapter") for path in (run / name, *(run / name).rglob("*"))]
     assert {"model.safetensors", "adapter_model.safetensors", "tokenizer.json"} < {path.name for path in results}
@@ -90,14 +90,14 @@ def test_the_model_is_on_the_disk_before_it_counts_as_written(settings, tmp_path
 def test_a_run_that_needs_less_memory_goes_on_with_what_was_held_out_elsewhere(settings, tmp_path, monkeypatch):
     settings |= {"dtype": "float64", "learning_rate": 1e-2, "eval_data": settings["data"]}
     whole = {**settings, "output": str(tmp_path / "whole")}
-    run_sft(SFT(**whole))
+    open_sft(SFT(**whole)).train()
     stopped_at(2, settings, monkeypatch)
     changed = {"micro_tokens": 10, "gradient_checkpointing": True, "keep_bytes": 0, "backend": "torch"}
     changed |= {"layout": "padded", "attention": "sdpa", "eval_data": str(tmp_path / "held_out.jsonl")}
     (tmp_path / "held_out.jsonl").write_bytes(Path(settings["data"]).read_bytes())
     with pytest.raises(ValueError, match=r"was run with model=.*, now it is 'start'; if it is the same one elsewhere,"):
-        run_sft(SFT(**{**settings, "model": "start"}, resume=True))
-    run_sft(SFT(**{**settings, **changed}, resume=True))
+        open_sft(SFT(**{**settings, "model": "start"}, resume=True)).train()
+    open_sft(SFT(**{**settings, **changed}, resume=True)).train()
     expected, weights = (load_file(tmp_path / run / "model/model.safetensors") for run in ("whole", "run"))
     assert all(torch.allclose(weight, expected[name], atol=1e-9) for name, weight in weights.items())
 
@@ -113,8 +113,8 @@ def test_checkpoints_without_a_configuration_are_a_run(settings, tmp_path, monke
     stopped_at(2, settings, monkeypatch)
     (tmp_path / "run/config.yaml").unlink()
     with pytest.raises(ValueError, match=r"output: .*run already holds a run; continue it \(--resume true\)"):
-        run_sft(SFT(**settings))
-    run_sft(SFT(**settings, resume=True))
+        open_sft(SFT(**settings)).train()
+    open_sft(SFT(**settings, resume=True)).train()
     assert (tmp_path / "run/config.yaml").exists()
 
 
@@ -123,8 +123,8 @@ def test_a_directory_has_one_writer(settings, tmp_path, monkeypatch):
     with (tmp_path / "run/.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="output: another process trains in"):
-            run_sft(SFT(**settings, resume=True))
-    run_sft(SFT(**settings, resume=True))
+            open_sft(SFT(**settings, resume=True)).train()
+    open_sft(SFT(**settings, resume=True)).train()
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
@@ -139,7 +139,7 @@ def test_a_file_system_without_locks_is_told_from_another_writer(number, setting
     monkeypatch.setattr(fcntl, "flock", flock)
     message = rf"can't be locked against other runs \({os.strerror(number)}\); mount its file system with locks"
     with pytest.raises(ValueError, match=message) as caught:
-        run_sft(SFT(**settings))
+        open_sft(SFT(**settings)).train()
     assert "another process" not in str(caught.value) and "another one" in str(caught.value)
 
 
@@ -148,12 +148,12 @@ def test_of_two_runs_that_begin_at_once_one_is_refused(settings, monkeypatch):
 
     def meanwhile(config):
         monkeypatch.undo()
-        other.append(run_sft(SFT(**settings)))
+        other.append(open_sft(SFT(**settings)).train())
         return load(config)
 
     monkeypatch.setattr(context, "load_model", meanwhile)
     with pytest.raises(ValueError, match="already holds a run"):
-        run_sft(SFT(**settings))
+        open_sft(SFT(**settings)).train()
     assert len(other) == 1
 
 
@@ -165,8 +165,8 @@ def test_settings_that_came_later_have_their_defaults_in_an_older_run(settings, 
         del group[name]
     path.write_text(yaml.safe_dump(written))
     with pytest.raises(ValueError, match=r"was run with max_grad_norm=1\.0, now it is 2\.0"):
-        run_sft(SFT(**settings, resume=True, max_grad_norm=2.0))
-    run_sft(SFT(**settings, resume=True))
+        open_sft(SFT(**settings, resume=True, max_grad_norm=2.0)).train()
+    open_sft(SFT(**settings, resume=True)).train()
     assert yaml.safe_load(path.read_text())["lora"]["alpha"] == SFT(**settings).lora.alpha
 
 
@@ -175,7 +175,7 @@ def test_a_damaged_configuration_is_told_in_a_line(content, settings, tmp_path, 
     stopped_at(2, settings, monkeypatch)
     (tmp_path / "run/config.yaml").write_text(content)
     with pytest.raises(ValueError, match=r"resume: .*config\.yaml is damaged; write the run's settings into it"):
-        run_sft(SFT(**settings, resume=True))
+        open_sft(SFT(**settings, resume=True)).train()
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
@@ -193,15 +193,15 @@ def test_a_disk_that_is_full_when_a_run_is_resumed_leaves_its_files_as_they_were
     monkeypatch.setattr(Path, "open", full)
     told = rf"^{name} could not be written to .*: the disk is full .*step-00000002 is intact: make room and start again"
     with pytest.raises(checkpoint.CheckpointError, match=told):
-        run_sft(SFT(**settings, resume=True))
+        open_sft(SFT(**settings, resume=True)).train()
     monkeypatch.undo()
     assert (tmp_path / "run" / name).read_bytes() == before
-    run_sft(SFT(**settings, resume=True))
+    open_sft(SFT(**settings, resume=True)).train()
 
 
 def test_other_steps_bend_the_schedule_which_is_said(settings, monkeypatch, caplog):
     stopped_at(2, settings, monkeypatch)
-    run_sft(SFT(**settings, resume=True, steps=6))
+    open_sft(SFT(**settings, resume=True, steps=6)).train()
     assert caplog.text.count("resume: steps was None, now it is 6: the learning rate continues as if") == 1
 
 
@@ -209,7 +209,7 @@ def test_a_norm_of_zero_clips_nothing(settings, tmp_path):
     weights = []
     for norm in (0.0, 1e9):
         output = tmp_path / f"norm-{norm}"
-        run_sft(SFT(**{**settings, "output": str(output)}, max_grad_norm=norm, learning_rate=1e-2))
+        open_sft(SFT(**{**settings, "output": str(output)}, max_grad_norm=norm, learning_rate=1e-2)).train()
         weights.append(load_file(output / "model/model.safetensors"))
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     start = load_file(tmp_path / "start/model.safetensors")
@@ -222,12 +222,12 @@ def test_a_norm_of_zero_clips_nothing(settings, tmp_path):
 )
 def test_a_tracker_that_is_not_there_stops_the_run_before_anything_is_loaded(settings, tmp_path, tracker, message):
     with pytest.raises(ValueError, match=message):
-        run_sft(SFT(**{**settings, "model": "nowhere"}, report_to=tracker))
+        open_sft(SFT(**{**settings, "model": "nowhere"}, report_to=tracker)).train()
     assert not (tmp_path / "run").exists()
 
 
 def test_no_tracker_is_named_none(settings):
-    assert run_sft(SFT(**settings, report_to="none", steps=1))["loss"] > 0
+    assert open_sft(SFT(**settings, report_to="none", steps=1)).train()["loss"] > 0
 
 
 @pytest.mark.slow  # as other outputs that fail, in test_outside_faults

@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from burnish.loops.cli import main
 from burnish.loops.recipes import grpo
-from burnish.loops.recipes.grpo import run_grpo
-from burnish.loops.recipes.preference import run_dpo
+from burnish.loops.recipes.grpo import open_grpo
+from burnish.loops.recipes.preference import open_dpo
 from burnish.loops.recipes.settings import DPO, GRPO, SFT
-from burnish.loops.recipes.sft import run_sft
+from burnish.loops.recipes.sft import open_sft
 from forked import run_forked
 from grids import slow
 from killed import assert_undisturbed
@@ -40,13 +40,13 @@ def command(settings):
 
 @pytest.mark.parametrize("recipe", ["sft", "grpo"])
 def test_a_clock_that_jumps_back_and_forth_changes_nothing(recipe, settings, tmp_path, monkeypatch):
-    run, kind = {"sft": (run_sft, SFT), "grpo": (run_grpo, GRPO)}[recipe]
+    open_recipe, kind = {"sft": (open_sft, SFT), "grpo": (open_grpo, GRPO)}[recipe]
     config = settings if recipe == "sft" else {**prepare(tmp_path), "output": settings["output"]}
     config["save_minutes"] = 15.0
-    run(kind(**{**config, "output": config["output"] + "-undisturbed"}))
+    open_recipe(kind(**{**config, "output": config["output"] + "-undisturbed"})).train()
     now, calls = time.time, iter(range(10**9))
     monkeypatch.setattr(time, "time", lambda: now() + (-1) ** next(calls) * 3e8)
-    run(kind(**config))
+    open_recipe(kind(**config)).train()
     assert next(calls) > 0
     assert_undisturbed(config)
 
@@ -104,7 +104,7 @@ def test_a_step_whose_gradient_is_no_number_is_skipped_and_the_run_goes_on(step,
         usual(accelerator, loss * float("nan"), **options)
 
     with in_step(step, lambda: monkeypatch.setattr(Accelerator, "backward", backward)):
-        run_sft(SFT(**settings))
+        open_sft(SFT(**settings)).train()
     named = r"its losses are finite, and its rows are rows\.jsonl line [1-8], rows\.jsonl line [1-8]$"
     (line,) = warnings(caplog)
     assert re.search(named, line), line
@@ -157,7 +157,7 @@ def test_rows_whose_loss_is_no_number_are_named(rows_of_a_micro_batch, named, dt
     data = write_rows(tmp_path / "rows.jsonl", rows)
     micro_tokens = None if rows_of_a_micro_batch > 1 else 10
     settings |= {"data": str(data), "on_bad_row": "skip", "batch_size": 6, "micro_tokens": micro_tokens, "steps": 2}
-    run_dpo(DPO(**settings, shuffle=False, dtype=dtype))
+    open_dpo(DPO(**settings, shuffle=False, dtype=dtype)).train()
     (line,) = warnings(caplog)
     assert line.endswith(f"the loss is not finite in a micro-batch of {named}"), line
     assert skipped(tmp_path / "run") == [1]
@@ -167,7 +167,7 @@ def test_rows_of_streamed_parts_are_named(settings, tmp_path, caplog):
     poisoned(Path(settings["model"]))
     parts = [str(write_rows(tmp_path / f"{name}.jsonl", with_poison(sums(6), 2))) for name in ("a", "b")]
     options = {"data": parts, "streaming": True, "shuffle": False, "batch_size": 4, "steps": 3, "micro_tokens": 10}
-    run_dpo(DPO(**{**settings, **options}))
+    open_dpo(DPO(**{**settings, **options})).train()
     named = [line.rpartition(" of ")[2] for line in warnings(caplog)]
     assert set(", ".join(named).split(", ")) == {"a.jsonl row 2", "b.jsonl row 2"}, named
 
@@ -186,7 +186,7 @@ def test_prompts_whose_loss_is_no_number_are_named(minibatches, tmp_path, monkey
     monkeypatch.setattr(grpo, "advantages", advantages)
     rows = [{"prompt": pair["prompt"]} for pair in with_poison(sums(16), 3, 9)]
     config["data"] = str(write_rows(tmp_path / "prompts.jsonl", rows))
-    run_grpo(GRPO(**config, micro_tokens=10, minibatches=minibatches))
+    open_grpo(GRPO(**config, micro_tokens=10, minibatches=minibatches)).train()
     named = [line.rpartition(" of ")[2] for line in warnings(caplog)]
     assert set(", ".join(named).split(", ")) == {"prompts.jsonl line 3", "prompts.jsonl line 9"}, named
     assert len(skipped(tmp_path / "run")) == len(named) <= 2

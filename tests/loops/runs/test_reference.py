@@ -11,7 +11,7 @@ from burnish.data import Example, encode_preference
 from burnish.loops.batch import collate
 from burnish.loops.config import Lora, Parallel
 from burnish.loops.models.policy import Policy
-from burnish.loops.recipes.preference import run_dpo
+from burnish.loops.recipes.preference import open_dpo
 from burnish.loops.recipes.settings import DPO
 from burnish.loops.runs.context import RunContext, open_run
 from burnish.loops.runs.feed import stored_tokens
@@ -96,7 +96,7 @@ def test_an_adapter_goes_on_from_where_it_was_with_itself_as_the_reference(tmp_p
     """DPO from an adapter begins at a margin of 0, and ends the same when it was killed in between."""
     fields = {"model": str(save_model(tmp_path / "start")), "data": str(write_rows(tmp_path / "x.jsonl", sums(24)))}
     first = tmp_path / "first"
-    run_dpo(DPO(**fields, output=str(first), steps=3, batch_size=4, learning_rate=1e-2, lora=Lora(r=2)))
+    open_dpo(DPO(**fields, output=str(first), steps=3, batch_size=4, learning_rate=1e-2, lora=Lora(r=2))).train()
     fields |= {"lora": {"path": str(first / "adapter")}, "eval_data": fields["data"]}
     (whole, again), (metrics, metrics_again) = resumed(fields, tmp_path / "second", "dpo")
     assert whole == again and metrics == metrics_again

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import online
 import pytest
-from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.settings import GRPO, SFT
-from burnish.loops.recipes.sft import open_sft, run_sft
+from burnish.loops.recipes.sft import open_sft
 from burnish.loops.rollouts.local.source import LocalSource
 from burnish.loops.runs import checkpoint, storage, training
 from burnish.loops.runs.checkpoint import Saver
@@ -59,22 +59,22 @@ def handlers():
 @pytest.mark.parametrize("name", STATUSES)
 def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_same_weights(settings, name, capfd):
     before = handlers()
-    run_sft(SFT(**{**settings, "output": settings["output"] + "-undisturbed"}))
+    open_sft(SFT(**{**settings, "output": settings["output"] + "-undisturbed"})).train()
     with in_step(2, lambda: send(name)), pytest.raises(Stopped) as stopped:
-        run_sft(SFT(**settings))
+        open_sft(SFT(**settings)).train()
     assert stopped.value.code == STATUSES[name] and kept(settings) == [2]
     assert not (Path(settings["output"]) / "model").exists()
     said = capfd.readouterr().err
     assert f"{name}: stops after this step; a second SIGINT ends it at once\n" in said
     assert said.endswith("stopped at step 2 of 5; continue with --resume true\n")
     assert handlers() == before
-    run_sft(SFT(**settings, resume=True))
+    open_sft(SFT(**settings, resume=True)).train()
     assert_undisturbed(settings)
 
 
 def test_ctrl_c_while_completions_are_scored_finishes_their_rollout_and_closes_the_source(tmp_path, monkeypatch):
     config = {**prepare(tmp_path), "output": str(tmp_path / "run"), "steps": 3}
-    run_grpo(GRPO(**{**config, "output": config["output"] + "-undisturbed"}))
+    open_grpo(GRPO(**{**config, "output": config["output"] + "-undisturbed"})).train()
     calls, closed, even, close = itertools.count(1), [], online.even, LocalSource.close
 
     def then_even(row, sample):
@@ -89,9 +89,9 @@ def test_ctrl_c_while_completions_are_scored_finishes_their_rollout_and_closes_t
     monkeypatch.setattr(online, "even", then_even)
     monkeypatch.setattr(LocalSource, "close", then_close)
     with pytest.raises(Stopped) as stopped:
-        run_grpo(GRPO(**config))
+        open_grpo(GRPO(**config)).train()
     assert stopped.value.code == 130 and kept(config) == [2] and len(closed) == 1
-    run_grpo(GRPO(**config, resume=True))
+    open_grpo(GRPO(**config, resume=True)).train()
     assert_undisturbed(config)
 
 
@@ -105,7 +105,7 @@ def test_a_signal_stops_the_run_in_order_where_the_reader_of_its_errors_is_gone(
 
     monkeypatch.setattr(os, "write", write)
     with in_step(2, lambda: send("SIGINT")), pytest.raises(Stopped):
-        run_sft(SFT(**settings))
+        open_sft(SFT(**settings)).train()
     assert kept(settings) == [2]
 
 
@@ -116,7 +116,7 @@ def test_a_second_sigint_ends_at_once(settings):
 
     before = handlers()
     with in_step(2, twice), pytest.raises(KeyboardInterrupt):
-        run_sft(SFT(**settings))
+        open_sft(SFT(**settings)).train()
     assert kept(settings) == [] and handlers() == before
 
 
@@ -126,13 +126,13 @@ def test_the_first_signal_is_obeyed(settings):
         send("SIGUSR1")
 
     with in_step(2, both), pytest.raises(Stopped) as stopped:
-        run_sft(SFT(**settings))
+        open_sft(SFT(**settings)).train()
     assert stopped.value.code == 143
 
 
 def test_a_signal_in_the_last_step_lets_the_run_end(settings):
     with in_step(5, lambda: send("SIGTERM")):
-        run_sft(SFT(**settings))
+        open_sft(SFT(**settings)).train()
     assert kept(settings) == [5] and (Path(settings["output"]) / "model").exists()
 
 
@@ -149,7 +149,7 @@ def test_a_handler_that_the_program_has_set_stays(settings):
     before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
     try:
         with in_step(2, lambda: send("SIGUSR1")):
-            run_sft(SFT(**settings))
+            open_sft(SFT(**settings)).train()
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert received == [signal.SIGUSR1] and kept(settings) == [5]
@@ -220,7 +220,7 @@ def test_checkpoints_are_saved_by_the_clock(settings, monkeypatch, minutes, save
 
     monkeypatch.setattr(training, "monotonic", lambda: now)
     monkeypatch.setattr(training, "optimize", optimize)
-    run_sft(SFT(**{**settings, "steps": 7}, save_minutes=minutes, keep=10))
+    open_sft(SFT(**{**settings, "steps": 7}, save_minutes=minutes, keep=10)).train()
     assert kept(settings) == saves
 
 
@@ -231,11 +231,11 @@ def in_background(monkeypatch):
 
 
 def test_a_signal_and_the_end_wait_for_what_is_written_in_the_background(settings, in_background, capfd):
-    run_sft(SFT(**{**settings, "output": settings["output"] + "-undisturbed"}))
+    open_sft(SFT(**{**settings, "output": settings["output"] + "-undisturbed"})).train()
     with in_step(3, lambda: send("SIGTERM")), pytest.raises(Stopped):
-        run_sft(SFT(**settings, save_every=1))
+        open_sft(SFT(**settings, save_every=1)).train()
     assert kept(settings) == [2, 3]
-    run_sft(SFT(**settings, save_every=1, resume=True))
+    open_sft(SFT(**settings, save_every=1, resume=True)).train()
     assert kept(settings) == [4, 5]
     assert_undisturbed(settings)
 
@@ -252,14 +252,14 @@ def test_a_disk_that_is_full_in_the_background_ends_the_run_before_the_next_chec
 
     monkeypatch.setattr(storage, "write", full)
     with pytest.raises(checkpoint.CheckpointError, match=r"checkpoint of step 40 could.*full.*step-00000020 is intact"):
-        run_sft(SFT(**{**settings, "steps": 1000}, save_every=20))
+        open_sft(SFT(**{**settings, "steps": 1000}, save_every=20)).train()
     assert kept(settings) == [20] and not list(Path(settings["output"]).glob("checkpoints/.*"))
     last = json.loads((Path(settings["output"]) / "metrics.jsonl").read_text().splitlines()[-1])
     assert 40 <= last["step"] < 59 and "unsaved" not in last
 
 
 def test_so_many_of_the_newest_are_kept(settings):
-    run_sft(SFT(**settings, save_every=1, keep=3))
+    open_sft(SFT(**settings, save_every=1, keep=3)).train()
     assert kept(settings) == [3, 4, 5]
 
 
@@ -273,15 +273,15 @@ def held_out(settings, monkeypatch):
 
 @pytest.mark.parametrize(("metric", "steps"), [("eval/loss", [2, 5]), ("max:eval/loss", [1, 5])])
 def test_the_best_is_kept_beside_the_newest(held_out, metric, steps):
-    run_sft(SFT(**held_out, keep=1, keep_best=metric))
+    open_sft(SFT(**held_out, keep=1, keep_best=metric)).train()
     assert kept(held_out) == steps
 
 
 def test_a_resumed_run_knows_the_best(held_out):
     with in_step(4, lambda: send("SIGTERM")), pytest.raises(Stopped):
-        run_sft(SFT(**held_out, keep=1, keep_best="eval/loss"))
+        open_sft(SFT(**held_out, keep=1, keep_best="eval/loss")).train()
     assert kept(held_out) == [2, 4]
-    run_sft(SFT(**held_out, keep=1, keep_best="eval/loss", resume=True))
+    open_sft(SFT(**held_out, keep=1, keep_best="eval/loss", resume=True)).train()
     assert kept(held_out) == [2, 5]
 
 
@@ -295,14 +295,14 @@ def test_a_resumed_run_knows_the_best(held_out):
 )
 def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(held_out, metric, change, message):
     with pytest.raises(ValueError, match=message):
-        run_sft(SFT(**{**held_out, **change}, keep_best=metric))
+        open_sft(SFT(**{**held_out, **change}, keep_best=metric)).train()
     assert kept(held_out) == []
 
 
 def test_a_resumed_run_refuses_a_metric_that_was_not_measured(held_out):
     with in_step(2, lambda: send("SIGTERM")), pytest.raises(Stopped):
-        run_sft(SFT(**held_out))
+        open_sft(SFT(**held_out)).train()
     lines = (Path(held_out["output"]) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
     with pytest.raises(ValueError, match="keep_best: no metric 'eval/los'"):
-        run_sft(SFT(**held_out, keep_best="eval/los", resume=True))
+        open_sft(SFT(**held_out, keep_best="eval/los", resume=True)).train()

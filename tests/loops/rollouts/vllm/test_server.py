@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import vllm_model
-from burnish.loops.recipes.grpo import run_grpo
+from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl.settings import VLLM
 from burnish.loops.rollouts.sample import Request, SamplingParams
@@ -217,7 +217,7 @@ def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(ser
         patch("burnish.loops.runs.training.draw_curves"),
     ):
         urls = [server.url, other.url]
-        run_grpo(GRPO(**fields, output=str(tmp_path / "run"), source="vllm", vllm=VLLM(url=urls)))
+        open_grpo(GRPO(**fields, output=str(tmp_path / "run"), source="vllm", vllm=VLLM(url=urls))).train()
     for version in (0, 3, 4):
         assert [len(completed[version, url]) for url in urls] == [8, 8], "each has two of the four groups"
     for version in (1, 2):
