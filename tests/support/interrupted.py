@@ -20,8 +20,8 @@ def train(recipe, **fields):
     with patch("burnish.loops.runs.training.draw_curves"):  # the picture takes longer than the run
         if isinstance(lora := fields.pop("lora", None), dict):
             fields["lora"] = Lora(**lora)
-        kind, run = RECIPES[recipe]
-        run(kind(**fields))
+        kind, open_recipe = RECIPES[recipe]
+        open_recipe(kind(**fields)).train()
 
 
 def resumed(fields, directory, recipe="sft"):

@@ -36,15 +36,15 @@ def be_rank(recipe, config, name, step, rank):
     """Train undisturbed; then with a signal that reaches this rank alone, and go on. By the clock of the main process
     each step is to be saved, while that of the other one stands."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
-    kind, run = RECIPES[recipe]
+    kind, open_recipe = RECIPES[recipe]
     here = int(os.environ["RANK"])
     clock = itertools.count(0, 0 if here else 1000)
     with patch.object(training, "draw_curves"), patch.object(training, "monotonic", lambda: float(next(clock))):
-        run(build(kind, {**config, "output": config["output"] + "-undisturbed"}))
+        open_recipe(build(kind, {**config, "output": config["output"] + "-undisturbed"})).train()
         try:
             with in_step(step, lambda: send(name) if here == rank else None):
-                run(build(kind, config))
+                open_recipe(build(kind, config)).train()
         except Stopped as stopped:
             newest = [path.name for path in checkpoint._all(Path(config["output"]) / "checkpoints")]
             print(f"status {stopped.code}: {stopped}, {newest}")
-        run(build(kind, {**config, "resume": True}))
+        open_recipe(build(kind, {**config, "resume": True})).train()
