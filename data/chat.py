@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from .columns import ASSISTANT, BadRow, Message, ParsedRow, PlainOrChat
+from .columns import ASSISTANT, BadRow, Message, ParsedRow, PlainOrChat, common_prefix
 from .records import DataError
 from .turns import ADVICE, check_roles, find_begin, full_text, through_end
 
@@ -149,24 +149,6 @@ class Encoder:
         if eos is None:
             raise ValueError("the tokenizer has no EOS token to end a plain text with; set tokenizer.eos_token")
         return text if text.endswith(eos) else text + eos
-
-    def steps(
-        self, prompt: PlainOrChat, steps: Sequence[str], separator: str, options: Mapping[str, Any]
-    ) -> tuple[list[int], list[list[int]]]:
-        """Token ids of the prompt and of each step with the separator after it, each tokenized alone.
-
-        As TRL did before 1.0, so that no token spans the end of a step; a plain prompt begins with the BOS token where
-        there is one.
-        """
-        if isinstance(prompt, str):
-            bos = self.tokenizer.bos_token_id
-            before = [*([] if bos is None else [bos]), *self.bare(prompt)]
-        else:
-            before = self.chat(prompt, options, generation_prompt=True)
-        end = self.bare(separator)
-        if not end:
-            raise ValueError(f"separator: wanted text that the tokenizer has a token for, got {separator!r}")
-        return before, [self.bare(step) + end for step in steps]
 
     def chat(self, messages: list[Message], options: Mapping[str, Any], generation_prompt: bool = False) -> list[int]:
         """Token ids of messages; BadRow if the template leaves some out."""
@@ -331,10 +313,6 @@ def _with_json_arguments(message: Message) -> Message:
     for call in calls:
         call["function"]["arguments"] = json.dumps(call["function"].get("arguments"), ensure_ascii=False)
     return message | {"tool_calls": calls} if calls else message
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def vocabulary_differences(

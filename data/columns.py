@@ -50,7 +50,7 @@ SHAREGPT_ROLES = {  # and OpenAI's, before there were tool calls
     **{"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "function_call": ASSISTANT},
     **dict.fromkeys(("observation", "function_response", "function"), "tool"),
 }
-IDENTICAL = "'chosen' and 'rejected' are identical, so there is no preference; remove the row"
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class BadRow(ValueError):
@@ -158,15 +158,17 @@ def read_row(record: Mapping[str, Any], layout: tuple[str, ...]) -> ParsedRow:
         # A plain prompt beside conversational completions is the user's message, or repeats what they begin with.
         answers_only = all(v and isinstance(v, list) and v[0]["role"] == ASSISTANT for v in values.values())
         prompt = [{"role": "user", "content": prompt}] if answers_only else None
-    if prompt is None:
-        prompt, values = _split_shared(values)
-    if len({type(value) for value in (prompt, *values.values())}) > 1:
-        kinds = ", ".join(f"'{name}' is {_kind(value)}" for name, value in {"prompt": prompt, **values}.items())
+    every = values if prompt is None else {"prompt": prompt, **values}
+    if len({type(value) for value in every.values()}) > 1:
+        kinds = ", ".join(f"'{name}' is {_kind(value)}" for name, value in every.items())
         raise BadRow("mixed", f"{kinds}; give all of them as text or all as messages")
+    if "chosen" in values and values["chosen"] == values["rejected"]:
+        problem = "'chosen' and 'rejected' are identical, so there is no preference"
+        raise BadRow("identical", f"{problem}; remove the row")
+    if prompt is None:
+        prompt, values = _split_shared(**values)
     for name, value in values.items():
         _check_completion(name, prompt, value)
-    if "chosen" in values and values["chosen"] == values["rejected"]:
-        raise BadRow("identical", IDENTICAL)
     return ParsedRow(prompt, tuple(values.values()), options, annotation)
 
 
@@ -318,30 +320,26 @@ def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> Non
         if is_there:
             raise BadRow("roles", f"'{name}'{problem}")
     for number, message in enumerate(value, 1):
-        if message["role"] == ASSISTANT and not any(
-            message.get(key) for key in ("content", "tool_calls", "reasoning_content", "thinking")
-        ):
+        says = any(message.get(key) for key in ("content", "tool_calls", *REASONING))
+        if message["role"] == ASSISTANT and not says:
             raise BadRow("empty", f"'{name}' message {number} is empty; fill it in or remove the row")
 
 
-def _split_shared(values: Mapping[str, PlainOrChat]) -> tuple[PlainOrChat, dict[str, PlainOrChat]]:
+def _split_shared(chosen: PlainOrChat, rejected: PlainOrChat) -> tuple[PlainOrChat, dict[str, PlainOrChat]]:
     """The prompt that chosen and rejected share: whole messages, or characters up to a space, as TRL splits them."""
-    chosen, rejected = values["chosen"], values["rejected"]
-    if type(chosen) is not type(rejected):
-        kinds = f"'chosen' is {_kind(chosen)}, 'rejected' is {_kind(rejected)}"
-        raise BadRow("mixed", f"{kinds}; give both in the same form")
-    if chosen == rejected:
-        raise BadRow("identical", IDENTICAL)
-    shorter = min(len(chosen), len(rejected))
-    shared = next((i for i in range(shorter) if chosen[i] != rejected[i]), None)
-    if shared is None:  # one is the beginning of the other: leave it something
-        shared = max(shorter - 1, 0)
+    shared = common_prefix(chosen, rejected)
+    if shared == min(len(chosen), len(rejected)):  # one is the beginning of the other: leave it something
+        shared = max(shared - 1, 0)
     elif shared and chosen[shared - 1] == " ":
         shared -= 1
     if not shared:
         fix = "give the 'prompt' in a column of its own"
         raise BadRow("no prompt", f"'chosen' and 'rejected' share no beginning; {fix}")
     return chosen[:shared], {"chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _template_options(record: Mapping[str, Any]) -> dict[str, Any]:

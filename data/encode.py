@@ -137,12 +137,7 @@ def encode_stepwise(
 
 
 def step_example(
-    prompt: str | list[Message],
-    steps: Sequence[str],
-    tokenizer: "Tokenizer",
-    *,
-    separator: str = "\n",
-    chat_template: str | None = None,
+    prompt: str | list[Message], steps: Sequence[str], tokenizer: "Tokenizer", *, separator: str = "\n"
 ) -> Example:
     """One solution as `encode_stepwise` sees it, to be scored: ``trained`` is true where each step's score is read.
 
@@ -151,7 +146,7 @@ def step_example(
     """
     try:
         row = read_row({"prompt": prompt, "completions": list(steps)}, columns.SOLUTION)
-        return examples.solution(row, Encoder(tokenizer, chat_template), separator=separator)
+        return examples.solution(row, Encoder(tokenizer), separator=separator)
     except BadRow as bad:
         raise DataError(f"step_example: {bad.problem}") from None
 

@@ -196,11 +196,23 @@ def stepwise(
 
 
 def solution(row: ParsedRow, encoder: Encoder, *, separator: str) -> Example:
-    """The steps of one solution as one completion, trained at the last token of each: there its label or score is."""
+    """The steps of one solution as one completion, trained at the last token of each: there its label or score is.
+
+    Each step and each separator is tokenized alone, as TRL did before 1.0, so that no token spans the end of a step; a
+    plain prompt begins with the BOS token where there is one.
+    """
     assert row.prompt is not None
-    prompt, steps = encoder.steps(row.prompt, list(map(str, row.completions)), separator, row.template_options)
+    if isinstance(row.prompt, str):
+        bos = encoder.tokenizer.bos_token_id
+        prompt = [*([] if bos is None else [bos]), *encoder.bare(row.prompt)]
+    else:
+        prompt = encoder.chat(row.prompt, row.template_options, generation_prompt=True)
     if not prompt:
         raise BadRow("no prompt", "the prompt is empty and there is no BOS token to put in its place; give a prompt")
+    end = encoder.bare(separator)
+    if not end:
+        raise ValueError(f"separator: wanted text that the tokenizer has a token for, got {separator!r}")
+    steps = [encoder.bare(str(step)) + end for step in row.completions]
     ends = [[False] * (len(step) - 1) + [True] for step in steps]
     return Example(prompt, [list(chain(*steps))], [list(chain(*ends))])
 

@@ -119,16 +119,15 @@ class _Reader:
 
     def __init__(self, part: Part, size: int, seed: tuple[int, ...] | None) -> None:
         self.part, self.size, self.seed = part, size, seed
-        records = part.read(streaming=True)
-        self.source, self.dataset = records.source, records.dataset
+        self.stored = part.read(streaming=True)
         self.length: int | None = None  # known once the part has been read to its end
-        self.position, self.iterator = 0, iter(self.dataset)
+        self.position, self.iterator = 0, iter(self.stored.dataset)
         self.at, self.rows = (-1, -1), list[tuple[int, dict[str, Any]]]()
 
     def records(self, numbers: Sequence[int]) -> Records:
         picked = [self._row(number) for number in numbers]
         rows = np.array([number for number, _ in picked])
-        return self.part.reshaped(Records(table([row for _, row in picked]), self.source, picked=rows))
+        return self.part.reshaped(Records(table([row for _, row in picked]), self.stored.source, picked=rows))
 
     def _row(self, number: int) -> tuple[int, dict[str, Any]]:
         """The number of a row in the part, and the row."""
@@ -141,13 +140,13 @@ class _Reader:
     def _read(self, epoch: int, block: int) -> None:
         start = block * self.size
         if self.position > start or self.position == self.length:
-            self.position, self.iterator = 0, iter(self.dataset)
+            self.position, self.iterator = 0, iter(self.stored.dataset)
         self.position += sum(1 for _ in islice(self.iterator, start - self.position))
         rows = list(enumerate(islice(self.iterator, self.size), start))
         self.position += len(rows)
         if len(rows) < self.size:
             self.length = self.position
         if self.length == 0:
-            raise DataError(f"{self.source}: no rows")
+            raise DataError(f"{self.stored.source}: no rows")
         order = range(len(rows)) if self.seed is None else permutation(len(rows), *self.seed, epoch, block)
         self.at, self.rows = (epoch, block), [rows[i] for i in order]

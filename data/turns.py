@@ -18,12 +18,10 @@ A turn is what the model generates after the generation prompt, its end token in
 
 import re
 from collections.abc import Callable
-from os.path import commonprefix
 from typing import Any
 
-from .columns import ASSISTANT, BadRow, Message
+from .columns import ASSISTANT, REASONING, BadRow, Message, common_prefix
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
 PLACEHOLDER = "PLACEHOLDER5C1F"
 ADVICE = (
     "pass a chat template with {% generation %} ... {% endgeneration %} around all that the assistant writes, end "
@@ -111,7 +109,7 @@ def through_end(
     if is_ended and (after.startswith(turn) or not content):
         return turn
     if is_ended:
-        shared = len(commonprefix([turn, after]))  # noqa: RUF071 - texts, not paths
+        shared = common_prefix(turn, after)
         written = text.rfind(content, begin, shared)
         return next((text[: m.end()] for m in ends[::-1] if 0 <= written < m.start() and m.end() <= shared), turn)
     header = render(messages[:-1], generation_prompt=True)[len(render(messages[:-1])) :]

@@ -14,7 +14,6 @@ import importlib
 import io
 import json
 import os
-import pkgutil
 import platform
 import resource
 import shlex
@@ -33,6 +32,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ...loops.recipes import opener, settings_of
 from ..measure import resident_bytes
 from ..operation import unknown_name
 from ..real_model import labeled, preference_pairs, smollm2, write_jsonl
@@ -52,7 +52,6 @@ class Recipe:
     """One of our recipes beside the trainer that does the same."""
 
     name: str  # of our settings, and of the peer's trainer and its configuration
-    module: str  # of `loops.recipes`
     rows: Callable[[Rows], Rows]  # examples from preference pairs; as many as there are
     ours: dict[str, Any]  # fields of our settings
     theirs: dict[str, Any]  # fields of the peer's configuration
@@ -75,12 +74,6 @@ class Recipe:
         fields = {"group": "group_size", "tokens": "max_tokens"}
         return {name: self.ours[key] for name, key in fields.items()} if "group_size" in self.ours else None
 
-    def resolve(self) -> tuple[Any, Any]:
-        """Our settings and our recipe, imported on use."""
-        recipes = f"{__package__.partition('.')[0]}.loops.recipes"
-        run = f"{recipes}.{self.module}:run_{self.name.lower()}"
-        return pkgutil.resolve_name(f"{recipes}.settings:{self.name}"), pkgutil.resolve_name(run)
-
 
 def completions(pairs: Rows) -> Rows:
     """The chosen side, as prompt and completion: loss is on the completion, here and there."""
@@ -102,12 +95,12 @@ _TRL_SAMPLED |= {"shuffle_dataset": False}
 _TRL_SAMPLED |= {"per_device_train_batch_size": 8}  # its default; on a CPU it makes logits of every token of these rows
 _GROUPS = {"burnish by groups": {"micro_tokens": 1024}}
 RECIPES = {
-    "dpo": Recipe("DPO", "preference", lambda pairs: pairs, {"reference": "copy"}, {"beta": 0.1}, _PRECOMPUTED),
-    "sft": Recipe("SFT", "sft", completions, {}, {}),
+    "dpo": Recipe("DPO", lambda pairs: pairs, {"reference": "copy"}, {"beta": 0.1}, _PRECOMPUTED),
+    "sft": Recipe("SFT", completions, {}, {}),
     "kto": Recipe(
-        "KTO", "kto", alternating, {"reference": "copy", "loss": _APO}, {"beta": 0.1, "loss_type": _APO}, _PRECOMPUTED
+        "KTO", alternating, {"reference": "copy", "loss": _APO}, {"beta": 0.1, "loss_type": _APO}, _PRECOMPUTED
     ),
-    "grpo": Recipe("GRPO", "grpo", sampled.questions, _SAMPLED, _TRL_SAMPLED, _GROUPS, sampled.talkative),
+    "grpo": Recipe("GRPO", sampled.questions, _SAMPLED, _TRL_SAMPLED, _GROUPS, sampled.talkative),
 }
 
 
@@ -280,7 +273,7 @@ def run_provider(
     if train is train_trl:
         getattr(importlib.import_module("trl"), f"{chosen.name}Trainer")
     else:
-        chosen.resolve()  # its memory counts before the model's
+        opener(recipe)  # its memory counts before the model's
     imported = _peak_mib()
     if evidence is not None and train is train_trl:
         samples = next(evidence.glob(f"*/{sampled.SAMPLES}"))
@@ -330,13 +323,12 @@ def train_burnish(
 ) -> list[dict[str, Any]]:
     """Metrics of each step."""
     chosen = RECIPES[recipe]
-    settings, run = chosen.resolve()
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as output:
         batch = {"prompts_per_rollout" if chosen.samples else "batch_size": batch_size}
         fixed = {"steps": steps, "learning_rate": learning_rate, "schedule": "constant", "shuffle": False}
         places = {"model": str(model), "data": str(data), "output": output}
-        config = settings(**(places | batch | fixed | chosen.ours | fields))
-        run(config)
+        config = settings_of(recipe)(**(places | batch | fixed | chosen.ours | fields))
+        opener(recipe)(config).train()
         return [json.loads(line) for line in Path(config.output, "metrics.jsonl").read_text().splitlines()]
 
 

@@ -10,8 +10,8 @@ the renderings of two conversations that differ in the assistant's completion al
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...data.chat import Encoder, common_prefix
-from ...data.columns import BadRow, Message
+from ...data.chat import Encoder
+from ...data.columns import BadRow, Message, common_prefix
 
 _OPENING: Message = {"role": "user", "content": "Ready?"}
 _REPLIES = ("yes", "no")

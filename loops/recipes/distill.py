@@ -40,14 +40,14 @@ def open_distill(config: Distill) -> Training:
     losses = distill_losses(config)
     context = open_run(config, encode_supervised, train_on=config.train_on)
     on_samples, compared = "teacher_logp" in tensors_needed(losses), "divergence" in tensors_needed(losses)
-    teacher, stored = open_teacher(context, config.teacher, needed=True) if compared else (None, lambda data: {})
+    model = load_teacher(context, config.teacher) if on_samples else None
+    teacher, stored = open_teacher(context, config.teacher, needed=compared, model=model)
     temperature = config.temperature if on_samples else 1.0
     read = policy_tensors(teacher=teacher, outputs=outputs_for(losses), temperature=temperature)
     if not config.on_policy:
         return context.train(losses, read, columns=columns_of(losses), per_token=(stored,))
-    if on_samples:
-        teacher_logp = frozen(load_teacher(context, config.teacher), temperature=temperature)
-        read = partial(with_teacher, read, context.accelerator.autocast()(teacher_logp))
+    if model is not None:
+        read = partial(with_teacher, read, context.accelerator.autocast()(frozen(model, temperature=temperature)))
     feed, evaluation = MixedFeed(context), None
     if context.eval_data is not None:
         evaluation = context.feed(context.eval_data, whole=True, prepare=lambda *step: marked(step[2], False))

@@ -1,7 +1,7 @@
 """Training on single completions, each marked desirable or undesirable: KTO and its relatives."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -61,11 +61,12 @@ def kto_losses(config: KTO) -> dict[str, Term]:
     return {**losses, **feedback_metrics(config.beta), **ENTROPY}
 
 
+@dataclass
 class RunningMean:
     """BCO's δ: the mean reward of all completions of the earlier steps; 0 at first, as is every reward."""
 
-    def __init__(self) -> None:
-        self.total, self.steps = 0.0, 0
+    total: float = 0.0
+    steps: int = 0
 
     @property
     def mean(self) -> float:

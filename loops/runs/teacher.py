@@ -26,9 +26,10 @@ from .reference import beside
 
 
 def open_teacher(
-    context: RunContext[Policy], config: Teacher, *, needed: bool
+    context: RunContext[Policy], config: Teacher, *, needed: bool, model: Policy | None = None
 ) -> tuple[Callable[[Batch], TeacherOutputs] | None, TokenColumns]:
-    """The teacher of a checked configuration, and the columns that hold its outputs if they are stored before training.
+    """The teacher of a checked configuration, loaded unless it is given as ``model``, and the columns that hold its
+    outputs if they are stored before training.
 
     The file of the stored tokens has the k likeliest at every trained token, ids int32 and logprobs [tokens, k], and in
     its metadata the temperature and a digest of the examples.
@@ -40,7 +41,8 @@ def open_teacher(
         return None, lambda data: {}
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": config.beta}[config.divergence]
     temperature, policy = config.temperature, context.model
-    model = None if config.model is None else load_teacher(context, config)
+    if model is None and config.model is not None:
+        model = load_teacher(context, config)
     if model is not None and config.top_k is None:
 
         def live(batch: Batch) -> TeacherOutputs:

@@ -3,8 +3,8 @@ import random
 import re
 
 import pytest
-from burnish.data.chat import Encoder, common_prefix
-from burnish.data.columns import BadRow
+from burnish.data.chat import Encoder
+from burnish.data.columns import BadRow, common_prefix
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from burnish.loops.config import Teacher
+from burnish.loops.recipes import distill
 from burnish.loops.recipes.distill import on_policy_steps, open_distill
 from burnish.loops.recipes.settings import Distill
+from burnish.loops.runs import teacher
 from online import Killed, dying_in_step, lines, stored
 from safetensors.torch import load_file
 from tiny import save_model, sums, write_rows
@@ -78,14 +80,27 @@ def test_other_losses_learn_from_the_answers_of_the_data_alone(common, tmp_path)
 
 
 def test_reverse_kl_as_a_cost_of_sampled_tokens_brings_the_student_nearer(common, tmp_path):
-    teacher = replace(common["teacher"], divergence="reverse_kl")
-    fields = {**common, "teacher": teacher, "learning_rate": 1e-2, "group_size": 32}
+    fields = {
+        **common,
+        "teacher": replace(common["teacher"], divergence="reverse_kl"),
+        "learning_rate": 1e-2,
+        "group_size": 32,
+    }
     loss = {"sampled_reverse_kl": 1.0, "distillation": 1e-9}  # the second only measures
     open_distill(Distill(**fields, output=str(tmp_path / "run"), steps=20, on_policy=1.0, loss=loss)).train()
     logged = lines(tmp_path / "run")
     for line in logged[:2]:  # an unbiased estimate
         assert line["reverse_kl"] == pytest.approx(line["distillation"], rel=0.3)
     assert logged[-1]["distillation"] < 0.96 * logged[0]["distillation"]
+
+
+def test_a_teacher_of_two_losses_is_loaded_once(common, tmp_path, monkeypatch):
+    loaded, load = [], teacher.load_teacher
+    for module in (distill, teacher):
+        monkeypatch.setattr(module, "load_teacher", lambda *arguments: loaded.append(arguments) or load(*arguments))
+    loss = {"sampled_reverse_kl": 1.0, "distillation": 1.0}
+    open_distill(Distill(**common, output=str(tmp_path / "run"), on_policy=1.0, loss=loss))
+    assert len(loaded) == 1
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
