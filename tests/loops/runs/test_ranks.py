@@ -64,15 +64,15 @@ def test_rewards_are_loaded_when_the_run_is_open_on_the_main_process_alone_and_o
 
 @pytest.fixture
 def die(tmp_path):
-    """``die(moment, mortal, ...)`` is how the other rank of two ended: status, note, what was printed, seconds."""
+    """``die(moment, mortal, ...)`` is how the other rank of two ended: status, its note if any, what was printed."""
 
     def die(moment, mortal, stuck=False):
         fields = {**prepare(tmp_path), "output": str(tmp_path / "run")}
         outcomes = run_forked(2, "mortal", fields, moment, mortal, stuck)
-        ended = time.time()
         assert outcomes[mortal][0] == -signal.SIGKILL
         status, printed = outcomes[1 - mortal]
-        return status, (tmp_path / f"run-rank{1 - mortal}.txt").read_text(), printed, ended
+        note = tmp_path / f"run-rank{1 - mortal}.txt"
+        return status, note.read_text() if note.exists() else "", printed
 
     return die
 
@@ -87,7 +87,7 @@ def die(tmp_path):
     ],
 )
 def test_a_rank_that_is_killed_ends_the_other_which_names_it(die, moment, mortal):
-    status, note, _, _ = die(moment, mortal)
+    status, note, _ = die(moment, mortal)
     assert status == 1
     assert note.startswith(f"RankLost: rank {1 - mortal}: the process of rank {mortal} has ended: it was killed, or")
 
@@ -96,14 +96,13 @@ def test_a_rank_that_is_killed_ends_the_other_which_names_it(die, moment, mortal
     "moment", ["opening", *(pytest.param(each, marks=pytest.mark.slow) for each in ("loading", "resuming"))]
 )
 def test_a_rank_that_is_killed_before_training_ends_the_other_that_waits_for_it(die, moment):
-    status, note, _, _ = die(moment, 1)
+    status, note, _ = die(moment, 1)
     assert status == 1 and note.startswith("RankLost: rank 0: another rank ended while "), note
 
 
 def test_a_rank_that_waits_where_no_error_arrives_is_ended(die):
-    status, note, printed, ended = die("training", 1, stuck=True)
-    assert status == 1
-    assert ended - float(note) < 20  # seconds; it would have waited for 60
+    status, note, printed = die("training", 1, stuck=True)
+    assert (status, note) == (1, ""), "it was killed, or an error arrived"
     assert "rank 0: the process of rank 1 has ended: it was killed, or failed" in printed
 
 
