@@ -56,6 +56,8 @@ def be_rank(fields, moment, mortal, stuck):
 
     with ExitStack() as patches:
         patches.enter_context(patch("burnish.loops.runs.training.draw_curves"))
+        if not stuck:
+            patches.enter_context(patch.object(ranks, "_NEWS", 60.0))
         if rank == mortal or stuck:
             patches.enter_context(interrupted_at(moment, die if rank == mortal else wait))
             patches.enter_context(patch.object(ranks, "GRACE", 1.0))
