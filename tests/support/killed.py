@@ -114,8 +114,9 @@ def train(recipe, config, before=lambda: None):
 
 
 def wait(child):
-    """True if a signal ended the child; raises if it failed by itself."""
-    _, status = os.waitpid(child, 0)
+    """True if a signal ended the child, which goes on if it stopped for it; raises if it failed by itself."""
+    while os.WIFSTOPPED(status := os.waitpid(child, os.WUNTRACED)[1]):
+        os.kill(child, signal.SIGCONT)
     if os.WIFSIGNALED(status) or os.WEXITSTATUS(status) in stop.STATUS.values():
         return True
     if os.WEXITSTATUS(status):
@@ -188,7 +189,6 @@ def kill_at_random(recipe, config, rng, upto, margin, signals=(signal.SIGKILL,))
         wait_for_step(journal, target, child, earlier)
     time.sleep(rng.uniform(0.0, 0.2))
     os.kill(child, rng.choice(signals))
-    os.kill(child, signal.SIGCONT)
     return wait(child)
 
 

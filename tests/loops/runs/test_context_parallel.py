@@ -27,8 +27,10 @@ RUN_CASES = [(name, 2, 1, 2) for name in QUICK] + [slow(name, 2, 1, 2) for name 
 # Of the rest, what is wrapped, gathered or saved in a way of its own: others differ in what a rank does with its rows.
 WRAPPED = ("dpo_adapters_copy", "dpo_tied", "reward_adapters", "distill")
 RUN_CASES += [slow(name, 4, 2, 2) for name in (*QUICK, *WRAPPED)]
+GROUPS, COLUMNS = ("sft", "kto"), ("dpo", "reward")
 OTHER_CASES = tuple(case for case in CASES if case not in QUICK_CASES)
-RUN_CASES += [slow(name, 4, 1, size) for size in (2, 4) for name in QUICK]
+# What is summed over groups, and the last column of each row.
+RUN_CASES += [slow(name, 4, 1, size) for size, names in ((2, GROUPS), (4, COLUMNS)) for name in names]
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +48,8 @@ def split(tmp_path_factory):
 @pytest.mark.parametrize(("name", "ranks", "shards", "cp_size"), RUN_CASES)
 def test_a_run_in_columns_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, cp_size, trained):
     names = QUICK if name in QUICK else REST
-    several = trained(WRAPPED if name in WRAPPED and ranks == 4 else names, ranks, shards, cp_size)
+    on_four = {(2, 2): names if name in QUICK else WRAPPED, (1, 2): GROUPS, (1, 4): COLUMNS}
+    several = trained(on_four[shards, cp_size] if ranks == 4 else names, ranks, shards, cp_size)
     assert_same_end(trained(names) / name, several / name)
     copies = "2 copies of the model, each" if ranks > shards * cp_size else "one copy of the model,"
     line = f"{ranks} ranks: {copies} sharded over {shards * cp_size}, rows split over {cp_size}\n"

@@ -169,19 +169,10 @@ def test_shards_that_the_ranks_cannot_hold_are_refused(alone):
         check_ranks(config_of(2, quantize="4bit"), ranks)
 
 
+# With `-m burnish` torchrun starts what Accelerate does, which runs it with more variables in the environment.
 LAUNCHERS = {
-    "torchrun -m": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "burnish"],
-    "torchrun --no-python": [
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--no-python",
-        sys.executable,
-        "-m",
-        "burnish",
-    ],
-    "accelerate launch": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m", "burnish"],
+    "torchrun": ["torch.distributed.run", "--nproc_per_node=2", "--no-python", sys.executable, "-m", "burnish"],
+    "accelerate launch": ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "-m", "burnish"],
 }
 
 
@@ -193,7 +184,7 @@ def test_a_launcher_starts_ranks_that_share_one_model(launcher, alone, tmp_path)
     fields |= {"output": tmp_path / "run", "steps": 2, "batch_size": 3, "parallel.dp_shard_size": 2}
     flags = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # no GPU, and no variable that says so
-    command = [sys.executable, *LAUNCHERS[launcher], "sft", *flags]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "sft", *flags]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.count("2 ranks: one copy of the model, sharded over 2\n") == 1

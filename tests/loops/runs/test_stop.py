@@ -175,17 +175,17 @@ with stop.signals(visible=True) as received:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
-def test_the_command_exits_with_the_status_of_the_signal(settings, name):
+def test_the_command_exits_with_the_status_of_the_signal(settings):
+    """Of any: a run ends by an exception with its status, which is seen above."""
     flags = [f"--{field}={value}" for field, value in {**settings, "steps": 100_000}.items()]
     command = [sys.executable, "-m", "burnish", "sft", *flags]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     journal = Path(settings["output"]) / "metrics.jsonl"
     while run.poll() is None and not (journal.exists() and journal.read_text()):
         time.sleep(0.05)
-    run.send_signal(signal.Signals[name])
+    run.send_signal(signal.SIGUSR1)
     _, errors = run.communicate(timeout=300)
-    assert run.returncode == STATUSES[name], errors
+    assert run.returncode == STATUSES["SIGUSR1"], errors
     (step,) = kept(settings)
     assert errors.splitlines()[-1] == f"stopped at step {step} of 100000; continue with --resume true"
 
