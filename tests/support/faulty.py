@@ -26,7 +26,6 @@ from burnish.loops.runs import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COLLECTIVES = 10  # in which ranks die, of all that there are
-PATIENCE = 50.0  # seconds in which a rank that lost another one should have ended
 
 
 class Counted:
@@ -186,7 +185,6 @@ def kill_at_each_call(ranks, kind, rank, directory):
         if number > len(calls):
             break
         place = Path(directory, str(number))
-        began = time.monotonic()
         statuses = launch(ranks, be_killed, kind, rank, number, str(place))
         if number == 0:
             assert all(status == 0 for status, _ in statuses), statuses
@@ -196,7 +194,7 @@ def kill_at_each_call(ranks, kind, rank, directory):
         for other in range(ranks):
             status, printed = statuses[other]
             if other != rank:
-                assert status == 1 and time.monotonic() - began < PATIENCE, statuses
+                assert status == 1, statuses  # one that doesn't end is killed
                 assert "another rank ended" in printed and "start again with --resume true" in printed, printed
         places.append((number, place))
     output = Path(directory, "resumed.pt")

@@ -110,20 +110,24 @@ def wait_for_all(children):
     return [statuses[child] for child in children]
 
 
-def group(count):
-    """The environment of each rank of a group over gloo on this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def group(count, taken):
+    """The environment of each rank of a group over gloo on this machine, that meets at the port of this socket.
+
+    While the socket has it, without listening, the kernel gives the port to nobody who asks for any.
+    """
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    taken.bind(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
     common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
     return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
 
 
 def run(count, function, arguments, directory):
     logs = [Path(directory, f"{rank}.txt") for rank in range(count)]
-    environments = group(count) if count > 1 else [{}]
-    children = [fork(function, arguments, *rank) for rank in zip(environments, logs, strict=True)]
-    return list(zip(wait_for_all(children), [log.read_text() for log in logs], strict=True))
+    with socket.socket() as taken:
+        environments = group(count, taken) if count > 1 else [{}]
+        children = [fork(function, arguments, *rank) for rank in zip(environments, logs, strict=True)]
+        return list(zip(wait_for_all(children), [log.read_text() for log in logs], strict=True))
 
 
 def main(parent):

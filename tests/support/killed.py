@@ -12,8 +12,10 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -112,8 +114,9 @@ def train(recipe, config, before=lambda: None):
 
 
 def wait(child):
-    """True if a signal ended the child; raises if it failed by itself."""
-    _, status = os.waitpid(child, 0)
+    """True if a signal ended the child, which goes on if it stopped for it; raises if it failed by itself."""
+    while os.WIFSTOPPED(status := os.waitpid(child, os.WUNTRACED)[1]):
+        os.kill(child, signal.SIGCONT)
     if os.WIFSIGNALED(status) or os.WEXITSTATUS(status) in stop.STATUS.values():
         return True
     if os.WEXITSTATUS(status):
@@ -128,6 +131,21 @@ def wait_for_step(journal, target, child, earlier):
         if lines and lines[-1].endswith("}") and json.loads(lines[-1])["step"] >= target:
             return
         time.sleep(0.01)
+
+
+@contextmanager
+def in_step(number, action):
+    """Before the gradient of the number-th step that is taken from now on, do this."""
+    module = sys.modules["burnish.loops.train.step"]  # the package has a function of that name
+    step, steps = module.train_step, itertools.count(1)
+
+    def then_step(*arguments, **options):
+        if next(steps) == number:
+            action()
+        return step(*arguments, **options)
+
+    with patch.object(module, "train_step", then_step):
+        yield
 
 
 def newest_step(run):
@@ -157,12 +175,16 @@ def kill_while_writing(nth):
     storage.write = write
 
 
-def kill_at_random(recipe, config, rng, upto, signals=(signal.SIGKILL,)):
-    """Send a signal to a child while it starts, or some moments after a step up to this one; the result of `wait`."""
+def kill_at_random(recipe, config, rng, upto, margin, signals=(signal.SIGKILL,)):
+    """Send a signal to a child while it starts, or some moments after a step up to this one; the result of `wait`.
+
+    A child that is so fast that it has gone on by ``margin`` steps stops there until the signal comes.
+    """
     journal = Path(config["output"]) / "metrics.jsonl"
     saved, earlier = newest_step(journal.parent), inode(journal)
     target = rng.randint(saved, max(saved, upto))
-    child = train(recipe, config)
+    held = in_step(max(0, upto - saved) + margin, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    child = train(recipe, config, held.__enter__)
     if target > saved:
         wait_for_step(journal, target, child, earlier)
     time.sleep(rng.uniform(0.0, 0.2))
@@ -187,9 +209,10 @@ def be_rank(recipe, config, *orders):
         else:
             count = int(value)
             signals = (signal.SIGKILL,) if kind == "random" else ANY
+            margin = config["steps"] // (count + 1)  # steps between two signals
             for number in range(1, count + 1):
-                upto = config["steps"] * number // (count + 1)
-                happened[kind] += kill_at_random(recipe, config, rng, upto, signals)
+                upto = margin * number
+                happened[kind] += kill_at_random(recipe, config, rng, upto, margin, signals)
     while wait(train(recipe, config)):
         pass
     print(json.dumps(happened))

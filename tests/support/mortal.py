@@ -52,11 +52,12 @@ def be_rank(fields, moment, mortal, stuck):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def wait():
-        note.write_text(str(time.time()))
-        time.sleep(60)
+        time.sleep(600)  # longer than the others of a rank that failed may take
 
     with ExitStack() as patches:
         patches.enter_context(patch("burnish.loops.runs.training.draw_curves"))
+        if not stuck:
+            patches.enter_context(patch.object(ranks, "_NEWS", 60.0))
         if rank == mortal or stuck:
             patches.enter_context(interrupted_at(moment, die if rank == mortal else wait))
             patches.enter_context(patch.object(ranks, "GRACE", 1.0))

@@ -3,29 +3,12 @@
 import itertools
 import os
 import signal
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 from burnish.loops.runs import checkpoint, training
 from burnish.loops.runs.stop import Stopped
-from killed import RECIPES, build
-
-
-@contextmanager
-def in_step(number, action):
-    """Before the gradient of the number-th step that is taken from now on, do this."""
-    module = sys.modules["burnish.loops.train.step"]  # the package has a function of that name
-    step, steps = module.train_step, itertools.count(1)
-
-    def then_step(*arguments, **options):
-        if next(steps) == number:
-            action()
-        return step(*arguments, **options)
-
-    with patch.object(module, "train_step", then_step):
-        yield
+from killed import RECIPES, build, in_step
 
 
 def send(name):

@@ -105,7 +105,7 @@ def test_several_calls_are_made_at_once_and_answered_in_order(said):
         (call("calculator"), "error: calculator: missing a required argument: 'expression'"),
         (call("calculator", expression="1", precision=2), "error: calculator: got an unexpected keyword argument"),
         (call("wait", seconds=60), "error: wait took longer than 0.3 s"),
-        (call("sleep", seconds=1), "error: sleep took longer than 0.3 s"),
+        (call("sleep", seconds=60), "error: sleep took longer than 0.3 s"),
     ],
 )
 def test_what_is_wrong_with_a_call_is_said_back_and_counted(text, message, tools, said):

@@ -188,7 +188,7 @@ def test_a_judge_masks_what_was_killed(functions, groups, judging):
     judging([reward], rows[:1], samples[:1])  # starting a process takes longer than what follows
     reward.timeout = 1.0
     begun = time.monotonic()
-    assert judging([reward], rows[:2], samples[:2]) == {("slow", "timeout"): 1}
+    assert judging([reward], rows[1:2], samples[1:2]) == {("slow", "timeout"): 1}
     assert [sample.rewards["slow"] for sample in samples[:2]] == [0.0, "timeout"]
     assert time.monotonic() - begun < 30
 

@@ -121,7 +121,11 @@ def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(fun
     one = sometimes_async if asyncio.iscoroutinefunction(function) else sometimes
     begun = time.monotonic()
     unscored = judging(
-        [RewardFunction("bad", one, timeout=1.0), RewardFunction("good", lambda row, sample: 1)], *groups
+        [
+            RewardFunction("bad", one, timeout=2.0 if reason == "timeout" else 60.0),
+            RewardFunction("good", lambda row, sample: 1),
+        ],
+        *groups,
     )
     assert time.monotonic() - begun < 30
     found = None if reason == "none" else reason
@@ -250,12 +254,12 @@ def test_functions_and_samples_are_judged_at_the_same_time(groups, judging):
 
 def test_waiting_for_a_turn_costs_a_call_none_of_its_time(answer, judging):
     async def slow(row, sample):
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.02)
         return 1.0
 
     slow.concurrency = 1
-    samples = [answer(index=i) for i in range(20)]  # the last one waits for a second
-    assert judging([RewardFunction("r", slow, timeout=0.95)], [{}] * 20, samples) == {}
+    samples = [answer(index=i) for i in range(100)]  # the last one waits for two seconds
+    assert judging([RewardFunction("r", slow, timeout=1.9)], [{}] * 100, samples) == {}
 
 
 def test_groups_that_are_judged_at_the_same_time_share_the_places(answer):
@@ -292,7 +296,7 @@ def test_hanging_functions_leave_room_for_others(answer, judging):
 
     hangs.concurrency = 2
     samples = [answer(index=i) for i in range(5)]
-    assert judging([RewardFunction("r", hangs, timeout=0.7)], [{}] * 5, samples) == {("r", "timeout"): 3}
+    assert judging([RewardFunction("r", hangs, timeout=1.0)], [{}] * 5, samples) == {("r", "timeout"): 3}
     assert [sample.rewards["r"] for sample in samples[3:]] == [1.0, 1.0]
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from forked import run_forked
+from grids import slow
 from online import lines, prepare, stored
 from safetensors.torch import load_file
 from tiny import save_model, sums, write_rows
@@ -35,8 +36,12 @@ RECIPES = {
         "schedule_kwargs": {"min_lr_rate": 0.1},
     },
 }
+# Whole on each rank, and in shards; four ranks have other shares of the prompts, of turns and of rows than two.
+WHOLE = ["plain", "few prompts", "dynamic sampling", "conversations", "minibatches"]
 SHARDED = ["plain", "stale", "adapters", "held out", "conversations", *RECIPES]
-RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
+ON = {2: (WHOLE, SHARDED), 4: (WHOLE[:4], ["plain", "ppo with a critic", "distill"])}
+KINDS = {ranks: [*whole, *(f"{kind}, sharded" for kind in sharded)] for ranks, (whole, sharded) in ON.items()}
+CASES = [*((kind, 2) for kind in KINDS[2]), *(slow(kind, 4) for kind in KINDS[4])]
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +57,9 @@ def train(tmp_path_factory):
     @functools.cache
     def train(ranks):
         place = directory / str(ranks)
-        alone = RUNS | RECIPES if ranks == 1 else RUNS
-        runs = [{**common, **fields, "output": str(place / kind)} for kind, fields in alone.items()]
-        for kind in SHARDED if ranks > 1 else []:
+        whole, sharded = ON.get(ranks, (RUNS | RECIPES, []))
+        runs = [{**common, **(RUNS | RECIPES)[kind], "output": str(place / kind)} for kind in whole]
+        for kind in sharded:
             fields = {**common, **(RUNS | RECIPES)[kind], "output": str(place / f"{kind}, sharded")}
             runs.append(fields | {"sharded": True})
         runs = [fields | held_out if "eval_every" in fields else fields for fields in runs]
@@ -74,8 +79,7 @@ def train(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("kind", [*RUNS, *(f"{kind}, sharded" for kind in SHARDED)])
+@pytest.mark.parametrize(("kind", "ranks"), CASES)
 def test_samples_metrics_and_weights_are_those_of_one_process(train, kind, ranks):
     one, many = train(1) / kind.removesuffix(", sharded"), train(ranks) / kind
     for alone, spread in zip(stored(one), stored(many), strict=True):
@@ -100,7 +104,7 @@ def test_steps_of_the_data_and_of_the_students_own_completions_take_turns(train)
     assert {line["on_policy"] for line in lines(train(1) / "distill")} == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_a_run_in_bfloat16_and_in_shards_samples_and_learns_as_one_process_does(train, ranks):
     one, many = train(1) / "bfloat16", train(ranks) / "bfloat16"
     assert len(stored(many)) == len(stored(one)) == 3 * 4 * 4

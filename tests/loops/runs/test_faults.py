@@ -16,7 +16,12 @@ SIGNALS = 13  # to each of four recipes
 QUICK = ("ENOSPC, one process", "damaged files, one process")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in FAULTS])
+NAMES = [
+    name for name in FAULTS if name != "EIO, one process"
+]  # two processes find what EIO is called, one finds ENOSPC
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in NAMES])
 def test_a_run_goes_on_to_the_same_weights_after_every_fault(name, tmp_path):
     begins = [begin for _, begin in outcomes(name, tmp_path)]
     if "collectives" in name:
@@ -38,5 +43,5 @@ def test_any_signal_at_any_moment_leaves_a_run_that_ends_with_the_same_weights(r
         config = {"model": str(save_model(tmp_path / "start")), "data": str(data), "batch_size": 8}
     config |= {"output": str(tmp_path / "run"), "steps": 60}
     happened, _ = kill_and_resume(recipe, config, f"signals:{SIGNALS}", timeout=1800)
-    assert happened["signals"] >= SIGNALS - 2  # one that comes in the last step finds the run at its end
+    assert happened["signals"] == SIGNALS
     assert_undisturbed(config)

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from burnish.loops.batch import collate
 from burnish.loops.config import Lora, Parallel
 from burnish.loops.models.policy import Policy
@@ -31,13 +34,16 @@ QUICK = ("sft", "dpo", "kto", "distill")
 BFLOAT16, FLOAT32 = ("sft_bfloat16", "dpo_bfloat16"), ("sft_float32", "dpo_float32")
 ELSEWHERE = ("ppo", "ppo_critic", "online_dpo")  # in test_recipes_resharded
 REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16, *FLOAT32, *ELSEWHERE))
+# What is wrapped, gathered or saved in a way of its own; others of the rest differ in what a rank does with its rows.
+WRAPPED = ("dpo_adapters_copy", "dpo_tied", "reward_adapters", "grpo")
 CASES = [(name, 2, 2) for name in QUICK] + [slow(name, 2, 2) for name in REST]
-CASES += [slow(name, 4, 4) for name in QUICK] + [slow(name, 4, 2) for name in (*QUICK, *REST)]
+CASES += [slow(name, 4, 4) for name in QUICK] + [slow(name, 4, 2) for name in (*QUICK, *WRAPPED)]
 SPLIT = ("sft", "dpo")
 SPLIT_REST = tuple(name for name in (*QUICK, *REST) if name not in (*SPLIT, *SAMPLING) and "adapters" not in name)
 SPLIT_CASES = [(name, 2, 1) for name in SPLIT] + [slow(name, 2, 1) for name in SPLIT_REST]
 OTHERS = tuple(name for name in FAMILIES if name not in DISTINCT)
-SPLIT_CASES += [slow(name, 4, 1) for name in SPLIT] + [slow(name, 4, 2) for name in (*SPLIT, *SPLIT_REST)]
+SPLIT_WRAPPED = ("dpo_tied", "reward", "distill")  # as above: two names of one weight, another head, two models
+SPLIT_CASES += [slow(name, 4, 1) for name in SPLIT] + [slow(name, 4, 2) for name in (*SPLIT, *SPLIT_WRAPPED)]
 
 
 @pytest.fixture(scope="session")
@@ -57,12 +63,14 @@ def simulated(tmp_path_factory):
 @pytest.mark.parametrize(("name", "ranks", "shards"), CASES)
 def test_a_run_in_shards_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, trained):
     names = QUICK if name in QUICK else REST
-    assert_same_end(trained(names) / name, trained(names, ranks, shards) / name)
+    several = WRAPPED if name in WRAPPED and ranks == 4 else names
+    assert_same_end(trained(names) / name, trained(several, ranks, shards) / name)
 
 
 @pytest.mark.parametrize(("name", "ranks", "shards"), SPLIT_CASES)
 def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, trained):
     names, both = SPLIT if name in SPLIT else SPLIT_REST, QUICK if name in QUICK else REST
+    names = SPLIT_WRAPPED if name in SPLIT_WRAPPED and shards == 2 else names
     several = trained(names, ranks, shards, 2)
     assert_same_end(trained(both) / name, several / name)
     size = ranks // shards // 2
@@ -200,52 +208,54 @@ def test_a_run_in_slices_goes_on_in_one_process_and_the_other_way_round(trained,
 
 # Configuration files of Accelerate, as TRL carries them; what each is refused by, and the settings to use instead.
 FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": True}}
+MESH = {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 1}
+CHECKPOINTED = {"fsdp_activation_checkpointing": True, "fsdp_offload_params": True}
 CONFIGS = {
-    "fsdp2": (FSDP, {}, "ACCELERATE_USE_FSDP: ", "--parallel.dp_shard_size 2 --dtype bfloat16\n"),
+    "fsdp2": (FSDP, "FSDP", "--parallel.dp_shard_size 2 --dtype bfloat16"),
     "fsdp2, checkpointed and offloaded": (
-        FSDP,
-        {"fsdp_activation_checkpointing": True, "fsdp_offload_params": True},
-        "ACCELERATE_USE_FSDP: ",
-        "--parallel.dp_shard_size 2 --dtype bfloat16 --gradient_checkpointing true; nothing is offloaded\n",
+        {**FSDP, "fsdp_config": {**FSDP["fsdp_config"], **CHECKPOINTED}},
+        "FSDP",
+        "--parallel.dp_shard_size 2 --dtype bfloat16 --gradient_checkpointing true; nothing is offloaded",
     ),
     "tensor and context": (
-        {
-            "distributed_type": "FSDP",
-            "fsdp_config": FSDP["fsdp_config"],
-            "parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 1},
-        },
-        {},
-        "ACCELERATE_USE_",
-        "--parallel.dp_shard_size 1 --parallel.tp_size 2 --dtype bfloat16\n",
-    ),
-    "several gpus": (
-        {"distributed_type": "MULTI_GPU"},
-        {},
-        "dtype: accelerate launch asks for bf16, got float32; ",
-        "",
+        {**FSDP, "parallelism_config": MESH},
+        "(FSDP|PARALLELISM_CONFIG)",
+        "--parallel.dp_shard_size 1 --parallel.tp_size 2 --dtype bfloat16",
     ),
 }
 
 
-@pytest.mark.slow
+def config_of_accelerate(directory, content):
+    """The flags of its launcher."""
+    usual = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16", "num_processes": 2}
+    (directory / "accelerate.json").write_text(json.dumps({**content, **usual}))
+    return ["--config_file", str(directory / "accelerate.json"), "-m", "burnish", "sft"]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_file_of_accelerate_is_refused_in_a_line_that_names_the_same_settings(name, tmp_path):
-    content, more, reason, settings = CONFIGS[name]
-    content = {**content, "compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16", "num_processes": 2}
-    if more:
-        content["fsdp_config"] = {**content["fsdp_config"], **more}
-    (tmp_path / "accelerate.json").write_text(json.dumps(content))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.json")]
+def test_a_configuration_file_of_accelerate_is_refused_by_a_name_with_the_same_settings(name, tmp_path, monkeypatch):
+    content, wrapper, settings = CONFIGS[name]
+    arguments, *_ = _validate_launch_command(
+        launch_command_parser().parse_args(config_of_accelerate(tmp_path, content))
+    )
+    for variable, value in (prepare_multi_gpu_env(arguments) | {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}).items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=rf"^ACCELERATE_USE_{wrapper}: .* shard the model by {re.escape(settings)}$"):
+        check_launcher()
+
+
+@pytest.mark.slow
+def test_the_precision_of_a_configuration_file_of_accelerate_is_named_by_the_ranks_that_it_starts(tmp_path):
+    flags = config_of_accelerate(tmp_path, {"distributed_type": "MULTI_GPU"})
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(4)])
     paths = ["--model", str(save_model(tmp_path / "start")), "--data", str(data), "--output", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags, *paths]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    ended = subprocess.run(
-        [*command, "-m", "burnish", "sft", *paths], env=environment, capture_output=True, text=True, timeout=600
-    )
-    lines = [line for line in ended.stderr.splitlines(keepends=True) if line.startswith("burnish sft: ")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("burnish sft: ")]
     assert ended.returncode == 1 and lines and not (tmp_path / "run").exists()
     for line in lines:  # of one rank, or both
-        assert line.startswith(f"burnish sft: {reason}") and line.endswith(settings or "\n")
+        assert line.startswith("burnish sft: dtype: accelerate launch asks for bf16, got float32; ")
 
 
 def test_what_deepspeed_offloads_is_named_where_it_is_refused(monkeypatch):

@@ -52,7 +52,7 @@ def connect(model, fake, tmp_path):
     sources = []
 
     def connect(**options):
-        usual = {"config": model.config, "tokenizer": model.tokenizer, "dtype": "float32", "patience": 1.0}
+        usual = {"config": model.config, "tokenizer": model.tokenizer, "dtype": "float32", "patience": 60.0}
         options = {"updates": Files(tmp_path / "files"), "url": fake.url, **usual, **options}
         sources.append(VLLMServer(options.pop("url"), **options))
         return sources[-1]
@@ -87,7 +87,7 @@ class TestMeeting:
 
     def test_an_address_alone_is_enough_where_the_model_of_the_server_can_be_read(self, fake, model):
         fake.root = str(model.path)
-        source = VLLMServer(fake.url, patience=1.0)
+        source = VLLMServer(fake.url, patience=60.0)
         try:
             assert (source.vocab, source.context) == (fake.vocab, 64)
             assert type(source.tokenizer) is type(model.tokenizer)
@@ -142,11 +142,11 @@ class TestMeeting:
         """It runs other programs for that."""
 
         def slowly(body):
-            time.sleep(1.0)
+            time.sleep(1.5)
             return fake.do_server_info(body)
 
         fake.odd["/server_info"] = slowly
-        assert connect(timeout=0.5, patience=30.0).context == 64
+        assert connect(timeout=1.0).context == 64
 
     def test_an_address_must_be_one(self, connect):
         with pytest.raises(ValueError, match="must look like http"):
@@ -249,14 +249,15 @@ class TestAnswers:
 
     def test_no_more_answers_are_under_way_than_allowed(self, connect, fake):
         now, most, lock = 0, 0, threading.Lock()
-        usual = fake.do_inference_v1_generate
+        usual, three = fake.do_inference_v1_generate, threading.Barrier(3)
 
         def slowly(body):
             nonlocal now, most
             with lock:
                 now += 1
                 most = max(most, now)
-            time.sleep(0.02)
+            three.wait(60)
+            time.sleep(0.02)  # in which a fourth would come
             with lock:
                 now -= 1
             return usual(body)
@@ -354,10 +355,10 @@ class TestAnswers:
             published(source, ask())
 
     def test_a_server_that_hangs_is_lost_in_time(self, connect, fake):
-        source = connect(timeout=0.3)
+        source = connect(timeout=1.0)
         fake.odd["/inference/v1/generate"] = lambda body: (None, 60)
         started = time.monotonic()
-        with pytest.raises(SourceLost, match=r"no answer in 0\.3 s"):
+        with pytest.raises(SourceLost, match="no answer in 1 s"):
             published(source, ask())
         assert time.monotonic() - started < 30
 
@@ -396,7 +397,7 @@ class TestAnswers:
     def test_one_failure_ends_the_other_answers_of_the_group(self, connect, fake):
         source, seed = connect(), ask().seed(0)
         fake.odd["/inference/v1/generate"] = lambda body: (
-            error(400, "bad") if body["sampling_params"]["seed"] == seed else (None, 5)
+            error(400, "bad") if body["sampling_params"]["seed"] == seed else (None, 60)
         )
         with pytest.raises(Rejected, match="bad"):
             published(source, ask(range(4)))
@@ -606,23 +607,23 @@ class TestSilence:
 
     def test_no_attempt_takes_longer_than_the_patience(self, connect, stuck):
         began = time.monotonic()
-        (last,) = self.attempts(connect(timeout=60.0, patience=0.5))
-        assert "has answered nothing" in str(last) or "no answer in 0.5 s" in str(last)
+        (last,) = self.attempts(connect(timeout=60.0, patience=1.5))
+        assert "has answered nothing" in str(last) or "no answer in 1.5 s" in str(last)
         assert time.monotonic() - began < 30
 
     def test_a_completion_may_take_longer_than_the_patience_while_others_come(self, connect, fake):
         usual = fake.do_inference_v1_generate
 
         def slowly(body):
-            time.sleep(0.5)
+            time.sleep(0.1)
             return usual(body)
 
         source = connect(concurrency=1, patience=2.0)  # the last of them waits for the others
         fake.odd["/inference/v1/generate"] = slowly
-        assert len(published(source, ask(range(5)))) == 5
+        assert len(published(source, ask(range(25)))) == 25
 
     def test_one_that_answers_again_in_time_is_forgiven(self, connect, fake, stuck):
-        source, stuck_at = connect(timeout=0.3, patience=60.0), fake.odd["/inference/v1/generate"]
+        source, stuck_at = connect(timeout=1.0), fake.odd["/inference/v1/generate"]
         hung = []
 
         def answer(body):
@@ -638,12 +639,12 @@ class TestSilence:
         assert not source._late
 
     def test_weights_that_are_never_taken_end_with_the_patience(self, connect, fake):
-        source = connect(timeout=0.2, patience=0.8)
+        source = connect(timeout=0.9, patience=2.0)
         fake.odd["/update_weights"] = lambda body: (None, 60)
         began = time.monotonic()
-        with pytest.raises(SourceError, match=r"has answered nothing|no answer in 0\.8 s"):
+        with pytest.raises(SourceError, match=r"has answered nothing|no answer in 2 s"):
             asyncio.run(source.publish(weights(), 1))
-        assert 0.7 < time.monotonic() - began < 30, "new weights may take longer than a completion"
+        assert 1.9 < time.monotonic() - began < 30, "new weights may take longer than a completion"
 
 
 class TestNccl:
@@ -755,14 +756,14 @@ class TestAdapters:
         asyncio.run(run())
 
     def test_one_that_is_asked_for_is_not_unloaded(self, source, fake):
-        release = threading.Event()
+        asked, release = threading.Event(), threading.Event()
         usual = fake.do_inference_v1_generate
 
         async def run():
             await source.publish(weights(), 1)
-            fake.odd["/inference/v1/generate"] = lambda body: (release.wait(60), usual(body))[1]
+            fake.odd["/inference/v1/generate"] = lambda body: (asked.set(), release.wait(60), usual(body))[-1]
             under_way = asyncio.create_task(source.sample(ask()))
-            await asyncio.sleep(0.1)
+            await asyncio.to_thread(asked.wait, 60)
             await source.publish(weights(), 2)
             assert len(fake.adapters) == 2
             release.set()
