@@ -178,7 +178,7 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
     if config.source == "vllm_engine":
         sleep = torch.cuda.is_available()  # the trainer needs the memory
         engine = start_engine(config.model, dtype=dtype, enable_sleep_mode=sleep, **config.vllm.options)
-        return VLLMEngine(engine, directory=config.vllm.directory, sleep=sleep, **known)
+        return VLLMEngine(engine, directory=config.vllm.directory, **known)
     known |= {"dtype": dtype} | {name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")}
     if urls := config.vllm.urls:
         servers = [VLLMServer(url, updates=open_updates(config, run), **known) for url in urls]

@@ -29,7 +29,7 @@ def start_engine(model: str | Path, *, dtype: Literal["float32", "bfloat16", "fl
         model: directory or name; its weights are replaced by the first that are published.
         dtype: the precision that it computes in; the trainer's, or else log-probs differ.
         options: further arguments of ``vllm.LLM``, such as ``max_model_len``, ``gpu_memory_utilization`` (`SHARE`), or
-            ``enable_sleep_mode``, with which it can give its memory back where vLLM's build can (on GPUs).
+            ``enable_sleep_mode``, where vLLM's build can (on GPUs).
 
     Raises:
         SourceError: if vLLM is not installed, or is of another version than those that are known to work.
@@ -59,10 +59,9 @@ class VLLMEngine:
     """vLLM's engine, which this process takes a step of at a time; weights change between two steps.
 
     Args:
-        llm: from `start_engine`.
+        llm: from `start_engine`; with ``enable_sleep_mode`` it frees its memory while there is nothing to complete.
         config, tokenizer: of the trained model.
         directory: for weights in transit, see `Files`.
-        sleep: free the memory while there is nothing to complete; the engine must have been started with it.
     """
 
     overlaps = stored = False  # trainer and engine share one device
@@ -74,7 +73,6 @@ class VLLMEngine:
         config: PretrainedConfig,
         tokenizer: PreTrainedTokenizerBase,
         directory: str | Path | None = None,
-        sleep: bool = False,
     ) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -85,7 +83,7 @@ class VLLMEngine:
         self.tokenizer = tokenizer
         self.vocab = max(config.get_text_config().vocab_size, len(tokenizer))
         self.context: int = llm.model_config.max_model_len
-        self._sleep, self._asleep, self._closed = sleep, False, False
+        self._asleep = self._closed = False
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -163,7 +161,7 @@ class VLLMEngine:
                     if output.finished and completion is not None and not completion.done():
                         completion.set_result(output.outputs[0])
                 await asyncio.sleep(0)
-            if self._sleep and not self._engine.has_unfinished_requests():
+            if self._llm.model_config.enable_sleep_mode and not self._engine.has_unfinished_requests():
                 self._llm.sleep(level=1)
                 self._asleep = True
         except Exception as error:
