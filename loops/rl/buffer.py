@@ -81,6 +81,9 @@ class RolloutBuffer:
             )
         self.columns[name] = column.to(self.dtype) if column.is_floating_point() else column
 
+    def __len__(self) -> int:
+        return len(self.samples)
+
     @property
     def lengths(self) -> Tensor:
         """int64 [completions], the number of their trained tokens."""
