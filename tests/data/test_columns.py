@@ -377,7 +377,7 @@ BAD = [
         {"chosen": "q a", "rejected": [USER, OTHER]},
         SHARED,
         "mixed",
-        "'chosen' is text, 'rejected' is a list; give both",
+        "'chosen' is text, 'rejected' is a list; give all of them",
     ),
     ({"prompt": "q", "chosen": "a", "rejected": "a"}, PAIR, "identical", "'chosen' and 'rejected' are identical"),
     ({"chosen": "q a", "rejected": "q a"}, SHARED, "identical", "'chosen' and 'rejected' are identical"),
