@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -52,6 +53,8 @@ def test_an_interrupted_wait_cancels_what_runs_in_the_background():
 
     def interrupt():
         started.wait(60)
+        while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "wait":
+            time.sleep(0.01)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background

@@ -196,8 +196,8 @@ def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(ser
 
     async def sample_and_kill(self, request):
         if self._client.url == other.url and self.version_sent == 1 and not kill:
-            os.killpg(other.pid, signal.SIGSTOP)  # it may not answer before it is killed
-            kill.append(threading.Timer(0.1, os.killpg, (other.pid, signal.SIGKILL)))
+            os.killpg(other.pid, signal.SIGSTOP)  # or else it might have answered before
+            kill.append(threading.Timer(0.2, os.killpg, (other.pid, signal.SIGKILL)))
             kill[0].start()
         samples = await sample(self, request)
         completed[self.version_sent, self._client.url] += samples
