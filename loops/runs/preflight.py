@@ -44,11 +44,13 @@ def check_files(config: Any) -> None:
         local = path and "*" not in path and (Path(path).suffix in READERS or path.startswith(("/", "./", "../", "~")))
         if local and not Path(path).exists():
             raise DataError(f"{field}: {path}: no such file" + ("" if Path(path).suffix else " or directory"))
-    if (stored := _value(config, "teacher.logprobs")) is not None and not Path(stored).is_file():
-        raise DataError(
-            f"teacher.logprobs: {stored}: no such file; a run with top_k leaves one, teacher-....safetensors, in its "
-            "directory"
-        )
+    left = {
+        "teacher.logprobs": "a run with top_k leaves one, teacher-....safetensors, in its directory",
+        "value_head": "a run leaves one, value_head.safetensors, in its directory",
+    }
+    for field, origin in left.items():
+        if (name := _value(config, field)) is not None and not Path(name).is_file():
+            raise DataError(f"{field}: {name}: no such file; {origin}")
     if (python := _value(config, "vllm.python")) is not None and shutil.which(python) is None:
         raise ValueError(f"vllm.python: {python}: no such file, or it can't be executed; wanted an interpreter")
     plain = isinstance(config.model, str) and not config.lora.enabled
