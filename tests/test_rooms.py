@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 # A budget is looked at, not obeyed: a capability may raise it in the commit that adds it, saying by how much and why.
 # The goals are 9,500 lines of loops/ and 170 types for what there was before sharding, optimizers, recipes of objects
 # and data of TRL's forms came (11,800 and 187): lower these two numbers whenever it can be done.
-LINES = {"objectives": 2290, "kernels": 2980, "data": 2496, "loops": 16406, "benchmarks": 2560}
-TYPES = 204
+LINES = {"objectives": 2290, "kernels": 2975, "data": 2444, "loops": 15797, "benchmarks": 2557}
+TYPES = 196
 SHIPPED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
 
 # The floors of loops/, lowest first. A room imports from lower floors only, and a recipe from no other recipe.
@@ -85,7 +85,7 @@ def test_rooms_of_loops_import_from_lower_floors_only() -> None:
         ("loops/models/policy.py", "from ..train.losses import Term"),
         ("loops/rollouts/source.py", "from .vllm.server import VLLMServer"),
         ("loops/rewards/scoring.py", "def f():\n    from ..environments import Tools"),
-        ("loops/recipes/grpo.py", "from .sft import run_sft"),
+        ("loops/recipes/grpo.py", "from .sft import open_sft"),
         ("loops/train/step.py", "from .. import runs"),
     ],
 )
