@@ -125,20 +125,21 @@ def save(
         files["state.pt"] = dump({"step": step, "data": data, **rest})
     final, group = path_of(directory, step), gloo_group("checkpoint")
 
+    def drop_older() -> None:
+        up_to_this = [path for path in _all(directory) if path <= final]  # later ones were found damaged
+        for old in up_to_this[keep:]:
+            if best is None or old != path_of(directory, best):
+                remove(old)
+
     def write_all() -> Path:
         with writing(f"checkpoint of step {step}", directory):
             try:
-                writer = DirectoryWriter(final, files)
+                writer = DirectoryWriter(final, files, drop_older)
                 state_dict_saver.save(tensors, storage_writer=writer, process_group=group)
             except CheckpointException:  # all ranks have stopped to write
                 if accelerator.is_main_process:
                     remove_partial(directory)
                 raise
-        if accelerator.is_main_process:
-            up_to_this = [path for path in _all(directory) if path <= final]  # later ones were found damaged
-            for old in up_to_this[keep:]:
-                if best is None or old != path_of(directory, best):
-                    remove(old)
         return final
 
     return write_all() if thread is None else thread.submit(write_all)

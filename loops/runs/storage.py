@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,12 @@ class DirectoryWriter(FileSystemWriter):
     Args:
         final: the directory, which appears when it is whole.
         files: contents of further files of this rank, by name.
+        finished: called on the main process when the directory is there, while the others wait for it.
     """
 
-    def __init__(self, final: Path, files: Mapping[str, memoryview]) -> None:
+    def __init__(self, final: Path, files: Mapping[str, memoryview], finished: Callable[[], None]) -> None:
         super().__init__(final.with_name(f".partial-{final.name}"))
-        self.final, self.partial, self.files = final, Path(self.path), files
+        self.final, self.partial, self.files, self.finished = final, Path(self.path), files, finished
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -73,6 +74,7 @@ class DirectoryWriter(FileSystemWriter):
         remove(self.final)  # a damaged one of the same step
         self.partial.rename(self.final)
         sync(self.final.parent)
+        self.finished()
 
 
 def _safetensors(items: list[WriteItem], planner: SavePlanner) -> Iterator[bytes | memoryview]:

@@ -153,7 +153,7 @@ def train(start, shards, name, output, mortal=None, together=(1, 1), **fields):
     with ExitStack() as patches:
         patches.enter_context(patch.object(norm, "forward", _in_full_precision))
         patches.enter_context(patch("burnish.loops.runs.training.draw_curves"))  # it takes longer than the run
-        patches.enter_context(patch.multiple(ranks, GRACE=1.0, _NEWS=60.0))
+        patches.enter_context(patch.object(ranks, "GRACE", 1.0))
         if mortal is not None and mortal[0] == int(os.environ.get("RANK", 0)):
             patches.enter_context(in_step(mortal[1], lambda: os.kill(os.getpid(), signal.SIGKILL)))
         recipe(settings(**fields)).train()
