@@ -103,6 +103,7 @@ class ReplaySource:
         return copy.deepcopy(stored)  # the caller may change it
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
+        refuse_closed(self._closed, "replay")
         self._version = version
 
     async def version(self) -> int | None:

@@ -200,8 +200,8 @@ class StaticBatch:
 
 def cache_fit(runner: ModelRunner, cache_bytes: int, *, continuous: bool) -> Callable[[int], int]:
     """The ``fit`` of a `ContinuousBatch`, or of the model's own cache: of every token something, one state, or both."""
-    sizes = []
-    for length in (1, 2):
+    sizes = [0]
+    for length in (1,) if continuous else (1, 2):  # the former keeps as much of every token
         inputs: dict[str, Any] = {"input_ids": runner.ids([[1] * length]), "use_cache": True}
         inputs |= {"past_key_values": DynamicCache()} if continuous else {}
         with runner.inference():
@@ -210,5 +210,5 @@ def cache_fit(runner: ModelRunner, cache_bytes: int, *, continuous: bool) -> Cal
             tensors = [x for value in values for x in (value.values() if isinstance(value, dict) else [value])]
             held = [(x, (autocast_dtype(x) if continuous else None) or x.dtype) for x in tensors if torch.is_tensor(x)]
             sizes.append(sum(x.numel() * dtype.itemsize for x, dtype in held))
-    one, two = sizes
-    return lambda longest: cache_bytes // (one + (two - one) * (longest - 1))
+    one, more = sizes[1], sizes[-1] - sizes[-2]
+    return lambda longest: cache_bytes // (one + more * (longest - 1))

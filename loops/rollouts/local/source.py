@@ -89,6 +89,7 @@ class LocalSource:
         return samples
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
+        refuse_closed(self._closed, "local")
         self._version = version
 
     async def version(self) -> int | None:
@@ -169,6 +170,7 @@ class DetachedSource(LocalSource):
 
     @torch.no_grad()
     async def publish(self, weights: NamedWeights, version: int) -> None:
+        refuse_closed(self._closed, "local")
         plain: Any = self.policy.plain
         parameters = plain.state_dict()
         for name, tensor in check_weights(weights, plain, "detached"):

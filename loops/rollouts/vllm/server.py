@@ -76,6 +76,9 @@ def to_sample(
         raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
     if not tokens:
         raise SourceLost(f"{who}: it was broken off before its first token")
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
+        raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
     text, trained = str(tokenizer.decode(tokens, skip_special_tokens=True)), [True] * len(tokens)
     logprobs = [logprob for _, logprob in drawn]
     if not all(logprob > -9999.0 for logprob in logprobs):  # the server's word for NaN and minus infinity

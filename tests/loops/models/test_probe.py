@@ -103,7 +103,7 @@ def test_later_layers_of_one_kind_are_not_run_to_choose_head_layout_and_cache():
     policy = Policy(model)
     assert (policy.fused, policy.layout, len(calls)) == (True, "shared", 0)
     assert isinstance(LocalSource(policy, version=0)._make_batch(50), ContinuousBatch)
-    assert len(calls) == 2  # the bytes of keys and values, of one token and of two, are those of all layers
+    assert len(calls) == 1  # the bytes of a token's keys and values are those of all layers
 
 
 class SeesBefore(LlamaAttention):

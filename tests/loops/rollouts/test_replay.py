@@ -149,5 +149,7 @@ def test_it_is_of_the_version_that_is_published_and_ends_when_closed():
         await source.close()
         with pytest.raises(SourceError, match="closed"):
             await source.sample(asked())
+        with pytest.raises(SourceError, match="closed"):
+            await source.publish(iter(()), 4)
 
     asyncio.run(life(ReplaySource(STORED)))

@@ -275,8 +275,8 @@ class TestAnswers:
             ({"logprobs": {"content": [{"token_id": t, "logprob": -9999.0} for t in (1, 2, 3)]}}, "look for NaN"),
             ({"logprobs": None}, "its answer is not understood"),
             ({"finish_reason": "mystery"}, "its answer is not understood"),
-            ({"weight_versions": None}, "no version is known for token 0"),
-            ({"weight_versions": []}, "no version is known for token 0"),
+            ({"weight_versions": None}, "which weights its 3 tokens are from is not said"),
+            ({"weight_versions": []}, "which weights its 3 tokens are from is not said"),
         ],
     )
     def test_an_answer_whose_parts_disagree_is_an_error(self, connect, fake, changes, says):
@@ -292,9 +292,9 @@ class TestAnswers:
         with pytest.raises(SourceError, match="asked for at most 3 tokens, got 9"):
             published(source, ask())
 
-    def test_spans_with_a_gap_are_an_error(self, connect, fake):
+    def test_spans_with_a_gap_or_past_the_end_are_an_error(self, connect, fake):
         source = connect()
-        for start, end in ((1, 3), (0, 2)):
+        for start, end in ((1, 3), (0, 2), (0, 4)):
             fake.odd["/inference/v1/generate"] = lambda body, start=start, end=end: (
                 200,
                 {
@@ -303,7 +303,7 @@ class TestAnswers:
                     ]
                 },
             )
-            with pytest.raises(SourceError, match=f"no version is known for token {0 if start else 2}"):
+            with pytest.raises(SourceError, match="which weights its 3 tokens are from is not said"):
                 published(source, ask())
 
     @pytest.mark.parametrize("text", ["", "{", "null", "[]", '{"choices": []}', "<html>"])
