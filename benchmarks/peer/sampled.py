@@ -113,11 +113,6 @@ def replay(samples: Path) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
     return rollout
 
 
-def read_tokens(samples: Path) -> tuple[tuple[int, ...], ...]:
-    """The tokens of all completions."""
-    return tuple(tuple(json.loads(line)["tokens"]) for line in samples.read_text().splitlines())
-
-
 def distance(gradient: Path, peer: Path) -> float:
     """Between two gradients, relative to the peer's."""
     ours, theirs = (torch.load(path).double() for path in (gradient, peer))

@@ -1,12 +1,13 @@
 """Our recipe against the peer's trainer, on the same model, examples and steps: ``burnish bench loops``.
 
-SmolLM2-135M-Instruct, or the model of a directory, learns from conversations in float32; for grpo a new model of 17M
-parameters completes prompts of some 256 tokens with 64, 8 times each. Both sides take the same examples in the same
-order, with AdamW (0.9, 0.999, 1e-8, no decay), a constant rate and clipping at 1.0, each in its own process. Agreement
-first: a side that is not within 1e-4 of the peer's losses, or for grpo within 1e-5 of its gradient on the same
-completions, is shown as failed, and its time and memory are not compared. A step is all that happens between two calls
-of the optimizer, so that the first one is not timed. Time is that of the wall and of all processors; memory is the peak
-of the process, beside which stands what it takes before it has loaded a model.
+SmolLM2-135M-Instruct, or the model of a directory, learns from conversations; for grpo a new model of 17M parameters
+completes prompts of some 256 tokens with 64, 8 times each. Both sides take the same examples in the same order, with
+AdamW (0.9, 0.999, 1e-8, no decay), a constant rate and clipping at 1.0, each in its own process. Agreement first: a
+side that is not within 1e-4 of the peer's losses, or for grpo within 1e-5 of its gradient on the same completions, is
+shown as failed, and its time and memory are not compared. Under bfloat16 autocast (``--dtype bfloat16``) the difference
+is that from the peer in float32, and may be twice the peer's own. A step is all that happens between two calls of the
+optimizer, so that the first one is not timed. Time is that of the wall and of all processors; memory is the peak of the
+process, beside which stands what it takes before it has loaded a model.
 """
 
 import argparse
@@ -114,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     providers = "; ".join(f"{name}: {', '.join(recipe.providers)}" for name, recipe in RECIPES.items())
     add("--providers", nargs="+", metavar="NAME", help=f"the peer, and some of the recipe's: {providers}")
     add("--model", type=Path, help="directory of another model")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both sides' computation")
     add("--steps", type=int, default=6, help="the first is not timed")
     add("--batch_size", type=int, default=8, help="examples a step, or prompts")
     add("--rounds", type=int, default=2, help="in each, every provider runs once, in a process of its own")
@@ -131,8 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"burnish bench loops: {problem}", file=sys.stderr)
         return 2
     names = (PEER, *(name for name in known if name in wanted and name != PEER))
+    sizes = options.steps, options.batch_size, options.rounds
     try:
-        report = compare(options.recipe, options.steps, options.batch_size, options.rounds, names, options.model)
+        report = compare(options.recipe, *sizes, names, options.model, options.dtype)
     except (RuntimeError, ImportError, ValueError) as error:
         print(f"burnish bench loops: {error}", file=sys.stderr)
         return 1
@@ -143,7 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(
-    recipe: str, steps: int, batch_size: int, rounds: int, names: tuple[str, ...], model: Path | None = None
+    recipe: str,
+    steps: int,
+    batch_size: int,
+    rounds: int,
+    names: tuple[str, ...],
+    model: Path | None = None,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """Figures of every provider, over ``rounds`` interleaved processes each."""
     before, chosen = load(), RECIPES[recipe]
@@ -152,18 +161,24 @@ def compare(
         directory = Path(temporary)
         model = chosen.model(model, directory)
         data = write_jsonl(directory / "rows.jsonl", chosen.rows(preference_pairs(steps * batch_size, seed=0)))
-        differences = gradient_differences(recipe, names, model, data) if chosen.samples else {}
+        differences = gradient_differences(recipe, names, model, data, dtype) if chosen.samples else {}
         for _ in range(rounds):
             for name in names:
-                results[name].append(in_own_process(recipe, name, model, data, batch_size, steps))
-    if not chosen.samples:
-        losses = {name: runs[0]["losses"] for name, runs in results.items()}
-        both = {name: zip(each, losses[PEER], strict=True) for name, each in losses.items()}
-        differences = {name: max(abs(a - b) for a, b in pairs) for name, pairs in both.items()}
+                results[name].append(in_own_process(recipe, name, model, data, batch_size, steps, dtype))
+        if not chosen.samples:
+            losses = {name: runs[0]["losses"] for name, runs in results.items()}
+            exact = losses[PEER]
+            if dtype != "float32":
+                exact = in_own_process(recipe, PEER, model, data, batch_size, steps)["losses"]
+            both = {name: zip(each, exact, strict=True) for name, each in losses.items()}
+            differences = {name: max(abs(a - b) for a, b in pairs) for name, pairs in both.items()}
     limit = sampled.AGREEMENT if chosen.samples else AGREEMENT
+    if dtype != "float32":
+        limit = 2 * differences[PEER]
     return {
         "recipe": recipe,
         "model": model.name,
+        "dtype": dtype,
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -177,19 +192,21 @@ def compare(
     }
 
 
-def gradient_differences(recipe: str, names: Iterable[str], model: Path, data: Path) -> dict[str, float]:
-    """Ours from the peer's, in a step on the same completions: in the loss or the gradient, whichever is more."""
-    ours = [name for name in names if not name.startswith(PEER)] or ["burnish"]
-    with tempfile.TemporaryDirectory(prefix="burnish-bench-") as directory:
-        evidence = Path(directory)
-        setting = (model, data, sampled.COMPARED, 1, evidence)
-        losses = {name: float(in_own_process(recipe, name, *setting)["losses"][0]) for name in (*ours, PEER)}
-        if len({sampled.read_tokens(evidence / name / sampled.SAMPLES) for name in ours}) > 1:
-            raise RuntimeError(f"{' and '.join(ours)} did not draw the same completions")
-        return {
-            name: max(abs(loss - losses[PEER]), sampled.distance(evidence / f"{name}.pt", evidence / f"{PEER}.pt"))
-            for name, loss in losses.items()
-        }
+def gradient_differences(recipe: str, names: Iterable[str], model: Path, data: Path, dtype: str) -> dict[str, float]:
+    """From the peer in float32, in loss or gradient, whichever is more, of a step on the completions of ours."""
+    differences: dict[str, float] = {}
+    for ours in [name for name in names if not name.startswith(PEER)] or ["burnish"]:
+        with tempfile.TemporaryDirectory(prefix="burnish-bench-") as directory:
+            evidence, exact = Path(directory), (PEER, "float32")
+            losses: dict[tuple[str, str], float] = {}
+            for name, precision in dict.fromkeys([(ours, dtype), (PEER, dtype), exact]):
+                step = in_own_process(recipe, name, model, data, sampled.COMPARED, 1, precision, evidence)
+                losses[name, precision] = step["losses"][0]
+            for name in (ours, PEER):
+                gradients = (evidence / f"{side}.{kind}.pt" for side, kind in ((name, dtype), exact))
+                both = abs(losses[name, dtype] - losses[exact]), sampled.distance(*gradients)
+                differences[name] = max(differences.get(name, 0.0), *both)
+    return differences
 
 
 def summarize(runs: list[dict[str, Any]], difference: float | None, limit: float) -> dict[str, Any]:
@@ -230,7 +247,8 @@ def save(report: dict[str, Any], directory: Path) -> None:
     (directory / "loops.json").write_text(json.dumps(report, indent=1) + "\n")
     packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     load = "load {before} before, {after} after".format_map(report["load"])
-    setting = f"{report['model']}, {report['steps']} steps of {report['batch_size']}, {report['rounds']} rounds, {load}"
+    setting = f"{report['model']}, {report['dtype']}, {report['steps']} steps of {report['batch_size']}, "
+    setting += f"{report['rounds']} rounds, {load}"
     if report["answers"]:
         setting += ", {group} completions of {tokens} tokens to a prompt".format_map(report["answers"])
     machine = report["gpu"] or report["machine"]
@@ -265,7 +283,14 @@ def in_own_process(recipe: str, provider: str, *arguments: Any) -> dict[str, Any
 
 
 def run_provider(
-    recipe: str, provider: str, model: Path, data: Path, batch_size: int, steps: int, evidence: Path | None = None
+    recipe: str,
+    provider: str,
+    model: Path,
+    data: Path,
+    batch_size: int,
+    steps: int,
+    dtype: str = "float32",
+    evidence: Path | None = None,
 ) -> dict[str, Any]:
     """Train; the gradient of the first step and its completions are kept in ``evidence``, if it is given."""
     chosen = RECIPES[recipe]
@@ -280,9 +305,10 @@ def run_provider(
         fields = fields | {"rollout": sampled.replay(samples), "max_grad_norm": 0.0}
     elif evidence is not None:
         fields = fields | {"output": str(evidence / provider), "max_grad_norm": float("inf")}
-    kept = sampled.gradient_kept(evidence / f"{provider}.pt") if evidence else nullcontext()
+    kept = sampled.gradient_kept(evidence / f"{provider}.{dtype}.pt") if evidence else nullcontext()
+    precision: dict[str, Any] = {"bf16": dtype == "bfloat16"} if train is train_trl else {"dtype": dtype}
     with redirect_stdout(io.StringIO()), clock() as marks, kept:
-        metrics = train(model, data, batch_size, steps, recipe=recipe, **fields)
+        metrics = train(model, data, batch_size, steps, recipe=recipe, **precision, **fields)
     wall, processors = ([b - a for a, b in pairwise(times)] for times in zip(*marks, strict=True))
     return {
         "losses": [line["loss"] for line in metrics],

@@ -9,7 +9,6 @@ from burnish.benchmarks.peer.sampled import (
     distance,
     full_length,
     questions,
-    read_tokens,
     talkative,
     vowels,
 )
@@ -64,19 +63,19 @@ def test_grpo_and_trl_take_the_same_step_on_the_same_completions(model, tmp_path
     target = talkative(model, tmp_path)
     data, evidence = write_rows(tmp_path / "rows.jsonl", questions(iter(sums(4)))), tmp_path / "evidence"
     evidence.mkdir()
-    ours, theirs = (run_provider("grpo", name, target, data, 2, 1, evidence) for name in ("burnish", "trl"))
+    ours, theirs = (run_provider("grpo", name, target, data, 2, 1, "float32", evidence) for name in ("burnish", "trl"))
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
-    assert distance(evidence / "burnish.pt", evidence / "trl.pt") < 1e-5
-    answers = read_tokens(evidence / "burnish" / SAMPLES)
-    assert len(answers) == 16 and len(set(answers)) == 16
+    assert distance(evidence / "burnish.float32.pt", evidence / "trl.float32.pt") < 1e-5
+
+    samples = [json.loads(line) for line in (evidence / "burnish" / SAMPLES).read_text().splitlines()]
+    assert len(samples) == 16 and len({tuple(sample["tokens"]) for sample in samples}) == 16
 
     # On other answers the gradient is another one.
-    samples = [json.loads(line) for line in (evidence / "burnish" / SAMPLES).read_text().splitlines()]
     samples[3]["tokens"] = samples[4]["tokens"]
     write_rows(evidence / "burnish" / SAMPLES, samples)
-    (evidence / "trl.pt").rename(evidence / "first.pt")
-    run_provider("grpo", "trl", target, data, 2, 1, evidence)
-    assert distance(evidence / "trl.pt", evidence / "first.pt") > 1e-3
+    (evidence / "trl.float32.pt").rename(evidence / "first.pt")
+    run_provider("grpo", "trl", target, data, 2, 1, "float32", evidence)
+    assert distance(evidence / "trl.float32.pt", evidence / "first.pt") > 1e-3
 
 
 @pytest.mark.filterwarnings("default")
@@ -86,4 +85,4 @@ def test_the_two_are_to_ask_the_same_prompts(model, tmp_path):
     (tmp_path / "burnish").mkdir()
     write_rows(tmp_path / "burnish" / SAMPLES, [{"prompt": [1, 2], "tokens": [3], "logprobs": [-1.0]}] * 16)
     with pytest.raises(RuntimeError, match="the two sides ask other prompts"):
-        run_provider("grpo", "trl", target, data, 1, 1, tmp_path)
+        run_provider("grpo", "trl", target, data, 1, 1, "float32", tmp_path)
