@@ -228,6 +228,9 @@ class Common(Settings):
     or your own module:Class; from Python, also a function ``f(params, lr, ...)``, or the optimizer."""
     optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {betas: [0.9, 0.95], eps: 1e-6}."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the memory of the host and compute its steps on the CPU: with adamw 8 bytes a
+    parameter less on a GPU, and longer steps."""
     schedule: Schedule = "linear"
     """transformers' schedule of the learning rate after warmup; reduce_lr_on_plateau and greedy follow eval/loss."""
     schedule_kwargs: dict[str, Any] = field(default_factory=dict)

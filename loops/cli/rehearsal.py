@@ -129,10 +129,11 @@ def _begin(simulation: Simulation, context: Any, optimizer: Any, trained: Sequen
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(lambda leaf: simulation.relabel(leaf.grad, "gradients"))
         parameter.grad = torch.zeros_like(parameter)
-    with simulation.labeled("optimizer"):
+    on_host = simulation.gpu and context.config.offload_optimizer
+    with simulation.labeled(None if on_host else "optimizer"):
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.step = simulation.labeled("optimizer's step")(optimizer.step)
+    optimizer.step = simulation.labeled(None if on_host else "optimizer's step")(optimizer.step)
     simulation.peak = simulation.live.copy()
 
 

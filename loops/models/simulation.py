@@ -46,7 +46,7 @@ class Simulation(TorchDispatchMode):
         gpu: an update by bitsandbytes is one kernel; on a CPU it computes whole tensors in float32.
 
     Attributes:
-        label: label of new allocations; `labeled` changes it for a while.
+        label: label of new allocations; `labeled` changes it for a while. None counts none of them.
         live: bytes of all tensors by label.
         peak: a copy of it when their sum was highest.
     """
@@ -54,14 +54,14 @@ class Simulation(TorchDispatchMode):
     def __init__(self, *, gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.gpu = gpu
-        self.label = "others"
+        self.label: str | None = "others"
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._storages: dict[int, tuple[Any, int, str]] = {}  # by address: a weak reference, bytes, label
 
     @contextmanager
-    def labeled(self, label: str) -> Iterator[None]:
+    def labeled(self, label: str | None) -> Iterator[None]:
         before, self.label = self.label, label
         try:
             yield
@@ -106,7 +106,7 @@ class Simulation(TorchDispatchMode):
         head = func.namespace == "burnish" and not str(packet).endswith("_backward")
         label = "logits" if head else _LABELS.get(func.namespace, self.label)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and label is not None:
                 self._count(leaf, label)
         return result
 

@@ -50,9 +50,10 @@ def _same_in_flags() -> str:
         "gradient_checkpointing": "true" if asked.get("FSDP_ACTIVATION_CHECKPOINTING") == "true" else None,
     }
     devices = [asked.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none") for kind in ("OPTIMIZER", "PARAM")]
-    offloaded = asked.get("FSDP_OFFLOAD_PARAMS") == "true" or devices != ["none", "none"]
+    offloaded = [device != "none" or asked.get("FSDP_OFFLOAD_PARAMS") == "true" for device in devices]
+    flags["offload_optimizer"] = "true" if offloaded[0] else None
     words = " ".join(f"--{name} {value}" for name, value in flags.items() if value)
-    return f"{words}; nothing is offloaded" if offloaded else words
+    return f"{words}; parameters stay on the GPU" if offloaded[1] else words
 
 
 def check_ranks(config: Common, accelerator: Accelerator) -> None:

@@ -68,7 +68,7 @@ def check(config: Common) -> None:
 def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     """The configured optimizer of the trained parameters; norms and biases don't decay.
 
-    Its steps of bfloat16 parameters are those of `InFloat32`.
+    Its steps of bfloat16 parameters, and those on the CPU (``offload_optimizer``), are those of `UpdatesCopies`.
 
     Raises:
         ValueError: if there is no such optimizer, its package is missing, or an argument is wrong.
@@ -100,12 +100,15 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     else:  # a function may look for some of them
         groups = [{"params": params}] if isinstance(kind, type) else params
     options = {"params": groups, "lr": config.learning_rate, "weight_decay": decay, **_PRESETS.get(name, {})}
-    halves = any(parameter.dtype == torch.bfloat16 for parameter in params)
+    halves, offload = any(parameter.dtype == torch.bfloat16 for parameter in params), config.offload_optimizer
     if halves and hasattr(kind, "eval"):
         raise ValueError(f"{who}: averages weights, which bfloat16 is too coarse for; leave weights_dtype float32")
+    if offload and (hasattr(kind, "eval") or package == "bitsandbytes"):
+        raise ValueError(f"{who}: can't be offloaded; leave offload_optimizer out, or use adamw or paged_adamw_8bit")
     try:
-        if halves:
-            kind = type(f"{name}InFloat32", (InFloat32, kind), {"rounding": config.rounding, "seed": config.seed})
+        if halves or offload:
+            members = {"rounding": config.rounding, "seed": config.seed, "offload": offload}
+            kind = type(f"{name}OfCopies", (UpdatesCopies, kind), members)
         optimizer: Optimizer = build(
             "optimizer_kwargs", kind, kwargs, factory=True, matrices=_matrices(model), **options
         )
@@ -172,7 +175,7 @@ class MuonWithAdamW(Optimizer):
             part.step()
 
 
-class InFloat32(Optimizer):
+class UpdatesCopies(Optimizer):
     """Mixed into an optimizer's class, which then sees each bfloat16 parameter, one at a time, as a float32 tensor w.
 
     stochastic     w is the parameter, and becomes the bfloat16 number below or above by chance: `round_stochastically`
@@ -181,59 +184,68 @@ class InFloat32(Optimizer):
 
     The optimizer's own state is what it is for float32 parameters. Chance depends on the seed and the number of the
     step alone, and on the shard of a sharded parameter, so that replicas stay equal and a resumed run repeats it.
+    With ``offload`` every parameter has a w, which is made on the CPU for the step, and the state stays there.
 
     Both kinds: Zamirai et al. 2020, arXiv:2010.06192, who compensate in bfloat16.
     """
 
     rounding: str
     seed: int
+    offload: bool
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         groups, generators = self.param_groups, {}
         for index, group in enumerate(groups):
             group["updates"] = group.get("updates", 0) + 1
-            others = [p for p in group["params"] if p.dtype != torch.bfloat16]
-            halves = [[p] for p in group["params"] if p.dtype == torch.bfloat16 and p.grad is not None]
+            others = [p for p in group["params"] if not self._is_copied(p)]
+            copied = [[p] for p in group["params"] if self._is_copied(p) and p.grad is not None]
             last = group
-            for parameters in ([others] if others else []) + halves:
-                shadows = [self._shadow(p) for p in parameters]
-                # A fresh copy, because some optimizers count their steps in the group.
-                last = {**group, "params": shadows}
+            for parameters in ([others] if others else []) + copied:
+                copies = [self._copy(p) for p in parameters]
+                # A fresh dict, because some optimizers count their steps in the group.
+                last = {**group, "params": copies}
                 self.param_groups = [last]
                 super().step()
-                for parameter, shadow in zip(parameters, shadows, strict=True):
-                    if shadow is not parameter:
-                        key, device = (self.seed, group["updates"], index, _shard(parameter)), parameter.device
+                for parameter, copy in zip(parameters, copies, strict=True):
+                    if copy is not parameter:
+                        key, device = (self.seed, group["updates"], index, _shard(parameter)), copy.device
                         if (key, device) not in generators:
                             generators[key, device] = torch.Generator(device).manual_seed(_mixed(key))
-                        self._store(parameter, shadow, generators[key, device])
+                        self._store(parameter, copy, generators[key, device])
             group.update({name: value for name, value in last.items() if name != "params"})
         self.param_groups = groups
 
-    def _shadow(self, parameter: Tensor) -> Tensor:
-        """The parameter in float32, with its gradient and its state."""
-        if parameter.dtype != torch.bfloat16:
-            return parameter
-        state = self.state.pop(parameter, {})
-        shadow = parameter.detach().float()
-        if "remainder" in state:
-            local(shadow).copy_(join(local(parameter), local(state.pop("remainder"))))
-        assert parameter.grad is not None
-        shadow.grad = parameter.grad.float()
-        if state:
-            self.state[shadow] = state
-        return shadow
+    def _is_copied(self, parameter: Tensor) -> bool:
+        return parameter.dtype == torch.bfloat16 or self._device(parameter) != parameter.device
 
-    def _store(self, parameter: Tensor, shadow: Tensor, generator: torch.Generator) -> None:
-        state = self.state.pop(shadow, {})
-        if self.rounding == "stochastic":
-            local(parameter).copy_(round_stochastically(local(shadow), generator))
-        else:
-            high, low = split(local(shadow))
-            local(parameter).copy_(high)
-            state["remainder"] = torch.empty_like(parameter, dtype=torch.int16)
+    def _device(self, parameter: Tensor) -> torch.device:
+        return torch.device("cpu") if self.offload else parameter.device
+
+    def _copy(self, parameter: Tensor) -> Tensor:
+        """The parameter in at least float32, with its gradient and its state."""
+        if not self._is_copied(parameter):
+            return parameter
+        state, device = self.state.pop(parameter, {}), self._device(parameter)
+        rounded, dtype = parameter.detach().to(device), torch.promote_types(parameter.dtype, torch.float32)
+        copy = rounded.to(dtype)
+        if "remainder" in state:
+            local(copy).copy_(join(local(rounded), local(state.pop("remainder"))))
+        assert parameter.grad is not None
+        copy.grad = parameter.grad.to(device).to(dtype)
+        if state:
+            self.state[copy] = state
+        return copy
+
+    def _store(self, parameter: Tensor, copy: Tensor, generator: torch.Generator) -> None:
+        state, w = self.state.pop(copy, {}), local(copy)
+        if parameter.dtype == torch.bfloat16 and self.rounding == "stochastic":
+            w = round_stochastically(w, generator)
+        elif parameter.dtype == torch.bfloat16:
+            w, low = split(w)
+            state["remainder"] = torch.empty_like(copy, dtype=torch.int16)
             local(state["remainder"]).copy_(low)
+        local(parameter).copy_(w)
         self.state[parameter] = state
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -244,7 +256,7 @@ class InFloat32(Optimizer):
         for index, parameter in zip(indices, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and name != "step":
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
+                    self.state[parameter][name] = value.to(self._device(parameter), copy=True)
 
 
 def _shard(parameter: Tensor) -> int:

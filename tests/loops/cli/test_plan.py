@@ -155,6 +155,9 @@ def test_memory_is_what_the_settings_make_it(settings):
     assert whole.memory["weights, trained"] == pytest.approx(weights, rel=0.01)
     assert whole.memory["reference"] == pytest.approx(weights, rel=0.01)
     assert whole.memory["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    offloaded = settings("dpo", "pairs", offload_optimizer=True)
+    assert rehearse(*offloaded, *gpus_of("80GB")).memory["optimizer"] == 0  # nothing of it is on the GPU
+    assert rehearse(*offloaded).memory == whole.memory
     assert rehearse(*settings("dpo", "pairs", reference="precompute")).memory["reference"] < 0.01 * weights
     adapters = rehearse(*settings("dpo", "pairs", lora={"r": 4}))
     assert adapters.memory["weights, frozen"] == pytest.approx(weights, rel=0.01)

@@ -215,7 +215,8 @@ CONFIGS = {
     "fsdp2, checkpointed and offloaded": (
         {**FSDP, "fsdp_config": {**FSDP["fsdp_config"], **CHECKPOINTED}},
         "FSDP",
-        "--parallel.dp_shard_size 2 --dtype bfloat16 --gradient_checkpointing true; nothing is offloaded",
+        "--parallel.dp_shard_size 2 --dtype bfloat16 --gradient_checkpointing true --offload_optimizer true; "
+        "parameters stay on the GPU",
     ),
     "tensor and context": (
         {**FSDP, "parallelism_config": MESH},
@@ -258,12 +259,16 @@ def test_the_precision_of_a_configuration_file_of_accelerate_is_named_by_the_ran
         assert line.startswith("burnish sft: dtype: accelerate launch asks for bf16, got float32; ")
 
 
-def test_what_deepspeed_offloads_is_named_where_it_is_refused(monkeypatch):
-    for variable, value in (("USE_DEEPSPEED", "true"), ("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")):
+@pytest.mark.parametrize(
+    ("kind", "instead"),
+    [("PARAM", "; parameters stay on the GPU"), ("OPTIMIZER", " --offload_optimizer true")],
+)
+def test_what_deepspeed_offloads_is_named_where_it_is_refused(kind, instead, monkeypatch):
+    for variable, value in (("USE_DEEPSPEED", "true"), (f"DEEPSPEED_OFFLOAD_{kind}_DEVICE", "cpu")):
         monkeypatch.setenv(f"ACCELERATE_{variable}", value)
     for variable, value in (("ACCELERATE_MIXED_PRECISION", "bf16"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(variable, value)
-    settings = "--parallel.dp_shard_size 8 --dtype bfloat16; nothing is offloaded$"
+    settings = f"--parallel.dp_shard_size 8 --dtype bfloat16{instead}$"
     with pytest.raises(ValueError, match=f"^ACCELERATE_USE_DEEPSPEED: .* shard the model by {settings}"):
         check_launcher()
 

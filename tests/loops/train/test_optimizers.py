@@ -11,6 +11,7 @@ from burnish.loops.train import optimizers
 from grids import slow
 from tiny import make_model
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 NAMES = [
@@ -351,6 +352,68 @@ def test_chance_is_a_function_of_seed_and_step_and_not_of_the_global_generator()
         return weights(module)
 
     assert torch.equal(ends(1, 0), ends(1, 5)) and not torch.equal(ends(1, 0), ends(2, 0))
+
+
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_an_offloaded_optimizer_keeps_its_state_and_computes_on_the_cpu(optimizer, weights_dtype, monkeypatch):
+    """On a GPU without values, where an operation of both devices' tensors is an error."""
+    # Without CUDA only this copy knows that there is nothing to be done.
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, tensor: torch._foreach_copy_([to], [tensor]))
+    fields = {"optimizer_kwargs": {"momentum": 0.9}} if optimizer == "sgd" else {}
+    settings = in_bfloat16("compensated", optimizer, offload_optimizer=True, **fields)
+    with FakeTensorMode():
+        shapes, dtype = ((8, 8), (8,)), getattr(torch, weights_dtype)
+        module = nn.ParameterList(torch.zeros(shape, dtype=dtype, device="cuda") for shape in shapes)
+        made = optimizers.make_optimizer(settings, module)
+        for _ in range(2):
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            made.step()
+    kept = [each for state in made.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
+    assert {each.device.type for each in kept} == {"cpu"} and len(made.state) == len(list(module.parameters()))
+    for parameter in module.parameters():
+        assert parameter.device.type == parameter.grad.device.type == "cuda"
+
+
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+def test_an_offloaded_optimizer_takes_the_same_steps(weights_dtype, monkeypatch):
+    ends = []
+    for offload in (False, True):
+        monkeypatch.setattr(optimizers.UpdatesCopies, "_is_copied", lambda self, parameter: True)  # as on a GPU
+        module = model(getattr(torch, weights_dtype))
+        settings = config(learning_rate=1e-3, weight_decay=0.1, rounding="compensated", offload_optimizer=offload)
+        optimizer = optimizers.make_optimizer(settings, module)
+        if not offload:
+            assert isinstance(optimizer, optimizers.UpdatesCopies) == (weights_dtype == "bfloat16")
+        steps(module, optimizer, 0, 5)
+        ends.append(weights(module))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
+def test_a_model_on_a_gpu_takes_the_steps_of_an_offloaded_optimizer(weights_dtype):
+    ends = []
+    for device in ("cpu", "cuda"):
+        module = model(getattr(torch, weights_dtype)).to(device)
+        optimizer = optimizers.make_optimizer(
+            config(learning_rate=1e-3, rounding="compensated", offload_optimizer=True), module
+        )
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in module.parameters():
+                gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                parameter.grad = gradient.to(device)
+            optimizer.step()
+        ends.append(weights(module).cpu())
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "schedule_free_adamw"])
+def test_an_optimizer_that_can_not_be_offloaded_is_named(optimizer):
+    with pytest.raises(ValueError, match=f"^optimizer {optimizer}: can't be offloaded; leave offload_optimizer out"):
+        optimizers.check(config(optimizer=optimizer, schedule="constant", offload_optimizer=True))
 
 
 @pytest.mark.parametrize(
