@@ -3,7 +3,8 @@
 All but attention looks at one token at a time, and each rank computes that for its columns only. Before attention the
 ranks exchange columns for heads: each computes some of the heads over the whole width, by the attention and the mask
 that the model has anyway. Columns are dealt out in turn, as trained tokens often are the last ones of their row: so
-every rank computes about as many log-probs.
+every rank computes about as many log-probs. A dense mask, of shared prompts, is whole on each: 0.27 GB for 16,384
+columns, 7 % of what backward keeps on 4 ranks of a model of 135M, and most of it with gradient checkpointing.
 
 Paper: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
 """

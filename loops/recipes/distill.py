@@ -52,9 +52,13 @@ def open_distill(config: Distill) -> Training:
     if context.eval_data is not None:
         evaluation = context.feed(context.eval_data, whole=True, prepare=lambda *step: marked(step[2], False))
     rollouts = feed.rollouts
-    return context.train(
-        losses, read, feed, evaluation=evaluation, memory=rollouts, report=feed.report, resources=closing(rollouts)
-    )
+    try:
+        return context.train(
+            losses, read, feed, evaluation=evaluation, memory=rollouts, report=feed.report, resources=closing(rollouts)
+        )
+    except BaseException:
+        rollouts.close()
+        raise
 
 
 def distill_losses(config: Distill) -> dict[str, Term]:

@@ -147,7 +147,7 @@ class DistributedSource:
     async def _while_connected(self, rank: int, what: Callable[[int], Awaitable[None]]) -> None:
         try:
             await what(rank)
-        except RankLost as error:
+        except Exception as error:
             self._fail(rank, error)
 
     async def _send(self, rank: int) -> None:

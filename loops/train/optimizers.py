@@ -6,12 +6,13 @@ The names are those of torch's classes in lower case, and those that transformer
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import optimization
@@ -39,12 +40,8 @@ _OPTIMIZERS |= {
     "lion": "bitsandbytes.optim:Lion",
     "ademamix": "bitsandbytes.optim:AdEMAMix",
     "rmsprop_8bit": "bitsandbytes.optim:RMSprop8bit",
-    "adamw_torch_8bit": "torchao.optim:AdamW8bit",
-    "adamw_torch_4bit": "torchao.optim:AdamW4bit",
-    "adamw_torch_fp8": "torchao.optim:AdamWFp8",
-    "schedule_free_adamw": "schedulefree:AdamWScheduleFree",
-    "schedule_free_radam": "schedulefree:RAdamScheduleFree",
-    "schedule_free_sgd": "schedulefree:SGDScheduleFree",
+    **{f"adamw_torch_{bits.lower()}": f"torchao.optim:AdamW{bits}" for bits in ("8bit", "4bit", "Fp8")},
+    **{f"schedule_free_{kind.lower()}": f"schedulefree:{kind}ScheduleFree" for kind in ("AdamW", "RAdam", "SGD")},
 }
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"fused": True},
@@ -88,7 +85,7 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
             raise ValueError(f"optimizer_kwargs: {key} is --{flag}")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     sharded = any(isinstance(parameter, DTensor) for parameter in trained.values())
-    if sharded and package in ("bitsandbytes", "transformers"):
+    if sharded and (package in ("bitsandbytes", "transformers") or name == "rprop"):
         raise ValueError(f"{who}: {package} can't update sharded weights; adamw_torch_8bit, of torchao, can")
     decay, params = config.weight_decay, list(trained.values())
     if decay:
@@ -151,8 +148,7 @@ class MuonWithAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        muon: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        muon["adjust_lr_fn"] = "match_rms_adamw"
+        muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
         kinds: Any = ((Muon, muon), (AdamW, {"betas": betas, "eps": eps, "fused": True}))
         by_muon = set(matrices)
         self.parts: list[Optimizer] = []
@@ -168,11 +164,21 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self.parts:
-            part.state = self.state
-            part.param_groups = [
-                group for group in self.param_groups if ("momentum" in group) == isinstance(part, Muon)
-            ]
+            by_muon, copies = isinstance(part, Muon), dict[DTensor, Any]()
+            part.state, part.param_groups = self.state, [g for g in self.param_groups if ("momentum" in g) == by_muon]
+            # Torch can't update shards of a matrix with fewer rows or columns than ranks: it is whole meanwhile.
+            for p in (p for group in part.param_groups if by_muon for p in group["params"]):
+                if isinstance(p.grad, DTensor) and min(p.shape) < p.device_mesh.size():
+                    everywhere = partial(DTensor.redistribute, placements=[Replicate()] * p.device_mesh.ndim)
+                    copies[p], before = everywhere(p), self.state.pop(p, {})
+                    copies[p].grad = everywhere(p.grad)
+                    self.state[copies[p]] = {name: everywhere(tensor) for name, tensor in before.items()}
+            part.param_groups = [{**g, "params": [copies.get(p, p) for p in g["params"]]} for g in part.param_groups]
             part.step()
+            for p, copy in copies.items():
+                local(p).copy_(local(copy.redistribute(placements=p.placements)))
+                state = self.state.pop(copy).items()
+                self.state[p] = {name: tensor.redistribute(placements=p.placements) for name, tensor in state}
 
 
 class UpdatesCopies(Optimizer):

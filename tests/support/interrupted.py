@@ -62,8 +62,10 @@ def be_rank(directory, fields):
     for rounding in ("stochastic", "compensated"):
         for optimizer in ("adamw", "muon", "sgd"):
             check_sharded(rounding, optimizer)
+    check_narrow()
     check_refused("adafactor", "transformers")
     check_refused("paged_adamw_8bit", "bitsandbytes")
+    check_refused("rprop", "torch")
 
 
 def check_refused(name, package):
@@ -102,6 +104,30 @@ def check_sharded(rounding, name):
         ):  # whose products of sharded matrices are summed in another order
             assert torch.equal(whole, shards), name
         assert torch.allclose(whole.float(), shards.float(), rtol=3 * 2**-7, atol=1e-5), name
+
+
+def check_narrow():
+    """Muon's steps of matrices with fewer rows than ranks, and its state, are those of whole ones, bit for bit."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    ends = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(8, 1, bias=False)
+        if sharded:
+            torch.distributed.fsdp.fully_shard(module, mesh=mesh)
+        optimizer = optimizers.make_optimizer(Common("", "", "", optimizer="muon", learning_rate=1e-2), module)
+        weight = module.weight
+        for step in range(3):
+            gradient = torch.randn(1, 8, generator=torch.Generator().manual_seed(step))
+            if sharded:
+                gradient = torch.distributed.tensor.distribute_tensor(gradient, mesh, weight.placements)
+            weight.grad = gradient
+            optimizer.step()
+        state = optimizer.state[weight]["momentum_buffer"]
+        assert not sharded or state.placements == weight.placements
+        ends.append([each.full_tensor() if sharded else each.detach() for each in (weight, state)])
+    for whole, shards in zip(*ends, strict=True):
+        assert torch.equal(whole, shards)
 
 
 def check_state_by_name(module, optimizer, settings):

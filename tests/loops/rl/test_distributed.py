@@ -1,10 +1,15 @@
 """Rollouts that all ranks sample are those that one process samples."""
 
+import asyncio
 import functools
 import math
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from burnish.loops.rl import distributed
+from burnish.loops.rollouts.sample import Request, SamplingParams
 from forked import run_forked
 from grids import slow
 from online import lines, prepare, stored
@@ -118,3 +123,20 @@ def test_a_run_in_bfloat16_and_in_shards_samples_and_learns_as_one_process_does(
         assert line.keys() == alone.keys()
         assert all(math.isfinite(value) for value in line.values())
         assert line["sampling/logp_difference/max"] < 0.1  # the sampler has the weights that are trained
+
+
+def test_a_request_that_can_not_be_sent_fails_and_is_not_waited_for(monkeypatch):
+    answered = threading.Event()
+
+    def send(message, rank, group):
+        raise TypeError("cannot pickle it")
+
+    monkeypatch.setattr(distributed, "send", send)
+    monkeypatch.setattr(distributed, "receive", lambda rank, group: answered.wait(60))
+    source = distributed.DistributedSource(SimpleNamespace(overlaps=False, stored=False), None, 2)
+    request = Request(1, [1], range(1), SamplingParams(1), 0)
+    try:
+        with pytest.raises(TypeError, match="cannot pickle it"):
+            asyncio.run(asyncio.wait_for(source.sample(request), 20))
+    finally:
+        answered.set()

@@ -99,7 +99,9 @@ def test_rows_are_named_by_their_lines_and_where_nothing_tells_these_by_their_ex
     assert training.context.name_rows(0, [2, 0, 1, 7, 4, 5]) == named
 
 
-def test_a_run_whose_steps_are_never_taken_closes_its_source(tmp_path, monkeypatch):
+@pytest.fixture
+def closed(monkeypatch):
+    """The sources that were closed."""
     closed, close = [], LocalSource.close
 
     async def then_close(source):
@@ -107,6 +109,21 @@ def test_a_run_whose_steps_are_never_taken_closes_its_source(tmp_path, monkeypat
         await close(source)
 
     monkeypatch.setattr(LocalSource, "close", then_close)
+    return closed
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "distill"])
+def test_a_run_that_fails_to_open_closes_its_source(recipe, closed, settings, tmp_path):
+    with pytest.raises(ValueError, match="every coefficient is 0"):
+        if recipe == "grpo":
+            open_grpo(GRPO(**prepare(tmp_path), loss={"clipped_surrogate": 0.0}))
+        else:
+            teacher = Teacher(model=str(save_model(tmp_path / "teacher", seed=1)))
+            open_distill(Distill(**settings, teacher=teacher, on_policy=1.0, loss={"distillation": 0.0}))
+    assert len(closed) == 1
+
+
+def test_a_run_whose_steps_are_never_taken_closes_its_source(closed, tmp_path):
     training = open_grpo(GRPO(**prepare(tmp_path)))
     assert not closed
     del training
