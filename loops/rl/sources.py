@@ -120,22 +120,29 @@ def open_scheduler(
 
     source, follow = on_main(accelerator, open_there) or local, None
     if by_policy or sharded:
-        groups: Any = {"groups": config.prompts_per_rollout, "group_size": config.group_size}
-        groups["ranks"] = None if by_policy else 1
-        source, follow = distributed(accelerator, source, weights, gathered=sharded, **groups)
+        source, follow = distributed(
+            accelerator,
+            source,
+            weights,
+            ranks=None if by_policy else 1,
+            gathered=sharded,
+            groups=config.prompts_per_rollout,
+            group_size=config.group_size,
+        )
 
     def make_there() -> RolloutScheduler:
         assert source is not None
-        options = {name: getattr(config, name) for name in ("group_size", "seed", "max_staleness")}
         return RolloutScheduler(
             converse(source) if converse else source,
             prompts,
             weights=weights,
             groups_per_step=config.prompts_per_rollout,
+            group_size=config.group_size,
             sampling=replace(config.sampling, stop=stop),
+            seed=config.seed,
+            max_staleness=config.max_staleness,
             attempts=config.vllm.attempts,
             score=score,
-            **options,
         )
 
     return on_main(accelerator, make_there), follow

@@ -111,21 +111,23 @@ class RunContext(Generic[Model]):
             raise ValueError(
                 f"data: no column {lacking[0]!r}, which a loss reads; there are {', '.join(data.column_names)}"
             )
-        plan = {"micro_tokens": config.micro_tokens, "steps": 1 if whole else config.steps, "ranks": ranks}
-        shared_prompt = self.model.layout == "shared"
+        steps = 1 if whole else config.steps
         computed = {name: tensors for columns in per_token for name, tensors in columns(data).items()}
         if self.stream is not None and data is self.data:
             if computed:
                 raise ValueError(f"streaming: {', '.join(computed)} can't be computed of all data before training")
-            streamed = StreamBatches(self.stream, shared_prompt=shared_prompt, **plan)
+            plan = {"micro_tokens": config.micro_tokens, "shared_prompt": self.model.layout == "shared"}
+            streamed = StreamBatches(self.stream, steps=steps, ranks=ranks, **plan)
             return Feed(self.stream, streamed, rank, accelerator.device, **options)
         batches = Batches(
-            token_cost(data, shared_prompt=shared_prompt),
+            token_cost(data, shared_prompt=self.model.layout == "shared"),
             batch_size=len(data) if whole else config.batch_size,
+            micro_tokens=config.micro_tokens,
             seed=config.seed,
             shuffle=config.shuffle and not whole,
-            epochs=config.epochs if plan["steps"] is None else None,
-            **plan,
+            epochs=config.epochs if steps is None else None,
+            steps=steps,
+            ranks=ranks,
         )
         return Feed(data, batches, rank, accelerator.device, per_token=computed, **options)
 

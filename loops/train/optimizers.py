@@ -6,13 +6,12 @@ The names are those of torch's classes in lower case, and those that transformer
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import optimization
@@ -40,8 +39,12 @@ _OPTIMIZERS |= {
     "lion": "bitsandbytes.optim:Lion",
     "ademamix": "bitsandbytes.optim:AdEMAMix",
     "rmsprop_8bit": "bitsandbytes.optim:RMSprop8bit",
-    **{f"adamw_torch_{bits.lower()}": f"torchao.optim:AdamW{bits}" for bits in ("8bit", "4bit", "Fp8")},
-    **{f"schedule_free_{kind.lower()}": f"schedulefree:{kind}ScheduleFree" for kind in ("AdamW", "RAdam", "SGD")},
+    "adamw_torch_8bit": "torchao.optim:AdamW8bit",
+    "adamw_torch_4bit": "torchao.optim:AdamW4bit",
+    "adamw_torch_fp8": "torchao.optim:AdamWFp8",
+    "schedule_free_adamw": "schedulefree:AdamWScheduleFree",
+    "schedule_free_radam": "schedulefree:RAdamScheduleFree",
+    "schedule_free_sgd": "schedulefree:SGDScheduleFree",
 }
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"fused": True},
@@ -100,7 +103,7 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     halves, offload = any(parameter.dtype == torch.bfloat16 for parameter in params), config.offload_optimizer
     if halves and hasattr(kind, "eval"):
         raise ValueError(f"{who}: averages weights, which bfloat16 is too coarse for; leave weights_dtype float32")
-    if offload and (hasattr(kind, "eval") or package == "bitsandbytes"):
+    if offload and (hasattr(kind, "eval") or package == "bitsandbytes" or (sharded and name == "muon")):
         raise ValueError(f"{who}: can't be offloaded; leave offload_optimizer out, or use adamw or paged_adamw_8bit")
     try:
         if halves or offload:
@@ -164,21 +167,32 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self.parts:
-            by_muon, copies = isinstance(part, Muon), dict[DTensor, Any]()
-            part.state, part.param_groups = self.state, [g for g in self.param_groups if ("momentum" in g) == by_muon]
-            # Torch can't update shards of a matrix with fewer rows or columns than ranks: it is whole meanwhile.
-            for p in (p for group in part.param_groups if by_muon for p in group["params"]):
-                if isinstance(p.grad, DTensor) and min(p.shape) < p.device_mesh.size():
-                    everywhere = partial(DTensor.redistribute, placements=[Replicate()] * p.device_mesh.ndim)
-                    copies[p], before = everywhere(p), self.state.pop(p, {})
-                    copies[p].grad = everywhere(p.grad)
-                    self.state[copies[p]] = {name: everywhere(tensor) for name, tensor in before.items()}
-            part.param_groups = [{**g, "params": [copies.get(p, p) for p in g["params"]]} for g in part.param_groups]
+            groups = [group for group in self.param_groups if ("momentum" in group) == isinstance(part, Muon)]
+            parameters = [p for group in groups for p in group["params"]] if isinstance(part, Muon) else []
+            gathered = {p: self._gather(p) for p in parameters if _is_narrow(p)}
+            part.state = self.state
+            part.param_groups = [{**g, "params": [gathered.get(p, p) for p in g["params"]]} for g in groups]
             part.step()
-            for p, copy in copies.items():
-                local(p).copy_(local(copy.redistribute(placements=p.placements)))
-                state = self.state.pop(copy).items()
-                self.state[p] = {name: tensor.redistribute(placements=p.placements) for name, tensor in state}
+            for p, whole in gathered.items():
+                local(p).copy_(local(whole.redistribute(placements=p.placements)))
+                self._move_state(whole, p, p.placements)
+
+    def _gather(self, shards: Any) -> Any:
+        """The whole parameter, with its gradient and its state."""
+        everywhere = [Replicate()] * shards.device_mesh.ndim
+        whole = shards.redistribute(placements=everywhere)
+        whole.grad = shards.grad.redistribute(placements=everywhere)
+        self._move_state(shards, whole, everywhere)
+        return whole
+
+    def _move_state(self, before: Tensor, after: Tensor, placements: Sequence[Placement]) -> None:
+        state = self.state.pop(before, {}).items()
+        self.state[after] = {name: tensor.redistribute(placements=placements) for name, tensor in state}
+
+
+def _is_narrow(matrix: Tensor) -> bool:
+    """True if it has fewer rows or columns than ranks hold it: torch's Muon can't add its update to such shards."""
+    return isinstance(matrix.grad, DTensor) and min(matrix.shape) < matrix.grad.device_mesh.size()
 
 
 class UpdatesCopies(Optimizer):
