@@ -28,19 +28,19 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(autouse=True)
 def small_tiles_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("", "GPU_"):
-        monkeypatch.setattr(passes, f"{prefix}ROWS", 10)
-        monkeypatch.setattr(passes, f"{prefix}COLUMNS", 48)
+        monkeypatch.setattr(passes, f"{prefix}ROWS", 8)
+        monkeypatch.setattr(passes, f"{prefix}COLUMNS", 64)
 
 
 def on_device(case: dict[str, Any]) -> dict[str, Any]:
-    """The case with no more rows than two tiles and a bit: the interpreter is slow."""
+    """The case with no more rows than a tile and a bit: the interpreter is slow."""
 
     def move(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(move(item) for item in value)
         return value.to(DEVICE) if isinstance(value, Tensor) else value
 
-    rows = {name: case[name][:23] for name in ("hidden", "target", "temperature") if isinstance(case.get(name), Tensor)}
+    rows = {name: case[name][:11] for name in ("hidden", "target", "temperature") if isinstance(case.get(name), Tensor)}
     return {name: move(value) for name, value in (case | rows).items()}
 
 
