@@ -85,16 +85,16 @@ def test_two_runs_give_the_same_bits(backend: str) -> None:
 @pytest.mark.parametrize("columns_apart", [False, True])
 def test_logits_by_triton_are_as_close_to_float64_as_the_reference(columns_apart: bool) -> None:
     random = torch.Generator().manual_seed(0)
-    logits, target = torch.randn(63, 107, generator=random) * 4, torch.arange(63)
+    logits, target = torch.randn(15, 107, generator=random) * 4, torch.arange(15) * 4
     logits[:, 64:80] = -torch.inf
     logits = logits.t().contiguous().t() if columns_apart else logits
 
     def measured(dtype: torch.dtype, backend: str) -> list[Tensor]:
         z = logits.to(DEVICE, dtype, copy=True).requires_grad_()
-        temperature = (torch.arange(63, device=DEVICE, dtype=dtype) / 64 + 0.5).requires_grad_()
+        temperature = (torch.arange(15, device=DEVICE, dtype=dtype) / 16 + 0.5).requires_grad_()
         given: Any = {"temperature": temperature, "vocab": 100, "outputs": EXTRAS, "backend": backend}
         found = logits_logprob(z, target.to(DEVICE), **given)[:5]
-        torch.autograd.backward(found, [(torch.arange(63, device=DEVICE, dtype=f.dtype) - 31) / 32 for f in found])
+        torch.autograd.backward(found, [(torch.arange(15, device=DEVICE, dtype=f.dtype) - 7) / 8 for f in found])
         return [t.double() for t in (*found, z.grad, temperature.grad)]
 
     exact, plain, ours = measured(torch.float64, "reference"), measured(torch.float32, "reference"), None

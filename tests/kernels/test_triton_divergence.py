@@ -28,28 +28,25 @@ from torch import Tensor
 
 triton_divergence = pytest.importorskip("burnish.kernels.triton_divergence", exc_type=ImportError)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOKENS = 23  # the interpreter is slow
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
 @pytest.fixture
 def four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four tiles of 23 × 100 logits, the last ones ragged; those of the first span are kept."""
+    """Four tiles of 63 × 100 logits, the last ones ragged; those of the first span are kept."""
     for prefix in ("", "GPU_"):
-        monkeypatch.setattr(divergence_passes, f"{prefix}ROWS", 16)
+        monkeypatch.setattr(divergence_passes, f"{prefix}ROWS", 40)
         monkeypatch.setattr(divergence_passes, f"{prefix}COLUMNS", 64)
     allocate = passes.allocate_kept
 
     def allocate_one_span(*arguments: Any) -> Tensor:
         *others, keep_bytes, _, heads = arguments
-        return allocate(*others, 2 * (TOKENS * 64 * 4 + 1) if keep_bytes is None else keep_bytes, 0, heads)
+        return allocate(*others, 2 * (63 * 64 * 4 + 1) if keep_bytes is None else keep_bytes, 0, heads)
 
     monkeypatch.setattr(passes, "allocate_kept", allocate_one_span)
 
 
 def on_device(case: Any) -> Any:
-    if isinstance(case, dict):
-        case = fewer(case)
     if isinstance(case, Tensor):
         return case.detach().to(DEVICE).requires_grad_(case.requires_grad)
     if isinstance(case, Head):
@@ -57,12 +54,6 @@ def on_device(case: Any) -> Any:
     if isinstance(case, tuple):
         return tuple(on_device(value) for value in case)
     return {name: on_device(value) for name, value in case.items()} if isinstance(case, dict) else case
-
-
-def fewer(case: dict[str, Any]) -> dict[str, Any]:
-    """The case with no more rows than two tiles, the second one ragged."""
-    rows = ("student_hidden", "teacher_hidden", "temperature")
-    return case | {name: case[name][:TOKENS] for name in rows if isinstance(case.get(name), Tensor)}
 
 
 def logits(case: dict[str, Any], who: str) -> Tensor:
@@ -126,7 +117,7 @@ def transforms(case: dict[str, Any], dtype: torch.dtype) -> list[LogitTransform]
 
 @grid(strength=1, case=CASES, beta=[0.0, 0.3, 1.0])
 def test_each_pass_is_as_close_to_float64_as_torchs(case: str, beta: float) -> None:
-    arguments = fewer(CASES[case])
+    arguments = CASES[case]
     tiles = [logits(arguments, who) for who in ("student", "teacher")]
     gain = (arriving(len(tiles[0])) * 3).to(DEVICE)
     ours = triton_passes(*tiles, *transforms(arguments, torch.float32), gain, beta)
@@ -154,7 +145,7 @@ def run(case: dict[str, Any], beta: float, backend: str = "triton", **changes: A
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.usefixtures("four_tiles")
 def test_a_student_that_equals_its_teacher_is_at_zero_and_stays_there(beta: float) -> None:
-    head, hidden = normal.head(20, 100, bias=normal(100) * 3, softcap=6.0), normal(TOKENS, 20) * 3
+    head, hidden = normal.head(20, 100, bias=normal(100) * 3, softcap=6.0), normal(63, 20) * 3
     case = {"student": head, "student_hidden": hidden, "teacher": head, "teacher_hidden": hidden}
     for name, value in run(case, beta).items():
         torch.testing.assert_close(value, torch.zeros_like(value), rtol=0, atol=1e-6, msg=name)
@@ -170,7 +161,7 @@ def forbidding(span: slice) -> Tensor:
 @pytest.mark.usefixtures("four_tiles")
 def test_what_both_forbid_is_not_there(beta: float) -> None:
     bias = forbidding(slice(70))  # one tile whole, part of the next
-    case = biased(student=bias, teacher=bias) | {"temperature": normal(TOKENS).exp()}
+    case = biased(student=bias, teacher=bias) | {"temperature": normal(63).exp()}
     without = case | {name: Head(case[name].weight[70:], bias[70:]) for name in ("student", "teacher")}
     ours, expected = run(case, beta), run(without, beta, "torch")
     for name in ("divergence", "d_hidden"):
@@ -191,7 +182,7 @@ def test_divergence_from_the_impossible_is_infinite_and_everything_else_finite()
         for name, value in ours.items():
             assert value.isfinite().all()
             torch.testing.assert_close(value, exact[name], rtol=1e-4, atol=1e-5, msg=name)
-    upstream = arriving(TOKENS)
+    upstream = arriving(63)
     upstream[::2] = 0
     assert (run(teacher, 1.0, upstream=upstream.to(DEVICE))["d_hidden"][::2] == 0).all()
 
@@ -214,7 +205,7 @@ def test_the_same_call_gives_the_same_bits_and_rows_do_not_interact(beta: float)
     case = in_dtype(case, torch.float64)
     case["student_hidden"].data[5] *= 50
     changed = run(case, beta)
-    others = torch.arange(TOKENS) != 5
+    others = torch.arange(63) != 5
     for name in ("divergence", "d_hidden"):
         assert not torch.equal(once[name][5], changed[name][5])
         torch.testing.assert_close(once[name][others], changed[name][others], rtol=1e-5, atol=1e-6)
@@ -223,8 +214,8 @@ def test_the_same_call_gives_the_same_bits_and_rows_do_not_interact(beta: float)
 @pytest.mark.parametrize("share", [0.05, 0.5])
 @pytest.mark.usefixtures("four_tiles")
 def test_gradients_are_those_of_all_rows_however_many_are_left_out(share: float) -> None:
-    upstream = arriving(TOKENS).to(DEVICE)
-    upstream[torch.arange(TOKENS) % 20 < 20 * share] = 0
+    upstream = arriving(63).to(DEVICE)
+    upstream[torch.arange(63) % 20 < 20 * share] = 0
     ours, expected = (run(CASES["everything"], 0.3, backend, upstream=upstream) for backend in ("triton", "torch"))
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=name)
@@ -233,11 +224,11 @@ def test_gradients_are_those_of_all_rows_however_many_are_left_out(share: float)
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=on_gpu)], ids=str)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_dc_is_rounded_once_to_16_bits_and_may_replace_the_tile(beta: float, dtype: torch.dtype) -> None:
-    case = fewer(CASES["everything"])
+    case = CASES["everything"]
     tiles = [logits(case, who) for who in ("student", "teacher")]
     to_z, to_w = transforms(case, torch.float32)
-    known = known_from(torch_passes(*tiles, to_z, to_w, torch.ones(TOKENS, device=DEVICE), beta)[0])
-    gain, exact = torch.ones(TOKENS, device=DEVICE), torch.empty_like(tiles[0])
+    known = known_from(torch_passes(*tiles, to_z, to_w, torch.ones(63, device=DEVICE), beta)[0])
+    gain, exact = torch.ones(63, device=DEVICE), torch.empty_like(tiles[0])
     triton_divergence.backward_tile_(exact, *tiles, known, gain, to_z, to_w, beta)
     rounded = torch.empty_like(exact, dtype=dtype)
     triton_divergence.backward_tile_(rounded, *tiles, known, gain, to_z, to_w, beta)
@@ -247,16 +238,16 @@ def test_dc_is_rounded_once_to_16_bits_and_may_replace_the_tile(beta: float, dty
 
 
 def test_what_is_past_the_tile_is_neither_read_nor_written() -> None:
-    case = fewer(CASES["plain"])
+    case = CASES["plain"]
     tiles, (to_z, to_w) = [logits(case, who) for who in ("student", "teacher")], transforms(case, torch.float32)
-    state = torch.zeros(30, 5, device=DEVICE)
-    triton_divergence.fold_(state[3:26], *tiles, to_z, to_w, True)
-    assert (state[:3] == 0).all() and (state[26:] == 0).all() and state[3:26].isfinite().all()
-    known, sums, out = known_from(state[3:26]), torch.zeros(30, 2, device=DEVICE), torch.zeros(30, 103, device=DEVICE)
-    triton_divergence.mix_(sums[3:26], *tiles, known, to_z, to_w, 0.3)
-    assert (sums[:3] == 0).all() and (sums[26:] == 0).all() and sums[3:26].isfinite().all()
-    triton_divergence.backward_tile_(out[3:26, :100], *tiles, known, known[:, LEVEL].clone(), to_z, to_w, 0.3)
-    assert (out[:3] == 0).all() and (out[26:] == 0).all() and (out[:, 100:] == 0).all() and out.isfinite().all()
+    state = torch.zeros(70, 5, device=DEVICE)
+    triton_divergence.fold_(state[3:66], *tiles, to_z, to_w, True)
+    assert (state[:3] == 0).all() and (state[66:] == 0).all() and state[3:66].isfinite().all()
+    known, sums, out = known_from(state[3:66]), torch.zeros(70, 2, device=DEVICE), torch.zeros(70, 103, device=DEVICE)
+    triton_divergence.mix_(sums[3:66], *tiles, known, to_z, to_w, 0.3)
+    assert (sums[:3] == 0).all() and (sums[66:] == 0).all() and sums[3:66].isfinite().all()
+    triton_divergence.backward_tile_(out[3:66, :100], *tiles, known, known[:, LEVEL].clone(), to_z, to_w, 0.3)
+    assert (out[:3] == 0).all() and (out[66:] == 0).all() and (out[:, 100:] == 0).all() and out.isfinite().all()
 
 
 FAR = """
