@@ -14,6 +14,8 @@ pytest.importorskip("triton", reason="needs triton")
 TOOL = Path(__file__).parents[1] / "support" / "aot.py"
 CASE = "sm_90 forward bf16 plain"
 PLAIN = "sm_90 ((forward|fold|backward) bf16|divergence (fold|backward reverse KL)) plain"  # one of most kernels
+OTHERS = ["sm_80", "sm_100", "gfx942"]
+FULL = "(forward|.* everything)"  # tensor cores, and all that the plain ones do and more
 # Runs it with each list of options in one interpreter; prints, for each, its exit status and its output as JSON.
 SEVERAL = """
 import contextlib, io, json, sys
@@ -48,8 +50,13 @@ def run(cache: Path, *options: list[str]) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     "cases",
-    [PLAIN, slow("sm_90 "), slow("sm_80 "), slow("sm_100 "), slow("gfx942 ")],
-    ids=["plain", "sm_90", "sm_80", "sm_100", "gfx942"],
+    [
+        PLAIN,
+        slow("sm_90 "),
+        *(slow(f"{other} {FULL}") for other in OTHERS),
+        *(pytest.param(f"{other} ", marks=pytest.mark.exhaustive) for other in OTHERS),
+    ],
+    ids=["plain", "sm_90", *OTHERS, *(f"all of {other}" for other in OTHERS)],
 )
 def test_every_kernel_is_within_its_budget(cache: Path, cases: str) -> None:
     ((status, printed),) = run(cache, ["--only", cases])

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from burnish.benchmarks.experiments.memory import configured, measured_peak
+from burnish.loops.recipes import grpo, preference, sft  # noqa: F401, here and not in every rank
 
 PAUSE = 0.05  # seconds
 
@@ -12,7 +13,10 @@ _wait = dist.Work.wait
 
 
 def be_rank(recipe, fields):
-    with patch.object(dist.Work, "wait", wait_until_freed):
+    with (
+        patch.object(dist.Work, "wait", wait_until_freed),
+        patch("burnish.loops.runs.training.draw_curves", lambda metrics, picture: None),
+    ):
         print("measured", measured_peak(*configured(recipe, fields)))
 
 

@@ -1,6 +1,7 @@
 """vLLM servers for tests: where vLLM is found, which lives in an environment of its own, and how one is started."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ ENVIRONMENT = {  # for a server that shares two cores with the tests, and needs 
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+FORKING = {"PYTHONPATH": str(Path(__file__).parent / "vllm_forking")}
 FLAGS = ["--enforce-eager", "--max-num-seqs", "32", "--max-model-len", str(CONTEXT)]
 
 
@@ -31,7 +33,7 @@ def vllm_python():
 
 def start(directory, **options):
     vllm_model.save_model(directory / "model")
-    usual = {"dtype": "float32", "flags": FLAGS, "environment": ENVIRONMENT}
+    usual = {"dtype": "float32", "flags": FLAGS, "environment": ENVIRONMENT | FORKING}
     options = {"log": directory / "log.txt", "python": vllm_python(), **usual, **options}
     return ServerProcess(directory / "model", **options)
 
