@@ -24,7 +24,7 @@ def whole(recipe):
     return one_step(recipe, "padded", None)
 
 
-@grid(strength=1, recipe=RECIPES, split=SPLITS)  # pairwise with those on ranks
+@grid(strength=1, recipe=RECIPES, split=SPLITS)  # others are taken on ranks
 def test_a_step_does_not_depend_on_layout_or_micro_batches(recipe, split):
     result, (_, micro_tokens) = one_step(recipe, *split), split
     assert result["micro_batches"] == {None: 1, 1: 9}.get(micro_tokens, result["micro_batches"])
