@@ -52,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
         hold_temporary_files(config)
     if config.option.markexpr == "not slow" and all("::" in argument for argument in config.args):
         config.option.markexpr = ""  # a test that is asked for by its name runs
+    if config.option.markexpr and "exhaustive" not in config.option.markexpr:
+        config.option.markexpr = f"({config.option.markexpr}) and not exhaustive"
     if config.getoption("cpu_times"):
         import cpu_times
 

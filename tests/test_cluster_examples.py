@@ -48,6 +48,20 @@ sys.exit({status})
 """
 
 
+STOPPED = """#!{python}
+import os, pathlib, signal, sys, time
+if os.path.exists("signalled"):
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, lambda *received: sys.exit(75))
+pathlib.Path("run").mkdir(exist_ok=True)
+pathlib.Path(f"run/{{os.environ['RANK']}}").touch()
+while not all(os.path.exists(f"run/{{rank}}") for rank in range(2)):
+    time.sleep(0.01)
+pathlib.Path("run/metrics.jsonl").write_text("1")
+time.sleep(60)
+"""
+
+
 @pytest.fixture
 def cluster(tmp_path):
     """``cluster(burnish, signalled)`` queues the job until it asks for no further turn; returns the statuses."""
@@ -102,7 +116,12 @@ def test_slurm_signals_the_ranks_with_what_burnish_ends_with_75_for():
     assert subprocess.run(["bash", "-n", EXAMPLES / "slurm.sh"]).returncode == 0
 
 
-@pytest.mark.slow
+def test_the_signal_of_slurm_reaches_the_command_of_each_rank(cluster):
+    statuses = cluster(STOPPED.format(python=sys.executable), "dpo", signalled=True)
+    assert [status for status, _ in statuses] == [75, 0]
+
+
+@pytest.mark.exhaustive  # ranks of one environment, and a signal to one or both of them, are tested in loops/runs
 def test_a_run_on_two_ranks_goes_on_after_slurm_has_preempted_it(cluster, tmp_path):
     model = save_model(tmp_path / "model")
     rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in sums(16)]

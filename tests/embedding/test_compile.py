@@ -18,6 +18,7 @@ from pathlib import Path
 import burnish
 import pytest
 import torch
+from grids import exhaustive, slow
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -191,9 +192,9 @@ def test_another_value_of_a_hyper_parameter_is_not_another_graph(name, parameter
     assert graphs(getattr(PLAIN, name), calls) <= FEWEST
 
 
-@pytest.mark.slow  # inductor is torch's; whether it gets one graph is tested above
+# Inductor is torch's; whether a function gets one graph is tested above.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's imports
-@pytest.mark.parametrize("loss", [preference_loss, policy_loss])
+@pytest.mark.parametrize("loss", [slow(preference_loss), exhaustive(policy_loss)])
 def test_a_whole_loss_compiles_with_the_default_backend(loss):
     torch.compiler.reset()
     loss = partial(loss, PLAIN)

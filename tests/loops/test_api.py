@@ -15,7 +15,7 @@ from burnish.loops.cli import main
 from burnish.objectives import PerPair, Stats, dpo
 from datasets import Dataset
 from forked import run_forked
-from grids import slow
+from grids import exhaustive
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import save_model, sums, write_rows
@@ -305,7 +305,7 @@ def by_torchrun(*arguments):
 
 @pytest.mark.parametrize(
     ("launch", "left_by", "dtype"),
-    [(by_forks, "none", "float32"), (by_forks, "1", "bfloat16"), slow(by_torchrun, "1", "float32")],
+    [(by_forks, "none", "float32"), (by_forks, "1", "bfloat16"), exhaustive(by_torchrun, "1", "float32")],
 )
 def test_a_script_trains_on_two_ranks_and_one_that_leaves_its_loop_ends_both(
     saved, model, tmp_path, launch, left_by, dtype

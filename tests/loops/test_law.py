@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from grids import grid
-from law import KINDS, RECIPES, assert_same, one_step
+from law import RECIPES, assert_same, one_step, splits_on_ranks
 
 SPLITS = list(itertools.product(["padded", "packed", "shared"], [None, 60, 1]))[1:]  # the first one is the whole
 
@@ -24,7 +24,7 @@ def whole(recipe):
     return one_step(recipe, "padded", None)
 
 
-@grid(strength=1, recipe=RECIPES, split=SPLITS)  # pairwise with those on ranks
+@grid(strength=1, recipe=RECIPES, split=SPLITS)  # others are taken on ranks
 def test_a_step_does_not_depend_on_layout_or_micro_batches(recipe, split):
     result, (_, micro_tokens) = one_step(recipe, *split), split
     assert result["micro_batches"] == {None: 1, 1: 9}.get(micro_tokens, result["micro_batches"])
@@ -34,5 +34,5 @@ def test_a_step_does_not_depend_on_layout_or_micro_batches(recipe, split):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_does_not_depend_on_the_number_of_ranks(recipe, law_on_ranks):
     on_two_ranks, _ = law_on_ranks
-    for split in KINDS["offline"][2]:
+    for split in splits_on_ranks("offline", recipe):
         assert_same(on_two_ranks[recipe, split], whole(recipe))

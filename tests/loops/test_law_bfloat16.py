@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from law import IN_BFLOAT16, KINDS, assert_rounded_once, assert_same_in_bfloat16, numbers, one_step
+from law import IN_BFLOAT16, assert_rounded_once, assert_same_in_bfloat16, numbers, one_step, splits_on_ranks
 
 SPLITS = [("packed", 60), ("shared", None), ("shared", 40), ("padded", 1)]
 
@@ -17,5 +17,5 @@ def test_a_step_under_autocast_does_not_depend_on_layout_micro_batches_or_ranks(
     assert all(parts[setting]["micro_batches"] > 1 for setting in (("shared", 40), ("padded", 1)))
     assert_rounded_once(whole, exact)
     on_two_ranks, _ = law_bfloat16_on_ranks
-    for result in (*parts.values(), *(on_two_ranks[name, split] for split in KINDS["bfloat16"][2])):
+    for result in (*parts.values(), *(on_two_ranks[name, split] for split in splits_on_ranks("bfloat16", name))):
         assert_same_in_bfloat16(result, whole, exact)

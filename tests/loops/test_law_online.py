@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from law import KINDS, ONLINE, assert_same, one_step
+from law import ONLINE, assert_same, one_step, splits_on_ranks
 
 SPLITS = [("packed", None), ("shared", 30), ("padded", 1)]
 
@@ -20,5 +20,5 @@ def test_a_step_on_a_rollout_does_not_depend_on_layout_micro_batches_or_ranks(na
     assert parts["shared", 30]["micro_batches"] > 1
     assert parts["padded", 1]["micro_batches"] > parts["shared", 30]["micro_batches"]
     on_two_ranks, _ = law_online_on_ranks
-    for result in (*parts.values(), *(on_two_ranks[name, split] for split in KINDS["online"][2])):
+    for result in (*parts.values(), *(on_two_ranks[name, split] for split in splits_on_ranks("online", name))):
         assert_same(result, expected)

@@ -5,6 +5,7 @@ where ranks die in collectives, it is one of `sharded`.
 """
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -124,10 +125,10 @@ def fail(number):
     raise OSError(number, os.strerror(number))
 
 
-def be_failing(kind, rank, number, directory):
-    """An OSError of this number at each call of one rank in turn; every rank has to say so, and to go on after it."""
+def be_failing(kind, rank, number, directory, every):
+    """An OSError of this number at every so-many-th call of one rank; each rank says so, and goes on after it."""
     expected, outcomes, total, here = unbroken(kind), [], 1, PartialState().process_index
-    for n in range(1000):
+    for n in (0, *range(1, 1000, every)):
         if n > total:
             break
         place = Path(directory, str(n))
@@ -177,11 +178,11 @@ def be_killed(kind, rank, number, place):
         Path(place, "calls.json").write_text(json.dumps(calls))
 
 
-def kill_at_each_call(ranks, kind, rank, directory):
-    """kill -9 of one rank at each call in turn; resumed in another group."""
+def kill_at_calls(ranks, kind, rank, directory, every):
+    """kill -9 of one rank at every so-many-th call; resumed in another group."""
     outcomes, calls = [], [""]
     places = []
-    for number in range(1000):
+    for number in (0, *range(1, 1000, every)):
         if number > len(calls):
             break
         place = Path(directory, str(number))
@@ -243,7 +244,7 @@ def be_killed_in_collective(start, shards, rank, number, output):
         Path(output, "collectives.json").write_text(json.dumps(collectives.names))
 
 
-def kill_in_collectives(ranks, shards, rank, directory):
+def kill_in_collectives(ranks, shards, rank, directory, every):
     """kill -9 of one rank in collectives from the first to the last; resumed, one after the other, in another group."""
     start = Path(directory, "start")
     start.mkdir()
@@ -257,7 +258,8 @@ def kill_in_collectives(ranks, shards, rank, directory):
     assert all(status == 0 for status, _ in statuses), statuses
     names = json.loads((whole / "collectives.json").read_text())
     outcomes, places = [], []
-    for number in range(1, len(names) + 1, len(names) // (COLLECTIVES - 1)):
+    steps = COLLECTIVES // every - 1
+    for number in (1 + k * (len(names) - 1) // steps for k in range(steps + 1)):
         place, statuses = die(number)
         assert statuses[rank][0] == -signal.SIGKILL, statuses
         others = [status for other, (status, _) in enumerate(statuses) if other != rank]
@@ -299,8 +301,8 @@ DAMAGES = {
 }
 
 
-def be_damaged(kind, directory):
-    """Each file of the newest checkpoint, damaged in each way; then all of both; and clocks that jump."""
+def be_damaged(kind, directory, every):
+    """Files of the newest checkpoint damaged, in every so-many-th way; then all of both; and clocks that jump."""
     expected, outcomes = unbroken(kind), []
     run, whole = resharded.start(kind, random=True), Path(directory, "whole")
     main = run.accelerator.is_main_process
@@ -320,9 +322,9 @@ def be_damaged(kind, directory):
         assert begin == begins and same(weights, expected), (name, begin)
         outcomes.append([name, begin])
 
-    for file in files:
-        for name, damage in DAMAGES.items():
-            check(f"{file} {name}", lambda place, f=file, d=damage: d(place / "step-00000003" / f), 2)
+    for file, name in list(itertools.product(files, DAMAGES))[::every]:
+        damage = DAMAGES[name]
+        check(f"{file} {name}", lambda place, f=file, d=damage: d(place / "step-00000003" / f), 2)
     for name in ("empty", "a bit flipped", "missing"):
         damage = DAMAGES[name]
         check(f"all {name}", lambda place, d=damage: [d(file) for file in place.glob("*/state.pt")], 0)
@@ -343,7 +345,7 @@ def be_rank(action, *arguments):
     """Print the outcomes as JSON: what each fault was, and the step that was gone on from."""
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     random.seed(0)
-    actions = {"fail": be_failing, "damage": be_damaged, "kill": kill_at_each_call, "collective": kill_in_collectives}
+    actions = {"fail": be_failing, "damage": be_damaged, "kill": kill_at_calls, "collective": kill_in_collectives}
     print(json.dumps(actions[action](*arguments)))
 
 
@@ -365,10 +367,10 @@ FAULTS = {
 }
 
 
-def outcomes(name, directory):
-    """Of each fault of a kind: what it was, and the step from which the run went on to the same weights."""
+def outcomes(name, directory, every=1):
+    """Of every so-many-th fault of a kind: what it was, and the step that the run went on from to the same weights."""
     processes, *arguments = FAULTS[name]
-    results = forked.run_forked(processes, "faulty", *arguments, str(directory), timeout=1800)
+    results = forked.run_forked(processes, "faulty", *arguments, str(directory), every, timeout=1800)
     for status, printed in results:
         assert status == 0, printed[-5000:]
     return json.loads(results[0][1].splitlines()[-1])

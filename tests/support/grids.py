@@ -11,6 +11,11 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def exhaustive(*values):
+    """One that runs where it is asked for: others stand for it, where slow tests run."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def covering(factors, strength):
     """Combinations in which all values of any ``strength`` factors meet at least once."""
     places = list(itertools.combinations(range(len(factors)), strength))

@@ -401,17 +401,23 @@ def rounding_of_the_loss(exact):
     return UNIT * float((exact["gradient"] * exact["weight"]).norm())
 
 
-KINDS = {  # by kind: recipes, their dtype, and the splits of a step that two ranks take, some of them in shards
-    "offline": (RECIPES, torch.float64, (("shared", None), ("packed", 60), ("padded", 1), ("shared", 60, 2))),
-    "online": (tuple(ONLINE), torch.float64, (("shared", None), ("padded", 1), ("packed", 60, 2))),
-    "bfloat16": (IN_BFLOAT16, torch.bfloat16, (("shared", None), ("padded", 30), ("shared", 40, 2))),
+KINDS = {  # by kind: recipes, their dtype, and the splits of a step that two ranks take, the last one in shards
+    "offline": (RECIPES, torch.float64, (("packed", 30), ("padded", 1), ("shared", 60, 2))),
+    "online": (tuple(ONLINE), torch.float64, (("shared", 30), ("padded", 1), ("packed", 60, 2))),
+    "bfloat16": (IN_BFLOAT16, torch.bfloat16, (("padded", 30), ("shared", 40, 2))),
 }
 
 
+def splits_on_ranks(kind, name):
+    """Those of this recipe: one of the splits in turn, and the one in shards."""
+    names, _, (*copies, shards) = KINDS[kind]
+    return copies[names.index(name) % len(copies)], shards
+
+
 def be_rank(output, kind):
-    """Take the step of every recipe of this kind under each split, as one of several ranks; rank 0 saves them."""
-    names, dtype, splits = KINDS[kind]
+    """Take the step of every recipe of this kind under its splits, as one of several ranks; rank 0 saves them."""
+    names, dtype, _ = KINDS[kind]
     with numbers(dtype):
-        results = {(name, split): one_step(name, *split) for name in names for split in splits}
+        results = {(name, split): one_step(name, *split) for name in names for split in splits_on_ranks(kind, name)}
     if int(os.environ["RANK"]) == 0:
         torch.save(results, output)

@@ -90,6 +90,11 @@ def prepare(directory):
     write_rows(directory / "steps.jsonl", steps)
 
 
+def each_of(names, *world, marks=()):
+    """Parameters of tests of runs that are made together: the name of one, those of all, and the world."""
+    return [pytest.param(name, names, *world, marks=marks, id="-".join(map(str, (name, *world)))) for name in names]
+
+
 def runs_on(tmp_path_factory, names, ranks=1, shards=1, tp_size=1, cp_size=1):
     """The directory of the directories of these runs, and of what was printed; made once for all tests."""
     start = made_once(tmp_path_factory, "sharded-start", prepare)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from grids import slow
+from grids import exhaustive, slow
 from killed import assert_each_answer_once, assert_undisturbed, kill_and_resume
 from online import prepare, stored
 
@@ -23,18 +23,25 @@ def config(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("recipe", "kills"), [("grpo", 0), ("ppo", 0), slow("grpo", 8), slow("ppo", 4)])
+@pytest.mark.parametrize(
+    ("recipe", "kills"), [("grpo", 0), ("ppo", 0), slow("grpo", 3), exhaustive("grpo", 8), exhaustive("ppo", 4)]
+)
 def test_a_run_that_samples_by_itself_ends_with_the_same_weights(recipe, kills, config):
-    config["steps"] = 36 if kills else 12
+    config["steps"] = 12 if not kills else 24 if kills == 3 else 36
     happened, _ = kill_and_resume(recipe, config, "write:7", "write:4", f"random:{kills}")
     assert (happened["random"], happened["write"]) == (kills, 2)
     assert_undisturbed(config)
     assert stored(Path(config["output"])) == stored(Path(config["output"] + "-undisturbed"))
 
 
-@pytest.mark.parametrize("kills", [0, slow(6)])
+@pytest.mark.parametrize("kills", [0, slow(3), exhaustive(6)])
 def test_a_run_that_samples_while_it_trains_has_each_answer_once(kills, config):
-    config |= {"max_staleness": 2, "epochs_per_rollout": 1, "minibatches": 1, "steps": 36 if kills else 12}
+    config |= {
+        "max_staleness": 2,
+        "epochs_per_rollout": 1,
+        "minibatches": 1,
+        "steps": 12 if not kills else 24 if kills == 3 else 36,
+    }
     happened, _ = kill_and_resume("grpo", config, "write:7", f"random:{kills}")
     assert (happened["random"], happened["write"]) == (kills, 1)
     assert assert_each_answer_once(config)[2] > 0

@@ -6,7 +6,7 @@ from burnish.loops.models.scorer import Scorer
 from burnish.loops.recipes.prm import step_scores
 from burnish.loops.recipes.reward import reward_scores
 from burnish.objectives import step_aggregate
-from grids import slow
+from grids import exhaustive, slow
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 from worlds import chains, demonstrations, feedback, save_start, successors, train
 
@@ -39,7 +39,7 @@ def test_kto_tells_right_answers_from_wrong_ones_by_their_reward(taught, tmp_pat
 
 @pytest.mark.parametrize(
     ("recipe", "flags"),
-    [("orpo", []), slow("cpo", []), ("cpo", ["--loss", "simpo"]), slow("cpo", ["--loss", "alpha_po"])],
+    [("orpo", []), slow("cpo", []), ("cpo", ["--loss", "simpo"]), exhaustive("cpo", ["--loss", "alpha_po"])],
     ids=["orpo", "cpo", "simpo", "alpha_po"],
 )
 def test_one_stage_preference_training_learns_the_answer_from_nothing(start, tmp_path, recipe, flags):
@@ -92,7 +92,7 @@ def test_a_process_reward_model_finds_the_first_wrong_step(start, tmp_path):
 
 @pytest.mark.parametrize(
     "teacher",
-    [[], slow(["--teacher.divergence", "jsd"]), slow(["--teacher.top_k", "3"])],
+    [[], exhaustive(["--teacher.divergence", "jsd"]), slow(["--teacher.top_k", "3"])],
     ids=["forward_kl", "jsd", "top_k"],
 )
 def test_distillation_halves_the_divergence_from_the_teacher(start, taught, tmp_path, teacher):

@@ -11,7 +11,7 @@ import torch
 from burnish.loops.rl import distributed
 from burnish.loops.rollouts.sample import Request, SamplingParams
 from forked import run_forked
-from grids import slow
+from grids import exhaustive, slow
 from online import lines, prepare, stored
 from safetensors.torch import load_file
 from tiny import save_model, sums, write_rows
@@ -22,10 +22,11 @@ RUNS = {
     "few prompts": {"prompts_per_rollout": 1, "group_size": 6},
     "dynamic sampling": {"dynamic_sampling": True, "rewards": {"spread:first_even": 1.0}, "group_size": 2},
     "conversations": {"rewards": {}, "environment": "spread:Turns", "limits": {"turns": 3}, "max_tokens": 8},
-    "minibatches": {"epochs_per_rollout": 2, "minibatches": 2},
+    "minibatches": {"group_size": 3, "epochs_per_rollout": 2, "minibatches": 2},
     "stale": {"max_staleness": 1, "old_logprobs": "recomputed"},
     "adapters": {"lora": {"r": 2}},
     "held out": {"eval_temperature": 1.0, "eval_every": 1},
+    "bfloat16": {"dtype": "bfloat16", "beta": 0.1},
 }
 RECIPES = {
     "ppo": {"recipe": "ppo", "beta": 0.1, "lam": 0.9, "epochs_per_rollout": 2, "minibatches": 2},
@@ -41,17 +42,28 @@ RECIPES = {
         "schedule_kwargs": {"min_lr_rate": 0.1},
     },
 }
-# Whole on each rank, and in shards; four ranks have other shares of the prompts, of turns and of rows than two.
-WHOLE = ["plain", "few prompts", "dynamic sampling", "conversations", "minibatches"]
-SHARDED = ["plain", "stale", "adapters", "held out", "conversations", *RECIPES]
-ON = {2: (WHOLE, SHARDED), 4: (WHOLE[:4], ["plain", "ppo with a critic", "distill"])}
-KINDS = {ranks: [*whole, *(f"{kind}, sharded" for kind in sharded)] for ranks, (whole, sharded) in ON.items()}
-CASES = [*((kind, 2) for kind in KINDS[2]), *(slow(kind, 4) for kind in KINDS[4])]
+# Whole on each rank, and in shards. Four ranks have other shares of the prompts, of turns and of rows than two;
+# where they share one prompt, turns, values or two kinds of steps, they differ most.
+WHOLE = ["few prompts", "dynamic sampling", "minibatches"]
+SHARDED = ["stale", "adapters", "held out", "conversations", "ppo", "online_dpo", "distill", "bfloat16"]
+SETS = {
+    "2": (WHOLE, SHARDED),
+    "4": (["few prompts", "conversations"], ["ppo with a critic", "distill"]),
+    "2, others": (["plain", "conversations"], ["plain", "ppo with a critic"]),
+    "4, others": (["plain", "dynamic sampling"], ["plain", "bfloat16"]),
+}
+KINDS = {
+    name: [*whole, *(f"{kind}, sharded" for kind in sharded if kind != "bfloat16")]
+    for name, (whole, sharded) in SETS.items()
+}
+CASES = [(kind, "2") for kind in KINDS["2"]]
+CASES += [slow(kind, "4") for kind in KINDS["4"]]
+CASES += [exhaustive(kind, name) for name in ("2, others", "4, others") for kind in KINDS[name]]
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """``train(ranks)`` is a directory that holds a run of each kind on so many ranks."""
+    """``train(name, one)`` is a directory that holds the runs of this set, or those of one process beside them."""
     directory = tmp_path_factory.mktemp("ranks")
     common = {**prepare(directory), "dtype": "float64", "steps": 3}
     held_out = [{"prompt": pair["prompt"], "answer": "1"} for pair in sums(5, seed=1)]
@@ -60,15 +72,15 @@ def train(tmp_path_factory):
     write_rows(directory / "pairs.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(17)])
 
     @functools.cache
-    def train(ranks):
-        place = directory / str(ranks)
-        whole, sharded = ON.get(ranks, (RUNS | RECIPES, []))
+    def train(name, one=False):
+        (whole, sharded), ranks, place = SETS[name], int(name[0]), directory / name
+        if one:
+            whole, sharded, ranks, place = dict.fromkeys([*whole, *sharded]), [], 1, directory / f"{name} in one"
         runs = [{**common, **(RUNS | RECIPES)[kind], "output": str(place / kind)} for kind in whole]
         for kind in sharded:
             fields = {**common, **(RUNS | RECIPES)[kind], "output": str(place / f"{kind}, sharded")}
             runs.append(fields | {"sharded": True})
         runs = [fields | held_out if "eval_every" in fields else fields for fields in runs]
-        runs += [{**common, "output": str(place / "bfloat16"), "dtype": "bfloat16", "sharded": ranks > 1, "beta": 0.1}]
         for fields in runs:
             if "value_model" in fields:
                 fields["value_model"] = common["model"]
@@ -78,15 +90,17 @@ def train(tmp_path_factory):
                 del fields["rewards"], fields["prompts_per_rollout"]
         for status, printed in run_forked(ranks, "spread", runs):
             assert status == 0, printed[-3000:]
-            assert printed.count("value_model: tried out before it is sharded, so every rank reads") == (ranks > 1)
+            assert printed.count("value_model: tried out before it is sharded, so every rank reads") == sharded.count(
+                "ppo with a critic"
+            )
         return place
 
     return train
 
 
-@pytest.mark.parametrize(("kind", "ranks"), CASES)
-def test_samples_metrics_and_weights_are_those_of_one_process(train, kind, ranks):
-    one, many = train(1) / kind.removesuffix(", sharded"), train(ranks) / kind
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_samples_metrics_and_weights_are_those_of_one_process(train, kind, name):
+    one, many = train(name, one=True) / kind.removesuffix(", sharded"), train(name) / kind
     for alone, spread in zip(stored(one), stored(many), strict=True):
         torch.testing.assert_close(spread.pop("logprobs"), alone.pop("logprobs"), **EXACT)
         assert spread == alone
@@ -106,12 +120,12 @@ def test_samples_metrics_and_weights_are_those_of_one_process(train, kind, ranks
 
 def test_steps_of_the_data_and_of_the_students_own_completions_take_turns(train):
     """So that the comparison of the runs is one of both."""
-    assert {line["on_policy"] for line in lines(train(1) / "distill")} == {0.0, 1.0}
+    assert {line["on_policy"] for line in lines(train("2", one=True) / "distill")} == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("ranks", [2, slow(4)])
-def test_a_run_in_bfloat16_and_in_shards_samples_and_learns_as_one_process_does(train, ranks):
-    one, many = train(1) / "bfloat16", train(ranks) / "bfloat16"
+@pytest.mark.parametrize("name", ["2", exhaustive("4, others")])
+def test_a_run_in_bfloat16_and_in_shards_samples_and_learns_as_one_process_does(train, name):
+    one, many = train(name, one=True) / "bfloat16", train(name) / "bfloat16, sharded"
     assert len(stored(many)) == len(stored(one)) == 3 * 4 * 4
     start = load_file(one.parents[1] / "start/model.safetensors")
     moved = [

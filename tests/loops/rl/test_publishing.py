@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_forked
+from grids import slow
 from online import prepare, stored
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 from vllm_fake import Fake, choice
 
 RUNS = {
-    "files": {},
     "bfloat16": {"dtype": "bfloat16"},
     "adapters merged": {"lora": {"r": 2}, "vllm": {}},
     "adapters": {"lora": {"r": 2}, "vllm": {"updates": "adapters"}},
@@ -60,15 +60,15 @@ class Watched(Fake):
 
 @pytest.fixture(scope="module")
 def publish(tmp_path_factory):
-    """``publish(ranks, sharded)`` is, by kind, what servers were sent, and the run's directory."""
+    """``publish(ranks, sharded, kinds)`` is, by kind, what servers were sent, and the run's directory."""
     directory = tmp_path_factory.mktemp("ranks")
     common = {**prepare(directory), "source": "vllm", "steps": 2}
 
     @functools.cache
-    def publish(ranks, sharded):
-        runs, servers = [], {kind: Watched(common["model"], kind) for kind in RUNS}
-        for kind, fields in RUNS.items():
-            place = directory / f"{ranks}-{sharded}" / kind
+    def publish(ranks, sharded, kinds):
+        runs, servers = [], {kind: Watched(common["model"], kind) for kind in kinds}
+        for kind, fields in ((kind, RUNS[kind]) for kind in kinds):
+            place = directory / f"{ranks}-{sharded}-{len(kinds)}" / kind
             vllm = {**fields.get("vllm", {}), "url": servers[kind].url}
             runs.append({**common, **fields, "output": str(place), "sharded": sharded, "vllm": vllm})
         for status, printed in run_forked(ranks, "spread", runs):
@@ -77,18 +77,21 @@ def publish(tmp_path_factory):
             server.close()
         outputs = [Path(run["output"]) for run in runs]
         sent = [list(filter(None, server.sent.values())) for server in servers.values()]
-        return dict(zip(RUNS, zip(sent, outputs, strict=True), strict=True))
+        return dict(zip(kinds, zip(sent, outputs, strict=True), strict=True))
 
     return publish
 
 
-on_two_ranks = pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
+WHOLE = ("restart",)  # where there is nothing to gather, rank 0 sends as one process does
 
 
-@on_two_ranks
-@pytest.mark.parametrize("kind", sorted(RUNS.keys() - {"bfloat16"}))
+@pytest.mark.parametrize(
+    ("kind", "sharded"),
+    [*((kind, True) for kind in sorted(RUNS.keys() - {"bfloat16"})), *(slow(kind, False) for kind in WHOLE)],
+)
 def test_a_server_gets_the_weights_that_one_process_sends(publish, sharded, kind):
-    (one, _), (many, _) = publish(1, False)[kind], publish(2, sharded)[kind]
+    kinds = tuple(RUNS) if sharded else WHOLE
+    (one, _), (many, _) = publish(1, False, kinds)[kind], publish(2, sharded, kinds)[kind]
     assert len(one) == len(many) == 2 + (kind in ("restart", "refused"))
     for expected, sent in zip(one, many, strict=True):
         assert sent.keys() == expected.keys() and len(sent) > 5
@@ -97,9 +100,8 @@ def test_a_server_gets_the_weights_that_one_process_sends(publish, sharded, kind
     assert any(not torch.equal(many[0][name], many[-1][name]) for name in many[0])
 
 
-@on_two_ranks
-def test_a_server_gets_two_bytes_of_a_weight_where_it_computes_in_bfloat16(publish, sharded):
-    (sent, _), output = publish(2, sharded)["bfloat16"]
+def test_a_server_gets_two_bytes_of_a_weight_where_it_computes_in_bfloat16(publish):
+    (sent, _), output = publish(2, True, tuple(RUNS))["bfloat16"]
     assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
     for name, tensor in load_file(output.parents[1] / "start/model.safetensors").items():
         assert torch.equal(sent[name], tensor.bfloat16())
@@ -107,11 +109,11 @@ def test_a_server_gets_two_bytes_of_a_weight_where_it_computes_in_bfloat16(publi
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_no_rank_but_the_main_one_holds_two_gathered_weights(publish, kind):
-    assert (publish(2, True)[kind][1] / "held-1.txt").read_text() == "1"
+    assert (publish(2, True, tuple(RUNS))[kind][1] / "held-1.txt").read_text() == "1"
 
 
-@on_two_ranks
+@pytest.mark.parametrize("sharded", [True, slow(False)])
 def test_a_server_that_restarts_during_a_rollout_is_given_the_weights_again(publish, sharded):
-    sent, directory = publish(2, sharded)["restart"]
+    sent, directory = publish(2, sharded, tuple(RUNS) if sharded else WHOLE)["restart"]
     assert all(torch.equal(sent[1][name], sent[2][name]) for name in sent[1])
     assert len(stored(directory)) == 2 * 4 * 4

@@ -14,23 +14,30 @@ from burnish.loops.runs.parallel import check_launcher, check_ranks
 from columns import CASES, REFUSED
 from columns import QUICK as QUICK_CASES
 from forked import run_forked
-from grids import slow
 from safetensors.torch import load_file
-from sharded import EXACT, RUNS, SAMPLING, assert_same_end, runs_on
+from sharded import EXACT, assert_same_end, each_of, runs_on
 from shared import found_by_ranks
 
-QUICK = ("sft", "dpo", "kto", "reward")
-BFLOAT16, FLOAT32 = ("sft_bfloat16", "dpo_bfloat16"), ("sft_float32", "dpo_float32")
-REST = tuple(name for name in RUNS if name not in (*QUICK, *SAMPLING) and "float" not in name)
-RUN_CASES = [(name, 2, 1, 2) for name in QUICK] + [slow(name, 2, 1, 2) for name in REST]
-# Ranks, shards of groups, and ranks of a group: FSDP2 over all of them, HSDP, and more ranks than heads of keys.
-# Of the rest, what is wrapped, gathered or saved in a way of its own: others differ in what a rank does with its rows.
-WRAPPED = ("dpo_adapters_copy", "dpo_tied", "reward_adapters", "distill")
-RUN_CASES += [slow(name, 4, 2, 2) for name in (*QUICK, *WRAPPED)]
-GROUPS, COLUMNS = ("sft", "kto"), ("dpo", "reward")
+slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
+# Ranks, shards of groups, and ranks of a group: one group; FSDP2 over both of two; two that sum as copies do; one with
+# more ranks than heads of keys, of which the last has the last column. What is read, wrapped, gathered or saved in its
+# own way is in one of them: others differ in what a rank does with its rows.
+RUN_CASES = [
+    *each_of(("sft", "dpo"), 2, 1, 2),
+    *each_of(
+        ("dpo_adapters_copy", "dpo_tied", "reward_adapters", "prm", "distill", "distill_top_k"),
+        *(2, 1, 2),
+        marks=slow,
+    ),
+    *each_of(("dpo", "reward_adapters"), 4, 2, 2, marks=slow),
+    *each_of(("kto",), 4, 1, 2, marks=slow),
+    *each_of(("reward",), 4, 1, 4, marks=slow),
+    *each_of(("kto", "reward", "dpo_precomputed", "dpo_adapters", "orpo", "cpo"), 2, 1, 2, marks=exhaustive),
+    *each_of(("sft", "kto", "reward", "dpo_adapters_copy", "dpo_tied", "distill"), 4, 2, 2, marks=exhaustive),
+    *each_of(("sft",), 4, 1, 2, marks=exhaustive),
+    *each_of(("dpo",), 4, 1, 4, marks=exhaustive),
+]
 OTHER_CASES = tuple(case for case in CASES if case not in QUICK_CASES)
-# What is summed over groups, and the last column of each row.
-RUN_CASES += [slow(name, 4, 1, size) for size, names in ((2, GROUPS), (4, COLUMNS)) for name in names]
 
 
 @pytest.fixture(scope="session")
@@ -45,18 +52,16 @@ def split(tmp_path_factory):
     return functools.cache(partial(found_by_ranks, tmp_path_factory, 2, "columns"))
 
 
-@pytest.mark.parametrize(("name", "ranks", "shards", "cp_size"), RUN_CASES)
-def test_a_run_in_columns_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, cp_size, trained):
-    names = QUICK if name in QUICK else REST
-    on_four = {(2, 2): names if name in QUICK else WRAPPED, (1, 2): GROUPS, (1, 4): COLUMNS}
-    several = trained(on_four[shards, cp_size] if ranks == 4 else names, ranks, shards, cp_size)
-    assert_same_end(trained(names) / name, several / name)
+@pytest.mark.parametrize(("name", "names", "ranks", "shards", "cp_size"), RUN_CASES)
+def test_a_run_in_columns_ends_at_the_weights_and_metrics_of_one_process(name, names, ranks, shards, cp_size, trained):
+    several = trained(names, ranks, shards, cp_size)
+    assert_same_end(trained((name,)) / name, several / name)
     copies = "2 copies of the model, each" if ranks > shards * cp_size else "one copy of the model,"
     line = f"{ranks} ranks: {copies} sharded over {shards * cp_size}, rows split over {cp_size}\n"
     assert line in (several / "printed.txt").read_text()
 
 
-@pytest.mark.parametrize("case", [*QUICK_CASES, *map(slow, OTHER_CASES)])
+@pytest.mark.parametrize("case", [*QUICK_CASES, *(pytest.param(case, marks=slow) for case in OTHER_CASES)])
 def test_a_model_of_columns_has_the_log_probs_and_gradients_of_whole_rows(case, split):
     results = split(QUICK_CASES if case in QUICK_CASES else OTHER_CASES)["cases"][case]
     # Their norms are computed in float32, and so the sums of their gradients over tokens.
@@ -74,11 +79,10 @@ def test_what_can_not_be_split_by_columns_is_refused_in_a_line(case, split):
     assert REFUSED[case][1] in message
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BFLOAT16)
-def test_bfloat16_in_columns_ends_as_near_to_float32_as_in_one_process(name, trained):
-    one, two = trained((*BFLOAT16, *FLOAT32)), trained(BFLOAT16, 2, 1, 2)
-    runs = (one / name.replace("bfloat16", "float32"), one / name, two / name)
+@pytest.mark.parametrize("recipe", [pytest.param("dpo", marks=slow), pytest.param("sft", marks=exhaustive)])
+def test_bfloat16_in_columns_ends_as_near_to_float32_as_in_one_process(recipe, trained):
+    worlds = ((f"{recipe}_float32",), (f"{recipe}_bfloat16",), (f"{recipe}_bfloat16", 2, 1, 2))
+    runs = [trained((name,), *world) / name for name, *world in worlds]
     exact, alone, together = (load_file(run / "model/model.safetensors") for run in runs)
     assert {weight.dtype for weight in together.values()} == {torch.bfloat16}
 
@@ -90,7 +94,7 @@ def test_bfloat16_in_columns_ends_as_near_to_float32_as_in_one_process(name, tra
 
 @pytest.mark.slow
 def test_a_run_in_columns_goes_on_in_one_process_and_the_other_way_round(trained, tmp_path):
-    start, whole = trained(QUICK).parent / "sharded-start", trained(QUICK) / "sft"
+    start, whole = trained(("sft",)).parent / "sharded-start", trained(("sft",)) / "sft"
 
     def run(ranks, directory, **orders):
         runs = [("sft", str(directory), orders)]

@@ -4,8 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -228,17 +226,6 @@ def test_a_tracker_that_is_not_there_stops_the_run_before_anything_is_loaded(set
 
 def test_no_tracker_is_named_none(settings):
     assert open_sft(SFT(**settings, report_to="none", steps=1)).train()["loss"] > 0
-
-
-@pytest.mark.slow  # as other outputs that fail, in test_outside_faults
-def test_a_reader_of_the_output_may_go_away(settings, tmp_path):
-    flags = [f"--{name}={value}" for name, value in settings.items()]
-    command = [sys.executable, "-m", "burnish", "sft", *flags]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    run.stdout.close()
-    _, errors = run.communicate(timeout=600)
-    assert run.returncode == 0, errors
-    assert (tmp_path / "run/model/model.safetensors").exists()
 
 
 def test_on_two_ranks_both_end_where_another_process_holds_the_directory(tmp_path):

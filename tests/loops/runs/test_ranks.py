@@ -14,6 +14,7 @@ from burnish.loops.config import Parallel
 from burnish.loops.recipes.settings import SFT
 from burnish.loops.runs.parallel import _LOCAL_RANKS, _SIZES, _WRAPPERS, check_launcher, check_ranks
 from forked import run_forked
+from grids import exhaustive, slow
 from online import prepare
 from tiny import save_model, sums, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -83,7 +84,7 @@ def die(tmp_path):
         ("sampling", 1),
         ("training", 1),
         ("saving", 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sampling", 0), ("training", 0), ("saving", 1))),
+        *(slow(*case) for case in (("sampling", 0), ("training", 0), ("saving", 1))),
     ],
 )
 def test_a_rank_that_is_killed_ends_the_other_which_names_it(die, moment, mortal):
@@ -92,9 +93,7 @@ def test_a_rank_that_is_killed_ends_the_other_which_names_it(die, moment, mortal
     assert note.startswith(f"RankLost: rank {1 - mortal}: the process of rank {mortal} has ended: it was killed, or")
 
 
-@pytest.mark.parametrize(
-    "moment", ["opening", *(pytest.param(each, marks=pytest.mark.slow) for each in ("loading", "resuming"))]
-)
+@pytest.mark.parametrize("moment", ["opening", slow("loading"), slow("resuming")])
 def test_a_rank_that_is_killed_before_training_ends_the_other_that_waits_for_it(die, moment):
     status, note, _ = die(moment, 1)
     assert status == 1 and note.startswith("RankLost: rank 0: another rank ended while "), note
@@ -169,15 +168,15 @@ def test_shards_that_the_ranks_cannot_hold_are_refused(alone):
         check_ranks(config_of(2, quantize="4bit"), ranks)
 
 
-# With `-m burnish` torchrun starts what Accelerate does, which runs it with more variables in the environment.
+# With `-m burnish` torchrun starts what Accelerate does, which runs it with more variables in the environment, so that
+# one stands for both.
 LAUNCHERS = {
     "torchrun": ["torch.distributed.run", "--nproc_per_node=2", "--no-python", sys.executable, "-m", "burnish"],
     "accelerate launch": ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "-m", "burnish"],
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", [exhaustive("torchrun"), slow("accelerate launch")])
 def test_a_launcher_starts_ranks_that_share_one_model(launcher, alone, tmp_path):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(6)]
     fields = {"model": save_model(tmp_path / "start"), "data": write_rows(tmp_path / "rows.jsonl", rows)}

@@ -2,11 +2,8 @@
 
 import functools
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,35 +12,51 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from burnish.loops.batch import collate
+from burnish.loops.cli import main
 from burnish.loops.config import Lora, Parallel
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.settings import GRPO, SFT, Distill
 from burnish.loops.rl.sources import check_sampling
 from burnish.loops.runs.parallel import check_launcher, check_ranks
 from forked import run_forked
-from grids import slow
 from peft import PeftModel
 from safetensors.torch import load_file
-from sharded import EXACT, RUNS, SAMPLING, assert_same_end, runs_on
+from sharded import EXACT, SAMPLING, assert_same_end, each_of, runs_on
 from shared import found_by_ranks
 from split import DISTINCT, FAMILIES, REFUSED
 from tiny import make_examples, save_model, sums, write_rows
 from transformers import AutoModelForCausalLM
 
-QUICK = ("sft", "dpo", "kto", "distill")
-BFLOAT16, FLOAT32 = ("sft_bfloat16", "dpo_bfloat16"), ("sft_float32", "dpo_float32")
-ELSEWHERE = ("ppo", "ppo_critic", "online_dpo")  # in test_recipes_resharded
-REST = tuple(name for name in RUNS if name not in (*QUICK, *BFLOAT16, *FLOAT32, *ELSEWHERE))
-# What is wrapped, gathered or saved in a way of its own; others of the rest differ in what a rank does with its rows.
-WRAPPED = ("dpo_adapters_copy", "dpo_tied", "reward_adapters", "grpo")
-CASES = [(name, 2, 2) for name in QUICK] + [slow(name, 2, 2) for name in REST]
-CASES += [slow(name, 4, 4) for name in QUICK] + [slow(name, 4, 2) for name in (*QUICK, *WRAPPED)]
-SPLIT = ("sft", "dpo")
-SPLIT_REST = tuple(name for name in (*QUICK, *REST) if name not in (*SPLIT, *SAMPLING) and "adapters" not in name)
-SPLIT_CASES = [(name, 2, 1) for name in SPLIT] + [slow(name, 2, 1) for name in SPLIT_REST]
+slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
+QUICK = ("sft", "dpo")
+# What is wrapped, gathered or saved in a way of its own; others differ in what a rank does with its rows, and end in
+# shards where one process does in test_recipes_resharded. So do four ranks there; those that gather and sum in other
+# groups are here: a policy alone and beside its reference or teacher, two names of one weight, adapters and a new head.
+WRAPPED = ("dpo_adapters", "dpo_adapters_copy", "dpo_tied", "reward_adapters", "distill_top_k")
+ROWS = ("kto", "distill", "dpo_precomputed", "orpo", "cpo", "reward", "prm", "grpo")
+FOUR, FOUR_REST = ("kto", "distill"), ("sft", "dpo")
+PAIRED, PAIRED_REST = ("sft", "dpo", "dpo_tied", "reward_adapters"), ("kto", "distill", "dpo_adapters_copy", "grpo")
+CASES = [
+    *each_of(QUICK, 2, 2),
+    *each_of(WRAPPED, 2, 2, marks=slow),
+    *each_of(FOUR, 4, 4, marks=slow),
+    *each_of(PAIRED, 4, 2, marks=slow),
+    *each_of(ROWS, 2, 2, marks=exhaustive),
+    *each_of(FOUR_REST, 4, 4, marks=exhaustive),
+    *each_of(PAIRED_REST, 4, 2, marks=exhaustive),
+]
+# Split over two, in copies or shards. Ranks that split a model have the same rows, whatever these are.
+SPLIT_CASES = [
+    *each_of(("sft",), 2, 1),
+    *each_of(("kto", "distill", "dpo_tied", "reward", "distill_top_k"), 2, 1, marks=slow),
+    *each_of(("sft",), 4, 1, marks=slow),
+    *each_of(("dpo_tied", "reward"), 4, 2, marks=slow),
+    *each_of(("dpo", "dpo_precomputed", "orpo", "cpo", "prm"), 2, 1, marks=exhaustive),
+    *each_of(("dpo", "kto"), 4, 1, marks=exhaustive),
+    *each_of(("sft", "dpo", "distill"), 4, 2, marks=exhaustive),
+]
+MIXED = [pytest.param("dpo", marks=slow), pytest.param("sft", marks=exhaustive)]  # a policy and its reference; a policy
 OTHERS = tuple(name for name in FAMILIES if name not in DISTINCT)
-SPLIT_WRAPPED = ("dpo_tied", "reward", "distill")  # as above: two names of one weight, another head, two models
-SPLIT_CASES += [slow(name, 4, 1) for name in SPLIT] + [slow(name, 4, 2) for name in (*SPLIT, *SPLIT_WRAPPED)]
 
 
 @pytest.fixture(scope="session")
@@ -60,19 +73,21 @@ def simulated(tmp_path_factory):
     return found_by_ranks(tmp_path_factory, 1, "simulated")
 
 
-@pytest.mark.parametrize(("name", "ranks", "shards"), CASES)
-def test_a_run_in_shards_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, trained):
-    names = QUICK if name in QUICK else REST
-    several = WRAPPED if name in WRAPPED and ranks == 4 else names
-    assert_same_end(trained(names) / name, trained(several, ranks, shards) / name)
+@pytest.fixture(scope="session")
+def alone(trained):
+    """``alone(name)`` is the directory of this run in one process."""
+    return lambda name: trained((name,)) / name
 
 
-@pytest.mark.parametrize(("name", "ranks", "shards"), SPLIT_CASES)
-def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(name, ranks, shards, trained):
-    names, both = SPLIT if name in SPLIT else SPLIT_REST, QUICK if name in QUICK else REST
-    names = SPLIT_WRAPPED if name in SPLIT_WRAPPED and shards == 2 else names
+@pytest.mark.parametrize(("name", "names", "ranks", "shards"), CASES)
+def test_a_run_in_shards_ends_at_the_weights_and_metrics_of_one_process(name, names, ranks, shards, trained, alone):
+    assert_same_end(alone(name), trained(names, ranks, shards) / name)
+
+
+@pytest.mark.parametrize(("name", "names", "ranks", "shards"), SPLIT_CASES)
+def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(name, names, ranks, shards, trained, alone):
     several = trained(names, ranks, shards, 2)
-    assert_same_end(trained(both) / name, several / name)
+    assert_same_end(alone(name), several / name)
     size = ranks // shards // 2
     copies = "one copy of the model, " if size == 1 else f"{size} copies of the model, each "
     parts = f"sharded over {shards} and split over 2" if shards > 1 else "split over 2"
@@ -80,26 +95,32 @@ def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(name, ra
 
 
 @pytest.mark.parametrize(
-    ("names", "ranks", "shards"), [(QUICK, 2, 2), slow(REST, 2, 2), slow(QUICK, 4, 4), slow(QUICK, 4, 2)]
+    ("names", "ranks", "shards"),
+    [
+        (QUICK, 2, 2),
+        pytest.param(WRAPPED, 2, 2, marks=slow),
+        pytest.param(FOUR, 4, 4, marks=slow),
+        pytest.param(PAIRED, 4, 2, marks=slow),
+        pytest.param(ROWS, 2, 2, marks=exhaustive),
+    ],
 )
-def test_no_rank_holds_more_than_its_shard_of_any_model_or_gradient(names, ranks, shards, trained):
+def test_no_rank_holds_more_than_its_shard_of_any_model_or_gradient(names, ranks, shards, trained, alone):
+    several = trained(names, ranks, shards)
     for name in set(names).difference(
         SAMPLING
     ):  # of references and teachers, too; to sample, each rank has a whole copy
-        (most,), (held,) = (
-            json.loads((directory / name / "most.json").read_text())
-            for directory in (trained(names), trained(names, ranks, shards))
-        )
+        (most,), (held,) = (json.loads((run / "most.json").read_text()) for run in (alone(name), several / name))
         assert held <= 1.1 * most / shards, name
     copies = "one copy of the model, sharded" if ranks == shards else "2 copies of the model, each sharded"
-    assert f"{ranks} ranks: {copies} over {shards}\n" in (trained(names, ranks, shards) / "printed.txt").read_text()
+    assert f"{ranks} ranks: {copies} over {shards}\n" in (several / "printed.txt").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BFLOAT16)
-def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_loaded(name, trained):
-    start = load_file(trained(BFLOAT16) / "../sharded-start/bfloat16/model.safetensors")
-    copies, shards = (load_file(trained(BFLOAT16, 2, size) / name / "model/model.safetensors") for size in (1, 2))
+@pytest.mark.parametrize("recipe", MIXED)
+def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_loaded(recipe, trained):
+    name = f"{recipe}_bfloat16"
+    copies, shards = (trained((name,), 2, size) / name / "model/model.safetensors" for size in (1, 2))
+    start = load_file(copies.parents[3] / "sharded-start/bfloat16/model.safetensors")
+    copies, shards = load_file(copies), load_file(shards)
     assert {weight.dtype for weight in shards.values()} == {torch.bfloat16}
     for key, weight in copies.items():
         moved = (weight - start[key]).double().norm()
@@ -107,12 +128,13 @@ def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_l
         assert moved > 0 and (shards[key] - weight).double().norm() <= 0.01 * moved, key
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("recipe", MIXED)
 @pytest.mark.parametrize(("shards", "tp_size", "bound"), [(2, 1, 1.01), (1, 2, 2.0)])
-@pytest.mark.parametrize("name", BFLOAT16)
-def test_bfloat16_on_two_ranks_ends_as_near_to_float32_as_in_one_process(name, shards, tp_size, bound, trained):
-    one, two = trained((*BFLOAT16, *FLOAT32)), trained(BFLOAT16, 2, shards, tp_size)
-    runs = (one / name.replace("bfloat16", "float32"), one / name, two / name)
+def test_bfloat16_on_two_ranks_ends_as_near_to_float32_as_in_one_process(
+    recipe, shards, tp_size, bound, trained, alone
+):
+    name = f"{recipe}_bfloat16"
+    runs = (alone(f"{recipe}_float32"), alone(name), trained((name,), 2, shards, tp_size) / name)
     exact, alone, together = (load_file(run / "model/model.safetensors") for run in runs)
     assert {weight.dtype for weight in together.values()} == {torch.bfloat16}
 
@@ -124,8 +146,8 @@ def test_bfloat16_on_two_ranks_ends_as_near_to_float32_as_in_one_process(name, s
 
 
 @pytest.mark.slow
-def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_probs_of_one_process(trained):
-    one, two = (trained(REST, n, n) / "dpo_adapters" for n in (1, 2))
+def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_probs_of_one_process(trained, alone):
+    one, two = alone("dpo_adapters"), trained(WRAPPED, 2, 2) / "dpo_adapters"
     batch = collate(make_examples(3))
 
     def logprobs(model):
@@ -146,7 +168,7 @@ def split(tmp_path_factory):
     return functools.cache(partial(found_by_ranks, tmp_path_factory, 2, "split"))
 
 
-@pytest.mark.parametrize("family", [*DISTINCT, *map(slow, OTHERS)])
+@pytest.mark.parametrize("family", [*DISTINCT, *(pytest.param(family, marks=slow) for family in OTHERS)])
 def test_a_model_in_slices_has_the_log_probs_and_gradients_of_the_whole(family, split):
     results = split(DISTINCT if family in DISTINCT else OTHERS)["families"][family]
     assert results["largest"] > 1e-3  # of the smallest gradient
@@ -189,7 +211,7 @@ def test_slices_that_the_ranks_or_recipes_cannot_hold_are_refused(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_in_slices_goes_on_in_one_process_and_the_other_way_round(trained, tmp_path):
-    start, whole, noisy = trained(QUICK).parent / "sharded-start", tmp_path / "whole", {"neftune_noise_alpha": 5.0}
+    start, whole, noisy = trained(("sft",)).parent / "sharded-start", tmp_path / "whole", {"neftune_noise_alpha": 5.0}
 
     def run(ranks, directory, **orders):
         runs = [("sft", str(directory), {**noisy, **orders})]
@@ -245,18 +267,18 @@ def test_a_configuration_file_of_accelerate_is_refused_by_a_name_with_the_same_s
         check_launcher()
 
 
-@pytest.mark.slow
-def test_the_precision_of_a_configuration_file_of_accelerate_is_named_by_the_ranks_that_it_starts(tmp_path):
-    flags = config_of_accelerate(tmp_path, {"distributed_type": "MULTI_GPU"})
+def test_the_precision_of_a_configuration_file_of_accelerate_is_named_by_a_rank_that_it_starts(
+    tmp_path, monkeypatch, capsys
+):
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(4)])
     paths = ["--model", str(save_model(tmp_path / "start")), "--data", str(data), "--output", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *flags, *paths]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("burnish sft: ")]
-    assert ended.returncode == 1 and lines and not (tmp_path / "run").exists()
-    for line in lines:  # of one rank, or both
-        assert line.startswith("burnish sft: dtype: accelerate launch asks for bf16, got float32; ")
+    flags = config_of_accelerate(tmp_path, {"distributed_type": "MULTI_GPU"})
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(flags))
+    name = "ACCELERATE_MIXED_PRECISION"
+    monkeypatch.setenv(name, prepare_multi_gpu_env(arguments)[name])
+    assert main(["sft", *paths]) == 1 and not (tmp_path / "run").exists()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("burnish sft: dtype: accelerate launch asks for bf16, got float32; ")
 
 
 @pytest.mark.parametrize(

@@ -176,10 +176,11 @@ with stop.signals(visible=True) as received:
 
 @pytest.mark.slow
 def test_the_command_exits_with_the_status_of_the_signal(settings):
-    """Of any: a run ends by an exception with its status, which is seen above."""
+    """Of any: a run ends by an exception with its status, which is seen above; here nobody reads its output."""
     flags = [f"--{field}={value}" for field, value in {**settings, "steps": 100_000}.items()]
     command = [sys.executable, "-m", "burnish", "sft", *flags]
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run.stdout.close()
     journal = Path(settings["output"]) / "metrics.jsonl"
     while run.poll() is None and not (journal.exists() and journal.read_text()):
         time.sleep(0.05)
