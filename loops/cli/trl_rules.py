@@ -242,7 +242,7 @@ def contrast(trl: Translation) -> dict[str, Any]:
         return {"loss": "alpha_po", "alpha": alpha, "nll": 0.0}
     loss = {("sigmoid", False): "cpo", ("simpo", False): "simpo", ("simpo", True): "alpha_po"}.get((kind, bool(alpha)))
     if loss is None:
-        return trl.refuse("loss_type" if "loss_type" in trl.given else "alpha", f"no loss here is {kind} with alpha {alpha}")
+        return trl.refuse("loss_type" if trl["loss_type"] else "alpha", f"no loss here is {kind} with alpha {alpha}")
     return {"loss": loss, "alpha": alpha} if alpha else {"loss": loss}
 
 
