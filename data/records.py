@@ -19,11 +19,8 @@ from datasets.table import CastError
 
 from .columns import TEXT_COLUMNS
 
-READERS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json") | {
-    ".csv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+READERS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json") | dict.fromkeys((".csv", ".tsv"), "csv")
+READERS |= {".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 
 Data: TypeAlias = str | os.PathLike[str] | Dataset | DatasetDict | Sequence[Mapping[str, Any]]
@@ -72,7 +69,7 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
     """Read records from files, the Hub or memory.
 
     Args:
-        data: a .json, .jsonl, .csv, .parquet or .arrow file, compressed (.gz, .zst, .xz, .bz2) or not; several of one
+        data: a .json, .jsonl, .csv, .tsv, .parquet or .arrow file, or one in .gz, .zst, .xz or .bz2; several of one
             kind, as in ``rows-*.jsonl``; a directory that `Dataset.save_to_disk` wrote, or one of such files; the name
             of a dataset on the Hub; or the rows themselves. Text may name more than the path:
             ``path:config@revision#split``, where each of the three may be left out.
@@ -135,8 +132,7 @@ def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records
         raise DataError(f"{path}: no such file")
     # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from Windows makes it fail.
     options = {"encoding": "utf-8-sig"} if reader in ("json", "csv") else {}
-    if reader == "csv":
-        options |= _csv_options(file)
+    options |= _csv_options(file) if reader == "csv" else {}
     with quiet():
         try:
             dataset = datasets.load_dataset(reader, data_files=path, split=split, **options, **streamed)
@@ -210,10 +206,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Dataset:
 
 
 def _csv_options(path: Path) -> dict[str, Any]:
-    """A completion of "42" or "None" is text; in other columns, an empty cell means that a value is missing."""
+    """Commas, semicolons or tabs; a completion of "42" or "None" is text; elsewhere an empty cell is a missing one."""
     with _open(path, "rt", newline="", encoding="utf-8-sig", errors="replace") as file:
-        header = next(csv.reader(file), [])
+        first = file.readline()
+        separator = next((each for each in ",;\t" if each in first), ",")
+        file.seek(0)
+        header = next(csv.reader(file, delimiter=separator), [])
     return {
+        "sep": separator,
         "converters": {name: str for name in header if name in TEXT_COLUMNS},
         "keep_default_na": False,
         "na_values": {name: [""] for name in header if name not in TEXT_COLUMNS},

@@ -204,7 +204,7 @@ class Common(Settings):
     model: Named
     """Name or directory of a transformers causal language model; from Python, also the model, trained in place."""
     data: Source
-    """Training data: a .json, .jsonl, .csv or .parquet file, a directory, or the name of a dataset on the Hub, as
+    """Training data: a .json, .jsonl, .csv, .tsv or .parquet file, a directory, or the name of a dataset on the Hub, as
     path:config@revision#split; or {path, name, split, revision, data_files, data_dir, columns, system_prompt, weight};
     or a mixture: a list of these, or {path: weight}, where weight is how many times an epoch takes the rows. From
     Python, also a Dataset or a list of rows."""

@@ -44,7 +44,7 @@ def translate(
         kind, entry = entries(recipe)[name]
         if kind == "renamed" and entry in out.ours:
             out.refuse(name, f"{entry} is given twice, by {out.sources[entry][0]} too")
-        elif kind in ("renamed", "values"):
+        elif kind in ("renamed", "values") and (value is not None or name not in table()["optional"]):
             out.set([name], _fields(out, name, value, entry))
         elif kind == "ignored":
             out.ignored.setdefault(entry, []).append(name)

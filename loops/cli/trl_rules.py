@@ -173,6 +173,8 @@ def saving(trl: Translation) -> dict[str, Any]:
         return {}
     if strategy == "best":
         return trl.refuse("save_strategy", "the last model is saved; keep_best keeps the best", instead="save_every")
+    if trl["save_total_limit"] is None and "keep" not in trl.elsewhere:
+        trl.notes.append("keep: the 2 newest checkpoints; TRL keeps all without save_total_limit")
     return _interval(trl, strategy, "save_steps", trl["save_steps"], "save_every", "there is one at the end")
 
 
@@ -240,8 +242,7 @@ def contrast(trl: Translation) -> dict[str, Any]:
         return {"loss": "alpha_po", "alpha": alpha, "nll": 0.0}
     loss = {("sigmoid", False): "cpo", ("simpo", False): "simpo", ("simpo", True): "alpha_po"}.get((kind, bool(alpha)))
     if loss is None:
-        name = "loss_type" if "loss_type" in trl.given else "alpha"
-        return trl.refuse(name, f"no loss here is {kind} with alpha {alpha}")
+        return trl.refuse("loss_type" if trl["loss_type"] else "alpha", f"no loss here is {kind} with alpha {alpha}")
     return {"loss": loss, "alpha": alpha} if alpha else {"loss": loss}
 
 
@@ -349,8 +350,7 @@ def data(trl: Translation) -> dict[str, Any]:
         held_out = None
     else:
         return {}
-    parts = [{**part, **_reading(trl)} for part in parts]
-    parts = [{name: value for name, value in part.items() if value is not None} for part in parts]
+    parts = [{name: value for name, value in {**part, **_reading(trl)}.items() if value is not None} for part in parts]
     one = parts[0] if len(parts[0]) > 1 else parts[0]["path"]
     fields = {"data": one if len(parts) == 1 else parts}
     return {**fields, "eval_data": held_out} if held_out and "data" not in trl.elsewhere else fields

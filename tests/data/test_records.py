@@ -61,6 +61,13 @@ def test_an_empty_cell_of_a_csv_is_empty_text_or_a_missing_number(tmp_path) -> N
     ]
 
 
+@pytest.mark.parametrize("name, separator", [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t"), ("a.tsv.gz", "\t")])
+def test_columns_may_be_separated_by_semicolons_or_tabs(tmp_path, name, separator) -> None:
+    text = "prompt,completion,margin\na,42,1.5\nb,None,2\n".replace(",", separator)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    assert list(load(tmp_path / name).dataset) == ROWS
+
+
 def test_records_in_memory_keep_columns_that_the_first_one_lacks() -> None:
     assert list(load([{"text": "a"}, {"text": "b", "margin": 1}]).dataset) == [
         {"text": "a", "margin": None},
@@ -127,7 +134,7 @@ def test_a_malformed_json_array_is_named_with_the_place(tmp_path) -> None:
         ("a.jsonl", "", "a.jsonl: no rows"),
         ("a.json", "[]", "a.json: no rows"),
         ("a.csv", "prompt,completion\n", "a.csv: no rows"),
-        ("a.txt", "hello", "wanted a file that ends in .json, .jsonl, .ndjson, .csv, .parquet, .arrow, got .txt"),
+        ("a.txt", "hello", "wanted a file that ends in .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, got .txt"),
         ("a.jsonl.gz", "hello", "a.jsonl.gz: can't be read: Not a gzipped file"),
         ("a.parquet", "hello", "a.parquet: the parquet reader failed"),
     ],

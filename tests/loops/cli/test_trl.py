@@ -295,6 +295,8 @@ def test_a_difference_is_told_unless_its_field_is_set(burnish, caplog):
         ("dpo", {}, "turns: of a completion of several messages"),
         ("grpo", {"rewards": {"math": 1}}, "old_logprobs: sampled, ratios are to the sampler's own log-probs"),
         ("grpo", {"rewards": {"math": 1}, "beta": 0.1}, "use_bias_correction_kl False (True)"),
+        ("distill", {}, "learning_rate: 2e-05, as TRL's GKDTrainer; its DistillationTrainer has 1e-06"),
+        ("rloo", {"rewards": {"math": 1}}, "skipped: a step whose gradient is 0"),
         ("dpo", {}, "seed 0 (42)"),
         ("dpo", {}, "dtype float32 (bfloat16)"),
     ],

@@ -150,9 +150,21 @@ def test_every_field_of_an_experimental_trainer_of_the_installed_trl_is_in_the_t
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     trainer = pytest.importorskip(f"trl.experimental.{module}")
     recipe, name = EXPERIMENTAL[module]
-    names = {field.name for field in dataclasses.fields(getattr(trainer, f"{name}Config"))}
+    fields = dataclasses.fields(getattr(trainer, f"{name}Config"))
+    names = {field.name for field in fields}
     assert len(names) > 120
     assert names - set(entries(recipe)) == set()
+    given = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    assert null_without_a_meaning(recipe, translate(recipe, fields_of(recipe), given).ours) == set()
+
+
+def test_the_script_of_distillation_trains_at_the_rate_of_its_trainer_in_the_installed_trl():
+    trainer = pytest.importorskip("trl").DistillationConfig
+    defaults = {field.name: field.default for field in dataclasses.fields(trainer)}
+    words = dict(zip(*[iter(from_command(["distillation.py"])[1:])] * 2, strict=True))
+    values = {name.removeprefix("--"): float(value) for name, value in words.items() if name != "--lmbda"}
+    assert values.keys() == {"learning_rate", "beta", "temperature", "max_completion_length"}
+    assert values == {name: defaults[name] for name in values}
 
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "kto", "reward", "grpo", "rloo"])
@@ -180,7 +192,16 @@ def test_the_defaults_of_the_installed_trl_change_nothing_silently(recipe):
     for name, value in table_defaults.items():
         if name in given:
             assert given[name] == value, name
-    assert translate(recipe, fields_of(recipe), given).refused == {}
+    translation = translate(recipe, fields_of(recipe), given)
+    assert translation.refused == {}
+    assert null_without_a_meaning(recipe, translation.ours) == set()
+
+
+def null_without_a_meaning(recipe, fields):
+    """The fields that would be null and take no null; of the lengths left out it means no limit."""
+    optional = {field.name for field in dataclasses.fields(settings_of(recipe)) if field.default is None}
+    needed = {"model", "teacher.model", "max_length", "max_prompt_length"}
+    return {name for name, value in fields.items() if value is None} - optional - needed
 
 
 def test_every_field_that_the_table_names_exists():
@@ -498,6 +519,12 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ("distill", {"temperature": 0.9}, {"temperature": 0.9, "teacher.temperature": 0.9}),
         ("ppo", {"cliprange": 0.3}, {"loss_kwargs": {"clip_low": 0.3, "clip_high": 0.3}}),
         ("kto", {"train_sampling_strategy": "sequential"}, {"shuffle": False}),
+        ("dpo", {"ld_alpha": None, "max_length": None}, {"max_length": None}),
+        ("reward", {"center_rewards_coefficient": None}, {}),
+        ("online_dpo", {"missing_eos_penalty": None}, {}),
+        ("rloo", {"chat_template_kwargs": None, "top_k": None}, {}),
+        ("dpo", {"save_strategy": "steps", "save_steps": 50, "save_total_limit": 3}, {"save_every": 50, "keep": 3}),
+        ("dpo", {"save_total_limit": None}, {}),
         ("rloo", {"shuffle_dataset": False}, {"shuffle": False}),
         ("sft", {"lr_scheduler_type": "constant", "warmup_steps": 20}, {"schedule": "constant"}),
         ("sft", {"lr_scheduler_type": "cosine", "warmup_steps": 2}, {"schedule": "cosine", "warmup": 2.0}),
@@ -622,6 +649,8 @@ def test_micro_tokens_that_are_set_hold_for_losses_of_ranks():
         ("rloo", {"mask_truncated_completions": True}, "mask_truncated_completions: what was cut counts in no mean"),
         ("sft", {"packing_strategy": "wrapped"}, "packing_strategy: a row longer than max_length is cut"),
         ("sft", {"load_in_4bit": True, "use_peft": True}, "load_in_4bit: adapters stay float32"),
+        ("kto", {"loss_type": "bco"}, "loss_type: bco weighs no completion by its prompt"),
+        ("sft", {"save_steps": 50}, "keep: the 2 newest checkpoints; TRL keeps all without save_total_limit"),
     ],
 )
 def test_what_a_value_does_otherwise_is_told(recipe, given, told):
