@@ -25,7 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # The tests of each file of kernels/ that torch alone computes with, the likeliest to fail first.
 _HEAD = ("linear_logprob", "backward", "precision", "sixteen_bits", "linear_divergence")
 KERNEL_TESTS = {
-    "softmax": ("linear_logprob", "logits_logprob", "backward"),
+    "softmax": ("linear_logprob", "logits_logprob", "backward", "sharding"),
     "passes": (*_HEAD, "ranking", "sharding"),
     "head": _HEAD,
     "divergence_passes": ("linear_divergence",),
