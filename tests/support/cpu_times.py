@@ -30,7 +30,10 @@ def of_children() -> float:
     """Processor seconds of children that run, and of those of their own that have ended."""
     ticks = 0
     for children in Path("/proc/self/task").glob("*/children"):
-        for child in children.read_text().split():
+        found: list[str] = []
+        with suppress(OSError):  # a thread that has ended
+            found = children.read_text().split()
+        for child in found:
             with suppress(OSError):  # it has ended
                 fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                 ticks += sum(map(int, fields[11:15]))

@@ -98,9 +98,10 @@ def test_a_wait_that_is_cancelled_leaves_its_thread_behind_which_is_used_again_w
         time.sleep(0.05)
         return threading.current_thread()
 
-    async def reused():  # by one of as many calls at once as there may be idle threads from other tests
-        while threads[0] not in await asyncio.gather(*(off_loop(pause) for _ in range(16))):
-            pass
+    async def reused():  # by one of ever more calls at once: threads that became idle later are taken first
+        calls = 1
+        while threads[0] not in await asyncio.gather(*(off_loop(pause) for _ in range(calls))):
+            calls += 1
 
     asyncio.run(body())
     assert threads[0].is_alive() and threads[0].daemon
