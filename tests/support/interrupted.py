@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -63,6 +64,8 @@ def be_rank(directory, fields):
         for optimizer in ("adamw", "muon", "sgd"):
             check_sharded(rounding, optimizer)
     check_narrow()
+    for weights_dtype in (torch.float32, torch.bfloat16):
+        check_offloaded(weights_dtype)
     check_refused("adafactor", "transformers")
     check_refused("paged_adamw_8bit", "bitsandbytes")
     check_refused("rprop", "torch")
@@ -126,6 +129,36 @@ def check_narrow():
         state = optimizer.state[weight]["momentum_buffer"]
         assert not sharded or state.placements == weight.placements
         ends.append([each.full_tensor() if sharded else each.detach() for each in (weight, state)])
+    for whole, shards in zip(*ends, strict=True):
+        assert torch.equal(whole, shards)
+
+
+def check_offloaded(weights_dtype):
+    """Steps on the host of copies of shards, and the state they leave, are those of whole weights, bit for bit."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    ends = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(8, 6, dtype=weights_dtype)
+        if sharded:
+            torch.distributed.fsdp.fully_shard(module, mesh=mesh)
+        settings = Common("", "", "", learning_rate=1e-2, rounding="compensated", offload_optimizer=sharded)
+        optimizer = optimizers.make_optimizer(settings, module)
+        with patch.object(optimizers.UpdatesCopies, "_is_copied", lambda *_: True):  # as if they were on a GPU
+            for step in range(3):
+                for parameter in module.parameters():
+                    gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+                    gradient = gradient.to(weights_dtype)
+                    if sharded:
+                        gradient = torch.distributed.tensor.distribute_tensor(gradient, mesh, parameter.placements)
+                    parameter.grad = gradient
+                optimizer.step()
+        state = optimizer.state[module.weight]["exp_avg"]
+        assert not sharded or state.placements == module.weight.placements
+        ends.append([each.full_tensor() if sharded else each.detach() for each in (*module.parameters(), state)])
+        if sharded:
+            with pytest.raises(ValueError, match="optimizer muon: can't be offloaded; leave offload_optimizer out"):
+                optimizers.make_optimizer(replace(settings, optimizer="muon"), module)
     for whole, shards in zip(*ends, strict=True):
         assert torch.equal(whole, shards)
 
