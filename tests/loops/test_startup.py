@@ -6,7 +6,9 @@ import sys
 
 import pytest
 from burnish import loops
+from burnish.loops.cli.arguments import parse
 from burnish.loops.recipes import RECIPES
+from burnish.loops.recipes.settings import SFT
 
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "peft", "matplotlib", "numpy", "triton", "vllm"}
 RUN = """
@@ -56,6 +58,21 @@ def test_the_settings_of_every_recipe_are_read_without_heavy_imports():
     code = "import sys, burnish.loops.recipes.settings; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert not set(done.stdout.split()) & HEAVY
+
+
+def test_only_help_reads_the_docstrings_of_fields(monkeypatch, capsys):
+    read = []
+    monkeypatch.setattr("docstring_parser.parse_from_object", lambda component, **options: read.append(component))
+    parse("sft", SFT, ["--model", "m", "--data", "d", "--output", "o"])
+    for mistake in (["--lerning_rate", "1"], ["--steps", "many"]):
+        with pytest.raises(SystemExit):
+            parse("sft", SFT, mistake)
+    assert read == []
+    for question in ("--help", "-h", "--print_config"):
+        with pytest.raises(SystemExit):
+            parse("sft", SFT, [question])
+        assert SFT in read
+        read.clear()
 
 
 def test_loops_exports_every_name_that_it_promises():
