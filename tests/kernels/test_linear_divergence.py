@@ -9,6 +9,7 @@ import torch
 from burnish.kernels import Head, divergence_passes, linear_divergence, softmax
 from burnish.kernels.head import Shard
 from grids import grid
+from heads import allocations, recorded
 from pairs import (
     BETAS,
     CASES,
@@ -23,7 +24,6 @@ from pairs import (
     problem,
 )
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 KEPT = [0, 40_000]  # bytes: all tiles are recomputed, or some are kept
 
@@ -262,18 +262,19 @@ def test_precision_is_the_students_and_every_gradient_has_that_of_its_input(back
     assert all(leaf.grad is not None and leaf.grad.dtype == leaf.dtype for leaf in leaves(case).values())
 
 
+def both_passes(case: dict[str, Any], upstream: Tensor | None, options: dict[str, Any]) -> None:
+    divergence = linear_divergence(**case, **options)
+    if divergence.requires_grad:
+        divergence.backward(torch.ones_like(divergence) if upstream is None else upstream)
+
+
 def multiplications(case: dict[str, Any], upstream: Tensor | None = None, **options: Any) -> float:
     """Of the matrix products, inside the ops too, in units of N·V."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
-        divergence = linear_divergence(**case, **options)
-        if divergence.requires_grad:
-            divergence.backward(torch.ones_like(divergence) if upstream is None else upstream)
+    _, events = recorded(both_passes, case, upstream, options, record_shapes=True)
     found = 0
-    for event in record.events():
-        if event.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
-            (rows, inner), (_, columns) = (
-                event.input_shapes[:2] if event.name == "aten::mm" else event.input_shapes[1:3]
-            )
+    for event in events:
+        if event.name() in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            (rows, inner), (_, columns) = event.shapes()[:2] if event.name() == "aten::mm" else event.shapes()[1:3]
             found += rows * inner * columns
     return found / (len(case["student_hidden"]) * len(case["student"].weight))
 
@@ -348,9 +349,7 @@ def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
         for beta in (0.0, 0.5):
             case = problem(200, 1000, student_hidden=normal(200, 25), temperature=normal(200).exp(), **heads)
             case = in_dtype(case, torch.float32)
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-                linear_divergence(**case, beta=beta, keep_bytes=keep_bytes).sum().backward()
-            taken = [event.self_cpu_memory_usage for event in record.events()]
+            _, taken = allocations(both_passes, case, None, {"beta": beta, "keep_bytes": keep_bytes})
             assert [size for size in taken if size > tile] == [*kept, weight]
 
 

@@ -12,6 +12,7 @@ from heads import (
     CASES,
     EXTRAS,
     OUTPUTS,
+    allocations,
     assert_as_good_as_the_reference,
     head,
     ids,
@@ -20,10 +21,10 @@ from heads import (
     logprobs,
     lora,
     measure,
+    recorded,
     total,
 )
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 
 @grid(strength=2, case=CASES, dtype=[torch.float64, torch.float32, torch.bfloat16], keep=[0, 20_000])
@@ -169,10 +170,12 @@ def test_every_gradient_has_the_dtype_of_its_input(backend: str, dtypes: tuple[t
 
 def operations(case: dict[str, Any], *outputs: str) -> Counter[str]:
     """How often each torch operation runs, inside the ops too."""
-    with profile(activities=[ProfilerActivity.CPU]) as record:
+
+    def both_passes() -> None:
         result = logprobs(case, backend="torch")
         sum(getattr(result, name).sum() for name in outputs).backward()
-    return Counter(event.name for event in record.events())
+
+    return Counter(event.name() for event in recorded(both_passes)[1])
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -207,6 +210,10 @@ def test_nothing_is_kept_when_no_gradient_is_needed(monkeypatch: pytest.MonkeyPa
     assert tiles_kept == [0, 0, 3]
 
 
+def both_passes(case: dict[str, Any]) -> None:
+    total(logprobs(case)).backward()
+
+
 def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "ROWS", 64)
     monkeypatch.setattr(passes, "COLUMNS", 64)
@@ -214,9 +221,8 @@ def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(passes, "KEEP", keep)
         case = head(300, 8, 1000, temperature=lambda normal: normal(300).exp(), softcap=5.0, adapter=lora(8, 1000))
         case |= {"target": ids(300, 25, 1000), "outputs": EXTRAS}
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-            total(logprobs(in_dtype(case, torch.float32))).backward()
-        assert 0 < max(event.self_cpu_memory_usage for event in record.events()) <= largest
+        _, sizes = allocations(both_passes, in_dtype(case, torch.float32))
+        assert 0 < max(sizes) <= largest
 
 
 @pytest.mark.usefixtures("small_tiles")

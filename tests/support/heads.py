@@ -1,14 +1,34 @@
 """Language-model heads to try the kernels on, and what they are held to: float64."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from burnish.kernels import Head, Logprobs, linear_logprob, reference
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 OUTPUTS = ("logprob", "entropy", "logsumexp")
 EXTRAS = ("mean_logprob", "log_sum_squares")
+
+
+def recorded(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, list[Any]]:
+    """What it returns, and what torch's profiler, with these options, saw.
+
+    That is the profiler's own record: the tree that it makes of it takes longer than all that it watched.
+    """
+    with profile(activities=[ProfilerActivity.CPU], **options) as record:
+        result = function(*arguments)
+    assert record.profiler is not None
+    return result, record.profiler.kineto_results.events()
+
+
+def allocations(function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[int]]:
+    """What it returns, and the bytes of each tensor that was made on the way, in order."""
+    result, events = recorded(function, *arguments, profile_memory=True)
+    made = [event for event in events if event.name() == "[memory]" and event.nbytes() > 0]
+    return result, [event.nbytes() for event in sorted(made, key=lambda event: event.start_ns())]
 
 
 def ids(tokens: int, k: int, size: int) -> Tensor:

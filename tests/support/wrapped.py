@@ -12,6 +12,7 @@ from burnish.kernels import Head, LogitTransform, passes
 from burnish.loops.batch import collate
 from burnish.loops.models.lm_head import TeacherOutputs, fuse
 from burnish.loops.models.policy import Policy
+from heads import allocations
 from peft import LoraConfig, get_peft_model
 from tiny import _SMALL, in_full_precision, make_examples
 from torch import nn
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -111,9 +111,8 @@ class Weights(TorchDispatchMode):
 
 def largest_tensor(function, *arguments):
     """What it returns, and the bytes of the largest tensor that was made on the way."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        result = function(*arguments)
-    return result, max(event.self_cpu_memory_usage for event in record.events())
+    result, sizes = allocations(function, *arguments)
+    return result, max(sizes)
 
 
 def mine(examples):
