@@ -120,7 +120,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
         return marked(partial(_call_trl, function), function, over="step", columns=columns)
     if "completion" in parameters:
         columns = [name for name in required if name not in ("completion", "row", "sample")]
-        return marked(partial(_call_by_names, function), function, columns=columns)
+        return marked(partial(_call_by_names, function, tuple(parameters)), function, columns=columns)
     try:
         signature.bind(None, None)
     except TypeError as error:
@@ -246,9 +246,8 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-async def _call_by_names(function: Callable[..., Any], row: Row, sample: Sample) -> Any:
+async def _call_by_names(function: Callable[..., Any], names: Sequence[str], row: Row, sample: Sample) -> Any:
     known = {**row, "row": row, "sample": sample, "completion": sample.text}
-    names = inspect.signature(function).parameters
     return await call(function, **{name: known[name] for name in names if name in known})
 
 

@@ -40,12 +40,7 @@ def prompt_order(count: int, *, seed: int, shuffle: bool) -> Callable[[int], int
     if count < 1 or seed < 0:
         raise ValueError(f"scheduler: wanted at least one prompt and a seed >= 0, got {count} and {seed}")
     permuted = lru_cache(maxsize=2)(partial(permutation, count, seed))  # tasks at hand may be of two passes
-
-    def prompt(task: int) -> int:
-        number, place = divmod(task, count)
-        return int(permuted(number)[place]) if shuffle else place
-
-    return prompt
+    return lambda task: int(permuted(task // count)[task % count]) if shuffle else task % count
 
 
 def _read_prompts(
