@@ -111,7 +111,7 @@ def first_fit(positions: Sequence[int], cost: Sequence[int], limit: int) -> list
     room: list[int] = []
     fitting: list[int] = []  # heap of the bins with room for the position at hand
     waiting: list[tuple[int, int]] = []  # heap of (-room, bin) of the others
-    for position in _longest_first(positions, cost):
+    for position in sorted(positions, key=cost.__getitem__, reverse=True):  # equal ones in their order
         size = cost[position]
         while waiting and -waiting[0][0] >= size:
             heapq.heappush(fitting, heapq.heappop(waiting)[1])
@@ -153,12 +153,8 @@ def _spread(positions: Sequence[int], cost: Sequence[int], bins: int) -> list[li
         return [list(positions)]
     filled: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0, 0, number) for number in range(bins)]  # of (load, positions, bin)
-    for position in _longest_first(positions, cost):
+    for position in sorted(positions, key=cost.__getitem__, reverse=True):  # equal ones in their order
         load, count, number = heap[0]
         filled[number].append(position)
         heapq.heapreplace(heap, (load + cost[position], count + 1, number))
     return filled
-
-
-def _longest_first(positions: Sequence[int], cost: Sequence[int]) -> list[int]:
-    return sorted(positions, key=cost.__getitem__, reverse=True)  # equal ones in their order

@@ -39,7 +39,7 @@ class HeadPair(NamedTuple):
     def tile(self, rows: slice, columns: slice, *, seen: bool) -> tuple[Tensor, Tensor]:
         """Both tiles of c, computed unless an earlier pass has ``seen`` them and they were kept."""
         student, teacher = (store.tile(rows, columns)[0] for store in self.stores)
-        if not (seen and self.stores[0].keeps(columns)):
+        if not seen or columns.start >= self.stores[0].recomputed:
             self.student.logits(rows, student)
             self.teacher.logits(rows, teacher)
         return student, teacher

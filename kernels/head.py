@@ -1,4 +1,4 @@
-"""The language-model head: its weights as a caller gives them, its factors as they are multiplied, their gradients.
+"""The language-model head: its weights as a caller gives them, and its factors as they are multiplied.
 
     c = h·Wᵀ + b + u·Bᵀ        dh = dc·W        dW = dcᵀ·h        db = Σ dc        du = dc·B        dB = dcᵀ·u
 
@@ -10,7 +10,6 @@ The vocabulary is always the outer loop: a W in another dtype is rounded one spa
 complete before the next one begins.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -157,33 +156,3 @@ def multiply_(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: fl
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
-
-
-def add_products_(
-    sums: Sequence[Tensor | None], dc: Tensor, head: HeadFactors, rows: slice, columns: slice, unit: float, *,
-    main_grad: bool,
-) -> None:  # fmt: skip
-    """Add the share of ``dc`` ``[rows, columns]``, in multiples of ``unit``; of a span, the first rows first.
-
-    Args:
-        sums: for hidden, weight, bias, low and up, of which the three over rows are those of the span; None where no
-            gradient is needed.
-        main_grad: the weight's share is added to what is there, also the first.
-    """
-    d_hidden, d_weight, d_bias, d_low, d_up = sums
-    over_vocabulary, over_rows = float(columns.start > 0), float(rows.start > 0)  # β: 0 for the first product
-    if d_hidden is not None:
-        multiply_(d_hidden[rows], dc, head.weight, beta=over_vocabulary, alpha=unit)
-    if d_weight is not None:
-        beta = 1.0 if main_grad else over_rows
-        multiply_(d_weight, dc.t(), head.hidden[rows], beta=beta, alpha=unit)
-    if d_bias is not None:
-        share = dc.sum(0, dtype=d_bias.dtype)
-        if rows.start:
-            d_bias.add_(share, alpha=unit)
-        else:
-            torch.mul(share, unit, out=d_bias)
-    if d_low is not None and head.up is not None:
-        multiply_(d_low[rows], dc, head.up, beta=over_vocabulary, alpha=unit)
-    if d_up is not None and head.low is not None:
-        multiply_(d_up, dc.t(), head.low[rows], beta=over_rows, alpha=unit)

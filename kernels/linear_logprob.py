@@ -287,7 +287,7 @@ def _backward(
 
         def write(rows: slice, out: Tensor) -> None:
             tile, shifted = store.tile(rows, columns)
-            if not store.keeps(columns):
+            if columns.start >= store.recomputed:
                 span.logits(rows, tile)
             column, moment = target[rows] - columns.start, None if moments is None else moments[rows]
             rest = saved.shift[rows], rows_of(arriving, rows), rows_of(transform, rows)

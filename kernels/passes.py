@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .backend import accumulation_dtype, factor_dtype
-from .head import HeadFactors, add_products_
+from .head import HeadFactors, multiply_
 from .sharding import gather_columns, sum_over
 from .softmax import IMPOSSIBLE, LogitTransform, Softmax
 
@@ -57,17 +57,15 @@ class TileStore:
         self.tops = tops  # [tiles, N]; None where c itself is kept
         self.only = only  # [live], the rows of N that are worked on, if not all
         self.rows, self.columns, self.vocab = rows, kept.shape[2], vocab
+        self.recomputed = len(kept) * self.columns  # tiles from this column on are not kept
         dtype = kept.dtype if tops is None else tops.dtype
         self.buffer = aligned_buffer(kept, min(kept.shape[1], rows), min(vocab, self.columns), dtype)
-
-    def keeps(self, columns: slice) -> bool:
-        return int(columns.start) < len(self.kept) * self.columns
 
     def tile(self, rows: slice, columns: slice) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Where the tile is to be computed, or already is; and the 16-bit copy of it that a Triton pass keeps, or has
         kept, with its tops."""
         buffer = self.buffer[: rows.stop - rows.start, : columns.stop - columns.start]
-        if not self.keeps(columns):
+        if columns.start >= self.recomputed:
             return buffer, None
         i, index = columns.start // self.columns, rows if self.only is None else self.only[rows]
         if self.tops is None:
@@ -150,6 +148,36 @@ def multiply_out(
     if main_grad is not None:
         gradients[1] = None
     return gradients
+
+
+def add_products_(
+    sums: Sequence[Tensor | None], dc: Tensor, head: HeadFactors, rows: slice, columns: slice, unit: float, *,
+    main_grad: bool,
+) -> None:  # fmt: skip
+    """Add the share of ``dc`` ``[rows, columns]``, in multiples of ``unit``; of a span, the first rows first.
+
+    Args:
+        sums: for hidden, weight, bias, low and up, of which the three over rows are those of the span; None where no
+            gradient is needed.
+        main_grad: the weight's share is added to what is there, also the first.
+    """
+    d_hidden, d_weight, d_bias, d_low, d_up = sums
+    over_vocabulary, over_rows = float(columns.start > 0), float(rows.start > 0)  # β: 0 for the first product
+    if d_hidden is not None:
+        multiply_(d_hidden[rows], dc, head.weight, beta=over_vocabulary, alpha=unit)
+    if d_weight is not None:
+        beta = 1.0 if main_grad else over_rows
+        multiply_(d_weight, dc.t(), head.hidden[rows], beta=beta, alpha=unit)
+    if d_bias is not None:
+        share = dc.sum(0, dtype=d_bias.dtype)
+        if rows.start:
+            d_bias.add_(share, alpha=unit)
+        else:
+            torch.mul(share, unit, out=d_bias)
+    if d_low is not None and head.up is not None:
+        multiply_(d_low[rows], dc, head.up, beta=over_vocabulary, alpha=unit)
+    if d_up is not None and head.low is not None:
+        multiply_(d_up, dc.t(), head.low[rows], beta=over_rows, alpha=unit)
 
 
 def live_rows(upstream: Sequence[Tensor | None], head: HeadFactors, scale: float = 1.0) -> tuple[Tensor | None, float]:

@@ -57,10 +57,9 @@ class Backbone(nn.Module):
         # Flash attention tells sequences apart by restarting positions only in a batch of one row.
         attention = str(self.plain.config._attn_implementation)
         one_row = one_row or ("flash" in attention and layout == "packed")
-        blocks = attention == "flex_attention"
+        options: Any = {"one_row": one_row, "blocks": attention == "flex_attention", "device": self.device}
         size = self.columns.size if self.columns else 1
-        options: Any = {"one_row": one_row, "blocks": blocks, "multiple_of": size, "device": self.device}
-        rows = arrange(examples, layout, read=self.read, **options)
+        rows = arrange(examples, layout, read=self.read, multiple_of=size, **options)
         return rows if self.columns is None else self.columns.reads(rows)
 
     def gathered(self, values: T, rows: Rows) -> T:

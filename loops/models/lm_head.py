@@ -211,10 +211,8 @@ def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None =
     parts, shard = _parts(head), None
     if hidden is not None and (isinstance(parts.weight, DTensor) or isinstance(hidden, DTensor)):
         shard = _shard(head, parts.weight, hidden)
-    factors: Any = parts.weight, parts.bias, *(parts.adapter or ())
-    mine: Any = whole if gather else local
-    weight, bias, *adapter = [mine(each) if isinstance(each, DTensor) else each for each in factors]
-    return Head(weight, bias, transform.scale, transform.softcap, tuple(adapter) or None, None if gather else shard)
+    weight, bias, _, _, adapter, _ = tree_map_only(DTensor, whole if gather else local, parts)
+    return Head(weight, bias, transform.scale, transform.softcap, adapter, None if gather else shard)
 
 
 def _shard(head: nn.Module, weight: Tensor, hidden: Tensor) -> Shard | None:

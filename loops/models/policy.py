@@ -58,8 +58,7 @@ class Policy(Backbone):
         super().__init__(model, mesh=mesh, param_dtype=param_dtype)
         self.value_head, self.critic = value_head, critic
         if mesh is not None:
-            methods = ("hidden", "model_output", "logits", "top_k", "_try_fusing")
-            shard(self, mesh, methods, param_dtype=param_dtype)
+            shard(self, mesh, ("hidden", "model_output", "logits", "top_k", "_try_fusing"), param_dtype=param_dtype)
         reason = objection(self.plain, lambda: self._try_fusing(backend, keep_bytes))
         if reason is not None:
             log.warning("%s: log-probs are taken from full logits: %s", type(self.plain).__name__, reason)

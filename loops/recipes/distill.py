@@ -21,10 +21,12 @@ from ..models.policy import Policy
 from ..rl.context import RLContext
 from ..rl.feed import RolloutFeed
 from ..rl.settings import OnlineConfig, SamplingConfig
-from ..rl.sources import check_sampling, open_sample_log, open_scheduler
+from ..rl.sources import check_sampling, open_scheduler
+from ..rollouts.replay import open_sample_log
 from ..runs.context import RunContext, open_run
 from ..runs.reference import Reference, frozen
 from ..runs.teacher import load_teacher, open_teacher
+from ..runs.trackers import log_table
 from ..runs.training import Training
 from ..train.losses import ENTROPY, TensorReader, Tensors, Term, columns_of, outputs_for, policy_tensors, tensors_needed
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, loss_name, parse_losses
@@ -113,8 +115,8 @@ class MixedFeed:
         settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
         online = OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
         scheduler, follow = open_scheduler(online, context, lambda task: self.data.example(order(task)).prompt)
-        trackers = context.accelerator.trackers
-        log = open_sample_log(context.file("samples.jsonl"), config.show_every, context.tokenizer.decode, trackers)
+        tables = partial(log_table, context.accelerator.trackers)
+        log = open_sample_log(context.file("samples.jsonl"), config.show_every, context.tokenizer.decode, tables)
         parts = {**vars(context), "config": online, "scheduler": scheduler, "follow": follow, "sample_log": log}
         self.rollouts = RolloutFeed(RLContext(**parts, order=order))
 

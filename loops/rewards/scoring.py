@@ -117,10 +117,11 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
             )
         ours = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
         columns = ["prompt", *(name for name in required if name not in ours)]
-        return marked(partial(_call_trl, function), function, over="step", columns=columns)
+        takes = None if any(p.kind == p.VAR_KEYWORD for p in parameters.values()) else tuple(parameters)  # or all
+        return marked(partial(_call_trl, function, takes), function, over="step", columns=columns)
     if "completion" in parameters:
         columns = [name for name in required if name not in ("completion", "row", "sample")]
-        return marked(partial(_call_by_names, function), function, columns=columns)
+        return marked(partial(_call_by_names, function, tuple(parameters)), function, columns=columns)
     try:
         signature.bind(None, None)
     except TypeError as error:
@@ -246,13 +247,14 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-async def _call_by_names(function: Callable[..., Any], row: Row, sample: Sample) -> Any:
+async def _call_by_names(function: Callable[..., Any], names: Sequence[str], row: Row, sample: Sample) -> Any:
     known = {**row, "row": row, "sample": sample, "completion": sample.text}
-    names = inspect.signature(function).parameters
     return await call(function, **{name: known[name] for name in names if name in known})
 
 
-async def _call_trl(function: Callable[..., Any], rows: Sequence[Row], samples: Sequence[Sample]) -> Any:
+async def _call_trl(
+    function: Callable[..., Any], takes: Sequence[str] | None, rows: Sequence[Row], samples: Sequence[Sample]
+) -> Any:
     def log_extra(name: str, values: Sequence[Any]) -> None:
         for sample, value in zip(samples, values, strict=True):
             sample.info[name] = plain(value, f"reward {name_of(function)}, which logs {name!r}")
@@ -271,10 +273,7 @@ async def _call_trl(function: Callable[..., Any], rows: Sequence[Row], samples: 
         "log_extra": log_extra,
         "log_metric": lambda name, value: log_extra(name, [value] * len(samples)),
     }
-    parameters = inspect.signature(function).parameters
-    if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-        named = {name: value for name, value in named.items() if name in parameters}
-    return await call(function, **named)
+    return await call(function, **{name: value for name, value in named.items() if takes is None or name in takes})
 
 
 async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample], single: bool) -> None:

@@ -19,17 +19,19 @@ from ..models.policy import Policy
 from ..rewards.resolve import SHIPPED, resolve_rewards
 from ..rewards.scoring import RewardFunction, check_columns, score_samples
 from ..rewards.table import RewardMonitor, reward_metrics, score
+from ..rollouts.replay import open_sample_log
 from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
 from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
 from ..runs.ranks import from_main
+from ..runs.trackers import log_table
 from ..runs.training import Training
 from ..train.losses import TensorReader, Term
 from .buffer import RolloutBuffer
 from .distributed import Follower, distributed
 from .settings import OnlineConfig
-from .sources import check_sampling, open_local, open_sample_log, open_scheduler
+from .sources import check_sampling, open_local, open_scheduler
 
 
 @dataclass
@@ -147,8 +149,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
 
     def row_of(task: int) -> Row:
-        row: Row = rows[run.data[order(task)]["row"]]
-        return row
+        return cast(Row, rows[run.data[order(task)]["row"]])
 
     scheduler, follow = open_scheduler(
         config,
@@ -157,7 +158,8 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         converse=partial(converse, row=row_of) if converse else None,
         score=lambda group: score_samples(rewards, [row_of(group[0].task)] * len(group), group),
     )
-    log = open_sample_log(run.file("samples.jsonl"), config.show_every, run.tokenizer.decode, accelerator.trackers)
+    tables = partial(log_table, accelerator.trackers)
+    log = open_sample_log(run.file("samples.jsonl"), config.show_every, run.tokenizer.decode, tables)
     return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, follow=follow, sample_log=log,
                      converse=converse, order=order)  # fmt: skip
 

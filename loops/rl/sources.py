@@ -1,4 +1,4 @@
-"""The configured source of completions and its `RolloutScheduler`, and the log of samples.
+"""The configured source of completions and its `RolloutScheduler`.
 
 policy         the policy that is trained samples; at max_staleness > 0 a copy of it does
 vllm           a server, already running or started for this run
@@ -11,20 +11,15 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ...data import where
 from ..models.io import adapter_weights, is_sharded, named_weights
 from ..models.policy import Policy
 from ..rollouts.local.source import DetachedSource, LocalSource
-from ..rollouts.replay import read_samples, write_samples
 from ..rollouts.sample import Sample
 from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
@@ -34,11 +29,8 @@ from ..rollouts.vllm.server import VLLMServer, VLLMServers, sampling_params
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, max_lora_rank
 from ..runs.context import RunContext
 from ..runs.ranks import on_main
-from ..runs.trackers import log_table
 from .distributed import Follower, distributed
 from .settings import VLLM, OnlineConfig, SamplingConfig
-
-_SHOWN, _LONGEST = 3, 300  # samples printed per rollout, and characters of one
 
 
 def check_sampling(config: SamplingConfig) -> None:
@@ -220,38 +212,3 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
         else:
             flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
     return flags
-
-
-def open_sample_log(
-    path: Path | None, show_every: int, decode: Callable[[list[int]], Any] = str, trackers: Sequence[Any] = ()
-) -> Callable[[Sequence[Sample]], None]:
-    """Return ``write(samples)``, which appends a rollout to a file, if any, and prints a few of every
-    ``show_every``-th.
-
-    The first call drops recorded samples from its first task on: an earlier process of a resumed run drew them.
-    """
-    numbers = count()
-
-    def write(samples: Sequence[Sample]) -> None:
-        number = next(numbers)
-        if path is not None and number == 0 and path.exists():
-            partial = path.with_suffix(".partial.jsonl")
-            partial.unlink(missing_ok=True)
-            write_samples(partial, (sample for sample in read_samples(path) if sample.task < samples[0].task))
-            partial.replace(path)
-        if path is not None:
-            write_samples(path, samples)
-        if show_every and number % show_every == 0:
-            columns = ("task", "end of the prompt", "completion", "rewards")
-            rows = []
-            table = Table(*columns, title=f"rollout {number}", title_justify="left")
-            for sample in samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN]:
-                scores = {k: f"{v:.3g}" if isinstance(v, float) else v or "none" for k, v in sample.rewards.items()}
-                prompt, rewards = str(decode(sample.prompt))[-_LONGEST:], ", ".join(map(" ".join, scores.items()))
-                table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
-                rows.append((str(sample.task), prompt, sample.text, rewards))
-            Console().print(table)
-            version = max((span.version for sample in samples for span in sample.spans), default=0)
-            log_table(trackers, "completions", version, columns, rows)
-
-    return write

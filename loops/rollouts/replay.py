@@ -1,4 +1,4 @@
-"""Stored samples, written and replayed: for debugging offline, and off-policy objectives.
+"""Stored samples, written, shown and replayed: for debugging offline, and off-policy objectives.
 
 samples.jsonl      one record per line, see `to_record`
 samples.parquet    the same fields as columns, `rewards` and `info` as JSON text
@@ -6,16 +6,21 @@ samples.parquet    the same fields as columns, `rewards` and `info` as JSON text
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from .sample import Request, Sample, check_request, check_sample, from_record, to_record
 from .source import NamedWeights, refuse_closed
 
 _AS_TEXT = ("rewards", "info")  # their entries have types of their own, which columns can't
+_SHOWN, _LONGEST = 3, 300  # samples printed per rollout, and characters of one
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
@@ -60,6 +65,44 @@ def _from_parquet(path: Path) -> Iterator[Any]:
         for batch in file.iter_batches(batch_size=256):
             for record in batch.to_pylist():
                 yield record | {name: json.loads(record[name]) for name in _AS_TEXT if name in record}
+
+
+def open_sample_log(
+    path: Path | None,
+    show_every: int,
+    decode: Callable[[list[int]], Any] = str,
+    log_table: Callable[..., object] = lambda *table: None,
+) -> Callable[[Sequence[Sample]], None]:
+    """Return ``write(samples)``, which appends a rollout to a file, if any, and prints a few of every
+    ``show_every``-th, also by ``log_table(name, step, columns, rows)``.
+
+    The first call drops recorded samples from its first task on: an earlier process of a resumed run drew them.
+    """
+    numbers = count()
+
+    def write(samples: Sequence[Sample]) -> None:
+        number = next(numbers)
+        if path is not None and number == 0 and path.exists():
+            partial = path.with_suffix(".partial.jsonl")
+            partial.unlink(missing_ok=True)
+            write_samples(partial, (sample for sample in read_samples(path) if sample.task < samples[0].task))
+            partial.replace(path)
+        if path is not None:
+            write_samples(path, samples)
+        if show_every and number % show_every == 0:
+            columns = ("task", "end of the prompt", "completion", "rewards")
+            rows = []
+            table = Table(*columns, title=f"rollout {number}", title_justify="left")
+            for sample in samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN]:
+                scores = {k: f"{v:.3g}" if isinstance(v, float) else v or "none" for k, v in sample.rewards.items()}
+                prompt, rewards = str(decode(sample.prompt))[-_LONGEST:], ", ".join(map(" ".join, scores.items()))
+                table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
+                rows.append((str(sample.task), prompt, sample.text, rewards))
+            Console().print(table)
+            version = max((span.version for sample in samples for span in sample.spans), default=0)
+            log_table("completions", version, columns, rows)
+
+    return write
 
 
 class ReplaySource:

@@ -18,12 +18,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data import Batches, encode_prompts
+from ...data import encode_prompts, permutation
 from ..models.io import named_weights
 from .event_loops import EventLoop
 from .sample import Request, Row, Sample, SamplingParams, from_record, to_record
@@ -36,8 +37,10 @@ _LONGEST = 30.0  # seconds between two attempts
 
 def prompt_order(count: int, *, seed: int, shuffle: bool) -> Callable[[int], int]:
     """The prompt of each task, as its index: one pass over all of them after another, each permuted by the seed."""
-    endless = Batches([1] * count, batch_size=1, micro_tokens=None, seed=seed, shuffle=shuffle, steps=2**40)
-    return lambda task: endless.indices(task)[0]
+    if count < 1 or seed < 0:
+        raise ValueError(f"scheduler: wanted at least one prompt and a seed >= 0, got {count} and {seed}")
+    permuted = lru_cache(maxsize=2)(partial(permutation, count, seed))  # tasks at hand may be of two passes
+    return lambda task: int(permuted(task // count)[task % count]) if shuffle else task % count
 
 
 def _read_prompts(

@@ -10,7 +10,7 @@ The tensors of a batch are stored under such names and units, and each loss take
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, get_args
 
@@ -32,6 +32,25 @@ CHOSEN, REJECTED = 0, 1
 _UNITS = {"completions": "sequences", "steps": "tokens"}  # of objectives on scores
 
 
+def tensor_parameters(function: Any) -> list[inspect.Parameter]:
+    """The tensors of a loss: its positional parameters."""
+    parameters = inspect.signature(getattr(function, "func", function), eval_str=True).parameters.values()
+    return [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+
+
+def units_of(function: Any) -> dict[str, str | None]:
+    """The unit of each tensor of a loss, by name; None without an annotation that says it."""
+    return {parameter.name: _unit(parameter.annotation) for parameter in tensor_parameters(function)}
+
+
+def _unit(annotation: Any) -> str | None:
+    """The unit of a jaxtyping annotation, the name of its dimension; "" for one number for the whole step."""
+    for kind in (annotation, *get_args(annotation)):
+        if hasattr(kind, "dim_str"):
+            return _UNITS.get(name := str(kind.dim_str).strip(" *"), name)
+    return None
+
+
 @dataclass(frozen=True)
 class Term:
     """One loss of a mix.
@@ -51,6 +70,11 @@ class Term:
     of: CompletionSelector = None
     columns: tuple[str, ...] = ()
     factor: str | None = None
+    _inputs: list[tuple[inspect.Parameter, str]] = field(init=False, repr=False, compare=False)  # and their units
+
+    def __post_init__(self) -> None:
+        inputs = [(parameter, _unit(parameter.annotation) or "") for parameter in tensor_parameters(self.function)]
+        object.__setattr__(self, "_inputs", inputs)
 
     @cached_property
     def unit(self) -> str:
@@ -63,11 +87,6 @@ class Term:
         means = {"tokens": token_mean, "sequences": completion_mean}
         mean = partial(means[self.unit], of=self.of) if self.unit in means else pair_mean
         return self.weighting or mean
-
-    @cached_property
-    def _inputs(self) -> list[tuple[inspect.Parameter, str]]:
-        """The tensors that the loss takes, and the unit of each."""
-        return [(parameter, _unit(parameter.annotation) or "") for parameter in tensor_parameters(self.function)]
 
     def __call__(self, tensors: Tensors, batch: Batch) -> tuple[Tensor, Stats]:
         arguments = {}
@@ -207,25 +226,6 @@ def pair_tensors(value: Tensor, batch: Batch, prefix: str = "") -> Tensors:
     """A value per completion as the two values of each pair."""
     sides = {"chosen": CHOSEN, "rejected": REJECTED}
     return {("pairs", f"{prefix}{side}"): value[batch.completion == index] for side, index in sides.items()}
-
-
-def tensor_parameters(function: Any) -> list[inspect.Parameter]:
-    """The tensors of a loss: its positional parameters."""
-    parameters = inspect.signature(getattr(function, "func", function), eval_str=True).parameters.values()
-    return [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-
-
-def units_of(function: Any) -> dict[str, str | None]:
-    """The unit of each tensor of a loss, by name; None without an annotation that says it."""
-    return {parameter.name: _unit(parameter.annotation) for parameter in tensor_parameters(function)}
-
-
-def _unit(annotation: Any) -> str | None:
-    """The unit of a jaxtyping annotation, the name of its dimension; "" for one number for the whole step."""
-    for kind in (annotation, *get_args(annotation)):
-        if hasattr(kind, "dim_str"):
-            return _UNITS.get(name := str(kind.dim_str).strip(" *"), name)
-    return None
 
 
 _SOURCES = {  # the arguments that provide tensors which a loss may lack

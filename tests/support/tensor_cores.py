@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from burnish.kernels import backend, head
+from burnish.kernels import backend, head, passes
 from torch import Tensor
 
 
@@ -23,5 +23,6 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dt
         multiply_(out, a, b, beta=beta, alpha=alpha)
 
     monkeypatch.setattr(backend, "TENSOR_CORES", ("cpu", "cuda"))
-    monkeypatch.setattr(head, "multiply_", multiply)
+    for module in (head, passes):
+        monkeypatch.setattr(module, "multiply_", multiply)
     return made

@@ -80,12 +80,10 @@ class ModelRunner:
 
     def states(self, at: Tensor | None = None, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
         """The input of the head [rows, ...] at these columns, or at the last; and the caches by their names."""
-        if self.policy.fused:
-            output = self.policy.plain.base_model(**inputs)
-            states: Tensor = output.last_hidden_state
-        else:  # such a head is not a known function of the hidden states: keep its logits instead
-            output = self.policy.plain(**inputs)
-            states = output.logits
+        plain, fused = self.policy.plain, self.policy.fused
+        output = (plain.base_model if fused else plain)(**inputs)
+        # A head that can't be fused is not a known function of the hidden states: keep its logits instead.
+        states: Tensor = output.last_hidden_state if fused else output.logits
         caches = {name: output[name] for name in _CACHES if output.get(name) is not None}
         return states[:, -1] if at is None else states[torch.arange(len(states), device=at.device), at], caches
 

@@ -11,8 +11,7 @@ from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rl.context import RLContext
 from burnish.loops.rl.feed import RolloutFeed
-from burnish.loops.rl.sources import open_sample_log
-from burnish.loops.rollouts.replay import ReplaySource, read_samples, write_samples
+from burnish.loops.rollouts.replay import ReplaySource, open_sample_log, read_samples, write_samples
 from burnish.loops.rollouts.sample import Sample, SamplingParams, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from tiny import make_model

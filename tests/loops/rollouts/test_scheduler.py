@@ -507,3 +507,9 @@ def test_a_scheduler_without_groups_per_step_samples_what_is_taken_and_nothing_a
 def test_text_needs_a_tokenizer():
     with pytest.raises(ValueError, match="prompts of text need a source with a tokenizer"):
         RolloutScheduler(Scripted(), ["2+2="], group_size=G)
+
+
+@pytest.mark.parametrize(("prompts", "seed"), [([], 0), ([[5, 7]], -1)])
+def test_no_prompt_and_a_negative_seed_are_refused_at_once(prompts, seed):
+    with pytest.raises(ValueError, match=f"at least one prompt and a seed >= 0, got {len(prompts)} and {seed}"):
+        RolloutScheduler(Scripted(), prompts, group_size=G, seed=seed)
