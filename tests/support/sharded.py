@@ -95,19 +95,19 @@ def each_of(names, *world, marks=()):
     return [pytest.param(name, names, *world, marks=marks, id="-".join(map(str, (name, *world)))) for name in names]
 
 
-def runs_on(tmp_path_factory, names, ranks=1, shards=1, tp_size=1, cp_size=1):
+def runs_on(tmp_path_factory, names, ranks=1, shards=1, tp_size=1, cp_size=1, *, module="sharded", **orders):
     """The directory of the directories of these runs, and of what was printed; made once for all tests."""
     start = made_once(tmp_path_factory, "sharded-start", prepare)
 
     def make(folder):
-        runs = [(name, str(folder / name), {}) for name in names]
-        outcomes = run_forked(ranks, "sharded", str(start), shards, runs, tp_size, cp_size)
+        runs = [(name, str(folder / name), orders) for name in names]
+        outcomes = run_forked(ranks, module, str(start), shards, runs, tp_size, cp_size)
         for status, printed in outcomes:
             assert status == 0, printed[-3000:]
         (folder / "printed.txt").write_text(outcomes[0][1])
 
-    split = f"{ranks}-{shards}-{tp_size}-{cp_size}"
-    return made_once(tmp_path_factory, f"sharded-{'-'.join(names)}-{split}", make)
+    split = "-".join(map(str, (ranks, shards, tp_size, cp_size, *orders.values())))
+    return made_once(tmp_path_factory, f"{module}-{'-'.join(names)}-{split}", make)
 
 
 def assert_same_end(one, several):
