@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_forked
 from tiny import save_model, sums, write_rows
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +53,13 @@ def test_twenty_lines_learn_from_a_reward(names):
     assert names["metrics"]["grad_norm"] > 0 and not names["metrics"]["skipped"]
     assert len(names["rollout"]) == 64 and {sample.oldest for sample in names["rollout"].samples} == {1}
     assert len(statements(LOOP)) <= 20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch can't register devices from Python")
+def test_where_there_is_an_accelerator_both_run_on_it(tmp_path):
+    ((status, printed),) = run_forked(1, "on_page", str(tmp_path), PAIRS, LOOP)
+    assert status == 0, printed[-3000:]
 
 
 def test_an_objective_and_a_kernel_embed_in_a_plain_loop():
