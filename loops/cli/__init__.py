@@ -218,6 +218,11 @@ def _message(error: Exception) -> str | None:
     where = "--traceback shows where"
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of memory: lower micro_tokens, or set gradient_checkpointing, lora.r or dtype bfloat16; {where}"
+    if type(error).__name__ in ("DistStoreError", "DistNetworkError"):
+        return (
+            str(error).partition("\n")[0].rstrip(".")
+            + f"; start every rank, on machines that reach MASTER_ADDR; {where}"
+        )
     if isinstance(error, ImportError) and not str(error.name).startswith(_PACKAGE):
         return f'{error}; install what is missing (pip install "burnish[train]" has what recipes need); {where}'
     trace = error.__traceback__

@@ -23,6 +23,17 @@ from vllm_fake import Fake
 PATIENCE = 6.0
 
 
+@pytest.mark.parametrize(("rank", "message"), [(0, "1/2 clients joined"), (1, "while trying to connect")])
+def test_a_rank_whose_partner_never_starts_says_so_in_a_line(rank, message, tmp_path):
+    files = {"model": save_model(tmp_path / "model"), "data": write_rows(tmp_path / "pairs.jsonl", sums(8))}
+    flags = [f"--{name}={path}" for name, path in {**files, "output": tmp_path / "run"}.items()]
+    ((status, printed),) = run_forked(1, "alone", str(rank), "dpo", *flags)
+    assert status == 0, printed[-3000:]
+    (line,) = [line for line in printed.splitlines() if line.startswith("burnish dpo: ")]
+    assert message in line and "; start every rank, on machines that reach MASTER_ADDR" in line
+    assert "Traceback" not in printed
+
+
 @pytest.fixture(scope="module")
 def wedged(tmp_path_factory):
     """Two ranks, whose server is healthy and stops to answer as they begin to sample."""
