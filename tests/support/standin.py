@@ -1,8 +1,8 @@
 """A stand-in for a GPU: torch's device "standin", whose memory is the host's, but which refuses what a GPU refuses.
 
 An operator of tensors of both devices raises, and so do collectives of tensors of the host in the ranks' main group, as
-NCCL's do. Where the host's own operator would look at strides, autograd, autocast, DDP or FSDP2 see a device: only what
-a GPU computes, and its streams, are missing. Importing this module registers the device, for the rest of the process.
+NCCL's do. Autograd, autocast, DDP and FSDP2 see a device that is not the CPU; its operators are those of the CPU, and
+nothing runs beside the host. Importing this module registers the device, for the rest of the process.
 """
 
 import os
