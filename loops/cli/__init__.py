@@ -219,7 +219,7 @@ def _message(error: Exception) -> str | None:
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of memory: lower micro_tokens, or set gradient_checkpointing, lora.r or dtype bfloat16; {where}"
     if type(error).__name__ in ("DistStoreError", "DistNetworkError"):
-        return f"ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start all of them: {str(error).splitlines()[0]}"
+        return f"ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start them all: {str(error).splitlines()[0]}"
     if isinstance(error, ImportError) and not str(error.name).startswith(_PACKAGE):
         return f'{error}; install what is missing (pip install "burnish[train]" has what recipes need); {where}'
     trace = error.__traceback__

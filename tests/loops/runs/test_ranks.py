@@ -30,7 +30,7 @@ def test_a_rank_whose_partner_never_starts_says_so_in_a_line(rank, message, tmp_
     ((status, printed),) = run_forked(1, "alone", str(rank), "dpo", *flags)
     assert status == 0, printed[-3000:]
     (line,) = [line for line in printed.splitlines() if line.startswith("burnish dpo: ")]
-    assert "ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start all of them: " in line and message in line
+    assert "ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start them all: " in line and message in line
     assert "Traceback" not in printed
 
 
