@@ -8,7 +8,7 @@ of them a conversation may have columns `tools`, `chat_template_kwargs`, and `sy
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,11 +37,9 @@ TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
 OPTION_COLUMNS = ("tools", "chat_template_kwargs", "system_prompt")
 LAYOUT_COLUMNS = frozenset(OPTION_COLUMNS).union(*SUPERVISED, *UNPAIRED, *STEPWISE, *SCORES, *RANKING)
 ALIASES = {  # of a column, by what many datasets call it; Alpaca's two are joined, and Dolly's
-    "prompt": (
-        *(("instruction", "input"), ("instruction", "context"), ("instruction",)),
-        *(("question",), ("problem",), ("query",), ("messages",)),
-    ),
-    "completion": (("output",), ("response",), ("answer",), ("solution",)),
+    "prompt": ["instruction input", "instruction context", "instruction", "question", "problem", "query", "messages"],
+    "completion": ["output", "response", "answer", "answers", "solution"],
+    "text": ["chat"],
 }
 
 ASSISTANT = "assistant"
@@ -95,17 +93,20 @@ def find_layout(columns: Sequence[str], accepted: Sequence[tuple[str, ...]]) -> 
     message = f"found the columns ({', '.join(columns)}), wanted {wanted}"
     message += next((f"; these are {rows}" for layout, rows in RECIPES if set(layout) <= set(columns)), "")
     for layout in accepted:
-        groups = {
-            new: next((g for g in ALIASES.get(new, ()) if {*g} <= {*columns}), ()) for new in {*layout} - {*columns}
-        }
-        if all(groups.values()):
-            names = ", ".join(f"{name}: {new}" for new in layout for name in groups.get(new, ()))
-            raise ValueError(f"{message}; to rename columns, give data: {{path: ..., columns: {{{names}}}}}")
+        if fix := _renaming(layout, columns):
+            raise ValueError(f"{message}; {fix}")
     for name in sorted({name for layout in accepted for name in layout} - set(columns)):
-        near = difflib.get_close_matches(name, columns, n=1, cutoff=0.75)
-        if near:
+        if near := difflib.get_close_matches(name, columns, n=1, cutoff=0.75):
             message += f"; should '{near[0]}' be '{name}'?"
     raise ValueError(message)
+
+
+def _renaming(layout: Sequence[str], columns: Collection[str]) -> str:
+    """The fix that names columns as a layout does; empty if there is none for each that it misses."""
+    missing = [name for name in layout if name not in columns]
+    groups = [next((g.split() for g in ALIASES.get(new, ()) if {*g.split()} <= {*columns}), []) for new in missing]
+    names = ", ".join(f"{name}: {new}" for new, group in zip(missing, groups, strict=True) for name in group)
+    return f"to rename columns, give data: {{path: ..., columns: {{{names}}}}}" if all(groups) else ""
 
 
 def unused_options(features: Mapping[str, Any], layout: tuple[str, ...], uses: Callable[[str], bool]) -> list[str]:
@@ -152,8 +153,7 @@ def read_row(record: Mapping[str, Any], layout: tuple[str, ...]) -> ParsedRow:
             _check_completion(name, [], value)
         return ParsedRow(None, (value,), options)
     if layout in PROMPTS:
-        assert prompt is not None
-        _check_prompt(prompt)
+        _check_prompt(prompt or "")
     if isinstance(prompt, str) and all(isinstance(v, list) for v in values.values()) and "chosen" in values:
         # A plain prompt beside conversational completions is the user's message, or repeats what they begin with.
         answers_only = all(v and isinstance(v, list) and v[0]["role"] == ASSISTANT for v in values.values())
@@ -166,7 +166,7 @@ def read_row(record: Mapping[str, Any], layout: tuple[str, ...]) -> ParsedRow:
         problem = "'chosen' and 'rejected' are identical, so there is no preference"
         raise BadRow("identical", f"{problem}; remove the row")
     if prompt is None:
-        prompt, values = _split_shared(**values)
+        prompt, values = _split_shared(record, **values)
     for name, value in values.items():
         _check_completion(name, prompt, value)
     return ParsedRow(prompt, tuple(values.values()), options, annotation)
@@ -325,15 +325,15 @@ def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> Non
             raise BadRow("empty", f"'{name}' message {number} is empty; fill it in or remove the row")
 
 
-def _split_shared(chosen: PlainOrChat, rejected: PlainOrChat) -> tuple[PlainOrChat, dict[str, PlainOrChat]]:
+def _split_shared(
+    record: Mapping[str, Any], chosen: PlainOrChat, rejected: PlainOrChat
+) -> tuple[PlainOrChat, dict[str, PlainOrChat]]:
     """The prompt that chosen and rejected share: whole messages, or characters up to a space, as TRL splits them."""
     shared = common_prefix(chosen, rejected)
-    if shared == min(len(chosen), len(rejected)):  # one is the beginning of the other: leave it something
-        shared = max(shared - 1, 0)
-    elif shared and chosen[shared - 1] == " ":
+    if shared and (shared == min(len(chosen), len(rejected)) or chosen[shared - 1] == " "):  # leave each something
         shared -= 1
     if not shared:
-        fix = "give the 'prompt' in a column of its own"
+        fix = _renaming(PREFERENCE[0], record) or "give the 'prompt' in a column of its own"
         raise BadRow("no prompt", f"'chosen' and 'rejected' share no beginning; {fix}")
     return chosen[:shared], {"chosen": chosen[shared:], "rejected": rejected[shared:]}
 

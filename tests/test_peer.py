@@ -3,31 +3,28 @@
 A case is a configuration of the peer's, which the command line translates to ours.
 """
 
-import dataclasses
-import pkgutil
-import zlib
-from itertools import cycle
+import json
+import random
+from pathlib import Path
 
-import burnish
 import pytest
 import torch
-from burnish.benchmarks.peer.sampled import replay, vowels
+from both import (
+    AGREEMENT,
+    DRAWN,
+    PROMPTS,
+    UNEVEN,
+    answers,
+    assert_alike,
+    halves,
+    train_both,
+    uneven_pairs,
+)
 from burnish.benchmarks.peer.trainers import completions
-from burnish.loops.cli.trl import translate
-from burnish.loops.config import Teacher
-from burnish.loops.recipes import settings_of
-from datasets import Dataset
-from peer import replayed
+from forked import run_forked
 from tiny import save_model, sums
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-AGREEMENT, STEPS = 1e-5, 4
 PAIRS = sums(16)
-DESIRABLE = [
-    {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
-    for pair, kind in zip(PAIRS, cycle(("chosen", "rejected")), strict=False)
-]
-PROMPTS = [{"prompt": pair["prompt"]} for pair in PAIRS]
 COMPLETIONS = list(completions(iter(PAIRS)))
 PLAIN = [
     {"prompt": f"{p['prompt'][0]['content']} ", **{k: p[k][0]["content"] for k in ("chosen", "rejected")}}
@@ -40,6 +37,21 @@ SAMPLED |= {"epsilon_high": 0.28, "num_iterations": 2, "beta": 0.0}
 UNCLIPPED = {name: SAMPLED[name] for name in SAMPLED if name != "loss_type"}
 # Its loss is of log-probs at temperature 1, of pairs without ties; its gradient, of one micro-batch.
 ONLINE = {"temperature": 1.0, "max_new_tokens": 12}
+# Micro-batches of two, of rows of very different lengths.
+SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+APO, CUT = {"loss_type": "apo_zero_unpaired"}, {"max_length": 60}
+# Each of 16 tokens, its EOS included: two in a row of 32.
+TEXTS = [{"text": "".join(random.Random(i).choices("abcdefg", k=15))} for i in range(16)]
+PACKED = {"packing": True, "max_length": 32, "per_device_train_batch_size": 2, "shuffle_dataset": False}
+CHATS = [
+    {"messages": [message for pair in PAIRS[i : i + 1 + i % 3] for message in pair["prompt"] + pair["chosen"]]}
+    for i in range(16)
+]
+AFTER = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in CHATS]
+LAST = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in CHATS]
+MARKED = {"chat_template_path": str(Path(__file__).parent / "support/marked.jinja"), "assistant_only_loss": True}
+# In two micro-batches.
+HALVES = {**DRAWN, "gradient_accumulation_steps": 2, "beta": 0.0, "epsilon_high": 0.28}
 # Both estimate KTO's KL from the completions of other prompts; of two rows there is one choice.
 CASES = {
     "sft": ("sft", COMPLETIONS, {}),
@@ -58,104 +70,147 @@ CASES = {
     "cpo by alphapo": ("cpo", PLAIN, {"loss_type": "alphapo", "alpha": 0.3}),
     "distill": ("distill", COMPLETIONS, {"lmbda": 0.0, "beta": 0.3, "temperature": 0.9}),
     "distill on-policy": ("distill", COMPLETIONS, {"lmbda": 1.0, "beta": 0.3, "max_completion_length": 8}),
-    "kto": ("kto", DESIRABLE, {"per_device_train_batch_size": 2}),
+    "kto": ("kto", halves(PAIRS), {"per_device_train_batch_size": 2}),
     "reward": ("reward", PAIRS, {"center_rewards_coefficient": 0.01}),
     "grpo": ("grpo", PROMPTS, SAMPLED),
     "grpo by its reference": ("grpo", PROMPTS, {**SAMPLED, "beta": 0.1, "use_bias_correction_kl": True}),
     "rloo": ("rloo", PROMPTS, {**UNCLIPPED, "beta": 0.05, "normalize_advantages": True}),
     "online_dpo": ("online_dpo", PROMPTS, ONLINE),
+    "sft in uneven parts": ("sft", answers(UNEVEN), SPLIT),
+    "sft by dft in uneven parts": ("sft", answers(UNEVEN), {**SPLIT, "loss_type": "dft"}),
+    "dpo in uneven parts": ("dpo", UNEVEN, SPLIT),
+    "kto in uneven parts": ("kto", halves(UNEVEN), {**SPLIT, **APO}),
+    "reward in uneven parts": ("reward", UNEVEN, SPLIT),
+    "cpo in uneven parts": ("cpo", UNEVEN, {**SPLIT, "cpo_alpha": 0.0}),
+    "sft, the starts of rows": ("sft", answers(UNEVEN), {**CUT, "truncation_mode": "keep_start"}),
+    "sft, the ends of rows": ("sft", answers(UNEVEN), {**CUT, "truncation_mode": "keep_end"}),
+    "dpo, the starts of rows": ("dpo", UNEVEN, {**CUT, "truncation_mode": "keep_start"}),
+    "kto, the starts of rows": ("kto", halves(UNEVEN), {**CUT, **APO}),
+    "cpo, the starts of rows": ("cpo", UNEVEN, CUT),
+    "reward, without long rows": ("reward", uneven_pairs(200), {"max_length": 60}),
+    "sft in packs": ("sft", TEXTS, {**PACKED, "packing_strategy": "bfd"}),
+    "sft in packs that split": ("sft", TEXTS, {**PACKED, "packing_strategy": "bfd_split"}),
+    "sft without padding": ("sft", TEXTS, {"padding_free": True, "max_length": None}),
+    "sft of the assistants": ("sft", CHATS, MARKED),
+    "sft of the assistants after a prompt": ("sft", AFTER, MARKED),
+    "sft of the last assistant": ("sft", LAST, {**MARKED, "completion_only_loss": True}),
+    "sft of a completion": ("sft", LAST, {"completion_only_loss": True}),
+    "sft of prompts too": ("sft", AFTER, {"completion_only_loss": False}),
+    "sft of all messages": ("sft", CHATS, {}),
+    "grpo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "grpo"}),
+    "dapo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "dapo"}),
+    "dr_grpo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "dr_grpo", "scale_rewards": False}),
+    "cispo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "cispo", "epsilon_high": 5.0}),
+    "sapo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "sapo"}),
+    "vespo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "vespo"}),
+    "bnpo": ("grpo", PROMPTS, {**SAMPLED, "loss_type": "bnpo"}),
+    "gspo": ("grpo", PROMPTS, {**HALVES, "loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "grpo of a batch's scale": ("grpo", PROMPTS, {**HALVES, "loss_type": "dapo", "scale_rewards": "batch"}),
+    "grpo without a scale": ("grpo", PROMPTS, {**HALVES, "loss_type": "dapo", "scale_rewards": "none"}),
+    "grpo with a bound on ratios": (
+        "grpo",
+        PROMPTS,
+        {**HALVES, "loss_type": "dapo", "epsilon_high": 0.04, "delta": 1.05},
+    ),
+    "grpo of what ended": ("grpo", PROMPTS, {**HALVES, "loss_type": "dapo", "mask_truncated_completions": True}),
 }
-PEERS = {
-    "sft": "trl:SFT",
-    "reward": "trl:Reward",
-    "cpo": "trl.experimental.cpo:CPO",
-    "distill": "trl.experimental.gkd:GKD",
-}
-PEERS |= {"online_dpo": "trl.experimental.online_dpo:OnlineDPO", "distill on-policy": "trl:Distillation"}
+# Of the peer, where it is not the recipe's.
+PEERS = {"distill on-policy": "trl:Distillation"}
 # The peer has conversations, or prompts, where ours reads their parts.
 ROWS_OF_PEERS = {"distill": [{"messages": row["prompt"] + row["completion"]} for row in COMPLETIONS]}
 ROWS_OF_PEERS |= {"distill on-policy": PROMPTS}
-COMMON = {"max_steps": STEPS, "learning_rate": 3e-3, "lr_scheduler_type": "constant", "gradient_checkpointing": False}
-COMMON |= {"bf16": False, "save_strategy": "no", "report_to": "none", "per_device_train_batch_size": 4}
-# Of the peer alone: ours has no such name, or refuses it.
-QUIET = {"use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
+# Ours, where the note at the start says what is to be set.
+CHANGES = {
+    "reward, without long rows": {"truncation": "error", "on_bad_row": "skip"},
+    "sft in packs": {"batch_size": 4},
+    "sft in packs that split": {"batch_size": 4},
+    "sft of all messages": {"train_on": "all"},
+}
 
 
-def load(recipe, saved):
-    if recipe != "reward":
-        return AutoModelForCausalLM.from_pretrained(saved)
-    torch.manual_seed(0)  # of the new head
-    return AutoModelForSequenceClassification.from_pretrained(saved, num_labels=1, pad_token_id=1)
-
-
-def make_teacher(saved):
-    teacher, generator = load("distill", saved), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in teacher.parameters():
-            weight += 0.05 * torch.randn(weight.shape, generator=generator)
-    return teacher
-
-
-def distinct(completions, **columns):
-    """A reward without ties."""
-    return [zlib.crc32(completion[0]["content"].encode()) / 2**32 for completion in completions]
-
-
-def translated(recipe, theirs):
-    known = {field.name for field in dataclasses.fields(settings_of(recipe))}
-    translation = translate(recipe, known, theirs)
-    assert translation.refused == {}
-    return translation.ours
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the peer's own
 @pytest.mark.parametrize("case", CASES)
-def test_a_configuration_of_the_peer_trains_as_its_trainer_does(case, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+def test_a_configuration_of_the_peer_trains_as_its_trainer_does(case, tmp_path):
     recipe, rows, settings = CASES[case]
+    parts = {"peer": PEERS.get(case), "rows_of_peer": ROWS_OF_PEERS.get(case), "changes": CHANGES.get(case)}
+    steps, log = train_both(recipe, rows, settings, save_model(tmp_path / "model"), tmp_path, **parts)
+    assert_alike(
+        steps, log, told=AGREEMENT if recipe != "online_dpo" else 1e-4
+    )  # of which the peer tells four decimals
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_the_odds_ratio_alone_trains_as_that_of_the_peer(tmp_path):
+    """ORPO's NLL is that of prompts, too, with the peer: without it, both have one loss."""
+    from trl.experimental import orpo
+
+    class ORPOTrainer(orpo.ORPOTrainer):
+        def concatenated_forward(self, *arguments):
+            *outputs, nll = super().concatenated_forward(*arguments)
+            return *outputs, 0 * nll
+
+    ORPOTrainer.__module__ = orpo.__name__
+    parts = {"peer": ORPOTrainer, "changes": {"loss": {"orpo": 0.7}}}
+    settings = {"beta": 0.7, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    steps, log = train_both("dpo", UNEVEN, settings, save_model(tmp_path / "model"), tmp_path, **parts)
+    assert_alike(steps, log)
+
+
+EVALUATED = {
+    "sft": ("sft", answers(UNEVEN), answers(uneven_pairs(7, seed=4)), {}),
+    "dpo": ("dpo", UNEVEN, uneven_pairs(7, seed=4), {}),
+    "kto": ("kto", halves(UNEVEN), halves(uneven_pairs(8, seed=4)), APO),
+    "reward": ("reward", UNEVEN, uneven_pairs(7, seed=4), {}),
+    "cpo": ("cpo", UNEVEN, uneven_pairs(7, seed=4), {"cpo_alpha": 0.0}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("case", EVALUATED)
+def test_evaluations_are_those_of_the_peer_in_one_batch(case, tmp_path):
+    recipe, rows, held_out, settings = EVALUATED[case]
+    settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8, **settings}
+    _, log = train_both(recipe, rows, settings, save_model(tmp_path / "model"), tmp_path, held_out=held_out)
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    ours = [line for line in lines if "eval/loss" in line][1:]  # without that before the first step
+    peers = [line for line in log if "eval_loss" in line]
+    assert [line["step"] for line in ours] == [line["step"] for line in peers] == [2, 4]
+    names = {name.removeprefix("eval/") for name in ours[0]} & {name.removeprefix("eval_") for name in peers[0]}
+    assert len(names - {"step"}) >= (2 if case == "sft" else 4)
+    for line, peer in zip(ours, peers, strict=True):
+        for name in names - {"step"}:
+            assert line[f"eval/{name}"] == pytest.approx(peer[f"eval_{name}"], rel=1e-4, abs=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_noise_on_embeddings_is_as_large_as_that_of_the_peer(tmp_path, monkeypatch):
+    """On one sequence a step, with noise that is a function of the place."""
+
+    def fixed(self, low=0.0, high=1.0, **options):
+        wave = torch.arange(self.numel(), dtype=self.dtype).mul(0.7).sin().view_as(self)
+        return self.copy_(low + (high - low) * (wave + 1) / 2)
+
     saved = save_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(saved)
-    tokenizer.pad_token = tokenizer.eos_token
-    theirs = {**COMMON, **settings}
-    ours, more = translated(recipe, theirs), {}
-    peer = pkgutil.resolve_name(f"{PEERS.get(case) or PEERS.get(recipe) or f'trl:{recipe.upper()}'}Trainer")
-    config = pkgutil.resolve_name(f"{peer.__module__}:{peer.__name__.removesuffix('Trainer')}Config")
-    if recipe == "distill":
-        more = {"teacher_model": make_teacher(saved)}
-        options = {name: ours.pop(name) for name in [*ours] if name.startswith("teacher.")}
-        options = {name.removeprefix("teacher."): value for name, value in options.items()}
-        ours |= {"teacher": Teacher(model=make_teacher(saved), **options)}
-    if recipe in ("grpo", "rloo", "online_dpo"):
-        more = {"reward_funcs": distinct if recipe == "online_dpo" else vowels}
-        ours |= {"rewards": more["reward_funcs"], "max_prompt_length": None}
-    if recipe in ("grpo", "rloo"):
-        ours |= {"old_logprobs": "recomputed"}
-    run = getattr(burnish, recipe)(
-        load(recipe, saved), rows, str(tmp_path / "run"), shuffle=False, tokenizer=tokenizer, **ours
-    )
-    steps = [step.metrics for step in run]
-    samples = tmp_path / "run/samples.jsonl"
-    if recipe == "grpo":
-        more |= {"rollout_func": replay(samples)}
-    elif samples.exists():
-        peer = replayed(peer, samples)
-    if samples.exists() and recipe != "online_dpo":
-        theirs |= {"shuffle_dataset": False}
-    if case == "distill on-policy":
-        del theirs["lmbda"]
-    trainer = peer(
-        model=load(recipe, saved),
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_list(ROWS_OF_PEERS.get(case, rows)),
-        args=config(output_dir=str(tmp_path / "trl"), **theirs, **QUIET),
-        **more,
-    )
-    trainer.train()
-    peers = [line for line in trainer.state.log_history if "loss" in line]
-    losses = [step["loss"] for step in steps]
-    told = AGREEMENT if recipe != "online_dpo" else 1e-4  # of which the peer tells four decimals
-    assert losses == pytest.approx([line["loss"] for line in peers], abs=told)
-    assert max(losses) - min(losses) > 100 * AGREEMENT
-    assert [step["grad_norm"] for step in steps] == pytest.approx([line["grad_norm"] for line in peers], rel=1e-3)
+    monkeypatch.setattr(torch.Tensor, "uniform_", fixed)
+    quiet = {"per_device_train_batch_size": 1}
+    steps, log = train_both("sft", answers(UNEVEN), {**quiet, "neftune_noise_alpha": 30.0}, saved, tmp_path / "noisy")
+    assert_alike(steps, log)
+    without, _ = train_both("sft", answers(UNEVEN), quiet, saved, tmp_path / "quiet")
+    assert abs(without[0]["loss"] - steps[0]["loss"]) > 100 * AGREEMENT
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_two_ranks_of_the_peer(tmp_path):
+    """The loss, the norm of the gradient and every metric that both have, of steps of several micro-batches."""
+    for status, printed in run_forked(2, "both", str(save_model(tmp_path / "model")), str(tmp_path)):
+        assert status == 0, printed[-3000:]

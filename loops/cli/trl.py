@@ -60,7 +60,8 @@ def translate(
                 out.set([name for name in present if given[name] is not None] or present, fields)
         except (TypeError, ValueError) as error:  # a word where a number belongs
             out.refused[rule] = f"{', '.join(f'{name}: {given[name]!r}' for name in present)}: {error}"
-    out.notes += [f"{name}: {note}" for name, note in notes.items() if given.get(name)]
+    on = {name for name, value in given.items() if value and value != "no"}
+    out.notes += [f"{name}: {note}" for name, note in notes.items() if on & {name, *rules.get(name, ())}]
     done = {*out.refused, *(name for names in (*out.sources.values(), *out.ignored.values()) for name in names)}
     if kept := [name for name in given if name not in done]:
         out.ignored["nothing to change for these values"] = kept

@@ -78,9 +78,10 @@ def batch(trl: Translation) -> dict[str, Any]:
     sizes = (trl.elsewhere.get(f"parallel.{name}") for name in ("tp_size", "cp_size"))  # of ranks with the same data
     ranks = processes // math.prod(size for size in sizes if isinstance(size, int) and size > 0)
     trained = per_device * ranks * accumulation
-    for kind in table()["micro_batched"].keys() & {*as_list(trl["loss_type"])} if trained > per_device else ():
-        what = f"{table()['micro_batched'][kind]} over the whole step"
-        trl.notes.append(f"{kind}: {what}; TRL's, over each of its {ranks * accumulation} micro-batches")
+    micro_batched = table()["micro_batched"] if trained > per_device else {}
+    for kind in micro_batched.keys() & {*as_list(trl["loss_type"]), *trl.known}:
+        theirs = f"TRL's, over each of its {ranks * accumulation} micro-batches"
+        trl.notes.append(f"{kind}: {micro_batched[kind]} over the whole step; {theirs}")
     if "prompts_per_rollout" not in trl.known:
         return {"batch_size": trained}
     batches = int(trl["steps_per_generation"] or accumulation)
@@ -256,7 +257,6 @@ def policy_loss(trl: Translation) -> dict[str, Any]:
     if kind == "cispo" and clips["clip_high"] < 1:
         complaint = f"cispo's epsilon_high is the ratio's bound, wanted >= 1, got {clips['clip_high']}"
         return trl.refuse("loss_type", complaint)
-    fields: dict[str, Any] = {}
     clipped = losses[kind]["variant"] == "grpo"
     kwargs = {"clip_high": clips["clip_high"] - 1} if kind == "cispo" else {}
     if clipped and (level != "token" or {"epsilon", "epsilon_high"} & trl.given.keys()):
@@ -264,8 +264,7 @@ def policy_loss(trl: Translation) -> dict[str, Any]:
     for name, parameter in table()["hyper_parameters"].items():
         if trl.given.get(name) is not None and (name == "delta" or name.startswith(kind)):
             kwargs[parameter] = float(trl[name])
-    if kwargs:
-        fields["loss_kwargs"] = kwargs
+    fields: dict[str, Any] = {"loss_kwargs": kwargs} if kwargs else {}
     if {"loss_type", "importance_sampling_level"} & trl.given.keys():
         fields |= levels.get(level, losses[kind])
     if entropy := float(trl["entropy_coef"] or 0):

@@ -108,7 +108,10 @@ def test_columns_get_other_names_and_several_are_joined(write) -> None:
          "instruction: prompt, input: prompt, output: completion"),
         ({"question": "a", "answer": "b"}, encode_supervised, "question: prompt, answer: completion"),
         ({"question": "a", "answer": "b"}, encode_prompts, "question: prompt"),
-        ({"system": "s", "question": "a", "chosen": "b", "rejected": "c"}, encode_preference, None),
+        ({"system": "s", "question": "a", "chosen": "b", "rejected": "c"}, encode_preference, "question: prompt"),
+        ({"query": "a", "tools": "[]", "answers": "b"}, encode_supervised, "query: prompt, answers: completion"),
+        ({"system": "s", "chat": "USER: a"}, encode_supervised, "chat: text"),
+        ({"chosen": "b", "rejected": "c"}, encode_preference, None),
     ],
 )  # fmt: skip
 def test_columns_under_other_names_are_named_with_the_fix(row, encode, columns, write, byte_tokenizer) -> None:

@@ -31,7 +31,8 @@ Only what a file says is translated: where it says nothing, burnish's defaults h
 those that differ. `--defaults trl` (or `defaults: trl` in the file) takes TRL's.
 
 Means, ranks and the KL of KTO are over the whole step, on all ranks, however it is split. TRL takes some of them over
-each micro-batch: `aot`, `sft` and `bnpo`, where a run with `gradient_accumulation_steps` or ranks says so.
+each micro-batch: `aot`, `sft`, `bnpo` and the nll of CPO and ORPO, where a run with `gradient_accumulation_steps` or
+ranks says so.
 
 Of the checkpoints the 2 newest stay, or as many as `save_total_limit` says (`keep`); TRL keeps all without it.
 

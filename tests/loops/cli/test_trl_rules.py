@@ -599,6 +599,7 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("ppo", {"stop_token_id": 3}, "stop_token_id: completions end at the tokenizer's EOS"),
         ("distill", {"seq_kd": True}, "seq_kd: no recipe offers it"),
         ("grpo", {"top_entropy_quantile": 0.2}, "top_entropy_quantile: no recipe offers it"),
+        ("online_dpo", {"max_length": 300}, "limits the prompt, and max_tokens the completion; give these instead"),
     ],
     ids=str,
 )
@@ -615,6 +616,8 @@ def test_a_value_without_an_equivalent_is_refused_by_name(recipe, given, words, 
         ("dpo", {"loss_type": ["sigmoid", "sft"]}, "sft: tokens averaged over the whole step"),
         ("dpo", {"loss_type": "aot_unpaired"}, "aot_unpaired: pairs ranked over the whole step"),
         ("grpo", {"loss_type": "bnpo"}, "bnpo: tokens averaged over the whole step"),
+        ("cpo", {}, "nll: tokens averaged over the whole step"),
+        ("orpo", {}, "odds_ratio: tokens of its nll averaged over the whole step"),
     ],
 )
 def test_what_trl_takes_over_each_micro_batch_is_told_where_there_are_several(recipe, given, told, monkeypatch):
@@ -640,11 +643,17 @@ def test_micro_tokens_that_are_set_hold_for_losses_of_ranks():
         ("dpo", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end leaves both completions of a pair the"),
         ("sft", {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup: none; transformers' constant"),
         ("sft", {"dtype": "float32"}, "dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false"),
-        ("cpo", {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: the nll is averaged over the tokens"),
         ("online_dpo", {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: the gradient is the mean"),
         ("online_dpo", {"temperature": 0.9}, "temperature: of the log-probs in the loss, too"),
         ("distill", {"temperature": 0.9}, "temperature: of the sampler; of both distributions too"),
-        ("sft", {"num_train_epochs": 2}, "num_train_epochs: the last batch of an epoch takes rows of the next one"),
+        ("sft", {"num_train_epochs": 2}, "duration: the last batch of an epoch takes rows of the next one"),
+        ("dpo", {"max_steps": 9}, "duration: the last batch of an epoch takes rows of the next one"),
+        ("dpo", {"eval_strategy": "steps"}, "eval_strategy: means are over all held-out tokens, pairs or completions"),
+        ("sft", {"neftune_noise_alpha": 5}, "neftune_noise_alpha: scaled by the length of each sequence"),
+        ("sft", {"completion_only_loss": True}, "completion_only_loss: of a completion of several messages only the"),
+        ("sft", {"assistant_only_loss": True}, "assistant_only_loss: of a prompt and completion only the completion"),
+        ("online_dpo", {"max_length": 512}, "max_length: max_prompt_length limits the prompt, and max_tokens the"),
+        ("grpo", {"steps_per_generation": 2}, "steps_per_generation: a step takes whole groups, drawn anew"),
         ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl: by the ratio of each token"),
         ("rloo", {"mask_truncated_completions": True}, "mask_truncated_completions: what was cut counts in no mean"),
         ("sft", {"packing_strategy": "wrapped"}, "packing_strategy: a row longer than max_length is cut"),
@@ -655,6 +664,23 @@ def test_micro_tokens_that_are_set_hold_for_losses_of_ranks():
 )
 def test_what_a_value_does_otherwise_is_told(recipe, given, told):
     assert any(note.startswith(told) for note in translate(recipe, fields_of(recipe), given).notes)
+
+
+def test_evaluations_that_are_off_are_not_told_of():
+    assert translate("dpo", fields_of("dpo"), {"eval_strategy": "no"}).notes == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        ("reward", "truncation: keep_start, a pair beyond max_length is cut; TRL leaves it out"),
+        ("orpo", "rewards: in the log they are mean log-probs"),
+        ("cpo", "logps: in the log they are sums over tokens"),
+    ],
+)
+def test_what_no_value_says_is_told(recipe, told):
+    notes = read(recipe, settings_of(recipe), ["--per_device_train_batch_size", "2"])[2].notes
+    assert any(note.startswith(told) for note in notes)
 
 
 def test_the_batch_counts_the_ranks_of_this_run(monkeypatch):
