@@ -15,7 +15,7 @@ TOOL = Path(__file__).parents[1] / "support" / "aot.py"
 CASE = "sm_90 forward bf16 plain"
 PLAIN = "sm_90 ((forward|fold|backward) bf16|divergence (fold|backward reverse KL)) plain"  # one of most kernels
 OTHERS = ["sm_80", "sm_100", "gfx942"]
-FULL = "(forward|.* everything)"  # tensor cores, and all that the plain ones do and more
+FULL = "(forward bf16 plain|.* everything)"  # tensor cores, and all that the plain ones do and more
 # Runs it with each list of options in one interpreter; prints, for each, its exit status and its output as JSON.
 SEVERAL = """
 import contextlib, io, json, sys

@@ -35,11 +35,18 @@ FACTORS = [RECIPES, KILLED, list(SHARDS)]
 ALL = [tuple(values[i] for values, i in zip(FACTORS, each, strict=True)) for each in covering(FACTORS, 2)]
 # Each online recipe goes on in each of the worlds that it was killed in, from another one of them.
 CROSSED = [(name, KILLED[i - k], target) for k, name in enumerate(ONLINE, 1) for i, target in enumerate(KILLED)]
-# A checkpoint knows neither its world nor its recipe, so that a part will do: each recipe is killed in two worlds and
-# goes on in two, most of them from shards and in shards; each of the former worlds goes on in each of the latter.
+# A checkpoint knows neither its world nor its recipe, and test_resharding has it go from any world to any, so that a
+# part will do: each recipe once, in shards before or after; each of the former worlds, and each of the latter.
+PART = [
+    ("sft", "2 fsdp", "4 hsdp"), ("dpo", "2 fsdp", "4 fsdp"), ("dpo_adapters", "2 fsdp", "4 ddp"),
+    ("dpo_precomputed", "2 fsdp", "2 fsdp"), ("kto", "4 hsdp", "4 hsdp"), ("orpo", "4 hsdp", "4 fsdp"),
+    ("cpo", "2 ddp", "4 hsdp"), ("reward", "4 hsdp", "2 fsdp"), ("prm", "4 hsdp", "2 ddp"),
+    ("distill", "4 hsdp", "1 one"), ("grpo", "2 fsdp", "4 hsdp"), ("ppo", "2 fsdp", "4 fsdp"),
+    ("ppo_critic", "1 one", "4 hsdp"), ("online_dpo", "1 one", "4 fsdp"),
+]  # fmt: skip
 PAIRS = list(itertools.product(KILLED, SHARDS))
-PART = [(recipe, *PAIRS[17 - i]) for i, recipe in enumerate(2 * (RECIPES + ONLINE))]
-REST = [case for case in ALL + CROSSED if case not in PART]
+FURTHER = [(recipe, *PAIRS[17 - i]) for i, recipe in enumerate(2 * (RECIPES + ONLINE))]
+REST = [case for case in dict.fromkeys(ALL + CROSSED + FURTHER) if case not in PART]
 QUICK = {"1 one": [("dpo", "2 fsdp")]}  # the other way round is in the part
 
 
