@@ -1,11 +1,20 @@
 """``python -m burnish`` is the command ``burnish``."""
 
+import os
 import sys
 from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; if packages are missing, print how to install them."""
+    if sys.flags.optimize > 1:
+        print("burnish: wanted docstrings, of which transformers makes its models, and -OO removes them; "
+              "leave it out, or set PYTHONOPTIMIZE=1", file=sys.stderr)  # fmt: skip
+        return 2
+    unclear = [word for word in sys.argv[1:] if os.fsencode(word) != word.encode(errors="replace")]
+    if arguments is None and unclear:  # tokenizers and safetensors would look for files of other names
+        print(f"burnish: {unclear[0]!r} is not UTF-8 here; set PYTHONUTF8=1, or use names in UTF-8", file=sys.stderr)
+        return 2
     try:
         from .loops.cli import main as command
     except ModuleNotFoundError as error:

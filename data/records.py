@@ -188,8 +188,7 @@ def _split_of(dataset: Dataset | DatasetDict, split: str, source: str) -> Datase
         instruction = datasets.ReadInstruction.from_spec(split)
         parts = instruction.to_absolute({name: len(part) for name, part in splits.items()})
     except (ValueError, AssertionError) as error:
-        there = ", ".join(map(str, splits))
-        raise DataError(f"{source}: no split '{split}'; there are {there}") from error
+        raise DataError(f"{source}: no split '{split}'; there are {', '.join(map(str, splits))}") from error
     return datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
 
 
@@ -240,7 +239,8 @@ def _diagnose(path: Path, reader: str, error: Exception) -> str:
         for number, line in enumerate(content.split(b"\n"), 1):
             if line.strip() and (problem := _problem_of_line(line)):
                 return f"{path.name} line {number}: {problem}; fix or remove the line"
-    return f"{path.name}: the {reader} reader failed: {_root(error)}"
+    fix = "; set HF_HOME to a directory with room that can be written" if "[Errno" in _root(error) else ""  # of a cache
+    return f"{path.name}: the {reader} reader failed: {_root(error)}{fix}"
 
 
 def _problem_of_line(line: bytes) -> str | None:

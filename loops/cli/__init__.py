@@ -24,9 +24,9 @@ from .trl_rules import table
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script; returns its exit status."""
-    if arguments is None:
-        output, usual = io.BufferedWriter(_Output(1, "w", closefd=False)), sys.stdout
-        sys.stdout = io.TextIOWrapper(output, usual.encoding, usual.errors, line_buffering=True)
+    if arguments is None and sys.stdout is not None:  # unless it is closed
+        output = io.BufferedWriter(_Output(1, "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(output, sys.stdout.encoding, "backslashreplace", line_buffering=True)
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own

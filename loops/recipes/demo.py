@@ -39,8 +39,7 @@ def demo(config: Demo) -> dict[str, float]:
     """Run all stages; returns the held-out accuracy after each."""
     console = Console()
     directory = _vacant(Path(config.output))
-    rng = random.Random(config.seed)
-    drawn = questions(rng, HELD_OUT + TAUGHT + config.questions)
+    drawn = questions(random.Random(config.seed), HELD_OUT + TAUGHT + config.questions)
     held_out, taught, asked = drawn[:HELD_OUT], drawn[HELD_OUT:][:TAUGHT], drawn[HELD_OUT + TAUGHT :]
     save_start(directory / "start", seed=config.seed)
 
@@ -105,8 +104,7 @@ def _stage(directory: Path, name: str, start: str, rows: Iterable[dict[str, str]
 
 def solve(question: str) -> str:
     """The answer to "123+456=", with as many digits whatever the sum."""
-    first, second = question.rstrip("=").split("+")
-    return f"{int(first) + int(second):0{TERM + 1}d}"
+    return f"{sum(map(int, question.rstrip('=').split('+'))):0{TERM + 1}d}"
 
 
 @torch.no_grad()
@@ -160,11 +158,9 @@ def _vacant(wanted: Path) -> Path:
 
 
 def _draw(directory: Path, accuracy: dict[str, float]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(12, 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     bars, loss, margins, reward = figure.subplots(1, 4)
     drawn = bars.bar(list(accuracy), list(accuracy.values()), color=["#bbbbbb", "#4c78a8", "#f58518", "#54a24b"])
     bars.bar_label(drawn, fmt="{:.1%}")

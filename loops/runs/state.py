@@ -129,7 +129,7 @@ def dump(state: Any) -> memoryview:
     """The content of a file for torch.load."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return buffer.getbuffer()
+    return memoryview(buffer.getvalue())  # no copy; a view of the buffer itself would outlive it
 
 
 def random_state() -> dict[str, Any]:
