@@ -16,6 +16,7 @@ A policy reads each trained token one position before it, where it is predicted;
 the end of a completion or of a step.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -76,35 +77,31 @@ def arrange(
         ]
     # An empty batch still runs forward and backward: other ranks wait for it.
     segments = [_segment(example, read) for example in examples] or [([0], [0], [0], [])]
-    lengths = [len(tokens) for tokens, *_ in segments]
+    tokens, positions, branches, read_at = zip(*segments, strict=True)
+    lengths = [len(ids) for ids in tokens]
     width, every = sum(lengths) if one_row else max(lengths), range(len(lengths))
     width += -width % multiple_of
     rows = [[i] for i in every] if layout == "padded" else first_fit(every, lengths, width)
 
+    def lay(values: Sequence[Sequence[int]], filler: int) -> Tensor:
+        """One value for each slot of the rows: those of the row's segments one after the other, then the filler."""
+        laid = ([value for i in members for value in values[i]] for members in rows)
+        return torch.tensor([row + [filler] * (width - len(row)) for row in laid], device=device)
+
     # Slots that no segment covers have position 0, and so are sequences of their own, which are never read; of a token
     # that is trained on, as the embedding of another may be all zeros, from which some models compute NaN gradients.
-    position_ids, branch = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))
-    input_ids = torch.full_like(position_ids, segments[0][0][0])
-    owner = torch.full((len(rows), width), -1)
-    positions_read: dict[int, list[int]] = {}  # of each segment, into the flattened rows
+    input_ids, position_ids = lay(tokens, tokens[0][0]), lay(positions, 0)
+    start: dict[int, int] = {}  # of each segment, in the flattened rows
     for row, members in enumerate(rows):
-        offset = 0
-        for i in members:
-            tokens, positions, branches, read_at = segments[i]
-            span = slice(offset, offset + len(tokens))
-            input_ids[row, span] = torch.tensor(tokens)
-            position_ids[row, span] = torch.tensor(positions)
-            branch[row, span] = torch.tensor(branches)
-            owner[row, span] = i
-            positions_read[i] = [row * width + offset + p for p in read_at]
-            offset += len(tokens)
-    position = torch.tensor([p for i in every for p in positions_read[i]], dtype=torch.int64)
+        start |= zip(members, itertools.accumulate((lengths[i] for i in members), initial=row * width), strict=False)
+    position = torch.tensor([start[i] + p for i in every for p in read_at[i]], dtype=torch.int64, device=device)
     mask: Tensor | BlockMask | None = None
     if layout == "padded":
-        mask = (owner >= 0).to(device, torch.int64)
+        mask = lay([[1] * length for length in lengths], 0)
     elif layout == "shared":
-        mask = (_block_mask if blocks else _dense_mask)(owner.to(device), branch.to(device))
-    return Rows(input_ids.to(device), position_ids.to(device), mask, position.to(device))
+        owner = lay([[i] * length for i, length in enumerate(lengths)], -1)
+        mask = (_block_mask if blocks else _dense_mask)(owner, lay(branches, 0))
+    return Rows(input_ids, position_ids, mask, position)
 
 
 def _dense_mask(owner: Tensor, branch: Tensor, queries: slice = slice(None)) -> Tensor:

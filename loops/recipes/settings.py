@@ -241,5 +241,5 @@ class Demo:
     """Optimizer steps of DPO, 96 pairs each."""
     questions: int = 4000
     """Questions that the model answers to make pairs, four times each."""
-    grpo_steps: int = 84
+    grpo_steps: int = 42
     """Optimizer steps of GRPO, three on 8 completions of each of 128 questions."""
