@@ -36,16 +36,8 @@ HELD_OUT = 1000  # questions that no stage trains on
 
 
 def demo(config: Demo) -> dict[str, float]:
-    """Run all stages; returns the held-out accuracy after each."""
-    threads = torch.get_num_threads()
+    """Run all stages, on one thread from then on; returns the held-out accuracy after each."""
     torch.set_num_threads(1)  # products are so small that a second thread costs more than it computes
-    try:
-        return _stages(config)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _stages(config: Demo) -> dict[str, float]:
     console = Console()
     directory = _vacant(Path(config.output))
     drawn = questions(random.Random(config.seed), HELD_OUT + TAUGHT + config.questions)
