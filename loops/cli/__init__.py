@@ -1,6 +1,7 @@
 """``burnish <recipe> [--config file.yaml] [--any.field value]``"""
 
 import argparse
+import gc
 import io
 import logging
 import os
@@ -161,9 +162,7 @@ def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _
     arguments = [word for word in arguments if word != "--traceback"]
     try:
         config = parse(name, settings_of(name), arguments)
-        # Threads that spin while they wait take each other's cores; this is read when torch is first imported.
-        if name == "demo":
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        gc.disable()  # imports make millions of objects that stay, and would be searched for garbage for seconds
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft's use of transformers
         if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
             logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -176,6 +175,8 @@ def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _
 
             datasets.disable_progress_bars()
             transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        opener(name)
+        gc.enable()
         done = perform(name, config)
     except KeyboardInterrupt:
         print(f"burnish {name}: interrupted; --resume true continues from the last checkpoint, if any", file=sys.stderr)
@@ -191,6 +192,8 @@ def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _
             raise
         print(f"burnish {name}: {message}", file=sys.stderr)
         return 1
+    finally:
+        gc.enable()
     return int(done is False)
 
 

@@ -52,8 +52,7 @@ def demo(config: Demo) -> dict[str, float]:
     console.rule("DPO + NLL: its own right and wrong answers")
     answers = sample(directory / "sft/model", asked, count=4, temperature=1.0)
     stage = _stage(directory, "dpo", "sft/model", pairs(asked, answers), seed=config.seed, steps=config.dpo_steps)
-    mix = {"dpo": 1.0, "nll": 1.0}
-    open_dpo(DPO(**stage, batch_size=96, learning_rate=1e-3, warmup=0.1, loss=mix, beta=0.1)).train()
+    open_dpo(DPO(**stage, batch_size=96, learning_rate=1e-3, warmup=0.1, loss={"dpo": 1.0, "nll": 1.0})).train()
     accuracy["after DPO"] = score(directory / "dpo/model", held_out)
 
     console.rule("GRPO: a reward for right answers")
