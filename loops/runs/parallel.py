@@ -31,8 +31,6 @@ def check_launcher() -> None:
                 f"{variable}: Accelerate's {wrapper} is not supported; launch without it (torchrun, or accelerate "
                 f"launch --multi_gpu), and shard the model by {_same_in_flags()}"
             )
-    if _started() == 1 and "LOCAL_RANK" in os.environ and "MASTER_ADDR" not in os.environ:
-        raise ValueError(f"LOCAL_RANK: it is set, and MASTER_ADDR is not; unset it, or {_START}")
     if _started() > 1 and not any(variable in os.environ for variable in _LOCAL_RANKS):
         raise ValueError(f"{_started()} processes were announced, and this one has no LOCAL_RANK; {_START}")
 

@@ -12,7 +12,6 @@ import pytest
 from burnish.data import DataError, load_data
 from burnish.loops import cli
 from burnish.loops.recipes.settings import SFT
-from burnish.loops.runs.parallel import check_launcher
 from burnish.loops.runs.preflight import check_files
 
 
@@ -62,11 +61,3 @@ def test_a_cache_that_takes_no_files_is_named_with_the_remedy(tmp_path: Path, mo
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/proc/burnish"))
     with pytest.raises(DataError, match=r"^rows.jsonl: .*No such file.*; set HF_HOME to a directory with room"):
         load_data(str(tmp_path / "rows.jsonl"), None, seed=0, streaming=False)
-
-
-def test_a_local_rank_that_is_left_over_is_named(monkeypatch):
-    for name in ("MASTER_ADDR", "WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ValueError, match=r"^LOCAL_RANK: it is set, and MASTER_ADDR is not; unset it, or start ranks"):
-        check_launcher()
