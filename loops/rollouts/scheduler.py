@@ -265,9 +265,10 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             taken = groups.result() if groups.done() else republishing.result()
         finally:
-            groups.cancel()
-            republishing.cancel()
-            await asyncio.gather(*either, return_exceptions=True)
+            under_way = [republishing, *(self._groups[task] for task in wanted)]
+            for each in under_way:
+                each.cancel()
+            await asyncio.gather(groups, *under_way, return_exceptions=True)
             for task in wanted:  # what failed, or was cancelled just now, is sampled anew when it is taken again
                 if (group := self._groups[task]).cancelled() or (group.done() and group.exception()):
                     del self._groups[task]

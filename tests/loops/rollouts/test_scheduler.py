@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -419,7 +420,15 @@ def test_weights_that_are_being_trained_are_not_drawn_from_meanwhile():
 def test_after_a_failure_the_same_groups_can_be_taken_again(max_staleness):
     """In a notebook, say, where the server has been seen to; and a state is at hand in between."""
 
+    attempts, under_way = Counter(), asyncio.Event()
+
     async def refuse(request):
+        attempts[request.task] += 1
+        if attempts[request.task] == 2:  # the last one; the second task's is under way when that of the first fails
+            if request.task == 1:
+                under_way.set()
+                await asyncio.sleep(0.3)
+            await under_way.wait()
         raise SourceLost("the server is gone")
 
     trainer = Trainer(source := Scripted(), max_staleness=max_staleness, attempts=2)
