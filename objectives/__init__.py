@@ -125,10 +125,10 @@ from .supervised import (
 )
 from .types import (
     FlatTokens as FlatTokens,
+    IntPerSequence as IntPerSequence,
     PerPair as PerPair,
     PerSequence as PerSequence,
     PerToken as PerToken,
     SequenceIds as SequenceIds,
-    SequenceLengths as SequenceLengths,
     Stats as Stats,
 )

@@ -18,17 +18,15 @@ import math
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Share, Stats, require, same_shape, within
-
-Groups = Int[Tensor, " sequences"]  # the prompt each completion belongs to, as any integer
+from .types import FlatTokens, IntPerSequence, PerSequence, SequenceIds, Share, Stats, require, same_shape, within
 
 
 @torch.no_grad()
 def group_advantage(
-    reward: PerSequence, group: Groups, *, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4
+    reward: PerSequence, group: IntPerSequence, *, scale: Literal["group", "batch", "none"] = "group", eps: float = 1e-4
 ) -> PerSequence:
     """GRPO's advantage: a completion against the others to its prompt.
 
@@ -55,7 +53,7 @@ def group_advantage(
 
 
 @torch.no_grad()
-def rloo_advantage(reward: PerSequence, group: Groups) -> PerSequence:
+def rloo_advantage(reward: PerSequence, group: IntPerSequence) -> PerSequence:
     """RLOO's advantage: the baseline is the mean reward of the other completions to the prompt.
 
         A_i = r_i − 1/(n − 1) Σ_{j≠i} r_j = n/(n − 1) (r_i − mean_g r)
@@ -69,7 +67,7 @@ def rloo_advantage(reward: PerSequence, group: Groups) -> PerSequence:
 
 
 @torch.no_grad()
-def opo_advantage(reward: PerSequence, group: Groups, length: SequenceLengths) -> PerSequence:
+def opo_advantage(reward: PerSequence, group: IntPerSequence, length: IntPerSequence) -> PerSequence:
     """OPO's advantage: the baseline that minimizes the gradient's variance if that grows with a completion's length.
 
         A_i = r_i − Σ_g l r / Σ_g l
@@ -102,7 +100,7 @@ def weighted_reward(reward: Float[Tensor, "sequences rewards"], weight: Float[Te
 @torch.no_grad()
 def gdpo_advantage(
     reward: Float[Tensor, "sequences rewards"],
-    group: Groups,
+    group: IntPerSequence,
     weight: Float[Tensor, " rewards"],
     *,
     eps: float = 1e-4,
@@ -217,7 +215,7 @@ def reinforce_plus_plus(
 
 @torch.no_grad()
 def reinforce_plus_plus_baseline(
-    reward: PerSequence, group: Groups, sequence: SequenceIds, *, eps: float = 1e-4
+    reward: PerSequence, group: IntPerSequence, sequence: SequenceIds, *, eps: float = 1e-4
 ) -> FlatTokens:
     """REINFORCE++-baseline's advantage: centered in the group, scaled over the batch; for groups of completions.
 
@@ -233,7 +231,7 @@ def reinforce_plus_plus_baseline(
 
 
 @torch.no_grad()
-def group_stats(reward: PerSequence, group: Groups) -> Stats:
+def group_stats(reward: PerSequence, group: IntPerSequence) -> Stats:
     """Reward metrics of a step, one number each, under TRL's names where it has one.
 
         reward, reward_std     mean and standard deviation over the scored completions of the batch

@@ -13,15 +13,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from .sequence import sequence_length, sequence_mean
-from .types import PerPair, PerSequence, Stats, require, same_shape
-
-PerCompletion = Float[Tensor, " completions"]
-CompletionIds = Int[Tensor, " completions"]
-PerStep = Float[Tensor, " steps"]
+from .types import FlatTokens, IntPerSequence, PerPair, PerSequence, PerToken, SequenceIds, Stats, require, same_shape
 
 
 def bradley_terry(chosen: PerPair, rejected: PerPair, margin: PerPair | float = 0.0) -> tuple[PerPair, Stats]:
@@ -58,7 +54,7 @@ def centering(chosen: PerPair, rejected: PerPair) -> tuple[PerPair, Stats]:
     return (chosen + rejected).square(), {}
 
 
-def plackett_luce(score: PerCompletion, group: CompletionIds, rank: CompletionIds) -> tuple[PerCompletion, Stats]:
+def plackett_luce(score: PerSequence, group: IntPerSequence, rank: IntPerSequence) -> tuple[PerSequence, Stats]:
     """Plackett-Luce: a ranking is a sequence of choices, each of the best among the completions that are left.
 
         ℓ_i = log Σ_{j: rank_j ≥ rank_i} e^{r_j} − r_i,  j in the group of i
@@ -95,7 +91,7 @@ def score_regression(score: PerSequence, target: PerSequence) -> tuple[PerSequen
     return error.square(), {"mean_reward": score.detach(), "absolute_error": error.detach().abs()}
 
 
-def step_loss(logit: PerStep, label: PerStep | Bool[Tensor, " steps"]) -> tuple[PerStep, Stats]:
+def step_loss(logit: PerToken, label: PerToken | Bool[Tensor, "*tokens"]) -> tuple[PerToken, Stats]:
     """Process reward: is this step of the solution right? Cross-entropy at the end of each step.
 
         ℓ = −y log σ(z) − (1 − y) log σ(−z)
@@ -113,7 +109,7 @@ def step_loss(logit: PerStep, label: PerStep | Bool[Tensor, " steps"]) -> tuple[
 
 
 def step_aggregate(
-    step_score: PerStep, sequence: Int[Tensor, " steps"], sequences: int, *, how: Literal["min", "prod", "last", "mean"]
+    step_score: FlatTokens, sequence: SequenceIds, sequences: int, *, how: Literal["min", "prod", "last", "mean"]
 ) -> PerSequence:
     """From the steps' probabilities of being right to one score of the solution.
 

@@ -7,10 +7,10 @@ token has sum 0, mean 0 and weight 1, and passes no gradient.
 
 import torch
 
-from .types import FlatTokens, PerSequence, SequenceIds, SequenceLengths, Share, same_shape, within
+from .types import FlatTokens, IntPerSequence, PerSequence, SequenceIds, Share, same_shape, within
 
 
-def sequence_length(sequence: SequenceIds, sequences: int) -> SequenceLengths:
+def sequence_length(sequence: SequenceIds, sequences: int) -> IntPerSequence:
     """|y|, the number of tokens of each sequence."""
     return sequence.new_zeros(sequences).index_add(0, sequence, torch.ones_like(sequence))
 
@@ -30,7 +30,7 @@ def sequence_mean(x: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSe
 
 
 def length_desensitized_sum(
-    x: FlatTokens, sequence: SequenceIds, public_length: SequenceLengths, *, alpha: float
+    x: FlatTokens, sequence: SequenceIds, public_length: IntPerSequence, *, alpha: float
 ) -> PerSequence:
     """LD-DPO's log-likelihood: what a completion says beyond the length of the other one of its pair counts α.
 

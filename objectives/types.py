@@ -17,7 +17,7 @@ PerPair = Float[Tensor, " pairs"]
 
 FlatTokens = Float[Tensor, " tokens"]  # one entry per trained token, the sequences one after the other
 SequenceIds = Int[Tensor, " tokens"]  # int64, sorted: the sequence each token belongs to
-SequenceLengths = Int[Tensor, " sequences"]  # int64, in trained tokens
+IntPerSequence = Int[Tensor, " sequences"]  # a group, a rank, or a length in trained tokens
 
 Stats = dict[str, Tensor]  # detached, each of the loss's shape
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ...data import Accounting, encode_preference, encode_ranking, encode_scores, encode_supervised, example
-from ...objectives import Stats, bradley_terry, centering, plackett_luce, score_regression
-from ...objectives.reward import CompletionIds, PerCompletion
+from ...objectives import IntPerSequence, PerSequence, Stats, bradley_terry, centering, plackett_luce, score_regression
 from ..batch import Batch, collate
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, ends_marked, scores
@@ -80,11 +79,11 @@ def _ranking_mean(batch: Batch) -> Weights:
     return Weights(torch.ones(batch.sequences, dtype=torch.float64, device=batch.target.device), len(batch.examples))
 
 
-def _ranking_loss(score: PerCompletion, group: CompletionIds, rank: CompletionIds) -> tuple[PerCompletion, Stats]:
+def _ranking_loss(score: PerSequence, group: IntPerSequence, rank: IntPerSequence) -> tuple[PerSequence, Stats]:
     return plackett_luce(score, group, rank)[0], {}
 
 
-def _ranking_accuracy(score: PerCompletion, group: CompletionIds, rank: CompletionIds) -> tuple[PerCompletion, Stats]:
+def _ranking_accuracy(score: PerSequence, group: IntPerSequence, rank: IntPerSequence) -> tuple[PerSequence, Stats]:
     _, stats = plackett_luce(score.detach(), group, rank)
     return stats.pop("accuracy"), stats  # the mean over completions, not the sum over those of a ranking
 

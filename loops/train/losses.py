@@ -29,7 +29,6 @@ Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit
 TensorReader = Callable[[nn.Module, Batch], Tensors]
 
 CHOSEN, REJECTED = 0, 1
-_UNITS = {"completions": "sequences", "steps": "tokens"}  # of objectives on scores
 
 
 def tensor_parameters(function: Any) -> list[inspect.Parameter]:
@@ -47,7 +46,7 @@ def _unit(annotation: Any) -> str | None:
     """The unit of a jaxtyping annotation, the name of its dimension; "" for one number for the whole step."""
     for kind in (annotation, *get_args(annotation)):
         if hasattr(kind, "dim_str"):
-            return _UNITS.get(name := str(kind.dim_str).strip(" *"), name)
+            return str(kind.dim_str).strip(" *")
     return None
 
 
