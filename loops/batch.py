@@ -8,9 +8,6 @@ from torch import Tensor
 
 from ..data import Example
 
-# Which completions: those of this index in their example, of the examples that a bool column marks, or (None) all.
-CompletionSelector = int | str | None
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -42,13 +39,13 @@ class Batch:
         """int64 [sequences]: the example that each completion belongs to."""
         return (self.completion == 0).cumsum(0) - 1
 
-    def completions_of(self, of: CompletionSelector) -> Tensor:
-        """Bool [sequences]: completions of this index in their example, or of the examples that a column marks."""
+    def completions_of(self, of: int | str | None) -> Tensor:
+        """Bool [sequences]: of this index in their example, of the examples that a bool column marks, or (None) all."""
         if of is None:
             return torch.ones_like(self.completion, dtype=torch.bool)
         return self.columns[of].bool()[self.example] if isinstance(of, str) else self.completion == of
 
-    def tokens_of(self, of: CompletionSelector) -> Tensor:
+    def tokens_of(self, of: int | str | None) -> Tensor:
         """Bool [tokens]: trained tokens of those completions."""
         return self.completions_of(of)[self.sequence]
 

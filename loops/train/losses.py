@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...kernels import Extra
 from ...objectives import PerPair, PerToken, Stats, sequence_mean, sequence_sum, wpo_weight
-from ..batch import Batch, CompletionSelector
+from ..batch import Batch
 from ..models.lm_head import TeacherOutputs
 from .step import Objective
 from .weighting import Weighting, Weightings, completion_mean, pair_mean, token_mean
@@ -66,7 +66,7 @@ class Term:
     function: Loss
     coefficient: float = 1.0
     weighting: Weighting | None = None
-    of: CompletionSelector = None
+    of: int | str | None = None
     columns: tuple[str, ...] = ()
     factor: str | None = None
     _inputs: list[tuple[inspect.Parameter, str]] = field(init=False, repr=False, compare=False)  # and their units

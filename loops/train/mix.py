@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 from ...objectives import PerToken, Stats, preference, reference_free, supervised
-from ..batch import CompletionSelector
 from ..config import LossMix
 from ..registry import find, nearest
 from .losses import CHOSEN, REJECTED, TENSORS, Loss, Term, units_of
@@ -23,7 +22,7 @@ def parse_losses(
     shared: Mapping[str, float],
     known: Mapping[str, Loss],
     *,
-    of: CompletionSelector = None,
+    of: int | str | None = None,
     weighting: Callable[..., Weights] = token_mean,
     given: Collection[str] = (),
 ) -> dict[str, Term]:
@@ -60,7 +59,7 @@ def parse_losses(
         function = _function(key, known)
         if coefficient < 0:
             log.warning("loss: %s has the coefficient %s, so it is raised instead of lowered", name, coefficient)
-        completions: CompletionSelector = of if Term(function).unit == "tokens" else None
+        completions: int | str | None = of if Term(function).unit == "tokens" else None
         if (applies_to := settings.pop("of", None)) is not None:
             completions = {"all": None, "chosen": CHOSEN, "rejected": REJECTED}.get(applies_to, applies_to)
         weigh = _weighting(name, Term(function, of=completions), settings, by, weighting)

@@ -7,7 +7,7 @@ and the gradient does not depend on how the step was split.
 
 A weighting is a function ``weighting(batch) -> Weights``: one of these, or any other. Those here take ``of``, to weight
 only the units of some completions: an index in the example (of a pair, 0 is chosen and 1 rejected), or the name of a
-bool column, one entry per example.
+bool column, one entry per example; None weights all.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch import Batch, CompletionSelector
+from ..batch import Batch
 
 
 class Weights(NamedTuple):
@@ -30,27 +30,27 @@ Weighting = Callable[[Batch], Weights]
 Weightings = Mapping[str, tuple[float, Weighting]]  # name of a loss -> (coefficient, weighting)
 
 
-def token_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
+def token_mean(batch: Batch, *, of: int | str | None = None) -> Weights:
     """w = 1, Z = Σ|o|: every token counts the same (SFT; DAPO, Yu et al. 2025, arXiv:2503.14476)."""
     weight = torch.ones_like(batch.sequence[batch.tokens_of(of)], dtype=torch.float64)
     return Weights(weight, float(len(weight)))
 
 
-def sequence_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
+def sequence_mean(batch: Batch, *, of: int | str | None = None) -> Weights:
     """w = 1/|o_i|, Z = N: every completion counts the same (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
     sequence = batch.sequence[batch.tokens_of(of)]
     length = torch.bincount(sequence, minlength=batch.sequences).double()
     return Weights(1 / length[sequence], float((length > 0).sum()))
 
 
-def fixed_length(batch: Batch, *, length: int, of: CompletionSelector = None) -> Weights:
+def fixed_length(batch: Batch, *, length: int, of: int | str | None = None) -> Weights:
     """w = 1/L, Z = N: a constant instead of the length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
     sequence = batch.sequence[batch.tokens_of(of)]
     weight = torch.full_like(sequence, 1 / length, dtype=torch.float64)
     return Weights(weight, float(len(torch.unique(sequence))))
 
 
-def completion_mean(batch: Batch, *, of: CompletionSelector = None) -> Weights:
+def completion_mean(batch: Batch, *, of: int | str | None = None) -> Weights:
     """w = 1, Z = number of completions: for a loss with one entry per completion."""
     weight = torch.ones_like(batch.completion[batch.completions_of(of)], dtype=torch.float64)
     return Weights(weight, float(len(weight)))
@@ -62,7 +62,7 @@ def pair_mean(batch: Batch) -> Weights:
     return Weights(weight, float(len(weight)))
 
 
-def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: str, of: CompletionSelector = None) -> Weights:
+def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: str, of: int | str | None = None) -> Weights:
     """w = w' · c, Z = Σ w' · c: a weighting times a column c of the data, such as the importance of each example.
 
     Args:
