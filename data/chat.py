@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from .columns import ASSISTANT, BadRow, Message, ParsedRow, PlainOrChat, common_prefix
+from .columns import ASSISTANT, BadRow, Message, ParsedRow, common_prefix
 from .records import DataError
 from .turns import ADVICE, check_roles, find_begin, full_text, through_end
 
@@ -62,7 +62,7 @@ class Encoder:
                 raise DataError(f"chat_template_kwargs: the chat template uses no {name!r}; correct or remove it")
 
     def continuations(
-        self, prompt: PlainOrChat, completions: Sequence[PlainOrChat], options: Mapping[str, Any]
+        self, prompt: str | list[Message], completions: Sequence[str | list[Message]], options: Mapping[str, Any]
     ) -> tuple[list[int], list[list[int]], list[list[bool]], bool]:
         """Token ids of the prompt, those that each completion adds to it and which of them are trained.
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
-PlainOrChat = str | list[Message]
 
 SUPERVISED = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
 PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # the two share their beginning, the prompt
@@ -71,8 +70,8 @@ class ParsedRow:
     float for `score`, and one number per completion or step for `ranks` and `labels`.
     """
 
-    prompt: PlainOrChat | None
-    completions: tuple[PlainOrChat, ...]
+    prompt: str | list[Message] | None
+    completions: tuple[str | list[Message], ...]
     template_options: Mapping[str, Any] = field(default_factory=dict)
     annotation: Any = None
 
@@ -227,7 +226,7 @@ def _steps(steps: list[Any]) -> tuple[str, ...]:
     return tuple(steps)
 
 
-def _value(value: Any, name: str) -> PlainOrChat:
+def _value(value: Any, name: str) -> str | list[Message]:
     if value is None:
         raise BadRow("missing", f"'{name}' is missing; fill it in or remove the row")
     if name in ("messages", "conversations") and isinstance(value, str) and value.startswith("["):
@@ -287,7 +286,7 @@ def _tool_call(call: Any, at: str) -> Message:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def _check_prompt(prompt: PlainOrChat) -> None:
+def _check_prompt(prompt: str | list[Message]) -> None:
     if not prompt:
         raise BadRow("no prompt", "'prompt' is empty, so nothing predicts the first token; fill it in")
     if isinstance(prompt, str):
@@ -300,7 +299,7 @@ def _check_prompt(prompt: PlainOrChat) -> None:
         raise BadRow("empty", f"'prompt' message {len(prompt)}, the user's, is empty; fill it in or remove the row")
 
 
-def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> None:
+def _check_completion(name: str, prompt: str | list[Message], value: str | list[Message]) -> None:
     if not value:
         problem = "is empty" if isinstance(value, str) else "has no messages"
         raise BadRow("empty", f"'{name}' {problem}; fill it in or remove the row")
@@ -326,8 +325,8 @@ def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> Non
 
 
 def _split_shared(
-    record: Mapping[str, Any], chosen: PlainOrChat, rejected: PlainOrChat
-) -> tuple[PlainOrChat, dict[str, PlainOrChat]]:
+    record: Mapping[str, Any], chosen: str | list[Message], rejected: str | list[Message]
+) -> tuple[str | list[Message], dict[str, str | list[Message]]]:
     """The prompt that chosen and rejected share: whole messages, or characters up to a space, as TRL splits them."""
     shared = common_prefix(chosen, rejected)
     if shared and (shared == min(len(chosen), len(rejected)) or chosen[shared - 1] == " "):  # leave each something

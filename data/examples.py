@@ -11,7 +11,6 @@ from .chat import Encoder
 from .columns import BadRow, ParsedRow
 
 TrainOn = Literal["auto", "assistant", "completion", "all"]
-Truncation = Literal["keep_start", "keep_end", "error"]
 
 
 class Example(NamedTuple):
@@ -46,7 +45,7 @@ class Tokenization:
     """
 
     max_length: int | None = None
-    truncation: Truncation | None = None
+    truncation: Literal["keep_start", "keep_end", "error"] | None = None
     on_bad_row: Literal["error", "skip"] = "error"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
