@@ -123,20 +123,9 @@ class RoundedProducts(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _PRODUCTS and all(x.dtype == self.dtype and x.ndim == 2 for x in args):
-            return _Rounded.apply(*args)  # type: ignore[no-untyped-call]
+            a, b = args
+            return (a.float() @ b.float()).to(self.dtype)  # its derivatives are rounded once, too
         return func(*args, **(kwargs or {}))
-
-
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return (a.float() @ b.float()).to(a.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        (a, b), grad = ctx.saved_tensors, gradients[0].float()
-        return (grad @ b.float().t()).to(a.dtype), (a.float().t() @ grad).to(b.dtype)
 
 
 def errors(outcome: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
