@@ -33,7 +33,8 @@ class Policy(Backbone):
             their names and the model's own ``forward`` stay as they are.
         layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps sequences apart.
         backend, keep_bytes: of `burnish.kernels.linear_logprob`.
-        value_head: a module from hidden states [tokens, D] to values [tokens, 1], trained along with the model.
+        value_head: a module from hidden states [tokens, D] to values [tokens, 1], in the precision of its parameters,
+            trained along with the model.
         critic: a model of its own for the values instead, trained along with this one.
         mesh, param_dtype: see `shard`. All ranks of the mesh make the policy, and call together what computes with
             it: forward, ``hidden``, ``model_output``, ``logits``, ``top_k`` and ``teacher_outputs``.
@@ -106,7 +107,9 @@ class Policy(Backbone):
             hidden = super().hidden(rows)  # its shards are gathered here already, and would be let go after it
             computed: Outputs = self.head(hidden, **options)
             if self.value_head is not None:
-                value = self.value_head(hidden)[:, 0].clone()  # FSDP warns of views
+                with torch.autocast(hidden.device.type, enabled=False):  # values keep the precision of their head
+                    states = hidden.to(next(self.value_head.parameters()).dtype)
+                    value = self.value_head(states)[:, 0].clone()  # FSDP warns of views
         else:
             computed = from_logits(super().model_output(rows), **options)
         return self.gathered(Outputs(**{**computed._asdict(), "value": value}), rows)

@@ -37,19 +37,6 @@ from .settings import PPO
 log = logging.getLogger(__name__)
 
 
-class ValueHead(nn.Linear):
-    """From hidden states [tokens, D] to values [tokens, 1], in a precision of its own."""
-
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        super().__init__(width, 1, dtype=dtype)
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return super().forward(hidden.to(self.weight.dtype))
-
-
 def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
     """Open a run that is ready to train, in ``context`` if it is already open.
 
@@ -86,7 +73,9 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
         return Policy(model, **config.kernel, **sharding, critic=open_critic(config).to(device))
     plain: Any = getattr(model, "get_base_model", lambda: model)()
     width = plain.config.get_text_config().hidden_size
-    head = ValueHead(width, torch.promote_types(plain.dtype, torch.float32)).to(device)
+    head = nn.Linear(width, 1, dtype=torch.promote_types(plain.dtype, torch.float32)).to(device)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
     if config.value_head is not None:
         wanted = "wanted value_head.safetensors of a run of ppo with this model"
         with blaming(f"value_head: {config.value_head}: {wanted}", SafetensorError, OSError, RuntimeError):

@@ -8,7 +8,7 @@ from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.config import Lora
 from burnish.loops.models.io import load_model
-from burnish.loops.recipes.ppo import ValueHead, advantages, objective_metrics, open_critic, open_ppo, with_values
+from burnish.loops.recipes.ppo import advantages, objective_metrics, open_critic, open_ppo, with_values
 from burnish.loops.recipes.settings import PPO
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
@@ -143,11 +143,18 @@ def test_adapters_and_a_value_head_train_together(common, tmp_path):
     assert lines(tmp_path / "run")[-1]["kl"] != 0
 
 
-def test_the_head_computes_in_its_own_precision():
-    head = ValueHead(4, torch.float32)
+def test_the_head_begins_at_0_and_computes_in_its_own_precision(common):
+    config = PPO(**common, output="")
+    policy = with_values(load_model(config), config)
+    head, batch = policy.value_head, collate([Example([5, 6], [[7, 8, 9]], [[True, False, True]])])
     assert head.weight.abs().max() == head.bias.abs().max() == 0
+    torch.nn.init.normal_(head.weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert head(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.float32
+        hidden = policy.hidden(policy.arranged(batch.examples, policy.layout))
+        value = policy(batch).value
+    assert value.dtype == torch.float32
+    assert torch.equal(value, head(hidden.float())[:, 0])
+    assert not torch.equal(value, head.bfloat16()(hidden.bfloat16())[:, 0].float())  # as autocast would round it
 
 
 @pytest.mark.parametrize(
@@ -174,7 +181,7 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, co
 
 
 def test_a_value_head_of_another_model_is_refused(common, tmp_path):
-    save_file(ValueHead(8, torch.float32).state_dict(), tmp_path / "other.safetensors")
+    save_file(torch.nn.Linear(8, 1).state_dict(), tmp_path / "other.safetensors")
     save_file({"score.weight": torch.ones(1)}, tmp_path / "score.safetensors")
     (tmp_path / "text.safetensors").write_text("no tensors")
     for name, message in (
