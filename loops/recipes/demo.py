@@ -49,19 +49,22 @@ def demo(config: Demo) -> dict[str, float]:
     accuracy = {"before training": score(directory / "start", held_out)}
     accuracy["after SFT"] = score(directory / "sft/model", held_out)
 
+    # From here on by Muon, which learns from so few steps what AdamW learns from twice as many.
     console.rule("DPO + NLL: its own right and wrong answers")
     answers = sample(directory / "sft/model", asked, count=4, temperature=1.0)
     stage = _stage(directory, "dpo", "sft/model", pairs(asked, answers), seed=config.seed, steps=config.dpo_steps)
-    open_dpo(DPO(**stage, batch_size=96, learning_rate=1e-3, warmup=0.1, loss={"dpo": 1.0, "nll": 1.0})).train()
+    stage |= {"batch_size": 64, "optimizer": "muon", "learning_rate": 1.5e-3, "warmup": 0.1}
+    open_dpo(DPO(**stage, loss={"dpo": 1.0, "nll": 1.0})).train()
     accuracy["after DPO"] = score(directory / "dpo/model", held_out)
 
     console.rule("GRPO: a reward for right answers")
     rows = ({"prompt": q, "answer": solve(q)} for q in [*taught, *asked])
     stage = _stage(directory, "grpo", "dpo/model", rows, seed=config.seed, steps=config.grpo_steps)
     stage |= {"rewards": {"exact_match": {"ignore": ["whitespace"]}}, "max_tokens": TERM + 3, "show_every": 10}
-    stage |= {"prompts_per_rollout": 128, "group_size": 8, "epochs_per_rollout": 3}
+    stage |= {"prompts_per_rollout": 256, "group_size": 4, "epochs_per_rollout": 3}
+    stage |= {"optimizer": "muon", "learning_rate": 8e-4, "schedule": "linear", "warmup": 0.15}
     clip = {"clip_low": 0.02, "clip_high": 0.3}  # wrong answers are pushed down no further than necessary
-    open_grpo(GRPO(**stage, learning_rate=1.5e-4, schedule="linear", warmup=0.15, loss_kwargs=clip)).train()
+    open_grpo(GRPO(**stage, loss_kwargs=clip)).train()
     accuracy["after GRPO"] = score(directory / "grpo/model", held_out)
 
     title = f"sums of two {TERM}-digit numbers, {HELD_OUT} never seen"

@@ -237,9 +237,9 @@ class Demo:
     """Seed of questions, weights and samples."""
     sft_steps: int = 300
     """Optimizer steps of SFT, 96 sums each."""
-    dpo_steps: int = 150
-    """Optimizer steps of DPO, 96 pairs each."""
-    questions: int = 4000
+    dpo_steps: int = 60
+    """Optimizer steps of DPO, 64 pairs each."""
+    questions: int = 2500
     """Questions that the model answers to make pairs, four times each."""
-    grpo_steps: int = 42
-    """Optimizer steps of GRPO, three on 8 completions of each of 128 questions."""
+    grpo_steps: int = 51
+    """Optimizer steps of GRPO, three on 4 completions of each of 256 questions."""

@@ -58,7 +58,7 @@ def test_no_stage_trains_on_a_question_that_accuracies_are_of(stages, scored, tm
     taught, paired, rewarded = (set(prompts(stages[name])) for name in ("sft", "dpo", "grpo"))
     assert not held_out & (taught | paired | rewarded)
     assert not taught & paired and rewarded >= taught | paired
-    assert len(taught) == 5000 and len(paired) == 4000
+    assert len(taught) == 5000 and len(paired) == 2500
 
 
 def test_every_stage_begins_where_the_last_one_ended(stages, scored, tmp_path):
@@ -84,3 +84,11 @@ def test_the_learning_rate_of_every_stage_falls(stages, scored, tmp_path):
         "dpo": "linear",
         "grpo": "linear",  # online recipes keep theirs constant unless told
     }
+
+
+@pytest.mark.slow
+def test_every_stage_raises_the_accuracy(tmp_path):
+    before, sft, dpo, grpo = demo.demo(demo.Demo(str(tmp_path / "run"))).values()
+    assert before < 0.01 and sft > 0.4
+    # On two kinds of processors, and with three other seeds, each gained 3.3 points and more.
+    assert dpo >= sft + 0.02 and grpo >= dpo + 0.02
