@@ -177,9 +177,7 @@ class Encoder:
                 "file.jinja), or give prompts and completions as plain text"
             )
         if options.get("tools") and not self.uses("tools"):
-            raise BadRow(
-                "template", "the chat template leaves out 'tools'; use one that knows tools, or remove the column"
-            )
+            raise BadRow("template", "the chat template leaves out 'tools'; use one that knows tools, or name no tools")
         settings = {**self.chat_template_kwargs, **options, **settings}
         apply = partial(self.tokenizer.apply_chat_template, chat_template=self.chat_template, **settings)
         try:

@@ -224,7 +224,8 @@ def _message(error: Exception) -> str | None:
     if type(error).__name__ in ("DistStoreError", "DistNetworkError"):
         return f"ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start them all: {str(error).splitlines()[0]}"
     if isinstance(error, ImportError) and not str(error.name).startswith(_PACKAGE):
-        return f'{error}; install what is missing (pip install "burnish[train]" has what recipes need); {where}'
+        advice = '; install what is missing (pip install "burnish[train]" has what recipes need)'
+        return f"{error}{'' if 'pip install' in str(error) else advice}; {where}"
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next

@@ -46,9 +46,7 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
 
 
 def turns_for(
-    make: Callable[[], Any],
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> ChatTurns:
     """The turns of these environments' conversations, with their tools described to the template if they have some.
 

@@ -1,6 +1,6 @@
 """Equality of answers as mathematics: numbers, expressions, sets, intervals."""
 
-import importlib
+import importlib.util
 import logging
 import re
 import unicodedata
@@ -15,7 +15,7 @@ _FRACTION = re.compile(r"(?<!\d)[¼-¾⅐-⅞]")  # after a digit it is part of 
 
 @dataclass(frozen=True)
 class MathEquivalence:
-    """1 if the last mathematical expression of the completion equals the row's answer, and 0 otherwise.
+    """1 if the last mathematical expression of the completion equals the row's answer, by Math-Verify, otherwise 0.
 
     42, 42.0, $42$ and \\boxed{42} are the same answer, and so are 1/2, 0.5 and \\frac12. An expression in \\boxed{} is
     read first. A completion without any mathematics is wrong (0). The reward does not apply to a row whose answer can't
@@ -24,18 +24,21 @@ class MathEquivalence:
 
     Simplifying an expression may take forever, so name it in a configuration, which has it run in a process of its own,
     or wrap it in `isolated`. The library's own timeouts use alarms, which work only in the main thread: they are off.
-
-    Library: Math-Verify (Kydlíček 2025), the extra `burnish[math]`.
     """
 
     column: str = "answer"
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError("needs the package math-verify; pip install 'burnish[math]'")
 
     @property
     def columns(self) -> Sequence[str]:
         return (self.column,)
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
-        library = _library()
+        library = importlib.import_module("math_verify")  # imported late: sympy takes a second
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
         if row[self.column] is None:
             return None
         gold = str(row[self.column]).rpartition("####")[2].strip()
@@ -49,14 +52,4 @@ class MathEquivalence:
 def _parse(library: Any, text: str) -> list[Any]:
     text = _FRACTION.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]).replace("⁄", "/"), text.replace("−", "-"))
     kinds = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
-    expressions: list[Any] = library.parse(text, kinds, parsing_timeout=None, raise_on_error=True)
-    return expressions
-
-
-def _library() -> Any:
-    try:
-        math_verify = importlib.import_module("math_verify")  # imported late: sympy takes a second
-    except ImportError as error:
-        raise ImportError("reward math: needs the package math-verify; pip install 'burnish[math]'") from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
-    return math_verify
+    return list(library.parse(text, kinds, parsing_timeout=None, raise_on_error=True))

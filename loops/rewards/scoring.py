@@ -172,13 +172,13 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
 
 
 def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
-    """Raise ValueError, with the first traceback, if a function raised in each of its calls for these samples."""
-    for reward in rewards:
-        if samples and all(sample.rewards[reward.name] == "error" for sample in samples):
+    """Raise ValueError, with the first failure, if a function raised, or gave no number, in each call for them."""
+    for reward, failure in [(reward, failure) for reward in rewards for failure in ("error", "not a number")]:
+        if samples and all(sample.rewards[reward.name] == failure for sample in samples):
             raise ValueError(
-                f"reward {reward.name}: it raised in every one of its calls, for all {len(samples)} completions of the "
-                "first rollout, so nothing can be learned from it; fix it or leave it out. The first error:\n"
-                + reward.reported.get("error", "(in the log of the process that called it)")
+                f"reward {reward.name}: {failure} in every one of its calls, for all {len(samples)} completions of the "
+                "first rollout, so nothing can be learned from it; fix it or leave it out. The first one:\n"
+                + reward.reported.get(failure, "(in the log of the process that called it)")
             )
 
 

@@ -55,6 +55,8 @@ def score(
     Raises:
         ValueError: if a function needs a column that a row does not have, or two functions have the same name.
     """
+    if isinstance(rewards, Mapping):
+        raise ValueError("score: wanted a list, got a mapping; weigh a function by RewardFunction(name, f, weight)")
     functions = [f if isinstance(f, RewardFunction) else RewardFunction(name_of(f), f) for f in rewards]
     rows = [sample.row or {} for sample in samples] if rows is None else rows
     pending = [i for i, sample in enumerate(samples) if any(f.name not in sample.rewards for f in functions)]

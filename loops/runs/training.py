@@ -120,7 +120,9 @@ class Training:
         context, accelerator, config = self.context, self.context.accelerator, self.context.config
         steps, main, parts, signal = self.feed.steps, accelerator.is_main_process, self.state["parts"], None
         if not self._unused.detach():
-            raise RuntimeError("training: all steps were taken; open a run with resume=True to continue it")
+            raise RuntimeError(
+                f"training: it ended at step {self.step} of {steps}; continue it in another run, by resume=True"
+            )
         rows_per_step = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
         epoch = len(context.data) / rows_per_step
         AcceleratorState._shared_state.update(vars(accelerator.state))  # see `open_accelerator`

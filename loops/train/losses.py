@@ -78,14 +78,15 @@ class Term:
     @cached_property
     def unit(self) -> str:
         """Unit of the loss's entries, from its return annotation: tokens, sequences or pairs."""
-        loss, _ = get_args(inspect.signature(self.function, eval_str=True).return_annotation)
-        return _unit(loss) or ""
+        returned = get_args(inspect.signature(self.function, eval_str=True).return_annotation)
+        if len(returned) != 2:
+            raise ValueError(f"{self.function}: wanted a return annotation with its unit, as -> tuple[PerPair, Stats]")
+        return _unit(returned[0]) or ""
 
     @cached_property
     def weigh(self) -> Weighting:
         means = {"tokens": token_mean, "sequences": completion_mean}
-        mean = partial(means[self.unit], of=self.of) if self.unit in means else pair_mean
-        return self.weighting or mean
+        return self.weighting or (partial(means[self.unit], of=self.of) if self.unit in means else pair_mean)
 
     def __call__(self, tensors: Tensors, batch: Batch) -> tuple[Tensor, Stats]:
         arguments = {}
@@ -96,8 +97,9 @@ class Term:
                 continue
             if value is None:
                 loss = getattr(self.function, "func", self.function).__name__
-                named = "a column of the data of that name"
-                source = next((source for source, names in _SOURCES.items() if name in names), named)
+                source = next(
+                    (s for s, names in _SOURCES.items() if name in names), "a column of the data of that name"
+                )
                 missing = f"{name} per {unit.removesuffix('s') or 'step'}"
                 raise ValueError(f"{loss}: there is no tensor {missing}; {source} would give it")
             if unit == "sequences" and len(value) != batch.sequences:

@@ -153,6 +153,8 @@ def train_step(
     # The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),
     # reduced for each micro-batch: until then each rank would keep the whole gradient.
     sharded = isinstance(policy, FSDPModule)
+    if accelerator.use_distributed and isinstance(policy, Backbone) and not sharded:
+        raise ValueError("train_step: several ranks need policy, optimizer = accelerator.prepare(policy, optimizer)")
     scale = 1 if sharded else accelerator.num_processes
     totals = []
     for i, batch in enumerate(micro_batches):

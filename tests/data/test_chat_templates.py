@@ -325,7 +325,7 @@ def test_a_template_that_knows_no_such_calls_is_refused_by_name(stock, name, nam
 
 @pytest.mark.parametrize("name", ["llama3", "deepseekv3", "phi3", "cohere2", "qwen2_5_vl"])
 def test_tools_that_a_template_leaves_out_are_refused(stock, name) -> None:
-    with pytest.raises(BadRow, match="leaves out 'tools'; use one that knows tools, or"):
+    with pytest.raises(BadRow, match="leaves out 'tools'; use one that knows tools, or name no tools"):
         Encoder(stock(name)).assistant(CHAT, {"tools": TOOLS})
     assert Encoder(stock(name)).assistant(CHAT, {"tools": None})
 

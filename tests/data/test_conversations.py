@@ -119,7 +119,9 @@ def test_a_message_that_is_not_to_be_trained_is_not(byte_tokenizer, tmp_path, sw
 @pytest.mark.parametrize("encode", [encode_supervised, encode_prompts, encode_preference])
 def test_tools_that_the_template_does_not_write_are_refused(byte_tokenizer, encode) -> None:
     row = {"prompt": [USER], "completion": [ANSWER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "b"}]}
-    with pytest.raises(DataError, match="row 1: the chat template leaves out 'tools'; use one that knows tools, or"):
+    with pytest.raises(
+        DataError, match="row 1: the chat template leaves out 'tools'; use one that knows tools, or name no tools"
+    ):
         encode([row | {"tools": CALLED[0]["tools"]}], byte_tokenizer())
     encode([row | {"tools": "[]"}], byte_tokenizer())
 

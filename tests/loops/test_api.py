@@ -159,7 +159,7 @@ def test_a_loop_that_is_left_ends_the_run_in_order_and_another_goes_on_to_the_sa
     assert [line["mine"] for line in lines] == [7.0, 7.0]
     assert_same(load_file(tmp_path / "run/model/model.safetensors"), weights(run.model))
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000002"]
-    with pytest.raises(RuntimeError, match="all steps were taken; open a run with resume=True"):
+    with pytest.raises(RuntimeError, match="it ended at step 2 of 3; continue it in another run, by resume=True"):
         next(iter(run))
     run = opened(resume=True)
     assert repr(run) == "<Training at step 2 of 3: iterate over it, or call its train()>"

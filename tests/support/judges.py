@@ -22,6 +22,10 @@ def broken(row, sample):
     raise KeyError("solution")
 
 
+def wordy(row, sample):
+    return "good"
+
+
 def broken_later(row, sample):
     """From the second rollout of four prompts on."""
     return even(row, sample) if sample.task < 4 else broken(row, sample)

@@ -408,6 +408,10 @@ def test_the_traceback_of_a_mistake_is_shown_on_demand(burnish):
     [
         (PermissionError(13, "Permission denied", "/x/y"), "Permission denied: '/x/y'"),
         (ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"), "flash_attn.*install what is missing"),
+        (
+            ImportError("it needs sympy; pip install 'burnish[math]'"),
+            r"pip install 'burnish\[math\]'; --traceback shows",
+        ),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: lower micro_tokens"),
         (KeyboardInterrupt(), "interrupted; --resume true continues from the last checkpoint, if any"),
     ],

@@ -1,5 +1,7 @@
 """Names in a configuration: shipped rewards, people's own, and what was probably meant."""
 
+import sys
+
 import pytest
 from burnish.loops.rewards import isolated, resolve_rewards
 from burnish.loops.rewards.length import CosineLength, LengthTarget, SoftOverlong
@@ -122,6 +124,13 @@ def test_mistakes_are_answered_with_what_was_meant(spec, message, own):
 def test_two_of_one_name_are_refused(own):
     with pytest.raises(ValueError, match=r"two are called shorter; rename one"):
         resolve_rewards({f"{own}:shorter": 1, "shorter": {"function": f"{own}:shorter"}})
+
+
+@pytest.mark.parametrize("spec", ["math", {"cosine": {"limit": 8, "correct": "math"}}])
+def test_a_package_that_math_needs_is_missed_before_anything_is_scored(spec, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"^reward math: needs the package math-verify; pip install 'burnish\[math\]'"):
+        resolve_rewards(spec)
 
 
 def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):

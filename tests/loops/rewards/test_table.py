@@ -27,6 +27,11 @@ def samples(answer):
     return found
 
 
+def test_weights_in_a_mapping_are_refused_with_the_place_where_they_belong(samples):
+    with pytest.raises(ValueError, match=r"score: wanted a list, got a mapping; .* RewardFunction\(name, f, weight\)"):
+        score({"a": 1.0}, samples)
+
+
 def test_functions_of_every_form_are_columns_of_one_table(samples):
     def of_text(completion, answer):
         return float(completion == answer)

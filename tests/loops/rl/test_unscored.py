@@ -126,9 +126,16 @@ def test_no_pair_is_made_of_an_answer_of_unknown_worth(burnish, tmp_path):
 def test_a_reward_that_raises_in_all_calls_of_the_first_rollout_ends_the_run(settings, burnish, tmp_path, capsys):
     assert burnish(rewards={"online:even": 1.0, "judges:broken": 0.1}, steps=2, **settings) == 1
     said = capsys.readouterr().err
-    assert "reward broken: it raised in every one of its calls, for all 16 completions of the first rollout" in said
+    assert "reward broken: error in every one of its calls, for all 16 completions of the first rollout" in said
     assert "in broken" in said and "KeyError: 'solution'" in said
     assert "the row has the columns (" in said
+    assert lines(tmp_path / "run") == []
+
+
+def test_a_reward_that_gives_no_number_in_all_calls_of_the_first_rollout_ends_the_run(burnish, tmp_path, capsys):
+    assert burnish(rewards={"judges:wordy": 1.0}, steps=2) == 1
+    said = capsys.readouterr().err
+    assert "reward wordy: not a number in every one of its calls, for all 16 completions" in said and "'good'" in said
     assert lines(tmp_path / "run") == []
 
 
@@ -146,7 +153,7 @@ def test_every_rank_is_told_why_the_run_ends(common, tmp_path):
     statuses, said = zip(*run_forked(2, "online", fields), strict=True)
     assert statuses == (1, 1)
     for text in said:
-        last = text[text.rindex("Error: reward broken: it raised in every one of its calls") :]
+        last = text[text.rindex("Error: reward broken: error in every one of its calls") :]
         assert "KeyError: 'solution'" in last
     assert "MainProcessError: rank 1: the main process failed: ValueError: reward broken" in said[1]
 

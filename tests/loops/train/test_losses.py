@@ -16,7 +16,7 @@ from burnish.loops.train.losses import (
 )
 from burnish.loops.train.mix import TOKEN_LOSSES, parse_losses
 from burnish.loops.train.step import train_step
-from burnish.objectives import apo_zero_unpaired, dpo, nll, sequence_sum, simpo
+from burnish.objectives import PerPair, apo_zero_unpaired, dpo, nll, sequence_sum, simpo
 from tiny import make_examples, make_model
 
 
@@ -78,6 +78,14 @@ def test_a_loss_without_its_tensor_says_which_one_is_missing_and_what_gives_it(p
     reference = lambda batch: torch.zeros(len(batch.target)).double()  # noqa: E731
     with pytest.raises(ValueError, match="no tensor desirable per sequence; a column of the data of that name"):
         losses_of(lacking, policy, batch, reference=reference)
+
+
+def test_a_loss_without_a_unit_says_where_it_belongs():
+    def mine(chosen: PerPair, rejected: PerPair):
+        return (1 - chosen + rejected).clamp(min=0), {}
+
+    with pytest.raises(ValueError, match=r"mine.*: wanted a return annotation .* -> tuple\[PerPair, Stats\]"):
+        weightings({"mine": Term(mine)})
 
 
 def test_a_column_of_the_data_weighs_examples_as_often_as_it_says(policy, batch):

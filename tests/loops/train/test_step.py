@@ -133,6 +133,15 @@ def test_a_run_steps_even_where_an_earlier_one_died_between_two_micro_batches(tm
     assert accelerator.sync_gradients  # an optimizer prepared by it would not step otherwise
 
 
+def test_ranks_do_not_train_apart_on_a_policy_that_was_not_prepared(policy, monkeypatch):
+    batch = collate(make_examples(2, completions=1))
+    monkeypatch.setattr(Accelerator, "use_distributed", True)
+    with pytest.raises(
+        ValueError, match=r"train_step: .* policy, optimizer = accelerator\.prepare\(policy, optimizer\)"
+    ):
+        train_step(Accelerator(), policy, sgd(policy), [batch], NLL, EXPRESSION, max_grad_norm=1.0)
+
+
 @pytest.mark.parametrize("unused", [True, False])
 def test_weights_that_get_no_gradient_leave_the_steps_of_two_ranks_as_they_are(tmp_path, unused):
     for ranks in (1, 2):
