@@ -217,7 +217,7 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
     """Context in which a few functions of the library are replaced."""
     live = simulation.live
 
-    def without_server(config: Any, run: Any) -> Any:
+    def without_server(run: Any) -> Any:
         limit = getattr(run.model.plain.config.get_text_config(), "max_position_embeddings", None)
         return SimpleNamespace(overlaps=True, stored=False, context=limit, close=AsyncMock())
 

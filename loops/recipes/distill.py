@@ -113,11 +113,11 @@ class MixedFeed:
             return indices[place % len(indices)]
 
         settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
-        online = OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
-        scheduler, follow = open_scheduler(online, context, lambda task: self.data.example(order(task)).prompt)
+        run = replace(context, config=OnlineConfig(**settings, prompts_per_rollout=config.batch_size))
+        scheduler, follow = open_scheduler(run, lambda task: self.data.example(order(task)).prompt)
         tables = partial(log_table, context.accelerator.trackers)
         log = open_sample_log(context.file("samples.jsonl"), config.show_every, context.tokenizer.decode, tables)
-        parts = {**vars(context), "config": online, "scheduler": scheduler, "follow": follow, "sample_log": log}
+        parts = {**vars(run), "scheduler": scheduler, "follow": follow, "sample_log": log}
         self.rollouts = RolloutFeed(RLContext(**parts, order=order))
 
     def __call__(self, step: int) -> list[Batch]:

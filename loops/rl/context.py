@@ -3,22 +3,21 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import nn
 
 from ...data import Records, concatenated, encode_prompts, load_data
-from ..environments import MultiTurnSource, resolve_environment, tool_metrics, turns_for
+from ..environments import MultiTurnSource, resolve_environment, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
 from ..rewards.resolve import SHIPPED, resolve_rewards
 from ..rewards.scoring import RewardFunction, check_columns, score_samples
-from ..rewards.table import RewardMonitor, reward_metrics, score
+from ..rewards.table import reward_metrics, score
 from ..rollouts.replay import open_sample_log
 from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
@@ -28,7 +27,6 @@ from ..runs.ranks import from_main
 from ..runs.trackers import log_table
 from ..runs.training import Training
 from ..train.losses import TensorReader, Term
-from .buffer import RolloutBuffer
 from .distributed import Follower, distributed
 from .settings import OnlineConfig
 from .sources import check_sampling, open_local, open_scheduler
@@ -43,18 +41,17 @@ class RLContext(RunContext[Policy]):
         scheduler: on the main process; None on the others, which are sent its samples.
         follow: on the others, called when the scheduler publishes weights; see `from_main`.
         sample_log: ``sample_log(samples)`` keeps those of a rollout, also groups that were passed over.
-        converse: ``converse(source, row=...)`` makes a source of conversations, given the row of each task.
+        converse: ``converse(source, row=...)`` makes a source of conversations, given the row of each task; without an
+            environment it is the source itself.
         order: which prompt of the data each task completes.
-        monitor: warns of degenerate rewards.
     """
 
     rewards: Sequence[RewardFunction] = ()
     scheduler: RolloutScheduler | None = None
     follow: Follower | None = None
-    sample_log: Callable[[Sequence[Sample]], None] | None = None
-    converse: Callable[..., RolloutSource] | None = None
+    sample_log: Callable[[Sequence[Sample]], None] = lambda samples: None
+    converse: Callable[..., RolloutSource] = lambda source, row: source
     order: Callable[[int], int] = lambda task: task
-    monitor: RewardMonitor = field(default_factory=RewardMonitor)
 
     def train(self, losses: Mapping[str, Term], read: TensorReader, feed: Any = None, **options: Any) -> Training:
         """Prepare to train on the rollouts of a `RolloutFeed`, which is saved in checkpoints, and closed at the end;
@@ -67,38 +64,10 @@ class RLContext(RunContext[Policy]):
             feed.close()
             raise
 
-    def metrics(self, rollout: RolloutBuffer) -> Mapping[str, float]:
-        """Metrics of a rollout: its completions under TRL's names, the share of them that is masked, the age of their
-        tokens; then of its rewards and conversations, and on the main process of the sampler."""
-        lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
-        measured: dict[str, Tensor] = {}
-        for name, some in (("", lengths), ("terminated_", lengths[rollout.unfinished == 0])):
-            if len(some):
-                kinds = {"mean": some.mean(), "min": some.min(), "max": some.max()}
-                measured |= {f"completions/{kind}_{name}length": value for kind, value in kinds.items()}
-        if len(lengths):
-            measured["completions/clipped_ratio"] = rollout.unfinished.mean()
-            measured["completions/masked_ratio"] = (rollout.lengths == 0).double().mean()
-        if len(age := rollout["age"]):
-            measured |= {"age/mean": age.mean(), "age/max": age.max()}
-        metrics = {name: float(value) for name, value in measured.items()}
-        if not self.rewards:
-            return metrics
-        metrics |= reward_metrics(rollout.scores)
-        if turns := [sample.info["turns"] for sample in rollout.samples if "turns" in sample.info]:
-            aborted = sum(sample.finish == "aborted" for sample in rollout.samples)
-            metrics |= {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted)}
-            metrics |= tool_metrics(rollout.samples)
-        if self.scheduler is None:
-            return metrics
-        self.monitor(rollout.scores, rollout.samples)
-        waited, self.scheduler.waited = self.scheduler.waited, 0.0
-        return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.scheduler.retries)}
-
     def evaluate(self) -> dict[str, float]:
         """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""
         scheduler: Any = self.scheduler
-        source: Any = open_local(self.config, self, version=0)
+        source: Any = open_local(self, version=0)
         groups = len(cast(Dataset, self.eval_data))
         source, follower = distributed(self.accelerator, source, purpose="evaluation", groups=groups)
         metrics: dict[str, float] = from_main(self.accelerator, lambda: scheduler.loop.run(self._evaluate(source)))
@@ -111,7 +80,7 @@ class RLContext(RunContext[Policy]):
         assert self.scheduler is not None and self.eval_data is not None
         held_out = concatenated(self.eval_records)
         rows = [held_out[row] for row in self.eval_data["row"]]
-        source = self.converse(source, row=rows.__getitem__) if self.converse else source
+        source = self.converse(source, row=rows.__getitem__)
         sampling = replace(self.scheduler.sampling, temperature=config.eval_temperature)
         # Other seeds than the run's, so that no held-out completion shares a seed with a trained one.
         key, prompts = -1 - config.seed, self.eval_data["prompt"]
@@ -142,7 +111,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     rewards = open_rewards(config, [*records[0], *records[1]], accelerator)
     run = open_run(config, encode_prompts, make_policy, records=records, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
-    converse = None
+    converse: Callable[..., RolloutSource] = RLContext.converse
     if make is not None:
         # Without a template only environments that speak in token ids are understood.
         turns = turns_for(make, run.tokenizer, config.chat_template_kwargs) if run.tokenizer.chat_template else None
@@ -152,10 +121,9 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         return cast(Row, rows[run.data[order(task)]["row"]])
 
     scheduler, follow = open_scheduler(
-        config,
         run,
         lambda task: run.data[order(task)]["prompt"],
-        converse=partial(converse, row=row_of) if converse else None,
+        converse=partial(converse, row=row_of),
         score=lambda group: score_samples(rewards, [row_of(group[0].task)] * len(group), group),
     )
     tables = partial(log_table, accelerator.trackers)

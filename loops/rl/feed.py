@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ...data import permutation
 from ..batch import Batch
+from ..environments import tool_metrics
 from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken
-from ..rewards.table import score
+from ..rewards.table import RewardMonitor, reward_metrics, score
 from ..rollouts.sample import Sample, from_record, to_record
 from ..runs.ranks import from_main
 from .buffer import RolloutBuffer
@@ -60,14 +61,21 @@ class RolloutFeed:
         self.steps: int = self.config.steps or rollouts * self.steps_per_rollout
         self.step = -1  # latest requested step
         self.rollout: RolloutBuffer | None = None
+        self.monitor = RewardMonitor()
         self.metrics: dict[str, float] = {}  # of the current rollout, the same in each of its steps
 
     def __call__(self, step: int) -> list[Batch]:
-        config = self.config
+        config, context, rollout, select = self.config, self.context, self.rollout, self.select
         number, step_of_rollout = divmod(step, self.steps_per_rollout)
-        if self.rollout is None or number != self.step // self.steps_per_rollout:
-            self.rollout = self._collect(number)
-        self.step, rollout, select = step, self.rollout, self.select
+        if rollout is None or number != self.step // self.steps_per_rollout:
+            groups, sampling_metrics = from_main(context.accelerator, lambda: self._take(number), context.follow)
+            rollout = self._buffer(groups, number)
+            if self.measure is not None:
+                self._measure(rollout, self.measure)
+            for name, column in self.advantages(rollout).items():
+                rollout[name] = column
+            self.metrics = {**self._metrics_of(rollout), **self.report(rollout), **sampling_metrics}
+        self.step, self.rollout = step, rollout
         units = select(rollout) if select else rollout.split_groups(config.micro_tokens, self.batching["layout"])
         if config.minibatches > 1:  # each unit is in one of them, drawn anew in each epoch
             epoch, minibatch = divmod(step_of_rollout, config.minibatches)
@@ -109,19 +117,8 @@ class RolloutFeed:
         if self.context.follow is not None:
             self.context.follow.close()
 
-    def _collect(self, number: int) -> RolloutBuffer:
-        """Sample and score one rollout, measure it, and compute its advantages."""
-        context = self.context
-        groups, sampling_metrics = from_main(context.accelerator, lambda: self._take(number), context.follow)
-        rollout = self._buffer(groups, number)
-        if self.measure is not None:
-            self._measure(rollout, self.measure)
-        for name, column in self.advantages(rollout).items():
-            rollout[name] = column
-        self.metrics = {**context.metrics(rollout), **self.report(rollout), **sampling_metrics}
-        return rollout
-
     def _buffer(self, groups: list[list[Sample]], number: int) -> RolloutBuffer:
+        """The samples of a rollout with their scores."""
         precision = torch.promote_types(self.context.model.plain.dtype, torch.float32)
         rollout = RolloutBuffer(groups, mask_truncated=self.config.mask_truncated, version=number, dtype=precision)
         rollout.score(self.context.rewards)
@@ -139,7 +136,11 @@ class RolloutFeed:
             if self.rollout is None and not sampled:
                 refuse_broken(rewards, list(chain.from_iterable(groups)))
             sampled += groups
-            kept += filter(self._varies, groups) if self.dynamic_sampling else groups
+            if self.dynamic_sampling:
+                totals = [score(rewards, group).total for group in groups]
+                varied = [len(torch.unique(total[~total.isnan()])) > 1 for total in totals]
+                groups = list(compress(groups, varied))
+            kept += groups
             if len(kept) == wanted:
                 break
         else:
@@ -149,18 +150,13 @@ class RolloutFeed:
                 "nor too hard for this policy, or a larger group_size"
             )
         samples = list(chain.from_iterable(sampled))
-        if self.context.sample_log is not None:
-            self.context.sample_log(samples)
+        self.context.sample_log(samples)
         if not self.dynamic_sampling:
             return kept, {}
         metrics = {"groups_passed_over": float(len(sampled) - len(kept))}
         # The mean of all samples: that of the groups that vary stays near the middle and shows no learning.
         reward = float(score(rewards, samples).measured_total.nanmean())
         return kept, metrics if math.isnan(reward) else {**metrics, "reward/sampled": reward}
-
-    def _varies(self, group: list[Sample]) -> bool:
-        reward = score(self.context.rewards, group).total
-        return len(set(reward[~reward.isnan()].tolist())) > 1
 
     def _measure(self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]) -> None:
         """Set the columns of ``measure``, on every rank, each example computed by one of them."""
@@ -176,3 +172,31 @@ class RolloutFeed:
         order = measured.pop("token").argsort()
         del rollout.columns["token"]
         rollout.columns |= {name: column[order] for name, column in measured.items()}
+
+    def _metrics_of(self, rollout: RolloutBuffer) -> dict[str, float]:
+        """Its completions under TRL's names, the share of them that is masked, the age of their tokens; then its
+        rewards and conversations, and on the main process the sampler."""
+        lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
+        measured: dict[str, Tensor] = {}
+        for name, some in (("", lengths), ("terminated_", lengths[rollout.unfinished == 0])):
+            if len(some):
+                kinds = {"mean": some.mean(), "min": some.min(), "max": some.max()}
+                measured |= {f"completions/{kind}_{name}length": value for kind, value in kinds.items()}
+        if len(lengths):
+            measured["completions/clipped_ratio"] = rollout.unfinished.mean()
+            measured["completions/masked_ratio"] = (rollout.lengths == 0).double().mean()
+        if len(age := rollout["age"]):
+            measured |= {"age/mean": age.mean(), "age/max": age.max()}
+        metrics = {name: float(value) for name, value in measured.items()}
+        if not self.context.rewards:
+            return metrics
+        metrics |= reward_metrics(rollout.scores)
+        if turns := [sample.info["turns"] for sample in rollout.samples if "turns" in sample.info]:
+            aborted = sum(sample.finish == "aborted" for sample in rollout.samples)
+            metrics |= {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted)}
+            metrics |= tool_metrics(rollout.samples)
+        if self.scheduler is None:
+            return metrics
+        self.monitor(rollout.scores, rollout.samples)
+        waited, self.scheduler.waited = self.scheduler.waited, 0.0
+        return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.scheduler.retries)}

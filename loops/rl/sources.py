@@ -78,11 +78,10 @@ def check_sampling(config: SamplingConfig) -> None:
 
 
 def open_scheduler(
-    config: OnlineConfig,
     run: RunContext[Policy],
     prompts: Callable[[int], Sequence[int]],
     *,
-    converse: Callable[[RolloutSource], RolloutSource] | None = None,
+    converse: Callable[[RolloutSource], RolloutSource] = lambda source: source,
     score: Callable[[list[Sample]], Awaitable[None]] | None = None,
 ) -> tuple[RolloutScheduler | None, Follower | None]:
     """On the main process, the scheduler of the configured source; on the others, the follower of its publications.
@@ -90,27 +89,24 @@ def open_scheduler(
     Where the policy samples, that of every rank samples its share.
 
     Args:
+        run: its settings are an `OnlineConfig`.
         converse: wraps a source of completions as a source of conversations.
         score: see `RolloutScheduler`.
 
     Raises:
         ValueError: if nothing ends a completion, or names the row whose prompt and ``max_tokens`` exceed the context.
     """
+    config: OnlineConfig = run.config
     stop = end_tokens(run.model.plain.generation_config, run.tokenizer)
     if not stop:
         raise ValueError("stop: no end token; set the tokenizer's eos_token, or eos_token_id in generation_config.json")
     accelerator, by_policy, sharded = run.accelerator, config.source == "policy", is_sharded(run.model)
     read = adapter_weights if config.vllm.updates == "adapters" else named_weights
     weights = partial(read, run.model, None if by_policy else getattr(torch, config.dtype))
-    local = open_local(config, run, detached=config.max_staleness > 0) if by_policy else None
-
-    def open_there() -> RolloutSource:
-        opened: RolloutSource = local or open_source(config, run)
-        if (context := getattr(opened, "context", None)) is not None:
-            check_context_length(config, run, context)
-        return opened
-
-    source, follow = on_main(accelerator, open_there) or local, None
+    local = open_local(run, detached=config.max_staleness > 0) if by_policy else None
+    source: RolloutSource | None = local or on_main(accelerator, lambda: open_source(run))
+    on_main(accelerator, lambda: check_context_length(run, source))
+    follow = None
     if by_policy or sharded:
         source, follow = distributed(
             accelerator,
@@ -125,7 +121,7 @@ def open_scheduler(
     def make_there() -> RolloutScheduler:
         assert source is not None
         return RolloutScheduler(
-            converse(source) if converse else source,
+            converse(source),
             prompts,
             weights=weights,
             groups_per_step=config.prompts_per_rollout,
@@ -140,31 +136,33 @@ def open_scheduler(
     return on_main(accelerator, make_there), follow
 
 
-def check_context_length(config: OnlineConfig, run: RunContext[Policy], context: int) -> None:
+def check_context_length(run: RunContext[Policy], source: RolloutSource | None) -> None:
+    max_tokens, context = run.config.max_tokens, getattr(source, "context", None)
     for parts, data in ((run.records, run.data), (run.eval_records, run.eval_data)):
-        if data is None or not ("row" in data.column_names or data is run.data):
-            continue  # no completions are sampled for its prompts
+        if context is None or data is None or not ("row" in data.column_names or data is run.data):
+            continue  # no limit is known, or no completions are sampled for its prompts
         for i, prompt in enumerate(data["prompt"]):
-            if len(prompt) + config.max_tokens > context:
+            if len(prompt) + max_tokens > context:
                 place, limit = f"{parts[0].source}, example {i + 1}", "max_length"
                 if "row" in data.column_names:
                     place, limit = where(parts, data[i]["row"]), "max_prompt_length"
                 raise ValueError(
-                    f"{place}: a prompt of {len(prompt)} tokens and max_tokens={config.max_tokens} do not fit the "
+                    f"{place}: a prompt of {len(prompt)} tokens and max_tokens={max_tokens} do not fit the "
                     f"model's context of {context}; lower max_tokens, cut prompts ({limit}, truncation), or remove the "
                     "row"
                 )
 
 
-def open_local(config: OnlineConfig, run: RunContext[Policy], *, detached: bool = False, **options: Any) -> LocalSource:
+def open_local(run: RunContext[Policy], *, detached: bool = False, **options: Any) -> LocalSource:
     """The policy as a source, or a whole copy of it if it is sharded or should be ``detached`` from training."""
     kind = DetachedSource if detached or is_sharded(run.model) else LocalSource
     autocast = run.accelerator.autocast
-    return kind(run.model, run.tokenizer, cache_bytes=config.cache_bytes, context=autocast, **options)
+    return kind(run.model, run.tokenizer, cache_bytes=run.config.cache_bytes, context=autocast, **options)
 
 
-def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
+def open_source(run: RunContext[Policy]) -> RolloutSource:
     """The configured vLLM."""
+    config: OnlineConfig = run.config
     known: dict[str, Any] = {"config": run.model.plain.config, "tokenizer": run.tokenizer}
     dtype: Any = config.dtype  # float64 was refused
     if config.source == "vllm_engine":
@@ -173,9 +171,9 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
         return VLLMEngine(engine, directory=config.vllm.directory, **known)
     known |= {"dtype": dtype} | {name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")}
     if urls := config.vllm.urls:
-        servers = [VLLMServer(url, updates=open_updates(config, run), **known) for url in urls]
+        servers = [VLLMServer(url, updates=open_updates(run), **known) for url in urls]
         return VLLMServers(servers) if len(servers) > 1 else servers[0]
-    updates = open_updates(config, run)
+    updates = open_updates(run)
     server = ServerProcess(
         config.model,
         log=run.directory / "vllm.log",
@@ -189,8 +187,9 @@ def open_source(config: OnlineConfig, run: RunContext[Policy]) -> RolloutSource:
     return VLLMServer(server.url, updates=updates, revive=server.revive, end=server.close, **known)
 
 
-def open_updates(config: OnlineConfig, run: RunContext[Policy]) -> Files | Nccl | Adapters:
+def open_updates(run: RunContext[Policy]) -> Files | Nccl | Adapters:
     """The configured way of sending weights to a server."""
+    config: OnlineConfig = run.config
     directory = Path(config.vllm.directory or run.directory / "weights")
     match config.vllm.updates:
         case "files":

@@ -100,20 +100,15 @@ class ContinuousBatch(Cache):
 
     def step(self) -> Tensor:
         last = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=self.length.device)[:, None]
-        positions, mask = self.before_step()
-        inputs = {"input_ids": last, "position_ids": positions, "attention_mask": mask}
-        states, _ = self.runner.states(**inputs, past_key_values=self, use_cache=True)
-        self.length = self.length + 1
-        return states
-
-    def before_step(self) -> tuple[Tensor, Tensor]:
-        """Position ids and mask of one more token per row: [rows, 1] and [rows, 1, 1, width]."""
         self.width = int(self.length.max()) + 1
         self._reserve(self.width)
         hidden = torch.arange(self.width, device=self.length.device) > self.length[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.stores[0].dtype, device=hidden.device)
         mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
-        return self.length[:, None], mask[:, None, None]
+        inputs = {"input_ids": last, "position_ids": self.length[:, None], "attention_mask": mask[:, None, None]}
+        states, _ = self.runner.states(**inputs, past_key_values=self, use_cache=True)
+        self.length = self.length + 1
+        return states
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

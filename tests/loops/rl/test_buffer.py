@@ -46,7 +46,7 @@ def answers(tasks=GROUPS, finish="stop", reward=None, version=0):
 def open_feed(policy):
     opened = []
 
-    def open_feed(samples, sample_log=None, groups=GROUPS, rewards=REWARDS, settings=None, **hooks):
+    def open_feed(samples, sample_log=lambda samples: None, groups=GROUPS, rewards=REWARDS, settings=None, **hooks):
         prompts = {sample.task: sample.prompt for sample in samples}
         scheduler = RolloutScheduler(
             ReplaySource(samples),

@@ -144,7 +144,7 @@ def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
 def test_nccl_is_given_the_trainers_address(address):
     vllm = VLLM(url="http://192.0.2.7:8000", updates="nccl", trainer_address=address)
     config = GRPO(model="m", data="d", output="o", source="vllm", vllm=vllm)
-    assert open_updates(config, types.SimpleNamespace(directory=Path("o"))).address == address
+    assert open_updates(types.SimpleNamespace(config=config, directory=Path("o"))).address == address
 
 
 def test_flags_are_written_as_vllm_reads_them():

@@ -300,14 +300,14 @@ def test_answers_that_join_cost_one_forward_pass_more(precision):
 def test_keys_values_and_mask_are_held_in_what_attention_multiplies(precision, attention, monkeypatch):
     dtype, context = PRECISIONS[precision]
     held = []
-    before_step = ContinuousBatch.before_step
+    states = ModelRunner.states
 
-    def watched(self):
-        positions, mask = before_step(self)
-        held.append({store.dtype for store in self.stores} | {mask.dtype})
-        return positions, mask
+    def watched(self, at=None, **inputs):
+        if isinstance(batch := inputs.get("past_key_values"), ContinuousBatch):
+            held.append({store.dtype for store in batch.stores} | {inputs["attention_mask"].dtype})
+        return states(self, at, **inputs)
 
-    monkeypatch.setattr(ContinuousBatch, "before_step", watched)
+    monkeypatch.setattr(ModelRunner, "states", watched)
     policy = Policy(make_model(dtype=dtype, attention=attention))
     completions_of(LocalSource(policy, version=0, context=context), requests())
     assert set.union(*held) == {torch.float32 if precision == "float32" else torch.bfloat16}
@@ -383,9 +383,16 @@ def as_the_longest(positions, mask):
 def test_a_mask_or_position_that_is_wrong_is_found_out(wrong, family, precision, monkeypatch, caplog):
     """Some change the states by 1 %, less than 16 bits do in a deep model."""
     dtype, context = PRECISIONS[precision]
-    before_step = ContinuousBatch.before_step
+    states = ModelRunner.states
+
+    def wronged(self, at=None, **inputs):
+        if isinstance(inputs.get("past_key_values"), ContinuousBatch):
+            names = "position_ids", "attention_mask"
+            inputs |= dict(zip(names, wrong(*map(inputs.get, names)), strict=True))
+        return states(self, at, **inputs)
+
     policy = Policy(make_wide(family).to(dtype))
-    monkeypatch.setattr(ContinuousBatch, "before_step", lambda self: wrong(*before_step(self)))
+    monkeypatch.setattr(ModelRunner, "states", wronged)
     source = LocalSource(policy, version=0, context=context)
     assert isinstance(source._make_batch(20), StaticBatch)
     assert "one prompt at a time, with its own cache: its states " in caplog.text
