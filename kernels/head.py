@@ -18,8 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # some builds of torch have none
 
-from .backend import accumulation_dtype, factor_dtype, rounded
-from .checks import check_tensors
+from .backend import accumulation_dtype, check_tensors, factor_dtype, rounded
 from .softmax import NEVER, LogitTransform
 
 

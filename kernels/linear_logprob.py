@@ -32,8 +32,18 @@ import torch
 from torch import Tensor
 
 from . import passes, reference, softmax
-from .backend import Backend, accumulation_dtype, autocast_dtype, choose_backend, factor_dtype
-from .checks import check_computation, check_main_grad, check_outputs, check_rows, check_values, checked_vocab
+from .backend import (
+    Backend,
+    accumulation_dtype,
+    check_main_grad,
+    check_outputs,
+    check_tensors,
+    check_values,
+    checked_dtype,
+    checked_vocab,
+    choose_backend,
+    factor_dtype,
+)
 from .head import Head, HeadFactors, checked_head
 from .passes import WAITS, TileStore, operator_schema
 from .reference import EXTRAS, Extra, Logprobs, TopK
@@ -96,16 +106,16 @@ def linear_logprob(
     """
     who = "linear_logprob"
     head = checked_head(who, hidden, head)
-    check_rows(who, {"hidden": hidden}, temperature, target)
+    tensors = {"hidden": (hidden, list(hidden.shape)), "target": (target, [len(hidden), *target.shape[1:2]])}
+    check_tensors(who, tensors, {"temperature": temperature})
     size, start = len(head.weight), 0 if head.shard is None else head.shard.start
     if head.shard is None:
         vocab = checked_vocab(who, vocab, size)
     check_outputs(who, outputs, EXTRAS, target, top_k, vocab if head.shard is None else None)
-    check_computation(who, compute_dtype, keep_bytes)
+    compute = checked_dtype(who, compute_dtype, hidden, keep_bytes)
     if main_grad is not None:
         check_main_grad(who, main_grad, head.weight)
     columns = size if vocab is None else min(max(vocab - start, 0), size)  # that are not padding, of this rank's
-    compute = compute_dtype or autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):  # it would round logits to 16 bits
         backend = choose_backend(who, backend, hidden)
         if backend == "reference":

@@ -59,7 +59,9 @@ class TileStore:
         self.rows, self.columns, self.vocab = rows, kept.shape[2], vocab
         self.recomputed = len(kept) * self.columns  # tiles from this column on are not kept
         dtype = kept.dtype if tops is None else tops.dtype
-        self.buffer = aligned_buffer(kept, min(kept.shape[1], rows), min(vocab, self.columns), dtype)
+        # Every row of a buffer begins at a multiple of 16 bytes, as tensor cores like it.
+        self.width = -(-min(vocab, self.columns) // ALIGNED) * ALIGNED
+        self.buffer = kept.new_empty(min(kept.shape[1], rows), self.width, dtype=dtype)
 
     def tile(self, rows: slice, columns: slice) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Where the tile is to be computed, or already is; and the 16-bit copy of it that a Triton pass keeps, or has
@@ -71,11 +73,6 @@ class TileStore:
         if self.tops is None:
             return self.kept[i][index], None
         return buffer, (self.kept[i][index], self.tops[i][index])
-
-
-def aligned_buffer(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """``[rows, columns or a few more]``: every row begins at a multiple of 16 bytes, as tensor cores like it."""
-    return like.new_empty(rows, -(-columns // ALIGNED) * ALIGNED, dtype=dtype)
 
 
 def allocate_kept(
@@ -128,7 +125,7 @@ def multiply_out(
             gradient[written:] = 0  # where no tile will write
         gradients.append(gradient)
 
-    buffer = aligned_buffer(like, min(n, at_once), min(store.vocab, store.columns), like.dtype)
+    buffer = like.new_empty(min(n, at_once), store.width)
     for span in vocabulary_spans(written, store.columns, like.device):
         factors, write = open_span(span)
         sums = gradients.copy()
