@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # some builds of torch have none
 
 from .backend import accumulation_dtype, check_tensors, factor_dtype, rounded
-from .softmax import NEVER, LogitTransform
+from .softmax import NEVER
 
 
 class Shard(NamedTuple):
@@ -58,16 +59,8 @@ class Head(NamedTuple):
 
     def detach(self) -> "Head":
         """The same head as a constant."""
-        bias, adapter = self.bias, self.adapter
-        return self._replace(
-            weight=self.weight.detach(),
-            bias=None if bias is None else bias.detach(),
-            adapter=None if adapter is None else (adapter[0].detach(), adapter[1].detach(), adapter[2]),
-        )
-
-    def transform(self) -> LogitTransform:
-        """Scale and soft cap, without a temperature."""
-        return LogitTransform(self.scale, self.softcap)
+        constant: Head = tree_map_only(Tensor, Tensor.detach, self)
+        return constant
 
 
 def checked_head(who: str, hidden: Tensor, head: Tensor | Head, prefix: str = "") -> Head:
