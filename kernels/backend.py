@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor, float32, float64, int64
+from torch import Tensor, float64, int64
 from torch.autograd import forward_ad
 
 Backend = Literal["auto", "triton", "fused", "torch", "reference"]
@@ -146,7 +146,7 @@ def checked_dtype(who: str, dtype: torch.dtype | None, like: Tensor, keep_bytes:
 
 def check_main_grad(who: str, main_grad: Tensor, weight: Tensor) -> None:
     """Raise unless gradients of the weight can be added to the buffer in float32, float64 for a weight in float64."""
-    expected = float64 if weight.dtype == float64 else float32
+    expected = accumulation_dtype(weight.dtype)
     if main_grad.dtype != expected or main_grad.shape != weight.shape or main_grad.device != weight.device:
         got = f"{main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"
         raise ValueError(

@@ -45,6 +45,7 @@ from .backend import (
     checked_dtype,
     checked_vocab,
     choose_backend,
+    factor_dtype,
 )
 from .divergence_passes import LEVEL, HeadPair, first_pass, second_pass, student_gradients
 from .head import Head, HeadFactors, checked_head
@@ -227,7 +228,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of hidden, weight, bias, low and up, empty where not needed."""
     given = DivergenceArguments(*arguments)
-    live, unit = passes.live_rows([upstream], HeadFactors(*given[:5], given.compute), given.scale)
+    live, unit = passes.live_rows([upstream], factor_dtype(given.hidden, given.compute), given.scale)
     pair, n = given.pair(kept, live), len(upstream)
     if live is not None:
         upstream, row_stats = upstream[live], row_stats[live]

@@ -199,11 +199,12 @@ class LogprobArguments(NamedTuple):
     backend: str
     compute: torch.dtype
 
-    def operands(self) -> tuple[HeadFactors, Tensor, LogitTransform]:
-        """The head, the targets as this rank numbers them, and what is done to logits."""
+    def operands(self, only: Tensor | None = None) -> tuple[HeadFactors, Tensor, LogitTransform]:
+        """The rounded head, the targets as this rank numbers them, and what is done to logits, of all rows or some."""
         target = self.target - self.start if self.start else self.target
-        head = HeadFactors(*self[:5], self.compute)
-        return head, target, LogitTransform(self.scale, self.softcap, self.temperature)
+        transform = LogitTransform(self.scale, self.softcap, self.temperature)
+        head = HeadFactors(*self[:5], self.compute).rounded(only)
+        return (head, target, transform) if only is None else (head, target[only], rows_of(transform, only))
 
     def allocate(self) -> tuple[Tensor, ...]:
         """Memory for the tiles that are kept and for their tops, of which c itself has none; and for a ``Ranking``."""
@@ -227,7 +228,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     given = LogprobArguments(*arguments)
     check_values("linear_logprob", given.target if given.group is None else None, given.vocab, given.temperature)
     head, target, transform = given.operands()
-    head, (kept, tops, *ranked), n, vocab = head.rounded(), given.allocate(), len(target), given.vocab
+    (kept, tops, *ranked), n, vocab = given.allocate(), len(target), given.vocab
     ranking = None
     if given.rank or given.top_k:
         ranking = passes.Ranking(head, given.top_k, target[:, 0] if given.rank else None, vocab, given.group)
@@ -281,13 +282,12 @@ def _backward(
     """The gradients of hidden, weight, bias, low, up and temperature, empty where not needed; that of the weight is
     added to ``main_grad`` if there is one."""
     given, saved = LogprobArguments(*arguments), Softmax(*outputs)
-    head, target, transform = given.operands()
-    n, vocab = len(target), given.vocab
-    live, unit = passes.live_rows(upstream, head, transform.scale)
+    n, vocab = len(given.target), given.vocab
+    live, unit = passes.live_rows(upstream, factor_dtype(given.hidden, given.compute), given.scale)
+    head, target, transform = given.operands(live)
     if live is not None:
         upstream = [u[live] if u is not None and u.numel() else u for u in upstream]
-        saved, transform, target = rows_of(saved, live), rows_of(transform, live), target[live]
-    head = head.rounded(live)
+        saved = rows_of(saved, live)
     arriving = softmax.coefficients([None if u is None else u / unit for u in upstream], saved, transform)
     moments = torch.zeros_like(saved.shift) if needed[5] else None
     store = TileStore(kept[0], given.rows, vocab, kept[1] if given.backend == "triton" else None, live)
