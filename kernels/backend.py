@@ -126,8 +126,7 @@ def check_outputs(
     who: str, outputs: Collection[str], known: Collection[str], target: Tensor, top_k: int | None, vocab: int | None
 ) -> None:
     """Raise unless the requested outputs can be computed; without ``vocab``, for a shard, any ``top_k`` can."""
-    unknown = set(outputs) - set(known)
-    if unknown:
+    if unknown := set(outputs) - set(known):
         raise ValueError(f"{who}: outputs are some of {', '.join(known)}, got {min(unknown)!r}")
     if "rank" in outputs and target.ndim != 1:
         raise ValueError(f"{who}: a rank is that of one target per row, [N], got {list(target.shape)}")

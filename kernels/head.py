@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # some builds of torch have none
 
 from .backend import accumulation_dtype, check_tensors, factor_dtype, rounded
-from .softmax import NEVER
+from .softmax import NEVER, LogitTransform
 
 
 class Shard(NamedTuple):
@@ -61,6 +61,10 @@ class Head(NamedTuple):
         """The same head as a constant."""
         constant: Head = tree_map_only(Tensor, Tensor.detach, self)
         return constant
+
+    def transform(self) -> LogitTransform:
+        """Scale and soft cap, without a temperature."""
+        return LogitTransform(self.scale, self.softcap)
 
 
 def checked_head(who: str, hidden: Tensor, head: Tensor | Head, prefix: str = "") -> Head:
@@ -117,10 +121,9 @@ class HeadFactors(NamedTuple):
     def rounded(self, rows: Tensor | None = None) -> "HeadFactors":
         """The same, or only some ``rows`` of it, with h and u, which all spans of the vocabulary share, in the dtype
         that they are multiplied in."""
-        hidden, low = self.hidden, self.low
-        if rows is not None:
-            hidden, low = hidden[rows], None if low is None else low[rows]
-        return self._replace(hidden=self.factor(hidden), low=None if low is None else self.factor(low))
+        chosen = slice(None) if rows is None else rows
+        low = None if self.low is None else self.factor(self.low[chosen])
+        return self._replace(hidden=self.factor(self.hidden[chosen]), low=low)
 
     def columns(self, columns: slice) -> "HeadFactors":
         """The factors of a span of the vocabulary. A bias of −inf becomes finite, see ``NEVER``."""

@@ -60,7 +60,7 @@ def linear_logits(
         at_once = head.weight.dtype == factors.hidden.dtype  # else in spans, so that little of W is ever there twice
         for columns in vocabulary_spans(vocab, vocab if at_once else COLUMNS, hidden.device):
             factors.columns(columns).logits(slice(None), logits[:, columns])
-        return LogitTransform(head.scale, head.softcap).capped(logits)
+        return head.transform().capped(logits)
 
 
 def logits_logprob(

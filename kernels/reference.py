@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .backend import accumulation_dtype, check_values, rounded
 from .head import Head
-from .softmax import LogitTransform
 
 Extra = Literal["mean_logprob", "log_sum_squares", "top1", "rank"]
 EXTRAS: tuple[Extra, ...] = get_args(Extra)
@@ -114,7 +113,7 @@ def head_logits(
     if adapter is not None:
         down, up, scaling = adapter
         logits = logits + factor(scaling * (hidden @ factor(down).t())) @ factor(up[:vocab]).t()
-    return LogitTransform(head.scale, head.softcap)(logits)
+    return head.transform()(logits)
 
 
 def log_softmax(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
