@@ -1,4 +1,4 @@
-"""The backend and the precision of a call.
+"""What a call is computed with, its backend and its precision; and checks of its arguments.
 
 The backends are torch alone, torch with Triton kernels between its matrix products, and the definition. The precision
 policy is that of README.md: the dtypes that factors are rounded to and that products are summed in.
@@ -6,10 +6,11 @@ policy is that of README.md: the dtypes that factors are rounded to and that pro
 
 import importlib.util
 import os
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor, float64
+from torch import Tensor, float64, int64
 from torch.autograd import forward_ad
 
 Backend = Literal["auto", "triton", "fused", "torch", "reference"]
@@ -69,3 +70,86 @@ def factor_dtype(like: Tensor, compute: torch.dtype) -> torch.dtype:
 def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``t`` with the digits of another dtype; on the autograd graph it is ``t`` itself: gradients are not rounded."""
     return t if torch.promote_types(t.dtype, dtype) == dtype else t + (t.to(dtype).to(t.dtype) - t).detach()
+
+
+def check_tensors(
+    who: str, expected: Mapping[str, tuple[Tensor, list[int]]], positive: Mapping[str, float | Tensor | None]
+) -> None:
+    """Raise unless every tensor has its shape, and the device of the first one, and every number is positive.
+
+    In place of a number there may be a tensor with one for each row of the first, whose values operators check.
+    """
+    reference, (first, _) = next(iter(expected.items()))
+    numbers = {name: (value, [len(first)]) for name, value in positive.items() if isinstance(value, Tensor)}
+    for name, (tensor, shape) in {**expected, **numbers}.items():
+        if list(tensor.shape) != shape:
+            raise ValueError(f"{who}: {name} must be {shape}, got {list(tensor.shape)}")
+        if tensor.device != first.device:
+            raise ValueError(f"{who}: {name} must be on {first.device} like {reference}, got {tensor.device}")
+        if name == "target" and tensor.dtype != int64:
+            raise ValueError(f"{who}: target must be int64, got {tensor.dtype}")
+        if name != "target" and not tensor.is_floating_point():
+            raise ValueError(f"{who}: {name} must be floating-point, got {tensor.dtype}")
+    for name, value in positive.items():
+        if not (value is None or isinstance(value, Tensor) or 0 < value < float("inf")):
+            raise ValueError(f"{who}: {name} must be positive and finite, got {value}")
+
+
+def checked_vocab(who: str, vocab: int | None, size: int) -> int:
+    """The number of columns that are not padding."""
+    if vocab is not None and not 1 <= vocab <= size:
+        raise ValueError(f"{who}: vocab must be in [1, {size}], got {vocab}")
+    return size if vocab is None else vocab
+
+
+def check_values(who: str, target: Tensor | None, vocab: int, temperature: float | Tensor | None) -> None:
+    """Raise unless every target is in the vocabulary (such a row would train on noise) and every temperature positive.
+
+    Waits for the GPU once. A temperature that is a number is checked by ``check_tensors``, targets of a split
+    vocabulary by ``combine``.
+    """
+    outside = None if target is None else (target < 0) | (target >= vocab)
+    cold = ~(temperature > 0) if isinstance(temperature, Tensor) else None
+    wrong = [bad.any() for bad in (outside, cold) if bad is not None]
+    if not wrong or not torch.stack(wrong).any():
+        return
+    if target is not None and outside is not None and outside.any():
+        raise IndexError(
+            f"{who}: every target must be in [0, {vocab}), got {target[outside][0].item()} ({int(outside.sum())} of "
+            f"{target.numel()} are outside); select the rows that carry a target before the call"
+        )
+    assert isinstance(temperature, Tensor)
+    raise ValueError(f"{who}: every temperature must be > 0, got {temperature.min().item()}")
+
+
+def check_outputs(
+    who: str, outputs: Collection[str], known: Collection[str], target: Tensor, top_k: int | None, vocab: int | None
+) -> None:
+    """Raise unless the requested outputs can be computed; without ``vocab``, for a shard, any ``top_k`` can."""
+    if unknown := set(outputs) - set(known):
+        raise ValueError(f"{who}: outputs are some of {', '.join(known)}, got {min(unknown)!r}")
+    if "rank" in outputs and target.ndim != 1:
+        raise ValueError(f"{who}: a rank is that of one target per row, [N], got {list(target.shape)}")
+    if top_k is not None and vocab is not None and not 1 <= top_k <= vocab:
+        raise ValueError(f"{who}: top_k must be in [1, {vocab}], got {top_k}")
+
+
+def checked_dtype(who: str, dtype: torch.dtype | None, like: Tensor, keep_bytes: int | None) -> torch.dtype | None:
+    """The dtype of factors that a call asks for, or else autocast, if any."""
+    if keep_bytes is not None and keep_bytes < 0:
+        raise ValueError(f"{who}: keep_bytes must be >= 0, where 0 keeps nothing, got {keep_bytes}")
+    if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{who}: compute_dtype must be float32, bfloat16, float16 or None, got {dtype}")
+    return dtype or autocast_dtype(like)
+
+
+def check_main_grad(who: str, main_grad: Tensor, weight: Tensor) -> None:
+    """Raise unless gradients of the weight can be added to the buffer in float32, float64 for a weight in float64."""
+    expected = accumulation_dtype(weight.dtype)
+    if main_grad.dtype != expected or main_grad.shape != weight.shape or main_grad.device != weight.device:
+        got = f"{main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"
+        raise ValueError(
+            f"{who}: main_grad must be {expected} {list(weight.shape)} on {weight.device} like weight, got {got}"
+        )
+    if main_grad.requires_grad:
+        raise ValueError(f"{who}: main_grad must not require a gradient itself; it is added to in backward")

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # some builds of torch have none
 
-from .backend import accumulation_dtype, factor_dtype, rounded
-from .checks import check_tensors
+from .backend import accumulation_dtype, check_tensors, factor_dtype, rounded
 from .softmax import NEVER, LogitTransform
 
 
@@ -59,12 +59,8 @@ class Head(NamedTuple):
 
     def detach(self) -> "Head":
         """The same head as a constant."""
-        bias, adapter = self.bias, self.adapter
-        return self._replace(
-            weight=self.weight.detach(),
-            bias=None if bias is None else bias.detach(),
-            adapter=None if adapter is None else (adapter[0].detach(), adapter[1].detach(), adapter[2]),
-        )
+        constant: Head = tree_map_only(Tensor, Tensor.detach, self)
+        return constant
 
     def transform(self) -> LogitTransform:
         """Scale and soft cap, without a temperature."""
@@ -125,10 +121,9 @@ class HeadFactors(NamedTuple):
     def rounded(self, rows: Tensor | None = None) -> "HeadFactors":
         """The same, or only some ``rows`` of it, with h and u, which all spans of the vocabulary share, in the dtype
         that they are multiplied in."""
-        hidden, low = self.hidden, self.low
-        if rows is not None:
-            hidden, low = hidden[rows], None if low is None else low[rows]
-        return self._replace(hidden=self.factor(hidden), low=None if low is None else self.factor(low))
+        chosen = slice(None) if rows is None else rows
+        low = None if self.low is None else self.factor(self.low[chosen])
+        return self._replace(hidden=self.factor(self.hidden[chosen]), low=low)
 
     def columns(self, columns: slice) -> "HeadFactors":
         """The factors of a span of the vocabulary. A bias of −inf becomes finite, see ``NEVER``."""

@@ -37,8 +37,16 @@ import torch
 from torch import Tensor
 
 from . import divergence_passes, passes, reference
-from .backend import Backend, accumulation_dtype, autocast_dtype, choose_backend
-from .checks import check_computation, check_rows, check_values, checked_vocab
+from .backend import (
+    Backend,
+    accumulation_dtype,
+    check_tensors,
+    check_values,
+    checked_dtype,
+    checked_vocab,
+    choose_backend,
+    factor_dtype,
+)
 from .divergence_passes import LEVEL, HeadPair, first_pass, second_pass, student_gradients
 from .head import Head, HeadFactors, checked_head
 from .passes import WAITS, TileStore, operator_schema, scatter_rows
@@ -88,11 +96,13 @@ def linear_divergence(
     who = "linear_divergence"
     student = checked_head(who, student_hidden, student, "student ")
     teacher = checked_head(who, teacher_hidden, teacher, "teacher ")
-    check_rows(who, {"student hidden": student_hidden, "teacher hidden": teacher_hidden}, temperature)
+    hidden = {"student hidden": student_hidden, "teacher hidden": teacher_hidden}
+    shapes = {name: (states, [len(student_hidden), states.shape[1]]) for name, states in hidden.items()}
+    check_tensors(who, shapes, {"temperature": temperature})
     if not 0 <= beta <= 1:
         raise ValueError(f"{who}: beta must be in [0, 1], got {beta}")
     vocab = checked_vocab(who, vocab, min(len(student.weight), len(teacher.weight)))
-    check_computation(who, compute_dtype, keep_bytes)
+    compute = checked_dtype(who, compute_dtype, student_hidden, keep_bytes)
     if student.shard is not None or teacher.shard is not None:
         raise ValueError(f"{who}: both heads must hold their whole vocabulary, got a shard; gather its weight before")
     backend = choose_backend(who, backend, student_hidden)
@@ -102,7 +112,6 @@ def linear_divergence(
     if accumulation_dtype(teacher_hidden.dtype) != exact:
         teacher_hidden = teacher_hidden.to(exact)
     teacher_hidden, teacher = teacher_hidden.detach(), teacher.detach()
-    compute = compute_dtype or autocast_dtype(student_hidden)
     with torch.autocast(student_hidden.device.type, enabled=False):  # it would round logits to 16 bits
         if backend == "reference":
             options: Any = {"beta": beta, "temperature": temperature, "vocab": vocab, "compute_dtype": compute}
@@ -219,7 +228,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of hidden, weight, bias, low and up, empty where not needed."""
     given = DivergenceArguments(*arguments)
-    live, unit = passes.live_rows([upstream], HeadFactors(*given[:5], given.compute), given.scale)
+    live, unit = passes.live_rows([upstream], factor_dtype(given.hidden, given.compute), given.scale)
     pair, n = given.pair(kept, live), len(upstream)
     if live is not None:
         upstream, row_stats = upstream[live], row_stats[live]

@@ -32,8 +32,18 @@ import torch
 from torch import Tensor
 
 from . import passes, reference, softmax
-from .backend import Backend, accumulation_dtype, autocast_dtype, choose_backend, factor_dtype
-from .checks import check_computation, check_main_grad, check_outputs, check_rows, check_values, checked_vocab
+from .backend import (
+    Backend,
+    accumulation_dtype,
+    check_main_grad,
+    check_outputs,
+    check_tensors,
+    check_values,
+    checked_dtype,
+    checked_vocab,
+    choose_backend,
+    factor_dtype,
+)
 from .head import Head, HeadFactors, checked_head
 from .passes import WAITS, TileStore, operator_schema
 from .reference import EXTRAS, Extra, Logprobs, TopK
@@ -96,16 +106,16 @@ def linear_logprob(
     """
     who = "linear_logprob"
     head = checked_head(who, hidden, head)
-    check_rows(who, {"hidden": hidden}, temperature, target)
+    tensors = {"hidden": (hidden, list(hidden.shape)), "target": (target, [len(hidden), *target.shape[1:2]])}
+    check_tensors(who, tensors, {"temperature": temperature})
     size, start = len(head.weight), 0 if head.shard is None else head.shard.start
     if head.shard is None:
         vocab = checked_vocab(who, vocab, size)
     check_outputs(who, outputs, EXTRAS, target, top_k, vocab if head.shard is None else None)
-    check_computation(who, compute_dtype, keep_bytes)
+    compute = checked_dtype(who, compute_dtype, hidden, keep_bytes)
     if main_grad is not None:
         check_main_grad(who, main_grad, head.weight)
     columns = size if vocab is None else min(max(vocab - start, 0), size)  # that are not padding, of this rank's
-    compute = compute_dtype or autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):  # it would round logits to 16 bits
         backend = choose_backend(who, backend, hidden)
         if backend == "reference":
@@ -189,11 +199,12 @@ class LogprobArguments(NamedTuple):
     backend: str
     compute: torch.dtype
 
-    def operands(self) -> tuple[HeadFactors, Tensor, LogitTransform]:
-        """The head, the targets as this rank numbers them, and what is done to logits."""
+    def operands(self, only: Tensor | None = None) -> tuple[HeadFactors, Tensor, LogitTransform]:
+        """The rounded head, the targets as this rank numbers them, and what is done to logits, of all rows or some."""
         target = self.target - self.start if self.start else self.target
-        head = HeadFactors(*self[:5], self.compute)
-        return head, target, LogitTransform(self.scale, self.softcap, self.temperature)
+        transform = LogitTransform(self.scale, self.softcap, self.temperature)
+        head = HeadFactors(*self[:5], self.compute).rounded(only)
+        return (head, target, transform) if only is None else (head, target[only], rows_of(transform, only))
 
     def allocate(self) -> tuple[Tensor, ...]:
         """Memory for the tiles that are kept and for their tops, of which c itself has none; and for a ``Ranking``."""
@@ -217,7 +228,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     given = LogprobArguments(*arguments)
     check_values("linear_logprob", given.target if given.group is None else None, given.vocab, given.temperature)
     head, target, transform = given.operands()
-    head, (kept, tops, *ranked), n, vocab = head.rounded(), given.allocate(), len(target), given.vocab
+    (kept, tops, *ranked), n, vocab = given.allocate(), len(target), given.vocab
     ranking = None
     if given.rank or given.top_k:
         ranking = passes.Ranking(head, given.top_k, target[:, 0] if given.rank else None, vocab, given.group)
@@ -271,13 +282,12 @@ def _backward(
     """The gradients of hidden, weight, bias, low, up and temperature, empty where not needed; that of the weight is
     added to ``main_grad`` if there is one."""
     given, saved = LogprobArguments(*arguments), Softmax(*outputs)
-    head, target, transform = given.operands()
-    n, vocab = len(target), given.vocab
-    live, unit = passes.live_rows(upstream, head, transform.scale)
+    n, vocab = len(given.target), given.vocab
+    live, unit = passes.live_rows(upstream, factor_dtype(given.hidden, given.compute), given.scale)
+    head, target, transform = given.operands(live)
     if live is not None:
         upstream = [u[live] if u is not None and u.numel() else u for u in upstream]
-        saved, transform, target = rows_of(saved, live), rows_of(transform, live), target[live]
-    head = head.rounded(live)
+        saved = rows_of(saved, live)
     arriving = softmax.coefficients([None if u is None else u / unit for u in upstream], saved, transform)
     moments = torch.zeros_like(saved.shift) if needed[5] else None
     store = TileStore(kept[0], given.rows, vocab, kept[1] if given.backend == "triton" else None, live)

@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 
 from . import reference, softmax
-from .backend import Backend, accumulation_dtype, autocast_dtype, choose_backend
-from .checks import check_computation, check_outputs, check_rows, check_values, checked_vocab
+from .backend import (
+    Backend,
+    accumulation_dtype,
+    check_outputs,
+    check_tensors,
+    check_values,
+    checked_dtype,
+    checked_vocab,
+    choose_backend,
+)
 from .head import Head, HeadFactors, checked_head
 from .passes import COLUMNS, WAITS, no_second_derivative, spans, vocabulary_spans
 from .reference import EXTRAS, Extra, Logprobs, TopK
@@ -42,11 +50,10 @@ def linear_logits(
     """
     who = "linear_logits"
     head = checked_head(who, hidden, head)
-    check_computation(who, compute_dtype)
+    compute = checked_dtype(who, compute_dtype, hidden, None)
     vocab = checked_vocab(who, vocab, len(head.weight))
     if head.shard is not None:
         raise ValueError(f"{who}: the head must hold its whole vocabulary, got a shard; gather its weight before")
-    compute = compute_dtype or autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         factors = HeadFactors.of(hidden, head, compute).rounded()
         logits = hidden.new_empty(len(hidden), vocab, dtype=accumulation_dtype(hidden.dtype))
@@ -83,7 +90,8 @@ def logits_logprob(
     if logits.ndim != 2:
         raise ValueError(f"logits_logprob: logits must be [N, V], got {list(logits.shape)}")
     who = "logits_logprob"
-    check_rows(who, {"logits": logits}, temperature, target)
+    tensors = {"logits": (logits, list(logits.shape)), "target": (target, [len(logits), *target.shape[1:2]])}
+    check_tensors(who, tensors, {"temperature": temperature})
     vocab = checked_vocab(who, vocab, logits.shape[1])
     check_outputs(who, outputs, EXTRAS, target, top_k, vocab)
     backend = choose_backend(who, backend, logits)

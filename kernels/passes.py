@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import accumulation_dtype, factor_dtype
+from .backend import accumulation_dtype
 from .head import HeadFactors, multiply_
 from .sharding import gather_columns, sum_over
 from .softmax import IMPOSSIBLE, LogitTransform, Softmax
@@ -38,8 +38,7 @@ def vocabulary_spans(vocab: int, widest: int, device: torch.device) -> Iterator[
     matrices are small."""
     ragged = vocab % ALIGNED if device.type == "cuda" else 0
     yield from spans(vocab - ragged, widest)
-    if ragged:
-        yield slice(vocab - ragged, vocab)
+    yield from spans(vocab, ALIGNED, vocab - ragged)
 
 
 class TileStore:
@@ -59,7 +58,8 @@ class TileStore:
         self.rows, self.columns, self.vocab = rows, kept.shape[2], vocab
         self.recomputed = len(kept) * self.columns  # tiles from this column on are not kept
         dtype = kept.dtype if tops is None else tops.dtype
-        self.buffer = aligned_buffer(kept, min(kept.shape[1], rows), min(vocab, self.columns), dtype)
+        self.width = -(-min(vocab, self.columns) // ALIGNED) * ALIGNED
+        self.buffer = kept.new_empty(min(kept.shape[1], rows), self.width, dtype=dtype)
 
     def tile(self, rows: slice, columns: slice) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Where the tile is to be computed, or already is; and the 16-bit copy of it that a Triton pass keeps, or has
@@ -71,11 +71,6 @@ class TileStore:
         if self.tops is None:
             return self.kept[i][index], None
         return buffer, (self.kept[i][index], self.tops[i][index])
-
-
-def aligned_buffer(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """``[rows, columns or a few more]``: every row begins at a multiple of 16 bytes, as tensor cores like it."""
-    return like.new_empty(rows, -(-columns // ALIGNED) * ALIGNED, dtype=dtype)
 
 
 def allocate_kept(
@@ -128,7 +123,7 @@ def multiply_out(
             gradient[written:] = 0  # where no tile will write
         gradients.append(gradient)
 
-    buffer = aligned_buffer(like, min(n, at_once), min(store.vocab, store.columns), like.dtype)
+    buffer = like.new_empty(min(n, at_once), store.width)
     for span in vocabulary_spans(written, store.columns, like.device):
         factors, write = open_span(span)
         sums = gradients.copy()
@@ -145,9 +140,7 @@ def multiply_out(
         for gradient, total in zip(gradients, sums, strict=True):
             if gradient is not None and total is not None and gradient.dtype != total.dtype:
                 gradient[span] = total
-    if main_grad is not None:
-        gradients[1] = None
-    return gradients
+    return [None if gradient is main_grad else gradient for gradient in gradients]
 
 
 def add_products_(
@@ -180,23 +173,22 @@ def add_products_(
         multiply_(d_up, dc.t(), head.low[rows], beta=over_rows, alpha=unit)
 
 
-def live_rows(upstream: Sequence[Tensor | None], head: HeadFactors, scale: float = 1.0) -> tuple[Tensor | None, float]:
+def live_rows(upstream: Sequence[Tensor | None], dtype: torch.dtype, scale: float) -> tuple[Tensor | None, float]:
     """Indices ``[live]`` of the rows that a gradient arrives at, None if that is nearly all of them; and the unit that
-    dc is in multiples of.
+    dc, of this dtype, is in multiples of.
 
     Waits for the GPU once. dc in float16 is in multiples of the largest gradient that arrives, or those of 1/N would
     vanish; the unit is a power of 2, which is exact.
     """
-    n = len(head.hidden)
-    arriving = [gradient.reshape(n, -1) for gradient in upstream if gradient is not None and gradient.numel()]
+    arriving = [each.reshape(len(each), -1) for each in upstream if each is not None and each.numel()]
     if not arriving:
         return None, 1.0
     largest = torch.stack([gradient.abs().amax(1) for gradient in arriving]).amax(0)  # [n]
     alive = ~(largest == 0)  # NaN too
     count, top = torch.stack((alive.sum().double(), largest.amax().double())).tolist()
-    half = factor_dtype(head.hidden, head.compute) == torch.float16
-    unit = 2.0 ** math.floor(math.log2(top * scale)) if half and 0 < top * scale < math.inf else 1.0
-    if count > (1 - WORTH_LEAVING_OUT) * n:
+    scaled = dtype == torch.float16 and 0 < top * scale < math.inf
+    unit = 2.0 ** math.floor(math.log2(top * scale)) if scaled else 1.0
+    if count > (1 - WORTH_LEAVING_OUT) * len(alive):
         return None, unit
     # Sorted instead of `nonzero`, which would wait once more.
     return (~alive).to(torch.uint8).sort(stable=True).indices[: int(count)], unit

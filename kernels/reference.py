@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from .backend import accumulation_dtype, rounded
-from .checks import check_values
+from .backend import accumulation_dtype, check_values, rounded
 from .head import Head
 
 Extra = Literal["mean_logprob", "log_sum_squares", "top1", "rank"]

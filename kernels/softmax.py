@@ -179,14 +179,13 @@ def finish(state: SoftmaxState) -> Softmax:
     shift, total, moment, chosen, linear, squares = state
     log_total = total.log()
     logprob, entropy = (chosen - shift[:, None]) - log_total[:, None], log_total - moment / total
-    mean_logprob, log_sum_squares, possible = (shift.new_empty(0) for _ in range(3))
+    mean, log_squares, possible = (shift.new_empty(0) for _ in range(3))
     if linear is not None:
         possible = linear[:, 1].clone()
-        mean_logprob = linear[:, 0] / possible - log_total
+        mean = linear[:, 0] / possible - log_total
     if squares is not None:
-        log_sum_squares = squares.log() - 2 * log_total
-    extras = mean_logprob, log_sum_squares
-    return Softmax(logprob, entropy, shift + log_total, *extras, shift, log_total, chosen, possible)
+        log_squares = squares.log() - 2 * log_total
+    return Softmax(logprob, entropy, shift + log_total, mean, log_squares, shift, log_total, chosen, possible)
 
 
 def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform: LogitTransform) -> Coefficients:

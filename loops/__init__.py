@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from .train.losses import score_tensors as score_tensors, weightings as weightings
     from .train.step import Objective as Objective, StepResult as StepResult, evaluate as evaluate
     from .train.step import optimize as optimize, train_step as train_step
-    from .train.weighting import Weights as Weights, completion_mean as completion_mean, fixed_length as fixed_length
-    from .train.weighting import pair_mean as pair_mean, sequence_mean as sequence_mean, token_mean as token_mean
-    from .train.weighting import weighted as weighted
+    from .batch import Weights as Weights, completion_mean as completion_mean, fixed_length as fixed_length
+    from .batch import pair_mean as pair_mean, sequence_mean as sequence_mean, token_mean as token_mean
+    from .batch import weighted as weighted
 
 __getattr__ = lazy_exports(__name__)

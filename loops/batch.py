@@ -1,7 +1,20 @@
-"""A micro-batch as objectives see it: ragged, one entry per trained token, no padding."""
+"""A micro-batch as objectives see it, ragged, one entry per trained token, no padding; and the weights of its units.
 
-from collections.abc import Mapping, Sequence
+A loss is a dot product: the weight of each unit of each named loss is known before the first forward pass.
+
+    total = Σ_k c_k · Σ_i w_ki · loss_ki / Z_k       over all micro-batches of all ranks
+
+The weights w and the denominators Z depend on masks only, so one collective gives every Z_k of a whole optimizer step,
+and the gradient does not depend on how the step was split.
+
+A weighting is a function ``weighting(batch) -> Weights``: one of these, or any other. Those here take ``of``, to weight
+only the units of some completions: an index in the example (of a pair, 0 is chosen and 1 rejected), or the name of a
+bool column, one entry per example; None weights all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,3 +82,62 @@ def collate(
         completion=torch.tensor(completion, dtype=torch.int64, device=device),
         columns={name: column.to(device) for name, column in (columns or {}).items()},
     )
+
+
+class Weights(NamedTuple):
+    """A weight per unit of one micro-batch, and its share of the global denominator."""
+
+    weight: Tensor  # float64 [units]
+    share: float
+
+
+Weighting = Callable[[Batch], Weights]
+Weightings = Mapping[str, tuple[float, Weighting]]  # name of a loss -> (coefficient, weighting)
+
+
+def token_mean(batch: Batch, *, of: int | str | None = None) -> Weights:
+    """w = 1, Z = Σ|o|: every token counts the same (SFT; DAPO, Yu et al. 2025, arXiv:2503.14476)."""
+    weight = torch.ones_like(batch.sequence[batch.tokens_of(of)], dtype=torch.float64)
+    return Weights(weight, float(len(weight)))
+
+
+def sequence_mean(batch: Batch, *, of: int | str | None = None) -> Weights:
+    """w = 1/|o_i|, Z = N: every completion counts the same (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
+    sequence = batch.sequence[batch.tokens_of(of)]
+    length = torch.bincount(sequence, minlength=batch.sequences).double()
+    return Weights(1 / length[sequence], float((length > 0).sum()))
+
+
+def fixed_length(batch: Batch, *, length: int, of: int | str | None = None) -> Weights:
+    """w = 1/L, Z = N: a constant instead of the length (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+    sequence = batch.sequence[batch.tokens_of(of)]
+    weight = torch.full_like(sequence, 1 / length, dtype=torch.float64)
+    return Weights(weight, float(len(torch.unique(sequence))))
+
+
+def completion_mean(batch: Batch, *, of: int | str | None = None) -> Weights:
+    """w = 1, Z = number of completions: for a loss with one entry per completion."""
+    weight = torch.ones_like(batch.completion[batch.completions_of(of)], dtype=torch.float64)
+    return Weights(weight, float(len(weight)))
+
+
+def pair_mean(batch: Batch) -> Weights:
+    """w = 1, Z = number of pairs: for a loss with one entry per pair, which is an example of preference data."""
+    weight = torch.ones(len(batch.examples), dtype=torch.float64, device=batch.target.device)
+    return Weights(weight, float(len(weight)))
+
+
+def weighted(batch: Batch, *, weighting: Weighting, by: str, unit: str, of: int | str | None = None) -> Weights:
+    """w = w' · c, Z = Σ w' · c: a weighting times a column c of the data, such as the importance of each example.
+
+    Args:
+        weighting: w', any except `fixed_length`, whose Z is not a sum of weights.
+        unit: unit of the loss's entries: tokens, sequences or pairs.
+    """
+    column = batch.columns[by].double()
+    if unit == "tokens":
+        column = column[batch.example[batch.sequence][batch.tokens_of(of)]]
+    elif unit == "sequences":
+        column = column[batch.example[batch.completions_of(of)]]
+    weight = weighting(batch).weight * column
+    return Weights(weight, float(weight.sum()))

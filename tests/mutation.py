@@ -33,8 +33,7 @@ KERNEL_TESTS = {
     "linear_logprob": ("linear_logprob", "ranking", "backward", "precision", "sharding"),
     "logits_logprob": ("logits_logprob", "ranking", "precision"),
     "sharding": ("sharding",),
-    "checks": ("linear_logprob", "logits_logprob", "linear_divergence", "sharding"),
-    "backend": ("precision", "sixteen_bits", "linear_logprob", "backends"),
+    "backend": (*_HEAD, "logits_logprob", "backends", "sharding"),
     "reference": ("linear_logprob", "logits_logprob", "linear_divergence"),
 }
 

@@ -11,13 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data import Accounting, encode_preference, encode_ranking, encode_scores, encode_supervised, example
 from ...objectives import IntPerSequence, PerSequence, Stats, bradley_terry, centering, plackett_luce, score_regression
-from ..batch import Batch, collate
+from ..batch import Batch, Weights, collate
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, ends_marked, scores
 from ..runs.context import open_run
 from ..runs.training import Training
 from ..train.losses import Tensors, Term, score_tensors
-from ..train.weighting import Weights
 from .settings import Reward
 
 

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from ...objectives import PerSequence, PerToken, Stats, correction, kl_estimate, policy, sampler_mismatch, sequence_sum
 from ...objectives.types import Bound
-from ..batch import Batch
+from ..batch import Batch, Weights, token_mean
 from ..runs.training import Training
 from ..train.losses import ENTROPY, TensorReader, Tensors, Term, outputs_for, policy_tensors, tensors_needed, units_of
 from ..train.mix import TOKEN_LOSSES, losses_of, parse_losses
-from ..train.weighting import Weights, token_mean
 from .buffer import RolloutBuffer
 from .context import RLContext
 from .feed import RolloutFeed

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from ...kernels import Extra
 from ...objectives import PerPair, PerToken, Stats, sequence_mean, sequence_sum, wpo_weight
-from ..batch import Batch
+from ..batch import Batch, Weighting, Weightings, completion_mean, pair_mean, token_mean
 from ..models.lm_head import TeacherOutputs
 from .step import Objective
-from .weighting import Weighting, Weightings, completion_mean, pair_mean, token_mean
 
 Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit

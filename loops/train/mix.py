@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 from ...objectives import PerToken, Stats, preference, reference_free, supervised
+from ..batch import Weighting, Weights, fixed_length, sequence_mean, token_mean, weighted
 from ..config import LossMix
 from ..registry import find, nearest
 from .losses import CHOSEN, REJECTED, TENSORS, Loss, Term, units_of
-from .weighting import Weighting, Weights, fixed_length, sequence_mean, token_mean, weighted
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
     for step in optimize(policy, batches, objective, weightings, ...):
         ...                                     # your own code, in place of callbacks
 
-The gradient of a step is the same for every split into micro-batches and ranks, see `weighting`.
+The gradient of a step is the same for every split into micro-batches and ranks, see `burnish.loops.batch`.
 """
 
 import logging
@@ -23,12 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from ...objectives import Stats
-from ..batch import Batch, collate
+from ..batch import Batch, Weightings, collate
 from ..models.backbone import Backbone, evaluating
 from ..models.probe import PROBE
 from ..models.sharding import ranks_together, whole
 from .optimizers import AT_EVALUATION
-from .weighting import Weightings
 
 Objective = Callable[[nn.Module, Batch], Mapping[str, tuple[Tensor, Stats]]]
 

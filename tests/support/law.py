@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from burnish.data import Batches, Example
+from burnish.loops.batch import fixed_length, sequence_mean
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer, ends_marked
 from burnish.loops.models.sharding import whole
@@ -43,7 +44,6 @@ from burnish.loops.train.losses import (
 )
 from burnish.loops.train.mix import PAIR_LOSSES, TOKEN_LOSSES, distillation, parse_losses
 from burnish.loops.train.step import prepare, train_step
-from burnish.loops.train.weighting import fixed_length, sequence_mean
 from burnish.objectives import (
     PerPair,
     PerToken,

@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
-from burnish.loops.batch import collate
+from burnish.loops.batch import collate, token_mean
 from burnish.loops.models.policy import Policy
 from burnish.loops.train.step import prepare, train_step
-from burnish.loops.train.weighting import token_mean
 from safetensors.torch import save_file
 from tiny import make_examples, make_model
 from torch import nn

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from burnish.loops.batch import collate
+from burnish.loops.batch import collate, token_mean
 from burnish.loops.config import Common
 from burnish.loops.models.policy import Policy
 from burnish.loops.runs.context import open_accelerator
 from burnish.loops.train.losses import Term, compose, policy_tensors
 from burnish.loops.train.step import PATIENCE, evaluate, optimize, train_step
-from burnish.loops.train.weighting import token_mean
 from burnish.objectives import nll
 from forked import run_forked
 from safetensors.torch import load_file

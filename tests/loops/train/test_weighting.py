@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 from burnish.data import Example
-from burnish.loops.batch import collate
-from burnish.loops.train.weighting import fixed_length, pair_mean, sequence_mean, token_mean
+from burnish.loops.batch import collate, fixed_length, pair_mean, sequence_mean, token_mean
 
 
 @pytest.fixture
