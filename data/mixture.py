@@ -160,6 +160,8 @@ def _part(data: Any) -> Part:
 
 def _weighted(parts: Sequence[Part], seed: int) -> list[Records]:
     loaded = [part.load() for part in parts]
+    if not all(hasattr(records.dataset, "__len__") for records in loaded):
+        raise DataError("data: an IterableDataset is read step by step; set streaming=True, and steps")
     sizes = [len(records.dataset) for records in loaded]
     weights, fractions = [part.weight for part in parts], [part.fraction for part in parts if part.fraction is not None]
     if fractions:

@@ -66,7 +66,13 @@ class Batch:
 def collate(
     examples: Sequence[Example], columns: Mapping[str, Tensor] | None = None, device: torch.device | str = "cpu"
 ) -> Batch:
-    """Make a batch of examples, with its tensors on ``device``. Without examples it is empty, and can be trained on."""
+    """Make a batch of examples, with its tensors on ``device``. Without examples it is empty, and can be trained on.
+
+    Raises:
+        ValueError: if an example has no prompt, or a column no entry per token, per completion or per example.
+    """
+    if not all(example.prompt for example in examples):
+        raise ValueError("collate: an example has no prompt, so nothing predicts its first token; give it one token")
     completions = [
         [token for token, train in zip(tokens, trained, strict=True) if train]
         for example in examples
@@ -75,6 +81,10 @@ def collate(
     target = [token for tokens in completions for token in tokens]
     sequence = [index for index, tokens in enumerate(completions) for _ in tokens]
     completion = [index for example in examples for index in range(len(example.completions))]
+    for name, column in (columns or {}).items():
+        if column.ndim and len(column) not in (lengths := (len(target), len(completion), len(examples))):
+            wanted = "an entry per token, per completion or per example, {}, {} or {}".format(*lengths)
+            raise ValueError(f"collate: column {name}: wanted {wanted}, got {len(column)}")
     return Batch(
         examples=examples,
         target=torch.tensor(target, dtype=torch.int64, device=device),

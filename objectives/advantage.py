@@ -255,6 +255,7 @@ def group_stats(reward: PerSequence, group: IntPerSequence) -> Stats:
 
 def _check(who: str, reward: Tensor, **others: Tensor) -> None:
     same_shape(who, reward=reward, **others)
+    require(who, reward.is_floating_point(), "values must be floats, got {}; convert them, .double()", reward.dtype)
     require(who, not bool(reward.isinf().any()), "values must be finite, or NaN where there is none, got inf")
 
 
@@ -270,8 +271,7 @@ def _check_rewards(who: str, reward: Tensor, weight: Tensor) -> None:
 
 def _check_tokens(who: str, sequence: Tensor, **tokens: Tensor) -> None:
     same_shape(who, sequence=sequence, **tokens)
-    is_sorted = bool((sequence[1:] >= sequence[:-1]).all())
-    require(who, is_sorted, "sequence must be sorted: sort tokens by their completion")
+    require(who, bool((sequence[1:] >= sequence[:-1]).all()), "sequence must be sorted: sort tokens by completion")
 
 
 def _sum(x: Tensor, index: Tensor) -> Tensor:

@@ -99,9 +99,10 @@ class Backbone(nn.Module):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
+    training = [module for module in model.modules() if module.training]  # a policy may be, and its model not
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True

@@ -101,8 +101,10 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     logs by ``log_extra`` and ``log_metric`` is kept in ``sample.info``.
 
     Raises:
-        ValueError: if it has other parameters, or can't do without TRL's trainer.
+        ValueError: if it has other parameters, or can't do without TRL's trainer; or if it is a name.
     """
+    if isinstance(function, str):
+        raise ValueError(f"reward: wanted a function, got {function!r}; `resolve_rewards` makes those that have a name")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in functions have none that can be read

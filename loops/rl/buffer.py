@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from ...data import Example, balanced
@@ -146,6 +147,13 @@ class RolloutBuffer:
             examples = [example for group in self.split_groups(max_tokens, layout) for example in group]
         process: Any = accelerator or PartialState()
         plan = balanced([self._cost(example, layout) for example in examples], process.num_processes, max_tokens)
+        alike = gather_object([repr((plan, self.lengths.tolist(), [sum(sample.tokens) for sample in self.samples]))])
+        if len(set(alike)) > 1:
+            raise ValueError(
+                "rollout: its completions, or which of them are scored, differ between ranks, so that some would be "
+                "trained twice and others never; where a judge or chance scores, make and score the rollout in one "
+                "process: rollout = from_main(accelerator, function)"
+            )
         tokens = torch.split(torch.arange(len(self.sequence)), self.lengths.tolist())  # of each completion
         samples, trained = self.samples, self.trained
         batches = []

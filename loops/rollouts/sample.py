@@ -24,7 +24,8 @@ class SamplingParams:
 
     Attributes:
         max_tokens: the longest completion.
-        temperature: of the softmax; 0 takes the likeliest token, and its log-probs are those of temperature 1.
+        temperature: of the softmax, and of the log-probs, to which those of ``policy(batch, temperature=...)`` compare;
+            0 takes the likeliest token, and its log-probs are those of temperature 1.
         top_p, top_k: truncation of the distribution, none at 1 and 0. Log-probs are those after truncation.
         stop: token ids that end a completion, as its last token.
     """
@@ -44,6 +45,8 @@ class SamplingParams:
             raise ValueError(f"top_p: must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k: must be >= 0, where 0 keeps all, got {self.top_k}")
+        if not all(isinstance(token, Integral) for token in self.stop):
+            raise ValueError(f"stop: wanted token ids, such as those of tokenizer.encode, got {self.stop!r}")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...data import check_same_vocabulary
 from ..batch import Batch
 from ..config import Lora
+from ..models.backbone import evaluating
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
 
@@ -65,6 +66,7 @@ def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
     """
+    policy = getattr(policy, "module", policy)  # of the wrapper that distributes it over ranks
     return frozen(copy.deepcopy(policy, {id(policy.critic): None}), temperature=temperature)
 
 
@@ -91,7 +93,7 @@ def adapters_off(policy: Policy, *, temperature: float = 1.0) -> Reference:
 
     @torch.no_grad()
     def reference(batch: Batch) -> Tensor:
-        with model.disable_adapter():
+        with model.disable_adapter(), evaluating(model):
             logprob: Tensor = policy(batch, temperature=temperature).logprob
         return logprob
 

@@ -19,7 +19,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ...objectives import Stats
@@ -35,6 +36,7 @@ Name = TypeVar("Name")
 
 log = logging.getLogger(__name__)
 
+_REDUCING = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)  # gradients, over ranks
 PATIENCE = 5  # steps in a row without a finite gradient before training stops
 
 
@@ -59,6 +61,8 @@ class Sums:
     ) -> None:
         self.accelerator, self.weightings, self.copies = accelerator, weightings, ranks_together(policy)
         self.weights = [{name: weigh(batch) for name, (_, weigh) in weightings.items()} for batch in micro_batches]
+        if not self.weights:  # the other ranks would wait for it
+            raise ValueError("step: wanted micro-batches, got none; a rank without examples takes [collate([])]")
         shares = {name: sum((weights[name].share for weights in self.weights), 0.0) for name in weightings}
         self.denominators = sum_over_ranks(accelerator, shares, copies=self.copies)
         self.sums: dict[str, Tensor | float] = {}  # metric -> Σ w·x of this rank
@@ -67,15 +71,25 @@ class Sums:
     def add(self, i: int, losses: Mapping[str, tuple[Tensor, Stats]]) -> Tensor | float:
         """Add the losses of micro-batch ``i``; returns its part of the total to train on."""
         total: Tensor | float = 0.0
+        if losses.keys() != self.weightings.keys():
+            raise ValueError(
+                f"objective: wanted the losses that have a weighting ({', '.join(self.weightings)}), got "
+                f"({', '.join(losses)}); a coefficient of 0 only measures one"
+            )
         for name, (coefficient, _) in self.weightings.items():
             weight, (loss, stats) = self.weights[i][name].weight, losses[name]
-            if coefficient:
-                share = coefficient / (self.denominators[name] or 1.0)
-                total = total + share * (weight.to(loss.dtype) * loss).sum()
             for metric, value in {name: loss.detach(), **stats}.items():
+                if value.shape != weight.shape:
+                    raise ValueError(
+                        f"objective: wanted one entry of {metric} per unit that the weighting of {name} weighs, "
+                        f"{list(weight.shape)}, got {list(value.shape)}; don't reduce it, or weigh {name} by another"
+                    )
                 # Two losses that report the same stat (such as rewards) report the same number: keep the first.
                 if self.term.setdefault(metric, name) == name:
                     self.sums[metric] = self.sums.get(metric, 0.0) + (weight * value).sum()
+            if coefficient:
+                share = coefficient / (self.denominators[name] or 1.0)
+                total = total + share * (weight.to(loss.dtype) * loss).sum()
         return total
 
     def means(self, **counts: float) -> tuple[dict[str, float], dict[str, float]]:
@@ -148,11 +162,21 @@ def train_step(
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
         ``skipped``: 1 if no step was taken, because the gradient was not finite, or 0 as without any trained token.
     """
+    if accelerator.gradient_accumulation_steps != 1:  # it would divide the loss, and pass over steps
+        raise ValueError(
+            "train_step: it accumulates over its micro-batches itself; wanted an Accelerator with "
+            f"gradient_accumulation_steps 1, got {accelerator.gradient_accumulation_steps}"
+        )
+    given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if given.isdisjoint(policy.parameters()):
+        raise ValueError("train_step: the optimizer has no parameter of the policy; make it of policy.parameters()")
+    policy.zero_grad()  # of weights that the optimizer lacks, and of a step that failed
+    micro_batches = list(micro_batches)
     sums = Sums(accelerator, policy, micro_batches, weightings)
     # The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),
     # reduced for each micro-batch: until then each rank would keep the whole gradient.
-    sharded = isinstance(policy, FSDPModule)
-    if accelerator.use_distributed and isinstance(policy, Backbone) and not sharded:
+    sharded = getattr(policy, "mesh", None) is not None  # shards that the caller made average, as Accelerate's do
+    if accelerator.use_distributed and not any(isinstance(module, _REDUCING) for module in policy.modules()):
         raise ValueError("train_step: several ranks need policy, optimizer = accelerator.prepare(policy, optimizer)")
     scale = 1 if sharded else accelerator.num_processes
     totals = []
@@ -162,11 +186,14 @@ def train_step(
             total = torch.as_tensor(sums.add(i, objective(policy, batch)))
             accelerator.backward(total * scale)
         totals.append(total.detach())
-    norm: Any = accelerator.clip_grad_norm_(policy.parameters(), max_grad_norm)
+    clipped = [each for each in policy.parameters() if each.grad is None or each in given]
+    norm: Any = accelerator.clip_grad_norm_(clipped, max_grad_norm)
     grad_norm = float(whole(norm))
     taken = math.isfinite(grad_norm) and grad_norm > 0  # at 0, momentum alone would move the weights
     if taken:
         optimizer.step()
+    elif accelerator.scaler is not None:
+        accelerator.scaler.update()  # in float16: lowers its scale
     if not math.isfinite(grad_norm):
         not_finite([i for i, total in enumerate(totals) if not total.isfinite()])
     optimizer.zero_grad()
@@ -208,6 +235,7 @@ def optimize(
         FloatingPointError: after `PATIENCE` steps in a row whose gradient was not finite.
     """
     failures = 0
+    schedule = getattr(schedule, "scheduler", schedule)  # that of Accelerate takes a step for each rank
     for number in range(start + 1, steps + 1):
         began = time.perf_counter()
         learning_rate = float(schedule.get_last_lr()[0])
@@ -241,6 +269,7 @@ def evaluate(
     weightings: Weightings,
 ) -> dict[str, float]:
     """The metrics of `train_step` over these batches, without training."""
+    micro_batches = list(micro_batches)
     sums = Sums(accelerator, policy, micro_batches, weightings)
     with evaluating(policy):
         for i, batch in enumerate(micro_batches):

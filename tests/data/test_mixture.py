@@ -275,3 +275,9 @@ def test_rows_in_memory_are_data_as_they_are() -> None:
     parts = [{"path": rows, "weight": 2}, {"path": Dataset.from_list(rows)}]
     assert prompts(load_data(parts)[0]) == [["a", "a", "b", "b"], ["a", "b"]]
     assert load(rows).pick(np.array([1])).where(0) == "records row 2"
+
+
+def test_rows_without_a_length_want_streaming() -> None:
+    rows = Dataset.from_list([{"text": "a"}]).to_iterable_dataset()
+    with pytest.raises(DataError, match="an IterableDataset is read step by step; set streaming=True, and steps"):
+        load_data(rows)

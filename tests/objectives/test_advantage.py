@@ -474,7 +474,7 @@ UNSORTED = torch.tensor([0, 2, 1])
 INFINITE = torch.tensor([1.0, math.inf, NAN])
 SHAPE = "must have the shape of {}, [{}], got [{}]"
 FINITE = "values must be finite, or NaN where there is none, got inf"
-SORTED = "sequence must be sorted: sort tokens by their completion"
+SORTED = "sequence must be sorted: sort tokens by completion"
 
 
 @pytest.mark.parametrize(
@@ -541,3 +541,9 @@ def test_errors_name_the_function_and_what_it_got(
     with pytest.raises(ValueError) as error:
         wrong()
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("reward", [torch.tensor([1, 0]), torch.tensor([True, False])], ids=str)
+def test_rewards_that_are_no_floats_are_refused_by_their_type(reward: Tensor) -> None:
+    with pytest.raises(ValueError, match=rf"whiten: values must be floats, got {reward.dtype}; convert them"):
+        adv._check("whiten", reward)  # the suite checks the types of arguments before a function can

@@ -270,3 +270,8 @@ def test_a_score_in_between_breaks_the_silence(scored):
     watch = Watching(patience=2)
     for scores in (None, 1.0, None):
         assert watch([A], scored((scores,))) == []
+
+
+def test_a_name_is_no_reward_function():
+    with pytest.raises(ValueError, match="reward: wanted a function, got 'math'; `resolve_rewards` makes those"):
+        score(["math"], [])

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rewards import RewardFunction
+from burnish.loops.rl import buffer
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rl.context import RLContext
 from burnish.loops.rl.feed import RolloutFeed
@@ -242,3 +243,13 @@ def test_masking_drops_the_tokens_of_a_completion_from_every_column():
 def test_a_limit_below_one_token_is_refused():
     with pytest.raises(ValueError, match="rollout: max_tokens must be >= 1, got 0"):
         RolloutBuffer(answers()).micro_batches(0)
+
+
+def test_ranks_with_other_scores_do_not_train_some_completions_twice_and_others_never(monkeypatch):
+    one, two = RolloutBuffer(answers()), RolloutBuffer(answers())
+    sent = []
+    monkeypatch.setattr(buffer, "gather_object", lambda mine: sent.extend(mine) or [*sent])
+    assert one.micro_batches(100)
+    two.mask([i == 2 for i in range(len(two))])
+    with pytest.raises(ValueError, match=r"which of them are scored, differ between ranks.* from_main\(accelerator"):
+        two.micro_batches(100)

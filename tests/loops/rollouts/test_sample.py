@@ -101,3 +101,8 @@ def test_completions_that_were_not_asked_for_are_refused(change, says):
 def test_a_completion_that_is_missing_is_refused():
     with pytest.raises(SourceError, match=r"asked for its completions \[0, 1\], got \[\(2, 1\)\]"):
         check_completions([GOOD], asked(task=2, prompt=[5], indices=[0, 1]), "vllm")
+
+
+def test_text_does_not_stop_a_completion():
+    with pytest.raises(ValueError, match=r"stop: wanted token ids, .*, got \('x',\)"):
+        SamplingParams(4, stop=("x",))

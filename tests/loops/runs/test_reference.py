@@ -52,6 +52,20 @@ def test_adapters_off_is_the_base_model(batch):
     assert not torch.allclose(policy(batch).logprob, base)
 
 
+def test_a_reference_without_adapters_has_no_dropout_while_the_policy_trains(batch):
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    policy = Policy(get_peft_model(make_model("gpt2"), lora)).train()
+    assert torch.equal(adapters_off(policy)(batch), adapters_off(policy)(batch))
+    assert not torch.equal(policy(batch).logprob, policy(batch).logprob)
+
+
+def test_a_policy_in_a_wrapper_that_distributes_it_is_copied_as_itself(batch):
+    policy = Policy(make_model("llama"))
+    wrapper = torch.nn.Module()
+    wrapper.module = policy
+    assert torch.equal(frozen_copy(wrapper)(batch), policy(batch).logprob)
+
+
 @pytest.mark.parametrize("fields", [{}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_a_copy_of_the_adapters_is_the_policy_as_it_was_and_trains_nothing_else(batch, fields):
     lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "up_proj"], **fields)

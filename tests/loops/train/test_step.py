@@ -1,9 +1,14 @@
 """The step and the generator. (That a step does not depend on its split is shown in test_law.)"""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from accelerate import Accelerator
-from burnish.loops.batch import collate, token_mean
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, PartialState
+from burnish.loops.batch import collate, pair_mean, token_mean
 from burnish.loops.config import Common
 from burnish.loops.models.policy import Policy
 from burnish.loops.runs.context import open_accelerator
@@ -126,14 +131,117 @@ def test_evaluation_measures_the_same_numbers_and_changes_nothing(policy):
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, policy.parameters(), strict=True))
 
 
+def test_evaluation_leaves_a_model_without_dropout_under_a_new_policy(policy):
+    assert policy.training and not policy.model.training  # of transformers it comes to evaluate
+    evaluate(Accelerator(), policy, [collate(make_examples(1))], NLL, EXPRESSION)
+    assert policy.training and not any(module.training for module in policy.model.modules())
+
+
+def once(policy, objective=NLL, weightings=EXPRESSION, accelerator=None, optimizer=None, batches=None):
+    batches = [collate(make_examples(1, completions=1))] if batches is None else batches
+    step = accelerator or Accelerator(), policy, optimizer or sgd(policy), batches, objective, weightings
+    return train_step(*step, max_grad_norm=1.0)
+
+
+def test_a_loss_is_not_spread_over_the_units_of_another(policy):
+    def mean(policy, batch):
+        return {"nll": (NLL(policy, batch)["nll"][0].mean(), {})}
+
+    def measured(policy, batch):
+        return {"nll": (NLL(policy, batch)["nll"][0], {"largest": torch.zeros(())})}
+
+    with pytest.raises(ValueError, match=r"one entry of nll per unit .* nll weighs, \[\d+\], got \[\]; don't reduce"):
+        once(policy, mean)
+    with pytest.raises(ValueError, match=r"one entry of nll per unit .*, \[1\], got \[\d+\]; .* weigh nll by another"):
+        once(policy, weightings={"nll": (1.0, pair_mean)})
+    with pytest.raises(ValueError, match=r"one entry of largest per unit .*, got \[\]"):
+        once(policy, measured)
+
+
+@pytest.mark.parametrize("names", [["nll", "kl"], ["kl"], []])
+def test_no_loss_goes_without_a_weighting_and_no_weighting_without_a_loss(policy, names):
+    weightings = {name: (1.0, token_mean) for name in names}
+    with pytest.raises(ValueError, match=rf"losses that have a weighting \({', '.join(names)}\), got \(nll\)"):
+        once(policy, weightings=weightings)
+
+
+def test_an_accelerator_does_not_divide_the_gradient_by_accumulation_steps_of_its_own(policy):
+    with pytest.raises(ValueError, match="wanted an Accelerator with gradient_accumulation_steps 1, got 4"):
+        once(policy, accelerator=Accelerator(gradient_accumulation_steps=4))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_micro_batches_may_be_generated_and_must_be_some(policy, training):
+    def run(policy, batches):
+        evaluated = partial(evaluate, Accelerator(), policy, objective=NLL, weightings=EXPRESSION)
+        return once(policy, batches=batches) if training else evaluated(batches)
+
+    metrics = run(policy, batches=(collate([each]) for each in make_examples(2, completions=1)))
+    assert metrics["loss"] > 0
+    with pytest.raises(ValueError, match=r"wanted micro-batches, got none; .* \[collate\(\[\]\)\]"):
+        run(policy, batches=[])
+
+
+def test_gradients_of_weights_that_the_optimizer_lacks_clip_nothing_and_do_not_add_up(policy):
+    (-policy(collate(make_examples(1, completions=1))).logprob.mean()).backward()
+    wanted = policy.head.weight.grad.norm().item()
+    optimizer = torch.optim.SGD(policy.head.parameters(), lr=0.0)
+    norms = [once(policy, optimizer=optimizer)["grad_norm"] for _ in range(2)]
+    assert norms == pytest.approx([wanted, wanted])
+
+
+def test_an_optimizer_of_another_model_is_refused(policy):
+    with pytest.raises(ValueError, match=r"no parameter of the policy; make it of policy\.parameters\(\)"):
+        once(policy, optimizer=sgd(Policy(make_model("llama"))))
+
+
+def test_what_a_failed_step_left_is_not_part_of_the_next(policy):
+    batches = [collate([each]) for each in make_examples(2, completions=1)]
+    optimizer, calls = sgd(policy, 0.0), []
+
+    def fails(policy, batch):
+        calls.append(batch)
+        if len(calls) == 2:
+            raise MemoryError
+        return NLL(policy, batch)
+
+    with pytest.raises(MemoryError):
+        once(policy, fails, optimizer=optimizer, batches=batches)
+    again, alone = (once(policy, optimizer=each, batches=batches) for each in (optimizer, sgd(policy, 0.0)))
+    assert again["grad_norm"] == alone["grad_norm"]
+
+
+def test_an_overflow_in_float16_lowers_the_scale_and_training_goes_on(policy):
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(mixed_precision="fp16")
+    accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=4.0), True  # as on a GPU
+    prepared, optimizer = accelerator.prepare(policy, sgd(policy))
+    assert once(prepared, poisoned, accelerator=accelerator, optimizer=optimizer)["skipped"] == 1
+    assert accelerator.scaler.get_scale() == 2.0
+    assert once(prepared, accelerator=accelerator, optimizer=optimizer)["skipped"] == 0
+
+
+def test_a_schedule_that_accelerate_has_prepared_takes_one_step_on_two_ranks(policy, monkeypatch):
+    optimizer = sgd(policy)
+    schedule: Any = AcceleratedScheduler(
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step), [optimizer]
+    )
+    accelerator = Accelerator()
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
+    batches, known = [collate(make_examples(1, completions=1))], {"accelerator": accelerator, "optimizer": optimizer}
+    taken = optimize(policy, lambda step: batches, NLL, EXPRESSION, schedule=schedule, steps=3, **known)
+    assert [step.metrics["learning_rate"] for step in taken] == pytest.approx([0.1, 0.05, 0.025])
+
+
 def test_a_run_steps_even_where_an_earlier_one_died_between_two_micro_batches(tmp_path):
     Accelerator().gradient_state._set_sync_gradients(False)
     accelerator = open_accelerator(Common(model="", data="", output=str(tmp_path / "run")))
     assert accelerator.sync_gradients  # an optimizer prepared by it would not step otherwise
 
 
-def test_ranks_do_not_train_apart_on_a_policy_that_was_not_prepared(policy, monkeypatch):
-    batch = collate(make_examples(2, completions=1))
+@pytest.mark.parametrize("wrap", [lambda policy: policy, partial(torch.compile, backend="eager"), torch.nn.Sequential])
+def test_ranks_do_not_train_apart_on_a_policy_that_was_not_prepared(policy, monkeypatch, wrap):
+    batch, policy = collate(make_examples(2, completions=1)), wrap(policy)
     monkeypatch.setattr(Accelerator, "use_distributed", True)
     with pytest.raises(
         ValueError, match=r"train_step: .* policy, optimizer = accelerator\.prepare\(policy, optimizer\)"
@@ -150,3 +258,11 @@ def test_weights_that_get_no_gradient_leave_the_steps_of_two_ranks_as_they_are(t
     assert any("indexer" in name for name in alone) == unused
     for name, weight in alone.items():
         torch.testing.assert_close(together[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_shards_that_the_caller_made_take_the_step_of_one_rank(tmp_path):
+    for ranks in (1, 2):
+        outcomes = run_forked(ranks, "own_shards", str(tmp_path))
+        assert [status for status, _ in outcomes] == [0] * ranks, outcomes
+    alone, together = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    assert together == pytest.approx(alone)
