@@ -4,21 +4,29 @@
     python tests/mutation.py --room kernels [--sample 60] [files of kernels/ ...]         ... mutation_kernels.json
 
 A mutant differs from the source in one comparison, operator, constant, sign, condition, or function. It is caught if
-any of its file's tests fails: those of `tests/objectives` named after it, or of the peer comparisons; for torch's files
-of the kernels those of `KERNEL_TESTS`. Each mutant runs in a process forked from one that has torch loaded. A sample is
-spread evenly over all mutants of the files, the same in every run.
+any of its file's tests fails, or does not end: those of `tests/objectives` named after it, or of the peer comparisons;
+for torch's files of the kernels those of `KERNEL_TESTS`. Each mutant runs in a process forked from one that has torch
+loaded, the tests that caught one before first. A sample is spread evenly over all mutants of the files, the same in
+every run.
 """
 
 import argparse
 import ast
+import atexit
 import copy
+import gc
 import json
 import os
+import resource
 import shutil
+import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,7 +42,7 @@ KERNEL_TESTS = {
     "logits_logprob": ("logits_logprob", "ranking", "precision"),
     "sharding": ("sharding",),
     "checks": ("linear_logprob", "logits_logprob", "linear_divergence", "sharding"),
-    "backend": ("precision", "sixteen_bits", "linear_logprob", "backends"),
+    "backend": ("precision", "backends", "sixteen_bits", "linear_logprob", "compile"),
     "reference": ("linear_logprob", "logits_logprob", "linear_divergence"),
 }
 
@@ -119,6 +127,7 @@ UNCOMPILED = "not compiled_tiles and not without_a_compiler and not fullgraph_co
 QUIET = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 UNTYPED = ["-o", "addopts=--import-mode=importlib"]
 TYPED = ["--numprocesses=0", "-m", ""]
+PROCESSOR_SECONDS, SECONDS = 120, 900  # of all tests of a file: what takes longer does not end
 
 
 def caught(room: str, name: str, source: str, tree: Path) -> bool:
@@ -128,8 +137,11 @@ def caught(room: str, name: str, source: str, tree: Path) -> bool:
     target.write_text(source)
     try:
         if room == "kernels":
-            files = [f"tests/kernels/test_{test}.py" for test in KERNEL_TESTS[Path(name).stem]]
-            return not passes([*files, "-m", "not slow", "-k", UNCOMPILED], target, tree, plugins=False)
+            options = ["-m", "not slow", "-k", UNCOMPILED]
+            first, *others = [f"tests/kernels/test_{test}.py" for test in KERNEL_TESTS[Path(name).stem]]
+            return any(
+                not passes([*files, *options], target, tree, plugins=False) for files in ([first], others) if files
+            )
         quick, shared = _tests(Path(name).stem)
         return not passes(quick, target, tree, plugins=False) or not passes([*quick, *shared], target, tree)
     finally:
@@ -142,9 +154,9 @@ def passes(tests: list[str], target: Path, tree: Path, *, plugins: bool = True) 
         stale.unlink()
     child = os.fork()
     if child == 0:
-        import pytest
-
         status = 1
+        resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_SECONDS, PROCESSOR_SECONDS))
+        signal.alarm(SECONDS)  # of waiting: what it has started ends with it
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         os.dup2(sys.stdout.fileno(), 1)
         os.dup2(sys.stdout.fileno(), 2)
@@ -153,18 +165,51 @@ def passes(tests: list[str], target: Path, tree: Path, *, plugins: bool = True) 
         try:
             os.environ["PYTHONPATH"] = str(tree)  # of the processes that tests start
             os.environ |= {} if plugins else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-            status = int(pytest.main([*QUIET, *(TYPED if plugins else UNTYPED), *tests]))
+            order = [Order(tree / "seen")]
+            status = int(pytest.main([*QUIET, *(TYPED if plugins else UNTYPED), *tests], plugins=order))
         finally:
             os._exit(status)  # never back into the caller, whose temporary directory it would remove
     return os.waitpid(child, 0)[1] == 0
 
 
-def main(room: str, names: list[str], sample: int | None) -> None:
+def import_for(room: str) -> None:
+    """Import what the tests of the room import, but for what is to be broken, once for all of their processes."""
+    os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py has it before anything imports Triton
     import torch
 
     if room == "objectives":
         from trl import DPOTrainer, GRPOTrainer  # noqa: F401
+    else:
+        import torch._inductor.utils
+        import triton.runtime.interpreter  # noqa: F401
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # tests look for garbage, of which there is none in millions of objects
+    atexit.register(gc.unfreeze)
+
+
+class Order:
+    """A plugin of pytest: first the tests that have caught most mutants, then the quickest."""
+
+    def __init__(self, seen: Path) -> None:
+        self.seen, self.caught, self.took = seen, Counter[str](), Counter[str]()
+        for line in seen.read_text().splitlines() if seen.exists() else []:
+            test, failed, seconds = line.split("\t")
+            self.caught[test] += int(failed)
+            self.took[test] = max(self.took[test], float(seconds))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: (-self.caught[item.nodeid], self.took[item.nodeid]))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        with self.seen.open("a") as seen:
+            if report.failed or (report.when == "call" and report.nodeid not in self.took):
+                print(report.nodeid, int(report.failed), report.duration, sep="\t", file=seen)
+
+
+def main(room: str, names: list[str], sample: int | None) -> None:
+    import_for(room)
     results_file = RESULTS / f"mutation_{room}.json"
     results = json.loads(results_file.read_text()) if results_file.exists() else {}
     everything = [(name, *mutant) for name in names for mutant in mutants(ast.parse((ROOT / room / name).read_text()))]
