@@ -13,8 +13,8 @@ every run.
 import argparse
 import ast
 import atexit
-import copy
 import gc
+import itertools
 import json
 import os
 import resource
@@ -37,14 +37,15 @@ KERNEL_TESTS = {
     "passes": (*_HEAD, "ranking", "sharding"),
     "head": _HEAD,
     "divergence_passes": ("linear_divergence",),
-    "linear_divergence": ("linear_divergence", "precision"),
-    "linear_logprob": ("linear_logprob", "ranking", "backward", "precision", "sharding"),
-    "logits_logprob": ("logits_logprob", "ranking", "precision"),
+    "linear_divergence": ("linear_divergence", "precision", "compile"),
+    "linear_logprob": ("linear_logprob", "ranking", "backward", "precision", "backends", "sharding", "compile"),
+    "logits_logprob": ("logits_logprob", "ranking", "precision", "backends", "compile"),
     "sharding": ("sharding",),
-    "checks": ("linear_logprob", "logits_logprob", "linear_divergence", "sharding"),
+    "checks": ("linear_logprob", "logits_logprob", "linear_divergence", "ranking", "sharding"),
     "backend": ("precision", "backends", "sixteen_bits", "linear_logprob", "compile"),
-    "reference": ("linear_logprob", "logits_logprob", "linear_divergence"),
+    "reference": ("linear_logprob", "logits_logprob", "linear_divergence", "ranking"),
 }
+LAST = ("sharding", "compile")  # these start processes, or compile
 
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.BitAnd: ast.BitOr,
@@ -55,16 +56,19 @@ FUNCTIONS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minim
              "all": "any"}  # fmt: skip
 
 
-def mutants(tree: ast.Module) -> Iterator[tuple[int, str, ast.Module]]:
-    """(line, what was changed, the changed tree) for every place that can be changed."""
+def places(source: str) -> Iterator[tuple[int, int]]:
+    """Every place that can be changed: the number of its node, and of the change there."""
+    tree = ast.parse(source)
     skipped = {id(part) for node in ast.walk(tree) for part in _not_behavior(node)}
     for number, node in enumerate(ast.walk(tree)):
-        if id(node) in skipped:
-            continue
-        for change in range(_count(node)):
-            twin = copy.deepcopy(tree)
-            place = next(n for i, n in enumerate(ast.walk(twin)) if i == number)
-            yield getattr(place, "lineno", 0), _apply(place, change), twin
+        yield from ((number, change) for change in range(0 if id(node) in skipped else _count(node)))
+
+
+def mutant(source: str, number: int, change: int) -> tuple[int, str, str]:
+    """(line, what was changed, the changed source) for one place."""
+    tree = ast.parse(source)
+    place = next(itertools.islice(ast.walk(tree), number, None))
+    return getattr(place, "lineno", 0), _apply(place, change), ast.unparse(tree)
 
 
 def _not_behavior(node: ast.AST) -> Iterator[ast.AST]:
@@ -138,10 +142,10 @@ def caught(room: str, name: str, source: str, tree: Path) -> bool:
     try:
         if room == "kernels":
             options = ["-m", "not slow", "-k", UNCOMPILED]
-            first, *others = [f"tests/kernels/test_{test}.py" for test in KERNEL_TESTS[Path(name).stem]]
-            return any(
-                not passes([*files, *options], target, tree, plugins=False) for files in ([first], others) if files
-            )
+            tests = KERNEL_TESTS[Path(name).stem]
+            stages = [[t for t in tests if t not in LAST], [t for t in tests if t in LAST]]
+            files = [[f"tests/kernels/test_{test}.py" for test in stage] for stage in stages if stage]
+            return any(not passes([*stage, *options], target, tree, plugins=False) for stage in files)
         quick, shared = _tests(Path(name).stem)
         return not passes(quick, target, tree, plugins=False) or not passes([*quick, *shared], target, tree)
     finally:
@@ -212,23 +216,26 @@ def main(room: str, names: list[str], sample: int | None) -> None:
     import_for(room)
     results_file = RESULTS / f"mutation_{room}.json"
     results = json.loads(results_file.read_text()) if results_file.exists() else {}
-    everything = [(name, *mutant) for name in names for mutant in mutants(ast.parse((ROOT / room / name).read_text()))]
+    sources = {name: (ROOT / room / name).read_text() for name in names}
+    everything = [(name, place) for name, source in sources.items() for place in places(source)]
     step = len(everything) / min(sample or len(everything), len(everything))
     chosen = [everything[int(i * step)] for i in range(round(len(everything) / step))]
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory)
         copy_tree(room, tree)
-        for name in names:
-            source, survivors = (ROOT / room / name).read_text(), []
-            selected = [rest for file, *rest in chosen if file == name]
+        for name, source in sources.items():
+            selected, survivors = [place for file, place in chosen if file == name], []
             if selected:
                 assert not caught(room, name, source, tree), f"the tests of {name} fail as they are"
-            for line, change, mutant in selected:
-                if not caught(room, name, ast.unparse(mutant), tree):
+            for place in selected:
+                line, change, changed = mutant(source, *place)
+                if not caught(room, name, changed, tree):
                     survivors.append(f"line {line}: {change}")
                     print("survived", name, survivors[-1], flush=True)
             found = len(selected) - len(survivors)
             results[name] = {"mutants": len(selected), "caught": found, "survivors": survivors}
+            if len(selected) < (count := sum(file == name for file, _ in everything)):
+                results[name] |= {"sampled_from": count}
             print(name, f"{found} of {len(selected)} caught", flush=True)
             results_file.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
 
