@@ -34,15 +34,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 _HEAD = ("linear_logprob", "backward", "precision", "sixteen_bits", "linear_divergence")
 KERNEL_TESTS = {
     "softmax": ("linear_logprob", "logits_logprob", "backward", "sharding"),
-    "passes": (*_HEAD, "ranking", "sharding"),
+    "passes": (*_HEAD, "ranking", "sharding", "compile"),
     "head": _HEAD,
     "divergence_passes": ("linear_divergence",),
     "linear_divergence": ("linear_divergence", "precision", "compile"),
-    "linear_logprob": ("linear_logprob", "ranking", "backward", "precision", "backends", "sharding", "compile"),
+    "linear_logprob": (*_HEAD[:-1], "ranking", "backends", "sharding", "compile"),
     "logits_logprob": ("logits_logprob", "ranking", "precision", "backends", "compile"),
     "sharding": ("sharding",),
     "checks": ("linear_logprob", "logits_logprob", "linear_divergence", "ranking", "sharding"),
-    "backend": ("precision", "backends", "sixteen_bits", "linear_logprob", "compile"),
+    "backend": ("precision", "sixteen_bits", "linear_logprob", "backends", "compile"),
     "reference": ("linear_logprob", "logits_logprob", "linear_divergence", "ranking"),
 }
 LAST = ("sharding", "compile")  # these start processes, or compile
