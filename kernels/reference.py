@@ -66,7 +66,7 @@ def linear_divergence(
         return _kl(s, t)
     impossible = s.isneginf() & t.isneginf()
     parts = s.masked_fill(impossible, 0.0) + math.log1p(-beta), t.masked_fill(impossible, 0.0) + math.log(beta)
-    mixture = torch.logaddexp(*parts).masked_fill(impossible, -torch.inf)
+    mixture = torch.logaddexp(*parts)
     return beta * _kl(t, mixture) + (1 - beta) * _kl(s, mixture)
 
 

@@ -4,21 +4,29 @@
     python tests/mutation.py --room kernels [--sample 60] [files of kernels/ ...]         ... mutation_kernels.json
 
 A mutant differs from the source in one comparison, operator, constant, sign, condition, or function. It is caught if
-any of its file's tests fails: those of `tests/objectives` named after it, or of the peer comparisons; for torch's files
-of the kernels those of `KERNEL_TESTS`. Each mutant runs in a process forked from one that has torch loaded. A sample is
-spread evenly over all mutants of the files, the same in every run.
+any of its file's tests fails, or does not end: those of `tests/objectives` named after it, or of the peer comparisons;
+for torch's files of the kernels those of `KERNEL_TESTS`. Each mutant runs in a process forked from one that has torch
+loaded, the tests that caught one before first. A sample is spread evenly over all mutants of the files, the same in
+every run.
 """
 
 import argparse
 import ast
-import copy
+import atexit
+import gc
+import itertools
 import json
 import os
+import resource
 import shutil
+import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,16 +34,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 _HEAD = ("linear_logprob", "backward", "precision", "sixteen_bits", "linear_divergence")
 KERNEL_TESTS = {
     "softmax": ("linear_logprob", "logits_logprob", "backward", "sharding"),
-    "passes": (*_HEAD, "ranking", "sharding"),
+    "passes": (*_HEAD, "ranking", "sharding", "compile"),
     "head": _HEAD,
     "divergence_passes": ("linear_divergence",),
-    "linear_divergence": ("linear_divergence", "precision"),
-    "linear_logprob": ("linear_logprob", "ranking", "backward", "precision", "sharding"),
-    "logits_logprob": ("logits_logprob", "ranking", "precision"),
+    "linear_divergence": ("linear_divergence", "precision", "compile"),
+    "linear_logprob": (*_HEAD[:-1], "ranking", "backends", "sharding", "compile"),
+    "logits_logprob": ("logits_logprob", "ranking", "precision", "backends", "compile"),
     "sharding": ("sharding",),
-    "backend": (*_HEAD, "logits_logprob", "backends", "sharding"),
-    "reference": ("linear_logprob", "logits_logprob", "linear_divergence"),
+    "backend": (*_HEAD, "logits_logprob", "ranking", "backends", "sharding", "compile"),
+    "reference": ("linear_logprob", "logits_logprob", "linear_divergence", "ranking"),
 }
+LAST = ("sharding", "compile")  # these start processes, or compile
 
 COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.BitAnd: ast.BitOr,
@@ -46,16 +55,19 @@ FUNCTIONS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minim
              "all": "any"}  # fmt: skip
 
 
-def mutants(tree: ast.Module) -> Iterator[tuple[int, str, ast.Module]]:
-    """(line, what was changed, the changed tree) for every place that can be changed."""
+def places(source: str) -> Iterator[tuple[int, int]]:
+    """Every place that can be changed: the number of its node, and of the change there."""
+    tree = ast.parse(source)
     skipped = {id(part) for node in ast.walk(tree) for part in _not_behavior(node)}
     for number, node in enumerate(ast.walk(tree)):
-        if id(node) in skipped:
-            continue
-        for change in range(_count(node)):
-            twin = copy.deepcopy(tree)
-            place = next(n for i, n in enumerate(ast.walk(twin)) if i == number)
-            yield getattr(place, "lineno", 0), _apply(place, change), twin
+        yield from ((number, change) for change in range(0 if id(node) in skipped else _count(node)))
+
+
+def mutant(source: str, number: int, change: int) -> tuple[int, str, str]:
+    """(line, what was changed, the changed source) for one place."""
+    tree = ast.parse(source)
+    place = next(itertools.islice(ast.walk(tree), number, None))
+    return getattr(place, "lineno", 0), _apply(place, change), ast.unparse(tree)
 
 
 def _not_behavior(node: ast.AST) -> Iterator[ast.AST]:
@@ -118,6 +130,7 @@ UNCOMPILED = "not compiled_tiles and not without_a_compiler and not fullgraph_co
 QUIET = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 UNTYPED = ["-o", "addopts=--import-mode=importlib"]
 TYPED = ["--numprocesses=0", "-m", ""]
+PROCESSOR_SECONDS, SECONDS = 120, 900  # of all tests of a file: what takes longer does not end
 
 
 def caught(room: str, name: str, source: str, tree: Path) -> bool:
@@ -127,8 +140,11 @@ def caught(room: str, name: str, source: str, tree: Path) -> bool:
     target.write_text(source)
     try:
         if room == "kernels":
-            files = [f"tests/kernels/test_{test}.py" for test in KERNEL_TESTS[Path(name).stem]]
-            return not passes([*files, "-m", "not slow", "-k", UNCOMPILED], target, tree, plugins=False)
+            options = ["-m", "not slow", "-k", UNCOMPILED]
+            tests = KERNEL_TESTS[Path(name).stem]
+            stages = [[t for t in tests if t not in LAST], [t for t in tests if t in LAST]]
+            files = [[f"tests/kernels/test_{test}.py" for test in stage] for stage in stages if stage]
+            return any(not passes([*stage, *options], target, tree, plugins=False) for stage in files)
         quick, shared = _tests(Path(name).stem)
         return not passes(quick, target, tree, plugins=False) or not passes([*quick, *shared], target, tree)
     finally:
@@ -141,9 +157,9 @@ def passes(tests: list[str], target: Path, tree: Path, *, plugins: bool = True) 
         stale.unlink()
     child = os.fork()
     if child == 0:
-        import pytest
-
         status = 1
+        resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_SECONDS, PROCESSOR_SECONDS))
+        signal.alarm(SECONDS)  # of waiting: what it has started ends with it
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         os.dup2(sys.stdout.fileno(), 1)
         os.dup2(sys.stdout.fileno(), 2)
@@ -152,37 +168,73 @@ def passes(tests: list[str], target: Path, tree: Path, *, plugins: bool = True) 
         try:
             os.environ["PYTHONPATH"] = str(tree)  # of the processes that tests start
             os.environ |= {} if plugins else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-            status = int(pytest.main([*QUIET, *(TYPED if plugins else UNTYPED), *tests]))
+            order = [Order(tree / "seen")]
+            status = int(pytest.main([*QUIET, *(TYPED if plugins else UNTYPED), *tests], plugins=order))
         finally:
             os._exit(status)  # never back into the caller, whose temporary directory it would remove
     return os.waitpid(child, 0)[1] == 0
 
 
-def main(room: str, names: list[str], sample: int | None) -> None:
+def import_for(room: str) -> None:
+    """Import what the tests of the room import, but for what is to be broken, once for all of their processes."""
+    os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py has it before anything imports Triton
     import torch
 
     if room == "objectives":
         from trl import DPOTrainer, GRPOTrainer  # noqa: F401
+    else:
+        import torch._inductor.utils
+        import triton.runtime.interpreter  # noqa: F401
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # tests look for garbage, of which there is none in millions of objects
+    atexit.register(gc.unfreeze)
+
+
+class Order:
+    """A plugin of pytest: first the tests that have caught most mutants, then the quickest."""
+
+    def __init__(self, seen: Path) -> None:
+        self.seen, self.caught, self.took = seen, Counter[str](), Counter[str]()
+        for line in seen.read_text().splitlines() if seen.exists() else []:
+            test, failed, seconds = line.split("\t")
+            self.caught[test] += int(failed)
+            self.took[test] = max(self.took[test], float(seconds))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: (-self.caught[item.nodeid], self.took[item.nodeid]))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        with self.seen.open("a") as seen:
+            if report.failed or (report.when == "call" and report.nodeid not in self.took):
+                print(report.nodeid, int(report.failed), report.duration, sep="\t", file=seen)
+
+
+def main(room: str, names: list[str], sample: int | None) -> None:
+    import_for(room)
     results_file = RESULTS / f"mutation_{room}.json"
     results = json.loads(results_file.read_text()) if results_file.exists() else {}
-    everything = [(name, *mutant) for name in names for mutant in mutants(ast.parse((ROOT / room / name).read_text()))]
+    sources = {name: (ROOT / room / name).read_text() for name in names}
+    everything = [(name, place) for name, source in sources.items() for place in places(source)]
     step = len(everything) / min(sample or len(everything), len(everything))
     chosen = [everything[int(i * step)] for i in range(round(len(everything) / step))]
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory)
         copy_tree(room, tree)
-        for name in names:
-            source, survivors = (ROOT / room / name).read_text(), []
-            selected = [rest for file, *rest in chosen if file == name]
+        for name, source in sources.items():
+            selected, survivors = [place for file, place in chosen if file == name], []
             if selected:
                 assert not caught(room, name, source, tree), f"the tests of {name} fail as they are"
-            for line, change, mutant in selected:
-                if not caught(room, name, ast.unparse(mutant), tree):
+            for place in selected:
+                line, change, changed = mutant(source, *place)
+                if not caught(room, name, changed, tree):
                     survivors.append(f"line {line}: {change}")
                     print("survived", name, survivors[-1], flush=True)
             found = len(selected) - len(survivors)
             results[name] = {"mutants": len(selected), "caught": found, "survivors": survivors}
+            if len(selected) < (count := sum(file == name for file, _ in everything)):
+                results[name] |= {"sampled_from": count}
             print(name, f"{found} of {len(selected)} caught", flush=True)
             results_file.write_text(json.dumps(dict(sorted(results.items())), indent=2) + "\n")
 
@@ -198,6 +250,8 @@ def copy_tree(room: str, tree: Path) -> None:
     shutil.copytree(ROOT / "tests" / "support", tree / "tests" / "support", ignore=no_cache)
     if room == "kernels":
         shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
+        forked = tree / "tests" / "support" / "forked.py"  # whose group failed, and so the test
+        forked.write_text(forked.read_text().replace("GRACE = 60.0", "GRACE = 0.0"))
     else:
         shutil.copytree(ROOT / "benchmarks" / "peer", tree / "burnish" / "benchmarks" / "peer", ignore=no_cache)
 

@@ -1,11 +1,12 @@
 """The Triton backends of ``linear_logprob`` and ``logits_logprob``: on a GPU where there is one, else interpreted."""
 
 import importlib
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import Head, linear_logprob, logits_logprob, passes
+from burnish.kernels import Head, backend, linear_logprob, logits_logprob, passes
 from burnish.kernels.head import HeadFactors
 from grids import slow
 from heads import (
@@ -21,6 +22,7 @@ from heads import (
     total,
 )
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -87,13 +89,13 @@ def test_logits_by_triton_are_as_close_to_float64_as_the_reference(columns_apart
     random = torch.Generator().manual_seed(0)
     logits, target = torch.randn(15, 107, generator=random) * 4, torch.arange(15) * 4
     logits[:, 64:80] = -torch.inf
-    logits = logits.t().contiguous().t() if columns_apart else logits
 
     def measured(dtype: torch.dtype, backend: str) -> list[Tensor]:
         z = logits.to(DEVICE, dtype, copy=True).requires_grad_()
         temperature = (torch.arange(15, device=DEVICE, dtype=dtype) / 16 + 0.5).requires_grad_()
         given: Any = {"temperature": temperature, "vocab": 100, "outputs": EXTRAS, "backend": backend}
-        found = logits_logprob(z, target.to(DEVICE), **given)[:5]
+        apart = z.repeat_interleave(2, 1)[:, ::2] if columns_apart else z
+        found = logits_logprob(apart, target.to(DEVICE), **given)[:5]
         torch.autograd.backward(found, [(torch.arange(15, device=DEVICE, dtype=f.dtype) - 7) / 8 for f in found])
         return [t.double() for t in (*found, z.grad, temperature.grad)]
 
@@ -104,6 +106,16 @@ def test_logits_by_triton_are_as_close_to_float64_as_the_reference(columns_apart
         assert torch.equal(truth[~finite], found[~finite])
         allowed = 2 * (reference - truth)[finite].abs().max() + 1e-6
         assert (found - truth)[finite].abs().max() <= allowed
+
+
+def test_auto_has_triton_on_a_gpu_where_it_is_installed_and_numbers_below_float64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for device, dtype, installed in itertools.product(["cpu", "cuda"], [torch.float32, torch.float64], [True, False]):
+        monkeypatch.setattr(backend, "_TRITON", installed)
+        with FakeTensorMode():
+            found = backend.choose_backend("me", "auto", torch.empty(3, 4, dtype=dtype, device=device))
+        assert found == ("auto" if (device, dtype, installed) == ("cuda", torch.float32, True) else "torch")
 
 
 def test_without_gradients_auto_writes_no_logits() -> None:

@@ -84,6 +84,12 @@ def test_it_is_as_close_to_float64_as_the_reference(case: str, dtype: torch.dtyp
         assert (ours[name] - truth).abs().max() <= allowed, name
 
 
+def test_by_default_it_is_the_log_softmax_of_all_columns() -> None:
+    logits, target = problem()["logits"], problem()["target"]
+    expected = logits.log_softmax(1).gather(1, target[:, None])[:, 0]
+    torch.testing.assert_close(logits_logprob(logits, target).logprob, expected)
+
+
 def test_gradcheck() -> None:
     case = in_dtype(problem(12, 9, vocab=7, target=torch.arange(12) % 7), torch.float64)
 

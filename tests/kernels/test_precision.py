@@ -83,6 +83,15 @@ def test_gradients_of_16_bit_hidden_states_are_rounded_once_with_an_adapter_too(
     assert torch.equal(gradients[0], gradients[1].bfloat16())
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_no_gradient_is_rounded_because_its_float32_factor_was(backend: str) -> None:
+    case = on_device(wide(**ADAPTER), torch.float32)
+    with autocast():
+        trained = logprobs(case, backend=backend).logprob
+    trained.sum().backward()
+    assert not [name for name, leaf in leaves(case).items() if torch.equal(leaf.grad, leaf.grad.bfloat16().float())]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_float32_weight_is_rounded_to_16_bit_hidden_states_in_every_pass(backend: str) -> None:
     case = on_device(wide(), torch.float32)
