@@ -9,6 +9,7 @@ and on every rank alike, so that the split into micro-batches and ranks does not
 from collections.abc import Sequence
 from itertools import chain, compress
 from typing import Any
+from zlib import crc32
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -147,8 +148,8 @@ class RolloutBuffer:
             examples = [example for group in self.split_groups(max_tokens, layout) for example in group]
         process: Any = accelerator or PartialState()
         plan = balanced([self._cost(example, layout) for example in examples], process.num_processes, max_tokens)
-        alike = gather_object([repr((plan, self.lengths.tolist(), [sum(sample.tokens) for sample in self.samples]))])
-        if len(set(alike)) > 1:
+        content = repr((plan, self.lengths.tolist(), [sum(sample.tokens) for sample in self.samples]))
+        if len(set(gather_object([crc32(content.encode())]))) > 1:
             raise ValueError(
                 "rollout: its completions, or which of them are scored, differ between ranks, so that some would be "
                 "trained twice and others never; where a judge or chance scores, make and score the rollout in one "
