@@ -102,7 +102,7 @@ def test_a_loss_has_its_formula_and_its_paper(name):
         ("f_divergence_score", "any shape", True, ["log-ratios"]),
         ("simpo", "pair", False, []),
         ("kto", "completion", True, ["labels", "one number for the whole step"]),
-        ("step_loss", "step", False, ["labels"]),
+        ("step_loss", "token", False, ["labels"]),
         ("plackett_luce", "completion", False, ["groups", "ranks"]),
         ("gspo", "token, completion → completion", False, ["log-probs of π_old", "advantages"]),
         ("forward_kl", "token", False, ["a teacher"]),
