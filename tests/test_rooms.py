@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 # A budget is looked at, not obeyed: a capability may raise it in the commit that adds it, saying by how much and why.
 # The goals are 9,500 lines of loops/ and 170 types for what there was before sharding, optimizers, recipes of objects
 # and data of TRL's forms came (11,800 and 187): lower these two numbers whenever it can be done.
-# loops/: 23 lines for optimizers that keep their state on the host, 19 for Muon of matrices narrower than the ranks.
-LINES = {"objectives": 2284, "kernels": 2972, "data": 2436, "loops": 15812, "benchmarks": 2546}
+# The latest: 56 lines of loops/ refuse what was trained wrongly without a word, 2 of data/ an endless dataset.
+LINES = {"objectives": 2284, "kernels": 2972, "data": 2438, "loops": 15868, "benchmarks": 2546}
 TYPES = 187
 SHIPPED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
 
