@@ -127,7 +127,7 @@ def _apply(node: ast.AST, change: int) -> str:
 
 
 # Tests of the compiler take most of a minute each, and what they compile is what the others run eagerly.
-UNCOMPILED = "not compiled_tiles and not without_a_compiler and not fullgraph_compile"
+UNCOMPILED = "not compiled_tiles and not fullgraph_compile and not served_by_one_graph"
 QUIET = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 UNTYPED = ["-o", "addopts=--import-mode=importlib"]
 TYPED = ["--numprocesses=0", "-m", ""]
