@@ -253,7 +253,8 @@ def copy_tree(room: str, tree: Path) -> None:
         forked = tree / "tests" / "support" / "forked.py"  # whose group failed, and so the test
         forked.write_text(forked.read_text().replace("GRACE = 60.0", "GRACE = 0.0"))
     else:
-        shutil.copytree(ROOT / "benchmarks" / "peer", tree / "burnish" / "benchmarks" / "peer", ignore=no_cache)
+        without = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(ROOT / "benchmarks", tree / "burnish" / "benchmarks", ignore=without)
 
 
 def _tests(stem: str) -> tuple[list[str], list[str]]:
