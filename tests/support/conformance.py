@@ -267,8 +267,8 @@ class Conformance:
     @with_subject
     async def test_completions_under_way_go_on_with_the_new_weights_and_say_from_where(self, subject):
         """The context is computed anew under the new weights: stale keys and values would show in the log-probs."""
-        version = 1
-        for wait in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0):
+        version, wait = 1, 0.01
+        for _ in range(20):
             requests = [ask(i, indices=range(2), prompt=[4] * (1 + i), max_tokens=subject.long) for i in range(3)]
             under_way = [asyncio.create_task(subject.source.sample(request)) for request in requests]
             await asyncio.sleep(wait)
@@ -279,6 +279,8 @@ class Conformance:
             assert all(len(sample.tokens) == subject.long for sample in samples)
             if any(len(sample.spans) == 2 for sample in samples):
                 return
+            late = all(span.version < version for sample in samples for span in sample.spans)
+            wait *= 0.7 if late else 1.7  # a server may begin late, and be done soon
         pytest.fail("no weights were published while a completion was under way: make Subject.long longer")
 
     def check_spans(self, subject, samples):
