@@ -3,6 +3,7 @@
 One number in [0, 1) per row decides its token, so that a row's token does not depend on the other rows.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from torch import Tensor
 from ...models.policy import Policy
 from ..sample import Request, SamplingParams, VersionSpan
 
-_CACHES = ("past_key_values", "cache_params")  # the latter in Mamba and its kin
+# Of the argument and the output; transformers before 5.24 and code of its time know the latter two, Mamba the last.
+_CACHES = ("cache", "past_key_values", "cache_params")
 _ELEMENTS = 1 << 24  # logits that are turned into probabilities at once
 _ELEMENTS_CPU = 1 << 19  # beyond which memory is mapped, and given back, for every token anew
 
@@ -78,19 +80,26 @@ class ModelRunner:
         longest = max(map(len, texts))
         return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.policy.device)
 
-    def states(self, at: Tensor | None = None, **inputs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The input of the head [rows, ...] at these columns, or at the last; and the caches by their names."""
+    def states(self, at: Tensor | None = None, *, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
+        """The input of the head [rows, ...] at these columns, or at the last; and the cache, if the model has one."""
         plain, fused = self.policy.plain, self.policy.fused
-        output = (plain.base_model if fused else plain)(**inputs)
+        body = plain.base_model if fused else plain
+        output = body(**inputs, **({} if cache is None else {_cache_name(type(body)): cache}))
         # A head that can't be fused is not a known function of the hidden states: keep its logits instead.
         states: Tensor = output.last_hidden_state if fused else output.logits
-        caches = {name: output[name] for name in _CACHES if output.get(name) is not None}
-        return states[:, -1] if at is None else states[torch.arange(len(states), device=at.device), at], caches
+        cache = next((value for name, value in output.items() if name in _CACHES), None)
+        return states[:, -1] if at is None else states[torch.arange(len(states), device=at.device), at], cache
 
     def logits(self, states: Tensor) -> Tensor:
         """[rows, V] in float32 where the head is fused, without the rows that only pad the head's weight."""
         logits = self.policy.logits(states) if self.policy.fused else states
         return logits[:, : self.vocab]
+
+
+def _cache_name(model: type[Any]) -> str:
+    """The argument of this model's forward pass that takes its cache."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHES if name in accepted), "past_key_values")
 
 
 def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:

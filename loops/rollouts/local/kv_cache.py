@@ -83,7 +83,7 @@ class ContinuousBatch(Cache):
             ids = self.runner.ids([text for text, _ in part])
             length, copies = torch.tensor([(len(text), count) for text, count in part], device=ids.device).T
             cache: Any = DynamicCache()
-            last, _ = self.runner.states(length - 1, input_ids=ids, past_key_values=cache, use_cache=True)
+            last, _ = self.runner.states(length - 1, cache=cache, input_ids=ids, use_cache=True)
             states.append(last.repeat_interleave(copies, dim=0))
             row, self.length = len(self.length), torch.cat([self.length, length.repeat_interleave(copies)])
             self.row = torch.arange(len(self.length), device=ids.device)
@@ -106,7 +106,7 @@ class ContinuousBatch(Cache):
         mask = torch.zeros(hidden.shape, dtype=self.stores[0].dtype, device=hidden.device)
         mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
         inputs = {"input_ids": last, "position_ids": self.length[:, None], "attention_mask": mask[:, None, None]}
-        states, _ = self.runner.states(**inputs, past_key_values=self, use_cache=True)
+        states, _ = self.runner.states(cache=self, **inputs, use_cache=True)
         self.length = self.length + 1
         return states
 
@@ -164,7 +164,7 @@ class StaticBatch:
     def __init__(self, runner: ModelRunner, fit: Callable[[int], int], *, cached: bool) -> None:
         self.runner, self.fit, self.cached = runner, fit, cached
         self.sequences: list[DecodeSequence] = []
-        self.caches: dict[str, Any] = {}
+        self.cache: Any = None
 
     def admit(self, waiting: Sequence[DecodeSequence]) -> int:
         if self.sequences:
@@ -173,7 +173,7 @@ class StaticBatch:
         return max(1, min(len(list(alike)), self.fit(waiting[0].max_length)))
 
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
-        self.sequences, self.caches = list(sequences), {}
+        self.sequences, self.cache = list(sequences), None
         return self._read([[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences])
 
     def step(self) -> Tensor:
@@ -182,15 +182,16 @@ class StaticBatch:
         return self._read([[*sequence.request.prompt, *sequence.tokens] for sequence in self.sequences])
 
     def _read(self, texts: list[list[int]]) -> Tensor:
-        states, self.caches = self.runner.states(input_ids=self.runner.ids(texts), use_cache=self.cached, **self.caches)
+        ids = self.runner.ids(texts)
+        states, self.cache = self.runner.states(cache=self.cache, input_ids=ids, use_cache=self.cached)
         return states
 
     def drop_finished(self) -> None:
         kept = [row for row, sequence in enumerate(self.sequences) if sequence.finish is None]
         if len(kept) < len(self.sequences):
             self.sequences = [self.sequences[row] for row in kept]
-            for cache in self.caches.values() if kept else ():
-                cache.reorder_cache(torch.tensor(kept, device=self.runner.policy.device))
+            if kept and self.cache is not None:
+                self.cache.reorder_cache(torch.tensor(kept, device=self.runner.policy.device))
 
 
 def cache_fit(runner: ModelRunner, cache_bytes: int, *, continuous: bool) -> Callable[[int], int]:
@@ -198,10 +199,9 @@ def cache_fit(runner: ModelRunner, cache_bytes: int, *, continuous: bool) -> Cal
     sizes = [0]
     for length in (1,) if continuous else (1, 2):  # the former keeps as much of every token
         inputs: dict[str, Any] = {"input_ids": runner.ids([[1] * length]), "use_cache": True}
-        inputs |= {"past_key_values": DynamicCache()} if continuous else {}
         with runner.inference():
-            _, caches = runner.states(**inputs)
-            values = [x for cache in caches.values() for layer in cache.layers for x in vars(layer).values()]
+            _, cache = runner.states(cache=DynamicCache() if continuous else None, **inputs)
+            values = [x for layer in cache.layers for x in vars(layer).values()]
             tensors = [x for value in values for x in (value.values() if isinstance(value, dict) else [value])]
             held = [(x, (autocast_dtype(x) if continuous else None) or x.dtype) for x in tensors if torch.is_tensor(x)]
             sizes.append(sum(x.numel() * dtype.itemsize for x, dtype in held))

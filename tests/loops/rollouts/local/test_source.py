@@ -21,7 +21,7 @@ from conformance import Conformance, Subject, ask
 from grids import grid
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, VOCABULARY, make_model
-from transformers import AutoModelForCausalLM, MambaConfig
+from transformers import AutoModelForCausalLM, LlamaModel, MambaConfig
 
 AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 PRECISIONS = {
@@ -302,10 +302,10 @@ def test_keys_values_and_mask_are_held_in_what_attention_multiplies(precision, a
     held = []
     states = ModelRunner.states
 
-    def watched(self, at=None, **inputs):
-        if isinstance(batch := inputs.get("past_key_values"), ContinuousBatch):
-            held.append({store.dtype for store in batch.stores} | {inputs["attention_mask"].dtype})
-        return states(self, at, **inputs)
+    def watched(self, at=None, *, cache=None, **inputs):
+        if isinstance(cache, ContinuousBatch):
+            held.append({store.dtype for store in cache.stores} | {inputs["attention_mask"].dtype})
+        return states(self, at, cache=cache, **inputs)
 
     monkeypatch.setattr(ModelRunner, "states", watched)
     policy = Policy(make_model(dtype=dtype, attention=attention))
@@ -385,11 +385,11 @@ def test_a_mask_or_position_that_is_wrong_is_found_out(wrong, family, precision,
     dtype, context = PRECISIONS[precision]
     states = ModelRunner.states
 
-    def wronged(self, at=None, **inputs):
-        if isinstance(inputs.get("past_key_values"), ContinuousBatch):
+    def wronged(self, at=None, *, cache=None, **inputs):
+        if isinstance(cache, ContinuousBatch):
             names = "position_ids", "attention_mask"
             inputs |= dict(zip(names, wrong(*map(inputs.get, names)), strict=True))
-        return states(self, at, **inputs)
+        return states(self, at, cache=cache, **inputs)
 
     policy = Policy(make_wide(family).to(dtype))
     monkeypatch.setattr(ModelRunner, "states", wronged)
@@ -464,8 +464,7 @@ def test_a_cache_of_the_models_own_is_counted_as_it_is(precision):
         runner = ModelRunner(policy, VOCABULARY, context)
         fit = cache_fit(runner, 1 << 20, continuous=False)
         with runner.inference():
-            caches = runner.states(input_ids=runner.ids([[5] * 50]), use_cache=True)[1]
-        (cache,) = caches.values()
+            cache = runner.states(input_ids=runner.ids([[5] * 50]), use_cache=True)[1]
         tensors = [value for layer in cache.layers for value in vars(layer).values()]
         tensors = [x for value in tensors for x in (value.values() if isinstance(value, dict) else [value])]
         assert fit(50) == (1 << 20) // sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
@@ -662,6 +661,22 @@ def test_the_reason_for_going_one_prompt_at_a_time_is_named_once(monkeypatch, ca
         "LlamaForCausalLM: completions are generated one prompt at a time, with its own cache: "
         "RuntimeError: no such cache"
     )
+
+
+class OlderModel(LlamaModel):
+    """Takes its cache by the name of transformers before 5.24."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **_):
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+
+
+def test_a_model_gets_its_cache_by_the_name_that_its_code_has_for_it(caplog):
+    model = make_model()
+    model.model.__class__ = OlderModel
+    source = LocalSource(Policy(model), version=0)
+    assert isinstance(source._make_batch(200), ContinuousBatch)
+    check_log_probs(make_model(), completions_of(source, requests()), 1e-9)
+    assert not caplog.records
 
 
 def test_plain_models_generate_all_prompts_at_once():
