@@ -110,6 +110,7 @@ def train(recipe, config, before=lambda: None):
 
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         os._exit(status)
 
 
