@@ -149,11 +149,16 @@ class RolloutBuffer:
         process: Any = accelerator or PartialState()
         plan = balanced([self._cost(example, layout) for example in examples], process.num_processes, max_tokens)
         content = repr((plan, self.lengths.tolist(), [sum(sample.tokens) for sample in self.samples]))
-        if len(set(gather_object([crc32(content.encode())]))) > 1:
+        checksums, rewards = zip(*gather_object([(crc32(content.encode()), self.reward.tolist())]), strict=True)
+        alike = len(set(checksums)) == 1
+        if alike and len(self):  # reward models may round otherwise on each rank
+            scores = torch.tensor(rewards).nan_to_num()
+            alike = bool((scores - scores[0]).abs().max() <= 0.01 * scores.abs().max())
+        if not alike:
             raise ValueError(
-                "rollout: its completions, or which of them are scored, differ between ranks, so that some would be "
-                "trained twice and others never; where a judge or chance scores, make and score the rollout in one "
-                "process: rollout = from_main(accelerator, function)"
+                "rollout: its completions or their scores differ between ranks, so that some would be trained twice "
+                "and others never, or on the advantages of other scores; where a judge or chance scores, make and "
+                "score the rollout in one process: rollout = from_main(accelerator, function)"
             )
         tokens = torch.split(torch.arange(len(self.sequence)), self.lengths.tolist())  # of each completion
         samples, trained = self.samples, self.trained

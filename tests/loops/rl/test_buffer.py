@@ -251,5 +251,21 @@ def test_ranks_with_other_scores_do_not_train_some_completions_twice_and_others_
     monkeypatch.setattr(buffer, "gather_object", lambda mine: sent.extend(mine) or [*sent])
     assert one.micro_batches(100)
     two.mask([i == 2 for i in range(len(two))])
-    with pytest.raises(ValueError, match=r"which of them are scored, differ between ranks.* from_main\(accelerator"):
+    with pytest.raises(ValueError, match=r"or their scores differ between ranks.* from_main\(accelerator"):
         two.micro_batches(100)
+
+
+def test_ranks_whose_scores_differ_by_more_than_rounding_do_not_train(monkeypatch):
+    """Each would have the advantages of its own scores, of which the others know nothing."""
+
+    def scored(change):
+        rollout = RolloutBuffer(answers(reward=lambda task, index: index + change * (task == 2)))
+        rollout.score(REWARDS)
+        return rollout
+
+    judged, rounded, otherwise = map(scored, (0.0, 1e-3, 0.2))
+    sent = []
+    monkeypatch.setattr(buffer, "gather_object", lambda mine: sent.extend(mine) or [*sent])
+    assert judged.micro_batches(100) and rounded.micro_batches(100)
+    with pytest.raises(ValueError, match=r"or their scores differ between ranks.* from_main\(accelerator"):
+        otherwise.micro_batches(100)
