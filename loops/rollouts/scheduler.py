@@ -48,6 +48,9 @@ def _read_prompts(
 ) -> tuple[list[Sequence[int]], list[Row]]:
     """The token ids of all prompts, and the rows that they come from."""
     rows: list[Row] = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
+    for i, row in enumerate(rows):
+        if "prompt" not in row:
+            raise ValueError(f"scheduler: row {i} has no column 'prompt', only {', '.join(row)}; rename one to it")
     texts: list[Any] = [row["prompt"] for row in rows]
     if all(isinstance(token, int) for text in texts for token in text):
         return texts, rows

@@ -518,6 +518,11 @@ def test_text_needs_a_tokenizer():
         RolloutScheduler(Scripted(), ["2+2="], group_size=G)
 
 
+def test_rows_need_a_prompt():
+    with pytest.raises(ValueError, match="row 1 has no column 'prompt', only question, answer; rename one to it"):
+        RolloutScheduler(Scripted(), [{"prompt": [5, 7]}, {"question": "2+2=", "answer": "4"}], group_size=G)
+
+
 @pytest.mark.parametrize(("prompts", "seed"), [([], 0), ([[5, 7]], -1)])
 def test_no_prompt_and_a_negative_seed_are_refused_at_once(prompts, seed):
     with pytest.raises(ValueError, match=f"at least one prompt and a seed >= 0, got {len(prompts)} and {seed}"):
