@@ -84,7 +84,10 @@ class ModelRunner:
         """The input of the head [rows, ...] at these columns, or at the last; and the cache, if the model has one."""
         plain, fused = self.policy.plain, self.policy.fused
         body = plain.base_model if fused else plain
-        output = body(**inputs, **({} if cache is None else {_cache_name(type(body)): cache}))
+        if cache is not None:
+            accepted = inspect.signature(type(body).forward).parameters
+            inputs[next((name for name in _CACHES if name in accepted), "past_key_values")] = cache
+        output = body(**inputs)
         # A head that can't be fused is not a known function of the hidden states: keep its logits instead.
         states: Tensor = output.last_hidden_state if fused else output.logits
         cache = next((value for name, value in output.items() if name in _CACHES), None)
@@ -94,12 +97,6 @@ class ModelRunner:
         """[rows, V] in float32 where the head is fused, without the rows that only pad the head's weight."""
         logits = self.policy.logits(states) if self.policy.fused else states
         return logits[:, : self.vocab]
-
-
-def _cache_name(model: type[Any]) -> str:
-    """The argument of this model's forward pass that takes its cache."""
-    accepted = inspect.signature(model.forward).parameters
-    return next((name for name in _CACHES if name in accepted), "past_key_values")
 
 
 def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
