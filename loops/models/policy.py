@@ -157,6 +157,8 @@ class Policy(Backbone):
                 raise CannotFuse("transformers does not say what is below its head")
             with self.probing() as exact:
                 logits, hidden = super().model_output(rows), super().hidden(rows)
+                if getattr(self.head, "in_features", hidden.shape[1]) != hidden.shape[1]:
+                    raise CannotFuse("its head reads something else than its last hidden state")
                 fuse(self.head, self.transform, backend, keep_bytes)
                 fused = self.head(hidden, target=target).logprob
             expected = logits.double().log_softmax(-1).gather(1, target[:, None])[:, 0]

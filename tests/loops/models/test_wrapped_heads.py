@@ -15,7 +15,8 @@ from burnish.loops.models.policy import Policy
 from burnish.loops.runs.reference import adapters_off
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from tiny import in_full_precision
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from wrapped import (
     EXAMPLES,
     TILES,
@@ -344,6 +345,21 @@ def test_hooks_that_replaced_the_forward_of_a_head_still_run(caplog):
     assert not policy.fused
     assert "its logits are not a known function of its last hidden state" in caplog.text
     assert_like_plain(model, policy, fused=False)
+
+
+def test_a_head_that_reads_another_width_than_the_hidden_states_is_not_fused(caplog):
+    class Narrow(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.transform = torch.nn.Linear(config.hidden_size, 8)
+            self.lm_head = torch.nn.Linear(8, config.vocab_size)
+
+        def forward(self, *arguments, logits_to_keep=0, **named):
+            hidden = self.model(*arguments, **named).last_hidden_state
+            return CausalLMOutputWithPast(logits=self.lm_head(self.transform(hidden)))
+
+    assert_like_plain(Narrow(make_model().config).double(), fused=False)
+    assert "its head reads something else than its last hidden state" in caplog.text
 
 
 def test_a_head_of_another_forward_is_not_believed():
