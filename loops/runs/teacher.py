@@ -62,8 +62,8 @@ def open_teacher(
     def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
         metadata = {"temperature": str(temperature), "examples": digest(data.select_columns(list(Example._fields)))}
         path = Path(config.logprobs or context.directory / f"teacher-{data._fingerprint}.safetensors")
-        feed = context.feed(data, whole=True)
-        tensors, written = stored_tokens(path, feed, likeliest, context.accelerator, metadata)
+        feed, reuse = context.feed(data, whole=True), config.logprobs is not None or context.resumed
+        tensors, written = stored_tokens(path, feed, likeliest, context.accelerator, reuse, metadata)
         if written["examples"] != metadata["examples"]:
             raise DataError(
                 f"{path}: these are the teacher's log-probs of other data; store them again (teacher.top_k)"

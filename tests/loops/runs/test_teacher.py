@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import burnish
 import pytest
 import torch
 from burnish.loops.batch import collate
@@ -114,6 +115,14 @@ def test_a_stored_teacher_teaches_the_same_as_the_run_that_stored_it(run, tmp_pa
     assert [line["distillation"] for line in told] == [line["distillation"] for line in asked]
     _, _, whole = run(output="whole")
     assert 0 < asked[0]["distillation"] < whole[0]["distillation"]
+
+
+def test_what_a_run_stored_that_was_never_begun_is_not_what_the_next_learns_from(tmp_path):
+    student, *teachers = (str(save_model(tmp_path / f"{seed}", seed=seed)) for seed in (1, 1, 2))
+    settings = {"output": str(tmp_path / "run"), "batch_size": 8, "steps": 1}
+    burnish.distill(student, ROWS, teacher={"model": teachers[0], "top_k": 2}, **settings)
+    metrics = burnish.distill(student, ROWS, teacher={"model": teachers[1], "top_k": 4}, **settings).train()
+    assert metrics["distillation"] > 1e-4  # the first one is the student itself
 
 
 def test_what_was_stored_for_other_data_is_refused(run, tmp_path):
