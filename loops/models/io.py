@@ -44,11 +44,11 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
         name = getattr(getattr(name, "config", None), "_name_or_path", "")
         if not name:
             raise ValueError("tokenizer: a model made in memory has no name to find one by; give the tokenizer")
-    adapter = Path(name, "adapter_config.json") if isinstance(name, str | Path) else Path()
+    loaded = isinstance(name, str)
+    adapter = Path(name, "adapter_config.json") if loaded else Path()
     if adapter.is_file() and not adapter.with_name("config.json").exists():
         base = json.loads(adapter.read_text()).get("base_model_name_or_path")
         raise ValueError(f"model: {name} holds an adapter of {base}; pass --model {base} --lora.path {name}")
-    loaded = isinstance(name, str | Path)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name) if loaded else name
     except (OSError, ValueError) as error:
@@ -123,12 +123,11 @@ def load_model(
         if config.attention is not None:
             model.set_attn_implementation(config.attention)
     else:
-        with blaming(f"model: {config.model}"):
-            stored = transformers.AutoConfig.from_pretrained(config.model).dtype
+        stored = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)(config.model).dtype
         options |= {"attn_implementation": config.attention, "quantization_config": _quantization(config)}
         blamed = f"model: {config.model}" + (f" with attention {config.attention}" if config.attention else "")
         with blaming(blamed), left_in_files(may_stay_in_files(config, task)):
-            model = auto.from_pretrained(config.model, dtype=dtype, **options)
+            model = read_model(auto, config.model, new_head=task != "CAUSAL_LM", dtype=dtype, **options)
     without_randomness(model)
     if config.dtype != "float64":
         model.stored_dtype = torch.bfloat16 if config.weights_dtype == "bfloat16" else stored
@@ -144,6 +143,15 @@ def load_model(
     for module in unread(model.get_base_model() if isinstance(model, PeftModel) else model).values():
         module.requires_grad_(False)  # DDP would wait for their gradients
     return model.train()  # type: ignore[no-any-return]
+
+
+def read_model(auto: Any, name: str, *, new_head: bool = False, **options: Any) -> Any:
+    """Raises ValueError if a weight of the model is in no file, unless its head is new."""
+    model, loaded = auto.from_pretrained(name, output_loading_info=True, **options)
+    missing = sorted(name for name, _ in model.named_parameters() if name in loaded["missing_keys"])
+    if missing and not new_head:
+        raise ValueError(f"{missing[0]} is in none of its files, and would be random; wanted a causal language model")
+    return model
 
 
 def _convert(model: Any, dtype: torch.dtype) -> None:

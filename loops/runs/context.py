@@ -85,11 +85,6 @@ class RunContext(Generic[Model]):
         """Path of a file in the run directory; None if the run has no directory."""
         return None if self.config.output is None else self.directory / name
 
-    @property
-    def resumed(self) -> bool:
-        """True if the settings in the directory were compared with these: files beside them are this run's own."""
-        return self.config.resume and (self.directory / "config.yaml").exists()
-
     def name_rows(self, step: int, examples: Sequence[int]) -> str:
         """Name, for a message, the first few rows that these examples of the data of a step were made of."""
         data, records = self.data, self.records
@@ -173,8 +168,8 @@ class RunContext(Generic[Model]):
             def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
                 path = self.directory / f"reference-{data._fingerprint}.safetensors"
                 with evaluating(policy.model):  # without the dropout of adapters that are trained further
-                    whole = self.feed(data, whole=True)
-                    tensors, _ = stored_tokens(path, whole, current, self.accelerator, self.resumed)
+                    reuse = config.resume and path.with_name("config.yaml").exists()  # with which this was compared
+                    tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator, reuse)
                 return {"ref_logprob": tensors["logprob"]}
 
             return lambda batch: batch.columns["ref_logprob"], columns

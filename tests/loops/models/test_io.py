@@ -120,6 +120,14 @@ def test_mistakes_about_adapters_are_one_line(start, fields, message):
     assert message in str(raised.value)
 
 
+def test_a_policy_with_a_head_of_random_weights_is_refused(start, tmp_path):
+    load_classifier(config(start), "SEQ_CLS", {0: "reward"}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model: .*: lm_head.weight is in none of its files, and would be random"):
+        load_model(config(tmp_path))
+    with pytest.raises(ValueError, match="policy: wanted a causal language model, got LlamaForSequenceClassification"):
+        Policy(load_classifier(config(tmp_path), "SEQ_CLS", {0: "reward"}))
+
+
 def test_a_directory_of_an_adapter_says_how_to_go_on_from_it(start, tmp_path):
     load_model(config(start, lora=Lora(r=2))).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"holds an adapter of {start}; pass --model {start} --lora.path {tmp_path}"):
