@@ -12,6 +12,7 @@ from burnish.loops.models.io import load_classifier, load_model, load_tokenizer,
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer
 from burnish.loops.train.optimizers import make_optimizer
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from tiny import FAMILIES, make_examples, make_model
 from tiny import save_model as save_tiny_model
@@ -118,6 +119,14 @@ def test_mistakes_about_adapters_are_one_line(start, fields, message):
     with pytest.raises(ValueError) as raised:
         load_model(config(start, lora=Lora(**fields)))
     assert message in str(raised.value)
+
+
+def test_an_adapter_names_its_base_model_by_a_path_that_other_directories_know(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(start.parent)
+    policy = Policy(load_model(config(start.name, lora=Lora(r=2))))
+    save_model(policy, load_tokenizer(config(start.name)), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert AutoPeftModelForCausalLM.from_pretrained("adapter").peft_config["default"].r == 2
 
 
 def test_a_policy_with_a_head_of_random_weights_is_refused(start, tmp_path):
