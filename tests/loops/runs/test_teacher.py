@@ -11,7 +11,7 @@ from burnish.loops.cli import main
 from burnish.loops.models.policy import Policy
 from tiny import make_examples, make_model, save_model, write_rows
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 BETA, TEMPERATURE = 0.3, 0.7
 
@@ -156,6 +156,14 @@ def test_a_teacher_with_other_tokens_is_refused_by_the_first_that_differs(run, t
     assert f"token {min(vocabulary['7'], vocabulary['8'])} is '8', and '7' for the student" in said
 
 
+def test_a_classifier_is_no_teacher(run, tmp_path):
+    teacher = save_model(tmp_path / "classifier")
+    AutoModelForSequenceClassification.from_pretrained(teacher).save_pretrained(teacher)
+    status, said, _ = run(teacher=teacher)
+    assert status == 1
+    assert f"teacher.model: {teacher}: lm_head.weight is in none of its files, and would be random" in said
+
+
 def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
     padded = save_model(tmp_path / "padded")
     config = AutoConfig.from_pretrained(padded)
@@ -169,9 +177,10 @@ def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "distillation needs one; give --teacher.model or --teacher.logprobs, not both"),
+        ([], "distillation needs one; give --teacher.model or --teacher.logprobs"),
         (["--loss", "{nll: 1}", "--teacher.model", "x"], "no loss of this mix learns from it"),
         (["--teacher.logprobs", "nowhere"], "nowhere: no such file; a run with top_k leaves one"),
+        (["--teacher.logprobs", "x", "--teacher.top_k", "3"], "--teacher.model or --teacher.logprobs and no top_k"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(run, flags, message):
