@@ -17,7 +17,14 @@ from safetensors.torch import load_file
 from tiny import FAMILIES, make_examples, make_model
 from tiny import save_model as save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Gemma3Config, modeling_utils
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    DeepseekV3Config,
+    Gemma3Config,
+    modeling_utils,
+)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +142,18 @@ def test_a_policy_with_a_head_of_random_weights_is_refused(start, tmp_path):
         load_model(config(tmp_path))
     with pytest.raises(ValueError, match="policy: wanted a causal language model, got LlamaForSequenceClassification"):
         Policy(load_classifier(config(tmp_path), "SEQ_CLS", {0: "reward"}))
+
+
+@pytest.mark.parametrize("kind", ["load_in_4bit", "load_in_8bit"])
+def test_files_that_are_quantized_are_loaded_so_and_want_adapters(kind, start, tmp_path):
+    quantization = BitsAndBytesConfig(**{kind: True})
+    quantized = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, quantization_config=quantization)
+    quantized.save_pretrained(tmp_path)
+    batch = collate(make_examples(4))
+    loaded = Policy(load_model(config(tmp_path, lora=Lora(r=2)))).eval()
+    torch.testing.assert_close(loaded(batch).logprob, Policy(quantized)(batch).logprob)
+    with pytest.raises(ValueError, match="quantize: quantized weights can't be trained; add adapters"):
+        load_model(config(tmp_path))
 
 
 def test_a_directory_of_an_adapter_says_how_to_go_on_from_it(start, tmp_path):
